@@ -25,7 +25,7 @@ EXIT_STATUS = {
     1: "unexpected error; of `onward diff`: the files differ; of `onward chaos`: something is not right",
     2: "invalid command line, configuration, model or data",
     3: "the machine cannot run it: MPI, servers, devices, memory or disk",
-    4: "a checkpoint is damaged, missing, or of another model",
+    4: "a checkpoint or a record of a run is damaged, missing, or of another model",
     5: "the trained file failed a check and was not written",
     6: "the loss or a gradient is not finite",
     7: "a rank needs more memory than its device has free",

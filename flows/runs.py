@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from onward.infra.mlflow_store import TrackingError
 from onward.infra.service_state import try_lock
 from onward.infra.tracking import Status, Tracker
+from onward.trainer import bounds
+from onward.trainer.bounds import NotAFile
 from onward.trainer.checkpoint.retention import announced, discard, list_checkpoints, list_damaged
 from onward.trainer.checkpoint.verification import all_damaged, newest_complete
 from onward.trainer.errors import (
@@ -102,8 +104,11 @@ def is_running(run: RunDir) -> bool:
     if not run.lock.exists():
         return False
     # a lock that can be taken is free; closing the file gives it back at once
-    with run.lock.open("rb") as file:
-        return not try_lock(file)
+    try:
+        with bounds.opened(run.lock) as file:
+            return not try_lock(file)
+    except NotAFile:
+        return False
 
 
 def end_mlflow_run(run: RunDir, status: Status) -> None:

@@ -23,6 +23,8 @@ from typing import IO, Any
 from onward.infra.mpirun import boot_id
 from onward.infra.service_definitions import SERVICES
 
+MOST_BYTES = 1 << 16
+"""Of the files here that say something of a server."""
 _WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens addresses of this machine directly; a proxy that the environment names cannot reach them."""
 
@@ -62,9 +64,15 @@ def unpin(home: Path) -> None:
 
 
 def is_pinned(home: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return (directory(home) / "pinned").read_text() == boot_id()
-    return False
+    return _content(directory(home) / "pinned").decode(errors="replace") == boot_id()
+
+
+def _content(path: Path) -> bytes:
+    """Return the first bytes of a small file; b"" without one. Opening a FIFO would wait for ever."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(MOST_BYTES)
 
 
 # -- the supervisor of one server
@@ -73,7 +81,7 @@ def is_pinned(home: Path) -> bool:
 def is_supervised(home: Path, name: str) -> bool:
     """Return whether a supervisor of this server is running."""
     path = directory(home) / f"{name}.supervisor"
-    if not path.exists():
+    if not path.is_file():
         return False
     with path.open("rb") as file:
         return not try_lock(file)
@@ -91,8 +99,8 @@ def read_state(home: Path, name: str) -> dict[str, Any]:
     if not is_supervised(home, name):
         return {}
     try:
-        state = json.loads((directory(home) / f"{name}.supervisor").read_bytes())
-    except ValueError:
+        state = json.loads(_content(directory(home) / f"{name}.supervisor"))
+    except (ValueError, RecursionError):
         return {}  # write_state is between its truncate and its write
     return state if isinstance(state, dict) else {}
 

@@ -44,10 +44,12 @@ CSV_COLUMNS = Limit("columns in the header of a CSV file", 200_000)
 CSV_ROW_BYTES = Limit("bytes in a row of a CSV file", 256 << 20)
 JSON_ROW_BYTES = Limit("bytes in a line of a JSON Lines file", 32 << 20)
 ROW_BYTES = Limit("bytes in a row of a .npz or a Parquet file", 256 << 20)
+ARROW_BATCH_BYTES = Limit("bytes in memory of a compressed record batch of an Arrow file", 512 << 20)
 TEXT_BYTES = Limit("bytes in one text of a text file", 256 << 20)
 CONTENT_BYTES = Limit("bytes in an image, audio or other file that is a cell of a row", 512 << 20)
-IMAGE_BYTES = Limit("bytes of the pixels of a decoded image", 512 << 20)
+IMAGE_BYTES = Limit("bytes of the pixels of a decoded image, and of its copy if it is converted", 896 << 20)
 AUDIO_SAMPLES = Limit("samples in one channel of an audio file", 2**27)
+AUDIO_RATE = Limit("samples a second in an audio file", 1_000_000)
 TAR_HEADER_BYTES = Limit("bytes in a header of a tar file", 1 << 20)
 TOKENIZER_BYTES = Limit("bytes in a tokenizer.json", 256 << 20)
 
@@ -92,8 +94,10 @@ def read_bounded(path: Path, limit: Limit) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > limit.most:
             raise OSError(errno.EFBIG, f"it holds {limit.exceeded(size)}", str(path))
-        # a file in /proc has the size 0, and one that grows must not fill the memory
-        content = file.read(limit.most + 1)
+        # not up to the limit at once: read() takes memory for all that it is asked for
+        content = file.read(size + 1)
+        if len(content) > size:  # a file in /proc has the size 0, and one that grows must not fill the memory
+            content += file.read(limit.most + 1 - len(content))
     if len(content) > limit.most:
         raise OSError(errno.EFBIG, f"it holds {limit.exceeded(len(content))}", str(path))
     return content

@@ -6,6 +6,7 @@
     ├── UnsupportedModel         2   the ONNX file contains something that cannot be trained
     ├── RuntimeUnavailable       3   no MPI, wrong world size, no device, not enough memory or disk
     ├── CheckpointError          4   a checkpoint is damaged, absent or of another model
+    ├── RecordError              4   a record of a run, of a sweep or of shards is damaged or absent
     ├── ExportRefused            5   the trained file failed one of its checks
     ├── Diverged                 6   the loss or a gradient is not finite; a retry would repeat it
     ├── OutOfMemory              7   a rank asked its device for more memory than is free; a retry would repeat it
@@ -68,6 +69,12 @@ class CheckpointError(OnwardError):
     exit_code = 4
 
 
+class RecordError(OnwardError):
+    """A record of a run, of a sweep or of shards is damaged or absent."""
+
+    exit_code = 4
+
+
 class ExportRefused(Refused):
     """The exported file failed a check; each problem says which check, and by how much."""
 
@@ -121,3 +128,8 @@ class Stopped(OnwardError):
     """The job stopped on request, after it had saved a checkpoint."""
 
     exit_code = 75
+
+
+def printable(name: str) -> str:
+    """Return a file name as text that every terminal and file takes, also if it is not valid UTF-8."""
+    return name.encode(errors="backslashreplace").decode()

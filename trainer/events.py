@@ -31,6 +31,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from onward.trainer.bounds import RECORD_BYTES, NotAFile, opened, read_bounded
+from onward.trainer.errors import RecordError
+
 
 @dataclass(frozen=True)
 class Event:
@@ -104,17 +107,30 @@ def read_events(path: Path, offset: int = 0) -> Iterator[tuple[Event, int]]:
 
     Call again with the last offset to follow a growing log. Lines that are not events are skipped.
     """
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    try:
+        log = opened(path)
+    except FileNotFoundError:
+        return
+    except NotAFile as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
+    with log as file:
         file.seek(offset)
         # the last line may be half-written; it is read by the next call
-        while (line := file.readline()).endswith(b"\n"):
+        while (line := file.readline(RECORD_BYTES.most)).endswith(b"\n"):
             offset += len(line)
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                raw = json.loads(line)
-                yield (
-                    Event(raw.pop("at_ms"), raw.pop("attempt"), raw.pop("step"), raw.pop("kind"), raw),
-                    offset,
-                )
+            if event := _event(line):
+                yield event, offset
+
+
+def _event(line: bytes) -> Event | None:
+    """Return the event of a line of the log; None if it is none."""
+    try:
+        raw = json.loads(line)
+        found = Event(raw.pop("at_ms"), raw.pop("attempt"), raw.pop("step"), raw.pop("kind"), raw)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    numbers = (found.at_ms, found.attempt, found.step)
+    return found if all(type(each) is int for each in numbers) and isinstance(found.kind, str) else None
 
 
 @dataclass(frozen=True)
@@ -130,8 +146,8 @@ class Beat:
 def last_beat(path: Path) -> Beat:
     """Return the content of a heartbeat file; step 0 if there is none, or if it is being written just now."""
     try:
-        return Beat(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        return Beat(**json.loads(read_bounded(path, RECORD_BYTES)))
+    except (OSError, ValueError, TypeError, RecursionError):
         return Beat()
 
 

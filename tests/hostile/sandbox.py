@@ -84,8 +84,25 @@ def import_all() -> None:
     from onward.flows import cli, local_run
     from onward.tasks import configure
     from onward.trainer.diagnostics import doctor
+    from onward.trainer.proposal import initialise
 
-    del cli, local_run, configure, doctor, mlflow, numpy, onnx, onnxruntime, pandas, PIL, pyarrow, soundfile, tokenizers
+    PIL.Image.init()
+    del (
+        initialise,
+        cli,
+        local_run,
+        configure,
+        doctor,
+        mlflow,
+        numpy,
+        onnx,
+        onnxruntime,
+        pandas,
+        PIL,
+        pyarrow,
+        soundfile,
+        tokenizers,
+    )
     torch.set_num_threads(1)
 
 
@@ -140,6 +157,8 @@ def _fork(name: str, seed: int, case: Case, inside: Path, root: Path) -> Result:
     code = os.waitstatus_to_exitcode(status)
     elapsed_s = time.monotonic() - start
     text = output.read_bytes().decode(errors="replace") if output.exists() else ""
+    for log in sorted((inside / ".tmp").glob("onward-error-*.log"))[:1]:
+        text += log.read_text(errors="replace")
     taken = max(0, usage.ru_maxrss * 1024 - resident)
     problems = []
     if code < 0:
@@ -207,10 +226,21 @@ def _stop_at_the_launch() -> None:
     import subprocess
 
     from onward.flows import api
+    from onward.flows.runs import how_to_continue
+    from onward.trainer.checkpoint.verification import newest_complete
     from onward.trainer.data.storage.sharding import make_training_shards
+    from onward.trainer.data.storage.shards import open_shards
+    from onward.trainer.run.attempt_endings import endings
+    from onward.trainer.run.directory import RunDir, onward_home
 
-    def train(config: Any, **_: Any) -> Any:
+    def train(config: Any, *, resume: str = "") -> Any:
         make_training_shards(config, Path("shards"))
+        if resume:  # what a flow and its ranks read of the run that they go on with
+            run = RunDir(onward_home() / "runs" / resume)
+            newest_complete(run)
+            open_shards(run.shards, "train")
+            how_to_continue(run)
+            print(run.current_attempt, run.first_error(1), endings(run))
         print("ready to launch")
         sys.exit(0)
 

@@ -27,14 +27,14 @@ from pydantic import Field, ValidationError
 
 from onward.trainer.checkpoint.certificate import Sha256
 from onward.trainer.checkpoint.manifest import CHUNK_BYTES, MAX_SHOWN, Size
-from onward.trainer.checkpoint.verification import VerifiedCheckpoint, printable
+from onward.trainer.checkpoint.verification import VerifiedCheckpoint
 from onward.trainer.config.loading import BUNDLED_SOURCES, PATHS, replaced
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.data.signature import model_files
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.text.tokenizer import tokenizer_file
-from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable
+from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, printable
 from onward.trainer.run.directory import RunDir, read_config_as_given, read_settings
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import Record, RunIdentity, read_record

@@ -44,7 +44,7 @@ Beat = Callable[[], object]
 """Reports that the process is alive."""
 Size = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
 """A number of bytes, elements or ranks; nothing larger can be allocated or stored."""
-MAX_MANIFEST_BYTES = 1 << 30
+MAX_MANIFEST_BYTES = 1 << 29
 """A larger file is no manifest: it would describe more than a million pieces."""
 MAX_SHOWN = 200
 """Characters of a name that an error shows."""
@@ -206,4 +206,4 @@ def _read_regular(path: Path) -> bytes:
     if kind.st_size > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"has {kind.st_size:,} bytes, more than any manifest ({MAX_MANIFEST_BYTES:,})")
     with path.open("rb") as file:
-        return file.read(MAX_MANIFEST_BYTES)
+        return file.read(kind.st_size)

@@ -24,7 +24,7 @@ from onward.trainer.checkpoint.manifest import (
 )
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.distributed.weights import NUM_NAMED, overlap
-from onward.trainer.errors import CheckpointError
+from onward.trainer.errors import CheckpointError, printable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import CheckpointInfo
 from onward.trainer.run.sweeps import membership
@@ -168,11 +168,6 @@ def _header(path: Path) -> dict[str, TensorEntry] | None:
             return {name: TensorEntry(dtype=tensor["dtype"], shape=tensor["shape"]) for name, tensor in header.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
-
-
-def printable(name: str) -> str:
-    """Return a file name as text that every terminal and file takes, also if it is not valid UTF-8."""
-    return name.encode(errors="backslashreplace").decode()
 
 
 def _tiling_problems(manifest: Manifest) -> Iterator[str]:

@@ -269,7 +269,7 @@ def _cast(array: Array, dtype: str) -> tuple[Array, Array]:
             # bounds are compared in the array's own type, because a cast of 2^63 to int64 overflows silently
             # the cast back finds fractions, which the cast to integers has cut off
             wrong = ~((array >= low) & (array <= high)) | (values.astype(array.dtype) != array)
-    return values, wrong.reshape(len(array), -1).any(axis=1)
+    return values, wrong.any(axis=tuple(range(1, wrong.ndim)))
 
 
 def _why(cell: Any, dtype: str, shape: tuple[int, ...] | None = None) -> str:

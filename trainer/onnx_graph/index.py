@@ -9,7 +9,6 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -234,11 +233,3 @@ def dims_of(value: onnx.ValueInfoProto | None) -> list[int | None] | None:
     if value is None or not value.type.tensor_type.HasField("shape"):
         return None
     return [dim.dim_value if dim.HasField("dim_value") else None for dim in value.type.tensor_type.shape.dim]
-
-
-def node_of_output(path: Path, tensor: str) -> tuple[str, str] | None:
-    """Return (name, operator) of the node of a file that computes a tensor; None if no node of the main graph does."""
-    for node in onnx.load(path, load_external_data=False).graph.node:
-        if tensor in node.output:
-            return node.name or tensor, node.op_type
-    return None

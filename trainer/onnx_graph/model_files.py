@@ -67,6 +67,14 @@ def read_model(path: Path) -> onnx.ModelProto:
     return model
 
 
+def node_of_output(path: Path, tensor: str) -> tuple[str, str] | None:
+    """Return (name, operator) of the node of a file that computes a tensor; None if no node of the main graph does."""
+    for node in read_model(path).graph.node:
+        if tensor in node.output:
+            return node.name or tensor, node.op_type
+    return None
+
+
 def _why(error: Exception) -> str:
     if "MaxDepth" in str(error):
         return f"it has more {MODEL_MESSAGES.what} than the limit of {MODEL_MESSAGES.most}"

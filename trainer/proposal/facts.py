@@ -131,7 +131,9 @@ def read_facts(data: DataConfig) -> Facts:
     for block, held_out in sources.read(data, names, [name for name in small if schema[name].dtype == TEXT]):
         count = len(held_out)
         for name in small:
-            values, bad = fit(block.cells[name], schema[name], Path(block.file).parent)
+            # a JSON key that no row of this block has
+            cells = block.cells.get(name, [None] * count)
+            values, bad = fit(cells, schema[name], Path(block.file).parent)
             good = np.setdiff1d(np.arange(count), np.array(list(bad), np.int64))
             parts[name].append([values[at] for at in good] if isinstance(values, list) else values[good])
             missing[name] += len(bad)

@@ -62,7 +62,8 @@ class AttemptEnding(Record):
 def endings(run: RunDir) -> list[AttemptEnding]:
     """Return how the attempts of a run ended, in their order; attempts without a readable record are left out."""
     found = []
-    for number in range(1, run.current_attempt + 1):
+    # not all numbers up to the newest: that one may be damaged, and billions
+    for path in run.attempts.glob("*/ending.json"):
         with contextlib.suppress(OnwardError, OSError):
-            found.append(read_record(run.ending(number), AttemptEnding))
-    return found
+            found.append(read_record(path, AttemptEnding))
+    return sorted(found, key=lambda ending: ending.attempt)

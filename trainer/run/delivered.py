@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.durable_files import sha256, write_durably
 
@@ -32,7 +33,9 @@ def not_ours(places: Iterable[Path]) -> list[Path]:
 
 def _is_ours(place: Path) -> bool:
     try:
-        return sha256(place) in json.loads(_record(place).read_bytes())["sha256"]
+        # first the record: a file without one may be large
+        known = json.loads(read_bounded(_record(place), RECORD_BYTES))["sha256"]
+        return sha256(place) in known
     except (OSError, ValueError, KeyError, TypeError):
         return False  # without a readable record it is treated as someone's
 

@@ -57,9 +57,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from onward.trainer.bounds import RECORD_BYTES, read_bounded
+from onward.trainer.bounds import RECORD_BYTES, NotAFile, read_bounded
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.errors import ConfigError, Fenced, OnwardError
+from onward.trainer.errors import ConfigError, Fenced, RecordError
 from onward.trainer.run.adjustments import Adjustments, with_adjustments
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.local_copies import LocalCopies, with_copies
@@ -245,11 +245,13 @@ class RunDir:
     def current_attempt(self) -> int:
         """The number of the newest attempt, which alone may write; 0 before the first."""
         try:
-            text = self.fence.read_text(errors="replace")
+            text = read_bounded(self.fence, RECORD_BYTES).decode(errors="replace")
         except FileNotFoundError:
             return 0
+        except NotAFile as error:
+            raise RecordError(f"{self.fence} cannot be read: {error.strerror}") from None
         if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise OnwardError(f"{self.fence} holds {text[:40]!r}, which is not the number of an attempt")
+            raise RecordError(f"{self.fence} holds {text[:40]!r}, which is not the number of an attempt")
         return int(text)
 
     def begin_attempt(self) -> int:

@@ -10,9 +10,9 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from onward.trainer import errors
-from onward.trainer.bounds import RECORD_BYTES, NotAFile, read_bounded
+from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.config.sections.model import FixedBatch
-from onward.trainer.errors import OnwardError
+from onward.trainer.errors import OnwardError, RecordError, printable
 from onward.trainer.run.durable_files import write_durably
 
 
@@ -377,6 +377,9 @@ def recorded_error(kind: str, problems: Sequence[str], *, where: str = "") -> On
     return found(problems) if issubclass(found, errors.Refused) else found(where + "\n".join(problems))
 
 
+MAX_SHOWN = 200
+"""Characters of a place in a record that an error shows."""
+
 R = TypeVar("R", bound=BaseModel)
 
 
@@ -386,12 +389,19 @@ def write_record(path: Path, record: BaseModel) -> None:
 
 
 def read_record(path: Path, kind: type[R]) -> R:
-    """Read a record. Raises OnwardError with the path if the file is absent or holds another kind of record."""
+    """Read a record. Raises RecordError with the path if the file is absent or holds another kind of record."""
     try:
         return kind.model_validate_json(read_bounded(path, RECORD_BYTES))
     except FileNotFoundError:
-        raise OnwardError(f"{path} does not exist: the step that writes it has not finished") from None
-    except (NotAFile, PermissionError) as error:
-        raise OnwardError(f"{path} cannot be read: {error.strerror}") from None
+        raise RecordError(f"{path} does not exist: the step that writes it has not finished") from None
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     except ValidationError as error:
-        raise OnwardError(f"{path} is not a {kind.__name__}: {error}") from None
+        raise RecordError(f"{path} is not a {kind.__name__}, or it is damaged: {first_problem(error)}") from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return in one line where a record is wrong first, and how."""
+    found = error.errors()[0]
+    where = ".".join(map(str, found["loc"]))[:MAX_SHOWN]
+    return printable(f"{where}: {found['msg']}" if where else found["msg"])

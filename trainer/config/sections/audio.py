@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from onward.trainer.bounds import AUDIO_SAMPLES
 from onward.trainer.config.section import Section
 
 
@@ -40,6 +41,8 @@ class AudioConfig(Section):
     def _has_a_length_where_it_needs_one(self) -> AudioConfig:
         if self.seconds and self.length < 1:
             raise ValueError(f"seconds {self.seconds:g} is less than one sample at sample_rate {self.sample_rate}")
+        if self.length > AUDIO_SAMPLES.most:
+            raise ValueError(f"seconds {self.seconds:g} are {AUDIO_SAMPLES.exceeded(self.length)}")
         if (self.features == "log_mel" or self.channel_axis) and not self.seconds:
             what = "features 'log_mel'" if self.features == "log_mel" else "channel_axis"
             raise ValueError(f"{what} needs clips of one length: set seconds")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.bounds import AUDIO_SAMPLES
+from onward.trainer.bounds import AUDIO_RATE, AUDIO_SAMPLES
 from onward.trainer.data.columns import Array
 from onward.trainer.errors import ConfigError
 
@@ -44,10 +44,18 @@ def decode_audio(content: bytes, sample_rate: int) -> Array:
             # silence is compressed to next to nothing, and a header may state any length
             if count > AUDIO_SAMPLES.most:
                 raise NotAudio(f"has {AUDIO_SAMPLES.exceeded(count)}")
-            parts = [block.mean(axis=1, dtype=np.float32) for block in _blocks(file)]
+            if rate > AUDIO_RATE.most:
+                raise NotAudio(f"states {AUDIO_RATE.exceeded(rate)}")
+            if (resampled := count * sample_rate // rate) > AUDIO_SAMPLES.most:
+                raise NotAudio(f"has, at {sample_rate} Hz, {AUDIO_SAMPLES.exceeded(resampled)}")
+            wave: Array = np.empty(count, np.float32)
+            read = 0
+            for block in _blocks(file):
+                wave[read : read + len(block)] = block.mean(axis=1, dtype=np.float32)
+                read += len(block)
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError, MemoryError) as error:
         raise NotAudio(f"is no audio that libsndfile reads: {error}") from None
-    wave: Array = np.concatenate([np.empty(0, np.float32), *parts])
+    wave = wave[:read]
     if not len(wave):
         raise NotAudio("holds no sample")
     if not np.isfinite(wave).all():

@@ -14,7 +14,9 @@ from onward.trainer.data.columns import Array
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-STRIP_PIXELS = 1 << 22
+STRIP_PIXELS = 1 << 20
+ORIENTATION = 0x0112
+"""The EXIF tag by which an image is rotated."""
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2")
 """Names of image files end in these; the decoder looks at the content."""
@@ -76,11 +78,13 @@ def _opened(content: bytes) -> Image:
     try:
         image = Image.open(io.BytesIO(content))
         # before the pixels are decoded: some kilobytes may be an image of gigabytes
-        size = image.width * image.height * (4 if image.mode in ("I", "F") else max(1, len(image.getbands())))
-        if size > IMAGE_BYTES.most:
-            raise ValueError(f"has {IMAGE_BYTES.exceeded(size)} ({image.width} x {image.height}, {image.mode})")
+        _check_size(image)
         image.load()
-        return ImageOps.exif_transpose(image)
+        if rotated := image.getexif().get(ORIENTATION, 1) != 1:
+            _check_size(image, rotated=rotated)
+            # in its place: else there would be a further copy
+            ImageOps.exif_transpose(image, in_place=True)
+        return image
     except UnidentifiedImageError:
         raise ValueError(f"is no image that can be read ({len(content):,} bytes, first {content[:8]!r})") from None
     except Image.DecompressionBombError as error:
@@ -92,13 +96,37 @@ def _opened(content: bytes) -> Image:
         raise ValueError(f"cannot be decoded: {error}") from error
 
 
+def memory_of(content: bytes) -> int:
+    """Return about how many bytes an encoded image takes while it is decoded, by its header; 0 if it has none."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            return _memory_of(image)
+    # the errors of Pillow's readers of headers have no common base class
+    except Exception:
+        return 0
+
+
+def _memory_of(image: Image, *, rotated: bool = False) -> int:
+    # Pillow stores several channels in 4 bytes, and converts and rotates into a copy
+    stored = 1 if image.mode in ("1", "L", "P") else 4
+    as_it_is = image.mode in ("L", "RGB") and not image.has_transparency_data and not rotated
+    return image.width * image.height * (stored if as_it_is else stored + 4)
+
+
+def _check_size(image: Image, *, rotated: bool = False) -> None:
+    if (size := _memory_of(image, rotated=rotated)) > IMAGE_BYTES.most:
+        raise ValueError(f"has {IMAGE_BYTES.exceeded(size)} ({image.width} x {image.height}, {image.mode})")
+
+
 def _on_white(image: Image) -> Any:
     """Return an image on white instead of its transparency, by rows: each copy of a large image takes its memory."""
-    found = _new(image.size).convert("RGB")
+    found = _new("RGB", image.size)
     for top in range(0, image.height, rows := max(1, STRIP_PIXELS // max(1, image.width))):
         box = (0, top, image.width, min(top + rows, image.height))
         colour = image.crop(box).convert("RGBA")
-        white = _new(colour.size)
+        white = _new("RGBA", colour.size)
         white.alpha_composite(colour)
         found.paste(white.convert("RGB"), box[:2])
     return found
@@ -110,7 +138,7 @@ def _from_array(pixels: Array) -> Image:
     return Image.fromarray(pixels)
 
 
-def _new(size: tuple[int, int]) -> Any:
+def _new(mode: str, size: tuple[int, int]) -> Any:
     from PIL import Image
 
-    return Image.new("RGBA", size, (255, 255, 255, 255))
+    return Image.new(mode, size, "white")

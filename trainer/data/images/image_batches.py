@@ -12,7 +12,7 @@ Evaluation has no positions, and is never augmented.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,8 +26,11 @@ from onward.trainer.data.images.decoding import decode_image, decode_mask
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
 from onward.trainer.data.images.image_computer import pixels_of
 from onward.trainer.data.images.image_inputs import ImageInput, Mask, MixedLabels
-from onward.trainer.data.images.image_threads import in_threads
+from onward.trainer.data.images.image_threads import in_threads, room_for
 from onward.trainer.errors import DataError
+
+Sample: TypeAlias = tuple[str, Mapping[str, Any], torch.Generator | None]
+"""Column, its cells and those of its masks, and the draws of its augmentation."""
 
 
 class ImageBatches:
@@ -78,7 +81,7 @@ class ImageBatches:
                 (name, {column: values[column][at] for column in (name, *masks)}, generator)
                 for at, generator in enumerate(generators)
             ]
-            made = in_threads(self._sample, rows, self._workers)
+            made = in_threads(self._sample_in_turn, rows, self._workers)
             results[name] = self._tensor(np.stack([pixels for pixels, _ in made]), info, generators).numpy()
             for number, column in enumerate(masks):
                 results[column] = np.stack([found[number] for _, found in made]).astype(np.int64)
@@ -88,7 +91,13 @@ class ImageBatches:
     def _workers(self) -> int:
         return self._config.workers or torch.get_num_threads()
 
-    def _sample(self, given: tuple[str, Mapping[str, Any], torch.Generator | None]) -> tuple[Array, list[Array]]:
+    def _sample_in_turn(
+        self, given: tuple[str, Mapping[str, Any], torch.Generator | None]
+    ) -> tuple[Array, list[Array]]:
+        with room_for(() if self._config.stores_pixels else given[1].values()):
+            return self._sample(given)
+
+    def _sample(self, given: Sample) -> tuple[Array, list[Array]]:
         """Return the pixels, uint8 [height, width, channels], and the masks of one sample."""
         name, cells, generator = given
         info, config = self._images[name], self._config

@@ -19,7 +19,7 @@ from onward.trainer.data.columns import BYTES, Array, Column, Values
 from onward.trainer.data.images.decoding import MASK_TYPE, decode_image, decode_mask
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
 from onward.trainer.data.images.image_inputs import ImageInput, Mask
-from onward.trainer.data.images.image_threads import in_threads
+from onward.trainer.data.images.image_threads import in_threads, room_for
 from onward.trainer.errors import DataError
 
 
@@ -76,7 +76,7 @@ class ImageComputer:
     def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
         """Return the stored form of each row, and row -> what is wrong with its images."""
         cells: list[dict[str, Any]] = [{name: rows[name][at] for name in self._columns} for at in range(count)]
-        computed = in_threads(self._row, cells, 0)
+        computed = in_threads(self._row_in_turn, cells, 0)
         failed = {at: found for at, found in enumerate(computed) if isinstance(found, str)}
         results: dict[str, Values] = {}
         for name in self._columns:
@@ -90,6 +90,10 @@ class ImageComputer:
                 contents[:] = [b"" if value is None else value for value in each]
                 results[name] = contents
         return results, failed
+
+    def _row_in_turn(self, cells: Mapping[str, Any]) -> dict[str, Any] | str:
+        with room_for(cells.values()):
+            return self._row(cells)
 
     def _row(self, cells: Mapping[str, Any]) -> dict[str, Any] | str:
         """Return the stored form of the images of one row, or what is wrong with them."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from onward.trainer.bounds import IMAGE_BYTES
+from onward.trainer.data.images.decoding import memory_of
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -24,3 +29,21 @@ def in_threads(function: Callable[[Item], Result], items: Iterable[Item], worker
 def _threads(workers: int) -> ThreadPoolExecutor:
     # kept for the life of the process: each evaluation would start its own otherwise
     return ThreadPoolExecutor(workers, thread_name_prefix="images")
+
+
+_change, _used = threading.Condition(), [0]
+
+
+@contextlib.contextmanager
+def room_for(contents: Iterable[bytes]) -> Iterator[None]:
+    """Wait until encoded images fit beside those that other threads decode; together they take IMAGE_BYTES at most."""
+    size = sum(map(memory_of, contents))
+    with _change:
+        _change.wait_for(lambda: not _used[0] or _used[0] + size <= IMAGE_BYTES.most)
+        _used[0] += size
+    try:
+        yield
+    finally:
+        with _change:
+            _used[0] -= size
+            _change.notify_all()

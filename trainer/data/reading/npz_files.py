@@ -37,8 +37,11 @@ def npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
                 sizes = ", ".join(f"{name} {count}" for name, count in counts.items())
                 raise DataError(f"{path}: its arrays have different numbers of rows: {sizes}")
             total = max(counts.values(), default=0)
+            row_bytes = sum(array.row_bytes for array in arrays.values())
+            if row_bytes > ROW_BYTES.most:
+                raise DataError(f"{path}: a row of all arrays has {ROW_BYTES.exceeded(row_bytes)}")
             # all arrays advance together, so a block holds the same rows of each
-            step = max(1, BLOCK_BYTES // max(1, sum(array.row_bytes for array in arrays.values())))
+            step = max(1, BLOCK_BYTES // max(1, row_bytes))
             for first in range(0, total, step):
                 count = min(step, total - first)
                 cells = {name: array.take(count) for name, array in arrays.items()}

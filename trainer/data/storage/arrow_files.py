@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from onward.trainer.bounds import ROW_BYTES, check_regular
 from onward.trainer.data.columns import BLOCK_BYTES, BYTES, Array, Block, Cells, Column, Values
+from onward.trainer.data.storage.arrow_sizes import check_sizes, dictionary_bytes
 from onward.trainer.errors import DataError
 
 FOOTER_MAGIC = b"ARROW1"
@@ -20,6 +23,11 @@ STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 """The last bytes of a stream that is complete."""
 STREAM_BYTES = 1 << 20
 """Read ahead in each column of a Parquet file, whose row groups may be as large as the file."""
+TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+MOST_ROWS = 65536
+"""Rows of a block."""
+MOST_TEXTS = 512 << 20
+"""Bytes that rows read at once may have, if all had the longest text that the file can hold."""
 
 
 # -- shard files
@@ -133,11 +141,28 @@ def arrow_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
             batch = _chosen(whole, names)
             # offsets and indices beyond the data would be read without a check
             batch.validate(full=True)
-            # a record batch may be as large as its file
-            rows = max(1, batch.num_rows * BLOCK_BYTES // max(batch.nbytes, 1))
-            for start in range(0, batch.num_rows, rows):
-                yield _block(path, batch.slice(start, rows), first + start)
+            yield from _blocks(path, batch, first)
             first += batch.num_rows
+
+
+def _blocks(path: Path, batch: pa.RecordBatch, first: int) -> Iterator[Block]:
+    """Yield the rows of a record batch, which may be as large as its file: those of nulls take no bytes in it."""
+    rows = max(1, min(MOST_ROWS, batch.num_rows * BLOCK_BYTES // max(_plain_bytes(batch), 1)))
+    for start in range(0, batch.num_rows, rows):
+        yield _block(path, batch.slice(start, rows), first + start)
+
+
+def _plain_bytes(batch: pa.RecordBatch) -> int:
+    """Return about how many bytes a record batch takes once no value of it is an index into a dictionary."""
+    total = int(batch.nbytes)
+    for column in batch.columns:
+        if pa.types.is_dictionary(column.type):
+            values = column.dictionary
+            if any(test(values.type) for test in TEXTS):
+                total += len(column) * (pc.max(pc.binary_length(values)).as_py() or 0)
+            else:
+                total += len(column) * values.nbytes // max(1, len(values))
+    return total
 
 
 def _record_batches(path: Path) -> Iterator[pa.RecordBatch]:
@@ -145,12 +170,15 @@ def _record_batches(path: Path) -> Iterator[pa.RecordBatch]:
     mapped = pa.memory_map(str(path))
     if mapped.read(len(FOOTER_MAGIC)) == FOOTER_MAGIC:
         file = pa.ipc.open_file(mapped)
+        check_sizes(path, mapped, has_footer=True)
         yield from (file.get_batch(number) for number in range(file.num_record_batches))
     else:
         mapped.seek(max(0, mapped.size() - len(STREAM_END)))
         if mapped.read() != STREAM_END:
             # pyarrow would take an end between two batches for the end of the rows
             raise DataError(f"{path} ends in the middle, or is not in Arrow's IPC format")
+        mapped.seek(0)
+        check_sizes(path, mapped, has_footer=False)
         mapped.seek(0)
         yield from pa.ipc.open_stream(mapped)
 
@@ -166,12 +194,12 @@ def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
         row_bytes = max(1, max((_row_bytes(group) for group in groups), default=0))
         if row_bytes > ROW_BYTES.most:
             raise DataError(f"{path}: a row has about {ROW_BYTES.exceeded(row_bytes)}")
+        texts = max(1, max((dictionary_bytes(path, group) for group in groups), default=0))
+        rows = max(1, min(MOST_ROWS, BLOCK_BYTES // row_bytes, MOST_TEXTS // texts))
         columns = None if names is None else [name for name in names if name in file.schema_arrow.names]
         first = 0
-        for batch in file.iter_batches(
-            max(1, min(65536, BLOCK_BYTES // row_bytes)), columns=columns, use_threads=False
-        ):
-            yield _block(path, batch, first)
+        for batch in file.iter_batches(rows, columns=columns, use_threads=False):
+            yield from _blocks(path, batch, first)
             first += batch.num_rows
 
 
@@ -230,6 +258,6 @@ def _refusing(path: Path) -> Iterator[None]:
         if not check_regular(path):
             raise DataError(f"{path} is empty (0 bytes)")
         yield
-    # ValueError: text that is not UTF-8; OverflowError: dates and durations beyond those of Python
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+    # ValueError: text that is not UTF-8; OverflowError: dates beyond Python's; struct.error: places beyond the file
+    except (pa.ArrowException, OSError, ValueError, OverflowError, struct.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error

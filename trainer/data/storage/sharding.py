@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from onward.trainer.bounds import CONTENT_BYTES
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.column_computers import ColumnComputer, computed_chunks, describe_all, packer_of, stored_of
@@ -273,7 +274,7 @@ def _digests_of_named_files(data: DataConfig, names: Sequence[str]) -> list[str]
         for name in names
         for path in named_files(block.cells.get(name, ()), Path(block.file).parent)
     )
-    return [sha256(path) if path.is_file() else "" for path in paths]
+    return [sha256(path) if path.is_file() and path.stat().st_size <= CONTENT_BYTES.most else "" for path in paths]
 
 
 def _intact_manifest(directory: Path, *, explain: bool = False) -> ShardManifest | None:

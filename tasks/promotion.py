@@ -25,8 +25,9 @@ from collections.abc import Iterator
 from prefect import runtime
 from prefect.artifacts import create_markdown_artifact
 
-from onward.infra.mlflow_store import TrackingError
+from onward.infra.mlflow_store import TrackingError, database_of
 from onward.infra.registry import RegisteredVersion, Registry
+from onward.tasks.monitor import prefect_answers
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
@@ -106,7 +107,7 @@ def _decide(
             return answer.model_copy(update={"status": "waiting"})
         if approved is False:
             return answer.model_copy(update={"reason": f"{reason}; it was not approved"})
-        with lock(new.name):
+        with lock(new.name, one_machine=database_of(registry.tracking_uri) is not None):
             if registry.served(new.name, alias) == served:
                 registry.set_alias(new, alias)
                 return answer.model_copy(update={"status": "served"})
@@ -164,14 +165,26 @@ def _compare(run: RunDir, served: RegisteredVersion, registry: Registry) -> Comp
 
 
 @contextlib.contextmanager
-def lock(name: str) -> Iterator[None]:
-    """Keep all others from promoting a version of this model: see the top of the file."""
+def lock(name: str, *, one_machine: bool = False) -> Iterator[None]:
+    """Keep all others from promoting a version of this model: see the top of the file.
+
+    one_machine: whether the registry is a file, so that the lock of this machine is enough while the Prefect server
+    does not answer. Raises RuntimeUnavailable where it is not.
+    """
     safe = "".join(letter if letter.isalnum() else "-" for letter in name)
     place = onward_home() / "promotions" / f"{safe}.lock"
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.open("w") as file, contextlib.ExitStack() as stack:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if runtime.flow_run.get_id():  # else no server is known
+        known = bool(runtime.flow_run.get_id())  # else no server is known
+        answers = known and prefect_answers()
+        if known and not answers and not one_machine:
+            raise RuntimeUnavailable(
+                f"the Prefect server does not answer, without which another machine may promote a version of {name} at "
+                "the same moment. The file is registered, and whether the alias moves to it is not decided: `onward "
+                "resume` does that when the server is back"
+            )
+        if answers:
             from prefect.client.orchestration import get_client
             from prefect.concurrency.sync import concurrency
 

@@ -171,6 +171,23 @@ def test_a_better_file_is_promoted_a_worse_one_stays_a_candidate_and_the_compari
     assert read_record(better_run.exported, ExportedModel).promotion == better.promotion
 
 
+def test_without_its_prefect_server_a_run_promotes_only_where_no_other_machine_can(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task.runtime.flow_run, "get_id", lambda: "0123")
+    monkeypatch.setattr(task, "prefect_answers", lambda: False)
+    run, exported = team.run("first", 0.5)
+    monkeypatch.setattr(task, "create_markdown_artifact", lambda *_, **__: None)
+    with monkeypatch.context() as shared:
+        shared.setattr(task, "database_of", lambda tracking_uri: None)  # as of a server
+        with pytest.raises(RuntimeUnavailable, match=r"not decided: `onward resume` does that when the server is back"):
+            promote(run, exported)
+    assert read_record(run.exported, ExportedModel).promotion is None
+    promoted = promote(run, exported)
+    assert promoted.promotion is not None
+    assert (promoted.promotion.status, team.champion) == ("served", "1")
+
+
 def test_of_two_runs_that_race_the_better_one_is_promoted_whichever_compares_first(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,11 +196,11 @@ def test_of_two_runs_that_race_the_better_one_is_promoted_whichever_compares_fir
     lock, raced = task.lock, []
 
     @contextlib.contextmanager
-    def after_the_other(name: str) -> Iterator[None]:
+    def after_the_other(name: str, **known: bool) -> Iterator[None]:
         if not raced:  # the run `good` has compared itself with version 1 and is about to take its place
             raced.append(True)
             promote(*best)
-        with lock(name):
+        with lock(name, **known):
             yield
 
     monkeypatch.setattr(task, "lock", after_the_other)

@@ -7,6 +7,7 @@ Only processes of the soak and files under its own home are touched. An injector
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -34,7 +35,9 @@ SHORT_S = 2.0
 OUTAGE_S = 8.0
 """How long a server or a database is away that Onward has to do without."""
 LONGEST_HANG_S = 200.0
-"""How long a rank is kept from going on, if nothing ends it."""
+"""How long to wait for the end of a rank that is held."""
+PTRACE_SEIZE, PTRACE_INTERRUPT, WAIT_FOR_THREADS = 0x4206, 0x4207, 0x40000000
+"""Of linux/ptrace.h and, as __WALL, linux/wait.h."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +106,21 @@ def _pause(
     return f"{told} for {seconds:g} s"
 
 
-def _keep_stopped(scene: Scene, choice: float) -> str:
-    """Stop a rank, and stop it again when it is let go on, until it is ended."""
+def _hold(scene: Scene, choice: float) -> str:
+    """Hold the main thread of a rank by ptrace, as in a deadlock of native code, until the rank is ended."""
     rank, process = _rank(scene, choice)
-    told = f"rank {rank}, {_send(process, signal.SIGSTOP)}"
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+    if libc.ptrace(PTRACE_SEIZE, process.pid, None, None) or libc.ptrace(PTRACE_INTERRUPT, process.pid, None, None):
+        raise NoTarget(f"ptrace of process {process.pid}: {os.strerror(ctypes.get_errno())}")
     until = time.monotonic() + LONGEST_HANG_S
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(0.05)
-    return told
+    while time.monotonic() < until:
+        # the launcher is told of the rank's end only after its tracer
+        pid, status = os.waitpid(process.pid, os.WNOHANG | WAIT_FOR_THREADS)
+        if pid and not os.WIFSTOPPED(status):
+            break
+        time.sleep(0.02)
+    return f"rank {rank}, process {process.pid}"
 
 
 def _kill_guard(scene: Scene, choice: float) -> str:
@@ -315,7 +323,7 @@ KINDS: dict[str, Kind] = {
         partial(_to_rank, signal.SIGSTOP),
         ends="nothing",
     ),
-    "rank-hang": Kind("one rank is stopped again whenever it goes on", _keep_stopped, classes=("hang",)),
+    "rank-hang": Kind("the main thread of one rank is held: a deadlock in native code", _hold, classes=("hang",)),
     "mpirun-kill": Kind("SIGKILL to mpirun", partial(_to_mpirun, signal.SIGKILL), classes=("rank_lost", "host_lost")),
     "mpirun-term": Kind("SIGTERM to mpirun", partial(_to_mpirun, signal.SIGTERM), classes=("preempted",)),
     "mpirun-usr1": Kind("SIGUSR1 to mpirun", partial(_to_mpirun, signal.SIGUSR1), classes=("preempted",)),

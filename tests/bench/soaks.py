@@ -25,12 +25,12 @@ from tests.support.workshop import Workshop
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "one rank": ("train.num_steps=6000",),
-    "two ranks": ("train.num_steps=1500", "parallel.data=2"),
+    "two ranks": ("train.num_steps=1000", "parallel.data=2"),
     "2x1x2": (
-        *("train.num_steps=1000", "parallel.data=2", "parallel.pipeline=2"),
+        *("train.num_steps=800", "parallel.data=2", "parallel.pipeline=2"),
         "train.gradient_accumulation_steps=2",
     ),
-    "two ranks, ZeRO 2": ("train.num_steps=1500", "parallel.data=2", "parallel.zero=2"),
+    "two ranks, ZeRO 2": ("train.num_steps=1000", "parallel.data=2", "parallel.zero=2"),
 }
 SETTINGS = (
     "parallel.data=1",

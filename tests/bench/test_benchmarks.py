@@ -24,6 +24,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "roles": ("swish",),
     "quantization": ("--models", "mobile_net", "--steps", "3"),
     "rehearsal": ("--rounds", "1"),
+    "safety_costs": ("--turns", "1"),
     "reduction": ("--sizes-kib", "64", "--rounds", "3"),
     "sharding_memory": ("2", "4"),
     "soaks": ("--layouts", "one rank", "--faults", "1", "--kinds", "rank-kill"),

@@ -12,7 +12,7 @@ from onward.infra import mpirun
 from onward.infra.hosts import read_hostfile, silence, silent_hosts
 from onward.infra.rank_endings import num_oom_kills
 from onward.tasks.attempt_failure import describe, log_tail, record_first_ending
-from onward.tasks.classification import Evidence, classify, sentence_of
+from onward.tasks.classification import STORAGE, Evidence, classify, sentence_of
 from onward.tasks.hang import record_hang
 from onward.tasks.readiness import wait_for_storage
 from onward.tasks.retrying import newest_checkpoint, plan_next
@@ -62,6 +62,10 @@ class Attempt:
         except mpirun.LaunchError as error:
             now = mpirun.now_ms()
             self._write("user_error", str(error), config, detected_ms=now)
+            raise
+        except OSError as error:
+            kind: EndingKind = "storage" if STORAGE.search(str(error)) else "unknown"
+            self._write(kind, f"the job could not be started: {error}", config, by_itself=False)
             raise
         except BaseException:
             self.end(mpirun.Outcome(None, "stopped", 0.0, mpirun.now_ms()), config)

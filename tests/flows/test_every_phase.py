@@ -47,9 +47,9 @@ PHASES = {
 }
 """Phase -> what a process does first in it."""
 STATUS_ON_A_FULL_DISK = {
-    **dict.fromkeys(("announced", "configuration", "MLflow's run", "preflight", "sharding"), 3),
+    **dict.fromkeys(("announced", "configuration", "MLflow's run", "preflight", "sharding", "ranks"), 3),
     # in the training it waits for room first
-    **dict.fromkeys(("ranks", "first step", "step", "monitor", "save", "evaluation"), 4),
+    **dict.fromkeys(("first step", "step", "monitor", "save", "evaluation"), 4),
     **dict.fromkeys(("export", "registration"), 3),
 }
 OPEN = {"PENDING", "RUNNING", "CANCELLING", "SCHEDULED"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 
 from onward.tasks import readiness
+from onward.tasks.attempt import Attempt
 from onward.tasks.classification import Evidence, classify, sentence_of
 from onward.tasks.readiness import wait_until_ready
 from onward.tasks.retrying import adjustments, plan_next
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import CheckpointError, RuntimeUnavailable
-from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind
+from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind, endings
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import storage_problem
 from onward.trainer.run.records import AttemptResult, RankError, write_record
@@ -217,6 +219,20 @@ def test_a_disk_that_stays_full_ends_the_run_with_the_numbers(tmp_path: Path, qu
     with pytest.raises(CheckpointError, match=r"bytes free of the 8,79\d,\d+,\d+,\d+ that are needed, also after 0 s"):
         wait_until_ready(run, read_config(run))
     assert "cannot be written" in storage_problem(Path("/proc"))
+
+
+@pytest.mark.parametrize(("number", "kind"), [(28, "storage"), (13, "unknown")])
+def test_a_job_that_cannot_be_written_down_is_not_taken_for_one_that_was_stopped(
+    tmp_path: Path, number: int, kind: EndingKind
+) -> None:
+    run = new_run(tmp_path)
+    attempt = Attempt.begin(run, read_config(run))
+    error = OSError(number, os.strerror(number), "job.json")
+    with pytest.raises(OSError, match=r"job\.json"), attempt.recorded_if_interrupted(read_config(run)):
+        raise error
+    (found,) = endings(run)
+    assert (found.kind, found.retry) == (kind, 0)
+    assert f"the job could not be started: [Errno {number}]" in found.sentence
 
 
 @pytest.fixture

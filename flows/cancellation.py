@@ -26,7 +26,7 @@ from prefect.client.schemas.objects import State
 from onward.flows.ending import SIGNALLED
 from onward.flows.runs import how_to_continue
 from onward.infra import mpirun
-from onward.tasks.monitor import prefect_answers
+from onward.tasks.prefect_server import prefect_answers
 from onward.trainer.errors import Stopped
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.sweeps import membership

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from prefect.artifacts import create_table_artifact
 from prefect.context import TaskRunContext
 
+from onward.tasks.prefect_server import prefect_answers
 from onward.tasks.training_progress import Periodic
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir
@@ -32,7 +33,7 @@ class EndingReports:
             return {}
         self._shown = len(found)
         # A direct call of the task's function has no task run, and so no page; an error of Prefect ends nothing.
-        if TaskRunContext.get() is not None:
+        if TaskRunContext.get() is not None and prefect_answers():
             with contextlib.suppress(Exception):
                 create_table_artifact(
                     [row_of(ending) for ending in found], key="attempts", description="How each attempt ended, and why"

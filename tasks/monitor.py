@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from typing import Literal, cast
 from uuid import UUID
@@ -19,14 +17,13 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
-from prefect.settings import get_current_settings
 
-from onward.infra.service_state import responds
 from onward.infra.tensorboard import TensorBoard
 from onward.infra.tracking import Tracker
 from onward.tasks.attempt_reports import EndingReports
 from onward.tasks.class_tables import ClassTable, class_table, write_tables
 from onward.tasks.event_shipping import RetryingShipper, Shipper
+from onward.tasks.prefect_server import prefect_answers
 from onward.tasks.pruning import MedianRule
 from onward.tasks.task_logger import Log, task_logger
 from onward.tasks.training_progress import Periodic, Progress
@@ -136,23 +133,6 @@ class LogLines:
 
 
 # -- Prefect: an outage of its server must neither end nor delay the monitor
-
-
-def prefect_answers() -> bool:
-    """Return whether the Prefect server answers: a call of one that does not is repeated for a minute by its client."""
-    url = get_current_settings().api.url
-    if url is None or responds(health := f"{url.rstrip('/')}/health"):
-        return True
-    try:
-        with urllib.request.urlopen(health, timeout=5):  # by way of a proxy
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except urllib.error.URLError as error:
-        # not for the sake of a certificate that Prefect's client may accept
-        return not isinstance(error.reason, ConnectionError | TimeoutError)
-    except (ConnectionError, TimeoutError):
-        return False
 
 
 class ProgressArtifact:

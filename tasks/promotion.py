@@ -27,7 +27,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from onward.infra.mlflow_store import TrackingError, database_of
 from onward.infra.registry import RegisteredVersion, Registry
-from onward.tasks.monitor import prefect_answers
+from onward.tasks.prefect_server import prefect_answers
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
@@ -207,7 +207,7 @@ def _show(registry: Registry, version: RegisteredVersion, decision: Promotion) -
         registry.remove_alias(version, CANDIDATE)
     elif decision.alias != CANDIDATE:
         registry.set_alias(version, CANDIDATE)
-    if runtime.flow_run.get_id():
+    if runtime.flow_run.get_id() and prefect_answers():
         with contextlib.suppress(Exception):  # a missing artifact must not fail the run
             create_markdown_artifact(text, key="promotion", description=f"version {version.version} of {version.name}")
 

@@ -13,8 +13,8 @@ from onward.trainer.errors import OnwardError, OutOfMemory, TrainingFailed
 from onward.trainer.events import last_beat
 from onward.trainer.run.attempt_endings import AttemptEnding
 from onward.trainer.run.causes import Cause, explain, memory_advice
-from onward.trainer.run.directory import RunDir
-from onward.trainer.run.records import RankError, recorded_error, write_record
+from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.records import RankError, RuntimeReport, read_record, recorded_error, write_record
 
 TAIL_LINES = 20
 TAIL_BYTES = 1 << 16
@@ -90,7 +90,7 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
     error = RankError(
         attempt=attempt,
         rank=ending.rank,
-        host=ending.host or ("unknown host" if config.launch.hostfile else socket.gethostname()),
+        host=ending.host or host_of(run, ending.rank, config),
         step=last_beat(run.heartbeat).step,
         cause=_sentence(ending, cause, config, traceback, oom_kills=oom_kills),
         traceback=traceback,
@@ -106,7 +106,7 @@ def _record_printed(run: RunDir, attempt: int, config: RunConfig, output: str) -
     error = RankError(
         attempt=attempt,
         rank=int(printed["rank"]),
-        host="unknown host" if config.launch.hostfile else socket.gethostname(),
+        host=host_of(run, int(printed["rank"]), config),
         step=last_beat(run.heartbeat).step,
         cause=printed["cause"],
         traceback=printed["text"],
@@ -146,6 +146,16 @@ def _lines_of(rank: int, output: str) -> str:
         if by is None or int(by[1] or by[2]) == rank:
             lines.append(line)
     return "\n".join(lines)
+
+
+def host_of(run: RunDir, rank: int, config: RunConfig) -> str:
+    """Return the host of a rank: over several hosts, as the preflight of the same hostfile found it."""
+    if not config.launch.hostfile:
+        return socket.gethostname()
+    if config.launch.hostfile == read_settings(run).launch.hostfile and run.runtime.exists():
+        hosts = {each.rank: each.host for each in read_record(run.runtime, RuntimeReport).ranks}
+        return hosts.get(rank, "unknown host")
+    return "unknown host"  # hosts were lost since, and the ranks are others
 
 
 def log_tail(run: RunDir, attempt: int) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import socket
 import time
 
 from onward.infra.mpirun import Outcome
 from onward.infra.rank_endings import first_ending
 from onward.infra.rank_stacks import RankStack, explain_hang, parse_exception, parse_stacks
+from onward.tasks.attempt_failure import host_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir
@@ -46,7 +46,7 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
     error = RankError(
         attempt=attempt,
         rank=hang.rank,
-        host="unknown host" if config.launch.hostfile else socket.gethostname(),
+        host=host_of(run, hang.rank, config),
         step=last_beat(run.heartbeat).step,
         cause=f"Hang: the job made no progress{how_long}: {hang.sentence}. The stacks of all ranks: "
         f"{run.stacks(attempt)}",

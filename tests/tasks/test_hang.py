@@ -13,12 +13,13 @@ import pytest
 
 from onward.infra.mpirun import Outcome
 from onward.tasks.attempt import Attempt
+from onward.tasks.attempt_failure import host_of
 from onward.tasks.train import train
 from onward.trainer.errors import TrainingFailed
 from onward.trainer.events import last_beat
 from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.records import RankError, TrainResult, write_record
+from onward.trainer.run.records import RankError, RuntimeReport, TrainResult, write_record
 from tests.support.attempts import TIMED_OUT
 from tests.support.graphs import tiny_conv_net
 from tests.support.quotes import assert_quoted
@@ -192,3 +193,17 @@ def signal_rank(run: RunDir, rank: int, number: signal.Signals) -> None:
         environment = process.info["environ"] or {}
         if str(run.root) in (process.info["cmdline"] or ()) and environment.get("PMIX_RANK") == str(rank):
             process.send_signal(number)
+
+
+def test_a_rank_of_another_host_is_named_with_that_host_unless_hosts_were_lost_since(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("h0 slots=1\nh1 slots=1\n")
+    launch = {"hostfile": str(tmp_path / "hosts")}
+    run = make_run(tmp_path, tiny_conv_net(), tiny_images(80), parallel={"data": 2}, launch=launch)
+    config = read_config(run)
+    found = {"world_size": 2, "expected_world_size": 2, "pid": 1, "device": "cpu", "versions": {}, "memory_bytes": 1}
+    ranks = [{**found, "rank": rank, "host": f"h{rank}", "all_reduce": 1, "all_reduce_expected": 1} for rank in (0, 1)]
+    assert host_of(run, 1, config) == "unknown host"
+    write_record(run.runtime, RuntimeReport.model_validate({"ranks": ranks, "launch_s": 1, "disk_free_bytes": 1}))
+    assert [host_of(run, rank, config) for rank in (0, 1, 2)] == ["h0", "h1", "unknown host"]
+    left = config.model_copy(update={"launch": config.launch.model_copy(update={"hostfile": "hosts-left"})})
+    assert host_of(run, 1, left) == "unknown host"

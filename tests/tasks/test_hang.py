@@ -197,8 +197,8 @@ def signal_rank(run: RunDir, rank: int, number: signal.Signals) -> None:
 
 def test_a_rank_of_another_host_is_named_with_that_host_unless_hosts_were_lost_since(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("h0 slots=1\nh1 slots=1\n")
-    launch = {"hostfile": str(tmp_path / "hosts")}
-    run = make_run(tmp_path, tiny_conv_net(), tiny_images(80), parallel={"data": 2}, launch=launch)
+    sections = {"train": {"global_batch_size": 8, "num_steps": 1}, "launch": {"hostfile": str(tmp_path / "hosts")}}
+    run = make_run(tmp_path, tiny_conv_net(), tiny_images(80), parallel={"data": 2}, **sections)
     config = read_config(run)
     found = {"world_size": 2, "expected_world_size": 2, "pid": 1, "device": "cpu", "versions": {}, "memory_bytes": 1}
     ranks = [{**found, "rank": rank, "host": f"h{rank}", "all_reduce": 1, "all_reduce_expected": 1} for rank in (0, 1)]

@@ -42,12 +42,23 @@ _PEER_LOST = re.compile(
 
 
 class StopSignal:
-    """Records a request to stop (SIGUSR1, SIGTERM), so that all ranks can stop at the same step."""
+    """Records a request to stop (SIGUSR1, SIGTERM), so that all ranks can stop at the same step.
+
+    mpirun signals the whole process group of a rank. SIGUSR1 would end a compiler that the rank waits for, and the rank
+    with it, so it is blocked in all that the rank starts from now on, and a thread takes it.
+    """
 
     def __init__(self) -> None:
         self.requested = False
+        # of a thread that is older, and so has it not blocked
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._request)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        threading.Thread(target=self._wait, name="stop signal", daemon=True).start()
+
+    def _wait(self) -> None:
+        while signal.sigwait({signal.SIGUSR1}):
+            self.requested = True
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True

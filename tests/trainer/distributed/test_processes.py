@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from onward.infra import mpirun
 from onward.trainer.config.loading import build_config
-from onward.trainer.distributed.failures import StopSignal, _exit_status, install_excepthook, lost_a_peer
+from onward.trainer.distributed.failures import _exit_status, install_excepthook, lost_a_peer
 from onward.trainer.distributed.mesh import AXES, ParallelDims, make_mesh
 from onward.trainer.distributed.preflight import preflight
 from onward.trainer.distributed.processes import MPIContext, Place, assign_gpus
@@ -110,17 +110,29 @@ def test_exit_status_says_whether_to_try_again(error: Exception, status: int) ->
     assert _exit_status(error) == status
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_to_stop_is_remembered_and_kills_nothing(number: signal.Signals) -> None:
-    before = {each: signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGTERM)}
-    try:
-        stop = StopSignal()
-        assert not stop.requested
-        signal.raise_signal(number)
-        assert stop.requested
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+STOPPED = """
+import os, signal, subprocess, sys, time
+from onward.trainer.distributed.failures import StopSignal
+stop = StopSignal()
+compiler = subprocess.Popen(["sleep", "0.5"])
+assert not stop.requested
+to, number = sys.argv[1:]
+os.killpg(0, int(number)) if to == "group" else os.kill(os.getpid(), int(number))
+deadline = time.monotonic() + 10
+while not stop.requested and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(stop.requested, compiler.wait())
+"""
+
+
+@pytest.mark.parametrize(
+    ("to", "number"), [("rank", signal.SIGUSR1), ("rank", signal.SIGTERM), ("group", signal.SIGUSR1)]
+)
+def test_a_signal_to_stop_is_remembered_and_kills_nothing(to: str, number: signal.Signals) -> None:
+    """Neither the rank nor a compiler that it waits for: mpirun signals the process group of a rank."""
+    command = [sys.executable, "-c", STOPPED, to, str(int(number))]
+    ended = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    assert (ended.returncode, ended.stdout) == (0, "True 0\n"), ended.stderr
 
 
 # -- real ranks

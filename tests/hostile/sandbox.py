@@ -167,7 +167,7 @@ def _fork(name: str, seed: int, case: Case, inside: Path, root: Path) -> Result:
         problems.append("a traceback")
     if code == 1 and "diff" not in case.command[:1]:
         problems.append("exit status 1")
-    if "unexpected " in text:
+    if "the traceback is in" in text or "unexpected write to" in text:
         problems.append("an unexpected error")
     if code == 0 and not case.accepted:
         problems.append("was accepted")

@@ -78,7 +78,7 @@ def images(rng: random.Random, folder: Path) -> Case:
 @cache
 def _large_image() -> bytes:
     file = io.BytesIO()
-    Image.new("RGBA", (10_800, 10_800)).save(file, "png", compress_level=1)
+    Image.new("RGBA", (10_400, 10_400)).save(file, "png", compress_level=1)
     return file.getvalue()
 
 

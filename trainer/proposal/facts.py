@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from onward.trainer.bounds import opened
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import BYTES, TEXT, Array, Column, Schema, Values, fit
-from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
+from onward.trainer.data.images.decoding import IMAGE_SUFFIXES, check_size
 from onward.trainer.data.reading import sources
 from onward.trainer.data.storage.sharding import infer_schema
 from onward.trainer.errors import DataError
@@ -69,7 +70,7 @@ class Facts:
             return np.concatenate([np.ravel(each) for each in values]) if values else np.empty(0)
         return np.ravel(values)
 
-    @property
+    @cached_property
     def numbers(self) -> list[str]:
         """Return the columns of single numbers."""
         return [name for name, column in self.schema.items() if column.holds_numbers and not column.shape]
@@ -89,16 +90,18 @@ class Facts:
 
     def of_images(self, column: str, measure: Callable[[Image], T]) -> list[T]:
         """Return what `measure` says of the first images of a column; those that cannot be opened are left out."""
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
 
         found = []
         for cell in self.cells.get(column, ()):
             content = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
-            source = io.BytesIO(content) if isinstance(content, bytes) else self.folder / str(content)
             try:
-                with Image.open(source) as image:
+                source = io.BytesIO(content) if isinstance(content, bytes) else opened(self.folder / str(content))
+                with source, Image.open(source) as image:
+                    check_size(image)
                     found.append(measure(image))
-            except (OSError, UnidentifiedImageError):
+            # the errors of Pillow's decoders for damaged files have no common base class
+            except Exception:
                 continue
         return found
 

@@ -205,7 +205,8 @@ def propose_columns(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo], ke
     for info in waiting:
         if stacked := _stacked(facts, info, free):
             draft.set(f"{INPUTS}.{info.name}", stacked, f"as many columns of numbers as {info.name} takes")
-            free = [name for name in free if name not in _expanded(stacked, facts)]
+            used = set(_expanded(stacked, facts))
+            free = [name for name in free if name not in used]
         elif categories := _categories(facts, info, free):
             draft.set(f"{INPUTS}.{info.name}", categories, f"{info.name} takes integers: ids of these texts")
             draft.set("data.table.categories", categories, "0 = unknown, then the texts, sorted")
@@ -232,7 +233,8 @@ def _stacked(facts: Facts, info: TensorInfo, free: Sequence[str]) -> list[str] |
     if shape is None or len(shape) != 1 or shape[0] is None:
         return []
     is_text = info.dtype == "string"
-    single = [name for name in free if (facts.column(name).dtype == TEXT if is_text else name in facts.numbers)]
+    numbers = set(facts.numbers)
+    single = [name for name in free if (facts.column(name).dtype == TEXT if is_text else name in numbers)]
     taken = [name for name in single if is_text or fits(facts, replace(info, shape=(None, 1)), name)]
     if len(taken) == shape[0]:
         return _pattern(taken, facts) or taken

@@ -182,7 +182,8 @@ def _of_several(facts: Facts, sample: Dims, columns: Sequence[str]) -> Iterator[
     """Yield the reading of all columns of single numbers together, if the output has as many numbers."""
     if len(sample) != 1 or sample[0] is None or sample[0] < 2:
         return
-    single = [name for name in columns if name in facts.numbers]
+    numbers = set(facts.numbers)
+    single = [name for name in columns if name in numbers]
     floats = [name for name in single if np.dtype(facts.column(name).dtype).kind == "f"]
     for names in (single, floats):
         if len(names) == sample[0]:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 STRIP_PIXELS = 1 << 20
+ROW_BYTES = 16
+"""What Pillow keeps of each row beside its pixels: where it is."""
 ORIENTATION = 0x0112
 """The EXIF tag by which an image is rotated."""
 
@@ -78,10 +80,10 @@ def _opened(content: bytes) -> Image:
     try:
         image = Image.open(io.BytesIO(content))
         # before the pixels are decoded: some kilobytes may be an image of gigabytes
-        _check_size(image)
+        check_size(image)
         image.load()
         if rotated := image.getexif().get(ORIENTATION, 1) != 1:
-            _check_size(image, rotated=rotated)
+            check_size(image, rotated=rotated)
             # in its place: else there would be a further copy
             ImageOps.exif_transpose(image, in_place=True)
         return image
@@ -112,10 +114,11 @@ def _memory_of(image: Image, *, rotated: bool = False) -> int:
     # Pillow stores several channels in 4 bytes, and converts and rotates into a copy
     stored = 1 if image.mode in ("1", "L", "P") else 4
     as_it_is = image.mode in ("L", "RGB") and not image.has_transparency_data and not rotated
-    return image.width * image.height * (stored if as_it_is else stored + 4)
+    return image.height * (image.width * (stored if as_it_is else stored + 4) + ROW_BYTES)
 
 
-def _check_size(image: Image, *, rotated: bool = False) -> None:
+def check_size(image: Image, *, rotated: bool = False) -> None:
+    """Raise ValueError for an image that takes more memory than the limit; it need not be decoded yet."""
     if (size := _memory_of(image, rotated=rotated)) > IMAGE_BYTES.most:
         raise ValueError(f"has {IMAGE_BYTES.exceeded(size)} ({image.width} x {image.height}, {image.mode})")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onward.trainer.bounds import IMAGE_BYTES
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.columns import Array
 
@@ -26,8 +27,11 @@ Size = tuple[int, int]
 
 
 def fitted_image(image: Image, size: Size, config: ImageConfig) -> Image:
-    """Return an image of `size`, as [data.image] says."""
+    """Return an image of `size`, as [data.image] says. Raises ValueError for one that is too long and thin."""
     resized, (top, left) = _steps((image.height, image.width), size, config)
+    # Pillow resizes the columns first, and then the rows of what that gives
+    if (taken := 4 * resized[1] * max(resized[0], image.height)) > IMAGE_BYTES.most:
+        raise ValueError(f"has {image.width} x {image.height} pixels, which resized are {IMAGE_BYTES.exceeded(taken)}")
     if (image.height, image.width) != resized:
         image = resized_image(image, resized, config)
     height, width = size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import threading
@@ -13,6 +14,8 @@ from typing import TypeVar
 from onward.trainer.bounds import IMAGE_BYTES
 from onward.trainer.data.images.decoding import memory_of
 
+LARGE_BYTES = 256 << 20
+"""Images above give their memory back at once."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -44,6 +47,15 @@ def room_for(contents: Iterable[bytes]) -> Iterator[None]:
     try:
         yield
     finally:
+        if size > LARGE_BYTES:
+            _give_back()
         with _change:
             _used[0] -= size
             _change.notify_all()
+
+
+def _give_back() -> None:
+    """Return free memory to the system: the C library keeps it for the thread that had it, and others get more."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+    if trim is not None:
+        trim(0)

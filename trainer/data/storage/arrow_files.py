@@ -196,7 +196,8 @@ def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
             raise DataError(f"{path}: a row has about {ROW_BYTES.exceeded(row_bytes)}")
         texts = max(1, max((dictionary_bytes(path, group) for group in groups), default=0))
         rows = max(1, min(MOST_ROWS, BLOCK_BYTES // row_bytes, MOST_TEXTS // texts))
-        columns = None if names is None else [name for name in names if name in file.schema_arrow.names]
+        known = set(file.schema_arrow.names)
+        columns = None if names is None else [name for name in names if name in known]
         first = 0
         for batch in file.iter_batches(rows, columns=columns, use_threads=False):
             yield from _blocks(path, batch, first)
@@ -211,7 +212,10 @@ def _row_bytes(group: Any) -> int:
 
 
 def _chosen(batch: pa.RecordBatch, names: Sequence[str] | None) -> pa.RecordBatch:
-    return batch if names is None else batch.select([name for name in names if name in batch.schema.names])
+    if names is None:
+        return batch
+    known = set(batch.schema.names)
+    return batch.select([name for name in names if name in known])
 
 
 def _block(path: Path, batch: pa.RecordBatch, first: int) -> Block:

@@ -201,6 +201,21 @@ def exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextlib.contextmanager
+def prefect_at_home() -> Iterator[None]:
+    """Import Prefect inside: it makes its directory then, in Onward's home unless the user has one already."""
+    from onward.trainer.run.directory import onward_home
+
+    if "PREFECT_HOME" in os.environ or Path("~/.prefect").expanduser().exists():
+        yield
+        return
+    os.environ["PREFECT_HOME"] = str(onward_home() / "prefect")
+    try:
+        yield
+    finally:
+        del os.environ["PREFECT_HOME"]
+
+
 def require_flow(what: str) -> None:
     """Raise RuntimeUnavailable when Prefect or MLflow is not installed: a compute node may have the trainer alone."""
     if missing := [name for name in ("prefect", "mlflow", "sqlalchemy") if importlib.util.find_spec(name) is None]:
@@ -235,8 +250,9 @@ def plan(config: Config, overrides: Overrides = (), /, **sections: Any) -> Plan:
     With `parallel = "auto"` the sizes are chosen. Raises ConfigError or UnsupportedModel when no such division exists.
     """
     require_flow("onward.plan")
-    from onward.tasks.configure import plan as make_plan
-    from onward.tasks.registered_models import with_registered
+    with prefect_at_home():
+        from onward.tasks.configure import plan as make_plan
+        from onward.tasks.registered_models import with_registered
     from onward.trainer.data.reading.fetching import fetch
 
     resolved = checked_config(config, overrides, **sections)

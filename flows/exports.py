@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onward.flows.api import AnyPath, require_flow
+from onward.flows.api import AnyPath, prefect_at_home, require_flow
 
 if TYPE_CHECKING:
     from onward.trainer.checkpoint.bundle import Bundle
@@ -32,8 +32,9 @@ def export(
     ExportRefused with every failed check; no file is written then.
     """
     require_flow("onward.export")
-    from onward.flows.runs import opened
-    from onward.tasks.export import export_file
+    with prefect_at_home():
+        from onward.flows.runs import opened
+        from onward.tasks.export import export_file
     from onward.trainer.config.sections.results import ExportConfig
 
     extras = ExportConfig.model_validate({"variants": tuple(variants), "training": training, "overwrite": overwrite})

@@ -95,9 +95,9 @@ def read_bounded(path: Path, limit: Limit) -> bytes:
         if size > limit.most:
             raise OSError(errno.EFBIG, f"it holds {limit.exceeded(size)}", str(path))
         # not up to the limit at once: read() takes memory for all that it is asked for
-        content = file.read(size + 1)
+        content = file.read(size + 1) or b""  # None: a file of the kernel that has nothing just now
         if len(content) > size:  # a file in /proc has the size 0, and one that grows must not fill the memory
-            content += file.read(limit.most + 1 - len(content))
+            content += file.read(limit.most + 1 - len(content)) or b""
     if len(content) > limit.most:
         raise OSError(errno.EFBIG, f"it holds {limit.exceeded(len(content))}", str(path))
     return content

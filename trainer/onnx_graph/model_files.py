@@ -54,7 +54,7 @@ def read_model(path: Path) -> onnx.ModelProto:
             size = MODEL_BYTES.exceeded(found.st_size)
             raise UnsupportedModel(f"{path} is not an ONNX file that can be read: it has {size}")
         version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-        content = file.read()
+        content = file.read() or b""  # None: a file of the kernel that has nothing just now
     try:
         model = onnx.load_model_from_string(content)
     except (DecodeError, ValueError) as error:

@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(600), pytes
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     workshop = Workshop.made(tmp_path_factory.mktemp("cancelled"))
-    yield workshop
+    with workshop.server():
+        yield workshop
     workshop.close()
 
 

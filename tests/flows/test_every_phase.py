@@ -58,7 +58,8 @@ OPEN = {"PENDING", "RUNNING", "CANCELLING", "SCHEDULED"}
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     workshop = Workshop.made(tmp_path_factory.mktemp("phases"))
-    yield workshop
+    with workshop.server():  # its own life is in tests/infra; here it would take half of the time
+        yield workshop
     workshop.close()
 
 

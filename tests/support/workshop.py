@@ -13,8 +13,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ import numpy as np
 import onnx
 import psutil
 
+from onward.infra import services
 from onward.infra.login import login
 from onward.infra.tracking import Tracker
 from onward.trainer.events import read_events
@@ -66,6 +68,7 @@ class Workshop:
     """A directory with a model, data, a configuration, and an Onward home of its own."""
 
     root: Path
+    kept: set[int] = field(default_factory=set, compare=False)
 
     @classmethod
     def made(cls, root: Path) -> Workshop:
@@ -110,9 +113,22 @@ class Workshop:
     def _runs(self) -> list[Path]:
         return [path.parent for path in (self.home / "runs").glob("*/identity.json")]
 
+    @contextlib.contextmanager
+    def server(self) -> Iterator[None]:
+        """Keep a Prefect server running, which each command uses then in place of one that starts and ends with it."""
+        self.home.mkdir(exist_ok=True)
+        with services.lease(self.home):
+            with warnings.catch_warnings(action="ignore", category=ResourceWarning):  # its supervisor goes on
+                services.ensure(self.home, ["prefect"])
+            self.kept.update(process.pid for process in self.processes())
+            try:
+                yield
+            finally:
+                self.kept.clear()
+
     def processes(self) -> list[psutil.Process]:
-        """Every living process of this home."""
-        return [process for process in psutil.process_iter() if self._owns(process)]
+        """Every living process of this home, but for those of `server`."""
+        return [process for process in psutil.process_iter() if process.pid not in self.kept and self._owns(process)]
 
     def _owns(self, process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error):

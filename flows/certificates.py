@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from onward.tasks.replay import Replay
 from onward.trainer.checkpoint.chain import CheckedCheckpoint, CheckedRun
+
+if TYPE_CHECKING:  # the task imports Prefect
+    from onward.tasks.replay import Replay
 
 SHOWN = 12
 """Digits of a digest that tables show."""

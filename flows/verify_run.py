@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onward.flows.api import AnyPath, exit_on_sigterm, require_flow
+from onward.flows.api import AnyPath, exit_on_sigterm, prefect_at_home, require_flow
 from onward.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ def replay(source: AnyPath = "last", *, from_step: int | None = None) -> Replay:
     """
     require_flow("onward.replay")
     from onward.flows.runs import checkpoint_at, find_run
-    from onward.tasks.replay import replay as replay_run
+
+    with prefect_at_home():
+        from onward.tasks.replay import replay as replay_run
     from onward.trainer.checkpoint.retention import step_in
 
     if (path := checkpoint_at(os.fspath(source))) is None:

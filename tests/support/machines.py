@@ -4,16 +4,19 @@
                                     |              |
     namespaces of h0:             eth0 .10       eth0 .11        network, PIDs, mounts and the host's name
 
-Files are shared, as on a cluster with one file system. A crashed host is first cut off from the network, so that the
+Files are shared, as on a cluster with one file system, but for a directory of temporary files: mpirun's daemons name
+theirs by the process id, of which each host has its own. A crashed host is first cut off from the network, so that the
 others hear nothing more from it, as of a machine without power.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +49,7 @@ PermitRootLogin prohibit-password
 UsePAM no
 MaxStartups 100
 UseDNS no
+SetEnv TMPDIR={temporary}
 """
 SSH = """#!/bin/sh
 exec ssh -i {folder}/key -o IdentitiesOnly=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null \\
@@ -70,6 +74,8 @@ class Machines:
     number: int
     switch: subprocess.Popen[bytes]
     hosts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    temporary: dict[str, list[str]] = field(default_factory=dict)
+    """Host -> its directories of temporary files; it has a new one after each start."""
 
     @property
     def agent(self) -> str:
@@ -84,7 +90,9 @@ class Machines:
     def boot(self, number: int) -> None:
         """Start a host, and wait until it can be reached over ssh."""
         name, address = f"h{number}", f"{NETWORK}.{10 + number}"
-        values = {"name": name, "folder": self.folder, "address": address}
+        temporary = tempfile.mkdtemp(prefix=f"{name}-")
+        self.temporary[name] = [*self.temporary.get(name, []), temporary]
+        values = {"name": name, "folder": self.folder, "address": address, "temporary": temporary}
         (self.folder / f"{name}.sh").write_text(BOOT.format(**values))
         (self.folder / f"{name}.sshd").write_text(SSHD.format(**values))
         spaces = ("--net", "--uts", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc")
@@ -127,7 +135,7 @@ class Machines:
         with log.open("wb") as output:
             return subprocess.Popen(
                 [*self.on("h0"), *words],
-                env={**environment, "PRTE_MCA_plm_ssh_agent": self.agent},
+                env={**environment, "PRTE_MCA_plm_ssh_agent": self.agent, "TMPDIR": self.temporary["h0"][-1]},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -147,6 +155,8 @@ class Machines:
                     child.kill()
             process.kill()
             process.wait(20)
+        for folder in itertools.chain(*self.temporary.values()):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

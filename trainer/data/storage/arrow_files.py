@@ -102,7 +102,9 @@ def _to_arrow(values: Values, column: Column) -> pa.Array:
     if isinstance(values, list):
         # Arrow's plain list type has 32-bit offsets
         offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
-        return pa.ListArray.from_arrays(offsets, pa.array(_bytes(np.concatenate(values))))
+        # a row of hours of sound is not copied
+        joined = values[0].ravel() if len(values) == 1 else np.concatenate(values)
+        return pa.ListArray.from_arrays(offsets, pa.array(_bytes(joined)))
     if not column.holds_numbers:
         return pa.array(values, _arrow_type(column))
     values = _bytes(np.ascontiguousarray(values))

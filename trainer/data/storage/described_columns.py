@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from onward.trainer.data.columns import BYTES, TEXT, WORDS, Array, Cells, Column, ColumnType, Values, numbers
+
+PART_VALUES = 1 << 20
+"""Values that are looked at together."""
 
 
 def infer(name: str, cells: Cells) -> Column:
@@ -43,20 +47,41 @@ def _type(array: Array, *, gaps: bool = False) -> str:
 
 def extremes(values: Values) -> tuple[int | float, ...]:
     """Return `Column.extremes` of the finite values; of text, nothing."""
-    if not len(values):
-        return ()
-    flat = np.concatenate(values) if isinstance(values, list) else values.ravel()
-    if flat.dtype.kind == "O":
-        return ()
-    if flat.dtype.kind == "f":
-        flat = flat[np.isfinite(flat)]
-    if not flat.size:
-        return ()
-    least, most = flat.min(), flat.max()
-    # the second least and second greatest, in case the least or greatest is model.ignore_index
-    inner = flat[(flat > least) & (flat < most)] if flat.dtype.kind in "iu" else flat[:0]
-    found = {least.item(), most.item()} | ({inner.min().item(), inner.max().item()} if inner.size else set())
-    return tuple(sorted(found))
+    found, ends = set[int | float](), 1
+    for flat in _parts(values):
+        if flat.dtype.kind == "O":
+            return ()
+        finite = flat[np.isfinite(flat)] if flat.dtype.kind == "f" else flat
+        if not finite.size:
+            continue
+        least, most = finite.min(), finite.max()
+        found |= {least.item(), most.item()}
+        if flat.dtype.kind in "iu":
+            # the second least and second greatest, in case the least or greatest is model.ignore_index
+            inner, ends = finite[(finite > least) & (finite < most)], 2
+            found |= {inner.min().item(), inner.max().item()} if inner.size else set()
+    ordered = sorted(found)
+    return tuple(ordered if len(ordered) <= 2 * ends else (*ordered[:ends], *ordered[-ends:]))
+
+
+def _parts(values: Values) -> Iterator[Array]:
+    """Yield all values in flat arrays of about PART_VALUES: copies of whole columns would double their memory."""
+    if not isinstance(values, list):
+        flat = values.ravel()
+        yield from (flat[start : start + PART_VALUES] for start in range(0, flat.size, PART_VALUES))
+        return
+    joined, size = list[Array](), 0
+    for each in values:
+        if each.size >= PART_VALUES:
+            yield from _parts(each)
+            continue
+        joined.append(each.ravel())
+        size += each.size
+        if size >= PART_VALUES:
+            yield np.concatenate(joined)
+            joined, size = [], 0
+    if joined:
+        yield np.concatenate(joined)
 
 
 def merge(one: Column, other: Column) -> Column:

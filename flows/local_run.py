@@ -175,8 +175,8 @@ def mark_orphaned_runs_crashed() -> None:
             for flow_run in shown
             if not is_running(run := run_directory_of(flow_run.id, flow_run.parameters))
             and _may_be_orphan(flow_run, run)
-            # A flow run that has just started may not have locked its run directory yet.
-            and (flow_run.start_time or started_before) <= started_before
+            # A flow run that has just started may not have locked its run directory yet, unless its process is gone.
+            and (is_gone(flow_run.context.get(CREATOR)) or (flow_run.start_time or started_before) <= started_before)
         ]
         # one wait for all of them, not one for each
         if orphans:

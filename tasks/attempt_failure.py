@@ -9,6 +9,7 @@ import time
 from onward.infra import mpirun
 from onward.infra.rank_endings import RankEnding, first_ending
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.distributed.failures import PEER_LOST
 from onward.trainer.errors import OnwardError, OutOfMemory, TrainingFailed
 from onward.trainer.events import last_beat
 from onward.trainer.run.attempt_endings import AttemptEnding
@@ -100,19 +101,25 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
 
 
 def _record_printed(run: RunDir, attempt: int, config: RunConfig, output: str) -> None:
-    """Write the error record of the first rank that has printed its error, if no rank could write one."""
-    if (printed := _PRINTED.search(output)) is None or run.ranks_with_errors(attempt):
+    """Write the error record of the first rank that has printed an error of its own, but could not write it."""
+    found = list(_PRINTED.finditer(output))
+    own = [each for each in found if not PEER_LOST.search(each["cause"])]
+    if not own and run.ranks_with_errors(attempt):
         return
-    error = RankError(
-        attempt=attempt,
-        rank=int(printed["rank"]),
-        host=host_of(run, int(printed["rank"]), config),
-        step=last_beat(run.heartbeat).step,
-        cause=printed["cause"],
-        traceback=printed["text"],
-        at_ms=time.time_ns() // 1_000_000,
-    )
-    write_record(run.rank_error(attempt, error.rank), error)
+    for printed in (own or found)[:1]:
+        rank = int(printed["rank"])
+        error = RankError(
+            attempt=attempt,
+            rank=rank,
+            host=host_of(run, rank, config),
+            step=last_beat(run.heartbeat).step,
+            cause=printed["cause"],
+            traceback=printed["text"],
+            at_ms=time.time_ns() // 1_000_000,
+            secondary=not own,
+        )
+        if not run.rank_error(attempt, rank).exists():
+            write_record(run.rank_error(attempt, rank), error)
 
 
 def _sentence(ending: RankEnding, cause: Cause | None, config: RunConfig, traceback: str, *, oom_kills: int) -> str:

@@ -34,11 +34,12 @@ PEER_DELAY_S = 2.0
 """Seconds that a rank waits before it exits when it only lost its connection to a peer. When the first rank exits,
 mpirun kills the others, and the rank with the root cause must have written its error by then."""
 
-_PEER_LOST = re.compile(
+PEER_LOST = re.compile(
     "Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited|nccl(Remote|System)Error"
     "|NCCL communicator (was aborted|encountered error)"
     "|Timed out (waiting|after)|has timed out|[Ww]ait timeout|(Socket|Application) [Tt]imeout|operation timeout"
 )
+"""What torch says on a rank whose peer has ended or does not answer."""
 
 
 class StopSignal:
@@ -110,7 +111,7 @@ def install_excepthook(run: RunDir, *, attempt: int, step: Callable[[], int] = l
 
 def lost_a_peer(error: BaseException) -> bool:
     """Return whether an error only reports that another rank has ended or does not answer."""
-    return isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and PEER_LOST.search(str(error)) is not None
 
 
 def own_error_of(error: BaseException, run: RunDir) -> BaseException:

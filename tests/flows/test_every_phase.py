@@ -47,10 +47,12 @@ PHASES = {
 }
 """Phase -> what a process does first in it."""
 STATUS_ON_A_FULL_DISK = {
-    **dict.fromkeys(("announced", "configuration", "MLflow's run", "preflight", "sharding", "ranks"), 3),
+    **dict.fromkeys(("announced", "configuration", "MLflow's run", "preflight", "sharding", "ranks"), {3}),
     # in the training it waits for room first
-    **dict.fromkeys(("first step", "step", "monitor", "save", "evaluation"), 4),
-    **dict.fromkeys(("export", "registration"), 3),
+    **dict.fromkeys(("first step", "step", "save", "evaluation"), {4}),
+    # beside the training: the next save fails, or the export of a training that was done by then
+    "monitor": {3, 4},
+    **dict.fromkeys(("export", "registration"), {3}),
 }
 OPEN = {"PENDING", "RUNNING", "CANCELLING", "SCHEDULED"}
 
@@ -159,7 +161,7 @@ def run_on_a_full_disk(home: Path) -> None:
     # a run may need its servers before it reaches the phase, so that it is begun with room
     process = start_until(workshop, phase, "fill", home.parent / f"reached {phase}", "launch.storage_wait_s=3")
     _, said = process.communicate(timeout=240)
-    assert process.returncode == STATUS_ON_A_FULL_DISK[phase], (process.returncode, said)
+    assert process.returncode in STATUS_ON_A_FULL_DISK[phase], (process.returncode, said)
     assert "No space left on device" in said, said
     assert "make room" in said, said
     assert "Traceback" not in said, said

@@ -47,12 +47,12 @@ PHASES = {
 }
 """Phase -> what a process does first in it."""
 STATUS_ON_A_FULL_DISK = {
-    **dict.fromkeys(("announced", "configuration", "MLflow's run", "preflight", "sharding", "ranks"), {3}),
+    **dict.fromkeys(("announced", "configuration", "MLflow's run", "preflight", "sharding", "ranks"), (3,)),
     # in the training it waits for room first
-    **dict.fromkeys(("first step", "step", "save", "evaluation"), {4}),
+    **dict.fromkeys(("first step", "step", "save", "evaluation"), (4,)),
     # beside the training: the next save fails, or the export of a training that was done by then
-    "monitor": {3, 4},
-    **dict.fromkeys(("export", "registration"), {3}),
+    "monitor": (3, 4),
+    **dict.fromkeys(("export", "registration"), (3,)),
 }
 OPEN = {"PENDING", "RUNNING", "CANCELLING", "SCHEDULED"}
 

@@ -79,6 +79,7 @@ def setting(rng: random.Random, folder: Path) -> Case:
     _files(folder)
     changes = [(rng.choice(_settings()), rng.choice(VALUES)) for _ in range(rng.choice((1, 1, 1, 3)))]
     (folder / "config.toml").write_text(GOOD)
+    named = frozenset({"secret.csv"} if any("secret.csv" in value for _, value in changes) else ())
     if rng.random() < 0.5:
         # a NUL cannot be an argument of a process; surrogates can, for bytes that are not UTF-8
         own = [f"{key}={value}".replace("\0", "") for key, value in changes]
@@ -88,9 +89,9 @@ def setting(rng: random.Random, folder: Path) -> Case:
             *own,
             *rng.sample(("x=\udcff", "data.source=\udcff", "=", "a..b=1"), 1)[: rng.random() < 0.1],
         )
-        return Case(command)
+        return Case(command, named=named)
     if rng.random() < 0.2:
-        return Case(("config", "config.toml", *(f"{key}={value}" for key, value in changes)))
+        return Case(("config", "config.toml", *(f"{key}={value}" for key, value in changes)), named=named)
     nested: dict[str, Any] = {}
     for key, value in changes:
         nested[key] = value
@@ -98,7 +99,7 @@ def setting(rng: random.Random, folder: Path) -> Case:
         f"{key} = {value}\n" for key, value in nested.items() if not GOOD.count(f"\n{key.split('.')[-1]} =")
     )
     (folder / "config.toml").write_text(lines + GOOD)
-    return Case(("run", "config.toml"))
+    return Case(("run", "config.toml"), named=named)
 
 
 def file(rng: random.Random, folder: Path) -> Case:

@@ -43,6 +43,8 @@ class Case:
     command: Sequence[str]
     accepted: bool = True
     """Whether the input may be accepted; False: it must be refused, with an exit status of Onward's."""
+    named: frozenset[str] = frozenset()
+    """Files of `secret` that the user's own words name, which may be read then, though not be printed."""
 
 
 Family = Callable[[random.Random, Path], Case]
@@ -130,7 +132,7 @@ def try_case(name: str, family: Family, seed: int) -> Result:
             os.close(watch)
             for directory, _, _ in os.walk(inside):
                 os.chmod(directory, 0o700)  # noqa: PTH101
-        problems = [*result.problems, *(f"opened or created {each} outside" for each in seen)]
+        problems = [*result.problems, *(f"opened or created {each} outside" for each in seen if each not in case.named)]
         if SECRET in result.output:
             problems.append("printed a private file")
         return Result(**(vars(result) | {"problems": tuple(problems)}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -199,7 +200,7 @@ def checkpoint_at(text: str) -> tuple[RunDir | None, Path] | None:
 
     The run of a checkpoint that was copied elsewhere is None.
     """
-    path = Path(text).resolve()
+    path = Path(os.path.realpath(text))  # Path.resolve raises an error for a link to itself
     if not (path / "manifest.json").is_file() or (path / "config.json").exists():
         return None
     run = RunDir(path.parents[1]) if path.parent.name == "checkpoints" else None

@@ -26,7 +26,7 @@ from typing import IO, Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from onward.trainer.checkpoint.certificate import Sha256
-from onward.trainer.checkpoint.manifest import CHUNK_BYTES, MAX_SHOWN, Size
+from onward.trainer.checkpoint.manifest import CHUNK_BYTES, Size
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint
 from onward.trainer.config.loading import BUNDLED_SOURCES, PATHS, replaced
 from onward.trainer.config.run_config import RunConfig
@@ -38,6 +38,7 @@ from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailab
 from onward.trainer.run.directory import RunDir, read_config_as_given, read_settings
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import Record, RunIdentity, read_record
+from onward.trainer.run.validation import MAX_SHOWN, first_problem
 
 LISTING = "bundle.json"
 MAX_LISTING_BYTES = 64 << 20
@@ -239,9 +240,7 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> Bundle:
     try:
         listing = Bundle.model_validate_json(archive.read(LISTING))
     except ValidationError as error:
-        wrong = error.errors()[0]
-        where = printable(".".join(map(str, wrong["loc"])))[:MAX_SHOWN]
-        raise CheckpointError(f"{path} is not a bundle: {LISTING}: {where} {wrong['msg']}") from None
+        raise CheckpointError(f"{path} is not a bundle: {LISTING}: {first_problem(error)}") from None
     if strange := [name for name in (*entries, *listing.files) if name != LISTING and not _is_inside(name)]:
         raise CheckpointError(
             f"{path} is refused: {printable(strange[0])[:MAX_SHOWN]!r} would be written outside of {', '.join(FOLDERS)}"

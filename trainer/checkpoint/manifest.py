@@ -36,6 +36,7 @@ from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.distributed.weights import Box
 from onward.trainer.errors import CheckpointError
 from onward.trainer.run.records import Record
+from onward.trainer.run.validation import first_problem
 
 CHUNK_BYTES = 16 << 20
 """What is hashed or written between two heartbeats."""
@@ -46,8 +47,6 @@ Size = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
 """A number of bytes, elements or ranks; nothing larger can be allocated or stored."""
 MAX_MANIFEST_BYTES = 1 << 29
 """A larger file is no manifest: it would describe more than a million pieces."""
-MAX_SHOWN = 200
-"""Characters of a name that an error shows."""
 
 
 class TensorEntry(Record):
@@ -182,9 +181,7 @@ def parse_manifest(path: Path) -> tuple[Manifest, bytes]:
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} is damaged: manifest.json {error}") from None
     except ValidationError as error:
-        wrong = error.errors()[0]
-        where = ".".join(map(str, wrong["loc"]))[:MAX_SHOWN]
-        raise CheckpointError(f"checkpoint {path} is damaged: manifest.json: {where} {wrong['msg']}") from None
+        raise CheckpointError(f"checkpoint {path} is damaged: manifest.json: {first_problem(error)}") from None
     digest = hashlib.sha256(content.replace(manifest.sha256.encode(), NO_DIGEST.encode(), 1)).hexdigest()
     if digest != manifest.sha256:
         raise CheckpointError(

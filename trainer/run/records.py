@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from onward.trainer import errors
 from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.config.sections.model import FixedBatch
-from onward.trainer.errors import OnwardError, RecordError, printable
+from onward.trainer.errors import OnwardError, RecordError
 from onward.trainer.run.durable_files import write_durably
+from onward.trainer.run.validation import first_problem
 
 
 class Record(BaseModel):
@@ -377,9 +378,6 @@ def recorded_error(kind: str, problems: Sequence[str], *, where: str = "") -> On
     return found(problems) if issubclass(found, errors.Refused) else found(where + "\n".join(problems))
 
 
-MAX_SHOWN = 200
-"""Characters of a place in a record that an error shows."""
-
 R = TypeVar("R", bound=BaseModel)
 
 
@@ -398,10 +396,3 @@ def read_record(path: Path, kind: type[R]) -> R:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise RecordError(f"{path} is not a {kind.__name__}, or it is damaged: {first_problem(error)}") from None
-
-
-def first_problem(error: ValidationError) -> str:
-    """Return in one line where a record is wrong first, and how."""
-    found = error.errors()[0]
-    where = ".".join(map(str, found["loc"]))[:MAX_SHOWN]
-    return printable(f"{where}: {found['msg']}" if where else found["msg"])

@@ -268,12 +268,8 @@ def _cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[
 def _digests_of_named_files(data: DataConfig, names: Sequence[str]) -> list[str]:
     """Return the digest of each file that a cell of these columns names, in order; "" if it cannot be read."""
     blocks = (block for _, each in sources.read_by_source(data, names) for block, _ in each)
-    paths = (
-        path
-        for block in blocks
-        for name in names
-        for path in named_files(block.cells.get(name, ()), Path(block.file).parent)
-    )
+    cells = ((block.cells.get(name, ()), Path(block.file).parent) for block in blocks for name in names)
+    paths = (path for each, folder in cells for path in named_files(each, folder))
     return [sha256(path) if path.is_file() and path.stat().st_size <= CONTENT_BYTES.most else "" for path in paths]
 
 

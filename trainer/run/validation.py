@@ -1,0 +1,17 @@
+"""Say in one line what is wrong with a file that does not fit its pydantic model."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from onward.trainer.errors import printable
+
+MAX_SHOWN = 200
+"""Characters of a name or a place that an error shows."""
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return where a record is wrong first, and how."""
+    found = error.errors()[0]
+    where = ".".join(map(str, found["loc"]))[:MAX_SHOWN]
+    return printable(f"{where}: {found['msg']}" if where else found["msg"])

@@ -9,8 +9,8 @@
 
 Each of the four may be killed, and so may three of them at the same moment: one that is left ends the job, or starts
 what is missing. When all four are killed at once, the kernel asks the job to save and end (PR_SET_PDEATHSIG of
-mpirun); a rank that is deaf to that is ended by its own watchdog. The processes of a job are found by TAG in their
-environment, whichever process is their parent.
+mpirun); a rank that does not react to that is ended by its own watchdog (launch.heartbeat_timeout_s). The processes of
+a job are found by TAG in their environment, whichever process is their parent.
 
 Run as a program, this file is the guard; therefore it imports only the standard library.
 """

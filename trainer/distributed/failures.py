@@ -51,7 +51,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
-        # of a thread that is older, and so has it not blocked
+        # threads that were started before do not block SIGUSR1; if one of them gets it, the handler runs
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._request)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})

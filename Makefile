@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 MODELS := models/squeezenet-digits.onnx models/gpt2-stdlib.onnx
 
+# Images often set it. Then each process compiles torch, Prefect and MLflow anew, which doubles the time of its imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test quick slow check gpu bench compatibility docs sbom licenses audit clean
 
 demo: .venv/ready models/squeezenet-digits.onnx

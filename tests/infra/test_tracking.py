@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import math
 import os
@@ -20,7 +21,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.infra.mlflow_store import TrackingError, TrackingUnavailable, with_password, without_password
+from onward.infra.mlflow_store import (
+    Store,
+    TrackingError,
+    TrackingUnavailable,
+    translate_errors,
+    with_password,
+    without_password,
+)
 from onward.infra.registry import Registry
 from onward.infra.tracking import (
     ModelFile,
@@ -306,6 +314,16 @@ def test_a_database_that_cannot_be_opened_raises_tracking_unavailable(tmp_path: 
     (tmp_path / "mlflow").write_text("a file where the folder should be")
     with pytest.raises(TrackingUnavailable):
         Tracker(local_store(tmp_path), "some-run").set_status("FINISHED")
+
+
+def test_a_full_disk_under_the_store_is_called_so() -> None:
+    class Full(Store):
+        @translate_errors
+        def copy(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.onnx")
+
+    with pytest.raises(TrackingUnavailable, match=r"is full .*No space left on device.*: make room there"):
+        Full("sqlite:////home/mlflow.db").copy()
 
 
 def test_a_refusal_raises_tracking_error_and_not_tracking_unavailable() -> None:

@@ -186,7 +186,13 @@ def _exit_unexpectedly(error: Exception) -> NoReturn:
     """Say what happened in one line, and in which file the traceback is; exit with status 1."""
     # in the directory for temporary files: ONWARD_HOME may be what cannot be written
     try:
-        with tempfile.NamedTemporaryFile("w", prefix="onward-error-", suffix=".log", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w",
+            prefix="onward-error-",
+            suffix=".log",
+            delete=False,
+            errors="backslashreplace",  # an argument may be a file name that is not UTF-8
+        ) as file:
             file.write(f"onward {shlex.join(sys.argv[1:])}\n{traceback.format_exc()}")
         where = f"the traceback is in {file.name}"
     except OSError:

@@ -316,6 +316,6 @@ def _label_range_problems(
         if num_classes and output:
             fits = f"0..{num_classes - 1}, because output {output.name} is {num_classes} wide"
         yield (
-            f"the labels in column {column.name!r} are {values[0]:d}..{values[-1]:d}, but must be {fits} "
+            f"the labels in column {column.name!r} are {values[0]}..{values[-1]}, but must be {fits} "
             f"(or model.ignore_index {loss.ignored})"
         )

@@ -405,3 +405,10 @@ def test_held_out_rows_are_not_the_same_in_every_file_nor_periodic() -> None:
     rows = np.flatnonzero(sources.held_out("a.csv", np.arange(1000), 0.1))
     assert not np.array_equal(rows, np.flatnonzero(sources.held_out("b.csv", np.arange(1000), 0.1)))
     assert set((rows % 10).tolist()) == set(range(10))
+
+
+@pytest.mark.parametrize("source", ["*.csv", "", "caf\udce9.csv"], ids=["pattern", "directory", "file"])
+def test_a_file_whose_name_is_not_utf8_is_refused_however_it_is_named(source: str, tmp_path: Path) -> None:
+    (tmp_path / "caf\udce9.csv").write_text("x,y\n1,2\n")
+    with pytest.raises(DataError, match=r"the name of file 'caf\\udce9.csv' is not UTF-8; rename it"):
+        sources.locate(str(tmp_path / source), DataConfig(source="rows.csv"))

@@ -100,6 +100,8 @@ def locate(source: str, data: DataConfig) -> Source:
         found = {str(match.relative_to(base)): match for match in matches}
     if len(found) > SOURCE_FILES.most:
         raise DataError(f"{source} has {SOURCE_FILES.exceeded(len(found))}")
+    if wrong := next((name for name in found if not _is_unicode(name)), None):
+        raise DataError(f"{source}: the name of file {wrong!a} is not UTF-8; rename it")
     return _of_one_format(source, found, data)
 
 
@@ -118,8 +120,6 @@ def _walk(directory: Path, pattern: str, pruned: set[str]) -> list[str]:
         names += [str(inside / name) for name in files if fnmatch(name, pattern) and not name.startswith(".")]
         if len(names) > SOURCE_FILES.most:
             break
-    if wrong := next((name for name in names if not _is_unicode(name)), None):
-        raise DataError(f"{directory}: the name of file {wrong!a} is not UTF-8; rename it")
     return sorted(names)
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from onward.flows.run_status import RunOutcome, RunStatus
     from onward.trainer.config.loading import Check, Override
     from onward.trainer.config.run_config import RunConfig
-    from onward.trainer.diagnostics.diff import Difference
+    from onward.trainer.diagnostics.difference import Difference
     from onward.trainer.diagnostics.doctor import Diagnosis
     from onward.trainer.onnx_import.imported_graph import ImportedGraph
     from onward.trainer.parallel.plan_record import Plan
@@ -164,11 +165,12 @@ def _train(config: RunConfig, *, resume: str = "") -> RunOutcome:
     from onward.flows.run_status import outcome_of
     from onward.flows.runs import how_to_continue, may_continue
 
+    asked_ms = time.time_ns() // 1_000_000
     # the signal handler first: starting the server takes seconds, in which the process may be stopped
     with exit_on_sigterm(), prefect_server():
         from onward.flows.progress import live_progress  # imports Prefect, which reads its environment then
 
-        run, flow_run = create_flow_run(config, resume=resume)
+        run, flow_run = create_flow_run(config, resume=resume, asked_ms=asked_ms)
         print(f"onward: run {run.root}", file=sys.stderr)
         try:
             with flow_log(run) as terminal, live_progress(run, stream=terminal):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from onward.flows.report import as_toml, table
 
 if TYPE_CHECKING:
-    from onward.trainer.diagnostics.diff import Difference, TensorChange
+    from onward.trainer.diagnostics.difference import Difference, TensorChange
     from onward.trainer.diagnostics.doctor import Diagnosis, Operator, Unsupported, Weight
     from onward.trainer.parallel.plan_record import Plan
     from onward.trainer.proposal.initialise import Proposed

@@ -28,6 +28,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.ending import ending_of
+from onward.trainer.run.phases import enter_phase
 from onward.trainer.run.private_home import make_private
 from onward.trainer.run.records import ExportedModel, read_record
 from onward.trainer.run.sweeps import Sweep, SweepDir, membership
@@ -93,11 +94,12 @@ def _reread_prefect_settings() -> None:
         refresh_global_settings_context()
 
 
-def create_flow_run(config: RunConfig, *, resume: str = "") -> tuple[RunDir, FlowRun]:
+def create_flow_run(config: RunConfig, *, resume: str = "", asked_ms: int) -> tuple[RunDir, FlowRun]:
     """Create the flow run in Prefect without starting it; return its run directory and the flow run.
 
     The run directory is named after the flow run's id. The caller needs it before the flow starts, because the flow
-    then occupies the main thread while another thread shows its progress.
+    then occupies the main thread while another thread shows its progress. asked_ms: when somebody asked for the run,
+    in milliseconds since 1970.
     """
     from prefect.client.orchestration import get_client
     from prefect.states import Pending
@@ -114,7 +116,9 @@ def create_flow_run(config: RunConfig, *, resume: str = "") -> tuple[RunDir, Flo
             context={CREATOR: this_process()},
             state=Pending(),
         )
-    return run_directory_of(flow_run.id, {"resume": resume}), flow_run
+    run = run_directory_of(flow_run.id, {"resume": resume})
+    enter_phase(run, "start", at_ms=asked_ms)
+    return run, flow_run
 
 
 def close_flow_run(flow_run: FlowRun, error: BaseException) -> None:

@@ -9,8 +9,9 @@ products; `resumed`: from which checkpoint and what is made again, in a sentence
 that were not used; `certificate`: the digest of the one that was), `scalars` (`values`), `evaluation` (`values`),
 `confusion` (`loss`: its output if there are several, else ""; `counts`: targets by [class][predicted class], of
 yes-or-no labels by [label][is][predicted]), `histogram` (`name`, `counts`, `edges`), `bad_values` (`text`: where an
-evaluation loss became NaN or infinite), `checkpoint` (`path`; `certificate`: its digests), `end` (`status`;
-`ended_early`: why, if [stop] ended the run before its last step, else "").
+evaluation loss became NaN or infinite), `checkpoint` (`path`; `certificate`: its digests), `times` (`seconds`: what the
+attempt has spent its time on so far, see run/time_spent.py), `end` (`status`; `ended_early`: why, if [stop] ended the
+run before its last step, else "").
 Among the scalars are two paces since the line before: `train/samples_per_s`, and `train/data_wait`, the share of the
 time in which ranks waited for their next samples, the mean over the ranks.
 A resumed attempt repeats the steps after its checkpoint; readers keep the first line of each (key, step). A line that a

@@ -34,6 +34,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import check_fit
 from onward.trainer.errors import Diverged, ReplicasDiffer
 from onward.trainer.events import EventWriter, Heartbeat
+from onward.trainer.model.compile import compiled_s
 from onward.trainer.model.metrics.measures import Counts
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
@@ -51,6 +52,7 @@ from onward.trainer.parallel.rank_model import build_rank_model
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult
 from onward.trainer.run.stopping import is_out_of_time, reason_to_end
+from onward.trainer.run.time_spent import TimeSpent
 
 
 def train(
@@ -77,6 +79,7 @@ def train(
     mesh = make_mesh(mpi, dims, timeout_s=config.collective_timeout_s)
     here = dims.coordinate(mpi.rank)
     events = EventWriter(run.events, attempt=attempt, rank=mpi.rank)
+    spent = TimeSpent(events, since=started_at, compiled_s=compiled_s)
 
     # -- 2. Data: this replica's share, the same for all ranks of one replica
     signature = read_training_signature(config.model)
@@ -197,8 +200,12 @@ def train(
     shown = {"num_samples": num_samples, "num_parameters": model.num_parameters, "compute": config.precision.compute}
     from_where = {"resumed": resumed, "damaged": damaged, "certificate": checkpoints.previous}
     events.emit("start", state.step, num_steps=num_steps, **shown, **from_where)
+    spent.lap("setup")
+    spent.emit(state.step)
     if state.step == 0:
         state = state.evaluated(evaluate(0)).counted(config)
+        spent.lap("evaluation")
+        spent.emit(0)
 
     def trained_s() -> float:
         # by the clock of one rank: what the ranks decide depends on the sum, which they all have
@@ -265,14 +272,18 @@ def train(
             timed_s = time.monotonic() - timed_from
             pace = {"samples_per_s": timed_samples / timed_s, "data_wait": timed_wait_s / timed_s}
             events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **pace)
+        spent.lap("steps", wait_s=waits_s / mpi.world_size)
         if every(config.train.evaluation_period, step) or ending:
             state = state.evaluated(evaluate(step))
+            spent.lap("evaluation")
         if every(config.train.evaluation_period, step):
             state = state.counted(config)
         reason = reason_to_end(state.stop, config)
         last = stopping or ending or bool(reason)
         if every(config.checkpoint.period, step) or last:
             save_checkpoint(last=last)
+            spent.lap("checkpoint")
+        spent.emit(step)
         # after evaluation and checkpoint, whose time does not count as training time
         if every(config.train.log_period, step):
             timed_from, timed_samples, timed_wait_s = time.monotonic(), 0, 0.0
@@ -282,6 +293,8 @@ def train(
     batches.close()
     reducer.close()
     heartbeat.stop()
+    spent.lap("checkpoint")
+    spent.emit(state.step, now=True)
     status: Literal["done", "stopped"] = "done" if reason or state.step == num_steps else "stopped"
     ended_early = reason if state.step < num_steps else ""
     events.emit("end", state.step, status=status, ended_early=ended_early)

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
 
 import onnx
 import torch
 from onnx import TensorProto
 
+from onward.trainer.diagnostics.difference import Difference, NodeChange, TensorChange
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import held_by
 from onward.trainer.onnx_graph.element_types import element_type_name
@@ -20,54 +20,6 @@ from onward.trainer.onnx_graph.external_ranges import byte_range, external_probl
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.model_files import read_model, stored_array
-from onward.trainer.run.records import Record
-
-
-class TensorChange(Record):
-    """One initializer, or tensor of a Constant node, that differs between the files."""
-
-    name: str
-    change: Literal["added", "removed", "another shape or type", "values"]
-    before: str = ""
-    """Type and shape, such as float32 [8, 3]."""
-    after: str = ""
-    changed: int = 0
-    """Number of elements that differ."""
-    relative: float | None = None
-    """L2 norm of the change over the L2 norm before; None if that is 0."""
-    greatest: float | None = None
-    """The greatest absolute change of one element."""
-    cosine: float | None = None
-    """Cosine similarity of before and after; None if one of them is 0."""
-
-
-class NodeChange(Record):
-    """One node that differs between the files."""
-
-    node: str
-    operator: str
-    change: str
-
-
-class Difference(Record):
-    """All differences of file B from file A."""
-
-    a: Path
-    b: Path
-    same_bytes: bool
-    """The .onnx files and their external data are equal byte for byte."""
-    model: tuple[str, ...]
-    """Opsets, producer, metadata, functions."""
-    interface: tuple[str, ...]
-    """Inputs and outputs."""
-    nodes: tuple[NodeChange, ...]
-    tensors: tuple[TensorChange, ...]
-    equal_tensors: int
-
-    @property
-    def same(self) -> bool:
-        """Whether the content is the same, though perhaps serialized to other bytes."""
-        return not (self.model or self.interface or self.nodes or self.tensors)
 
 
 def compare(a: Path, b: Path) -> Difference:

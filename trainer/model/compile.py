@@ -23,6 +23,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -177,6 +178,12 @@ class Compiled(nn.Module):
                 log.warning("graph.compile: from now on shapes that need yet another code run eagerly")
             self._limited = True
             return original(*values)
+
+
+def compiled_s() -> float:
+    """Return the seconds that torch.compile has taken in this process; 0 where it was not used."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes seconds
+    return float(dynamo.calculate_time_spent()["total_wall_time"]) if dynamo else 0.0
 
 
 def runtime_nodes(module: fx.GraphModule) -> list[tuple[fx.Node, RuntimeNode]]:

@@ -31,6 +31,7 @@ it.
         errors/001-rank-00003.json   RankError                 the rank that failed, or train if a signal ended it
         heartbeat               Beat, written by rank 0 while the job makes progress
         events.jsonl            the append-only event log      rank 0
+        phases.jsonl            when each phase of the flow began (phases.py)   the flow
         closed                  exists once nothing more is written to the log  the flow
         checkpoints/step-000000100/   manifest.json, rank-00000.safetensors     all ranks
         checkpoints/announced.json    CheckpointInfo of each verified checkpoint     checkpoint
@@ -43,8 +44,11 @@ it.
                                 refused.json (Refusal)         export
         export/preprocessing.json     Preprocessing: what raw data became before the graph; tokenizer.json   export
         export/variant-int8_static.json   Variant, beside its file     export
+        export/samples.json     Samples: the evaluation rows on which the exported file is worst      export
+        export/changes.json     Difference: what distinguishes it from the original     export
         export/comparison.json  Comparison: the exported file beside the served one     export
         export/training/        the files that continue training without torch    export
+        report.html             the report of the run           the flow at its end, onward report
 
 Durable files are written under a temporary name, fsynced and renamed: they are complete or absent.
 """
@@ -157,6 +161,14 @@ class RunDir:
     @property
     def events(self) -> Path:
         return self.root / "events.jsonl"
+
+    @property
+    def phases(self) -> Path:
+        return self.root / "phases.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
 
     @property
     def closed(self) -> Path:
@@ -297,6 +309,16 @@ def variant_in(folder: Path, kind: str) -> Path:
 def comparison_in(folder: Path) -> Path:
     """Return the path of the record that compares the exported file with the served one."""
     return folder / "comparison.json"
+
+
+def samples_in(export: Path) -> Path:
+    """Return the path of the record of the evaluation rows on which the exported file is worst."""
+    return export / "samples.json"
+
+
+def changes_in(export: Path) -> Path:
+    """Return the path of the record of what distinguishes the exported file from the original."""
+    return export / "changes.json"
 
 
 def refusal_in(export: Path) -> Path:

@@ -1,0 +1,47 @@
+"""The phases of a run: when each began, as one JSON line in RUN_DIR/phases.jsonl, which has the form of the event log.
+
+    {"at_ms": 1767225600000, "attempt": 0, "step": 0, "kind": "configure", "pid": 4711}
+
+A phase lasts until the next line. The lines of one process up to its line `end` are one flow of the run; a resumed run
+has several flows. A flow that was killed has no line `end`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast, get_args
+
+from onward.trainer.events import EventWriter, read_events
+from onward.trainer.run.directory import RunDir
+
+Phase: TypeAlias = Literal["start", "configure", "preflight", "data", "train", "export", "approval", "end"]
+"""`start`: the command looks for its servers, or starts them, and then the flow. `approval`: somebody is asked."""
+
+
+@dataclass(frozen=True)
+class PhaseStart:
+    """The beginning of a phase, in milliseconds since 1970."""
+
+    at_ms: int
+    phase: Phase
+    pid: int
+
+
+def enter_phase(run: RunDir, phase: Phase, *, at_ms: int | None = None) -> None:
+    """Record that a phase begins. at_ms: when it has begun; None = now. A full disk is no error."""
+    with contextlib.suppress(OSError):
+        writer = EventWriter(run.phases, attempt=0, rank=0)
+        earlier = {} if at_ms is None else {"began_ms": at_ms}
+        writer.emit(phase, 0, pid=os.getpid(), **earlier)
+        writer.close()
+
+
+def phases(run: RunDir) -> list[PhaseStart]:
+    """Return all phases of a run in their order; [] if it was trained without a flow, or by an earlier version."""
+    return [
+        PhaseStart(int(event.fields.get("began_ms", event.at_ms)), cast(Phase, event.kind), int(event.fields["pid"]))
+        for event, _ in read_events(run.phases)
+        if event.kind in get_args(Phase) and isinstance(event.fields.get("pid"), int)
+    ]

@@ -35,7 +35,16 @@ from onward.trainer.data.signature import TensorInfo, model_digest, read_signatu
 from onward.trainer.diagnostics.config_check import export_conflicts, files_in_the_way
 from onward.trainer.errors import CheckpointError, ConfigError, DataError, ExportRefused, RuntimeUnavailable
 from onward.trainer.run.delivered import remember
-from onward.trainer.run.directory import RunDir, example_in, read_config, read_config_as_given, refusal_in, variant_in
+from onward.trainer.run.directory import (
+    RunDir,
+    changes_in,
+    example_in,
+    read_config,
+    read_config_as_given,
+    refusal_in,
+    samples_in,
+    variant_in,
+)
 from onward.trainer.run.durable_files import durable_file, remove_partials
 from onward.trainer.run.records import (
     CheckpointInfo,
@@ -244,7 +253,7 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
     record, refusal = folder / "model.json", refusal_in(folder)
     # the records of an earlier export would be taken for those of this one
     partial = folder.glob(".*.partial")  # of a killed process
-    for former in (record, refusal, folder / "preprocessing.json", *partial):
+    for former in (record, refusal, folder / "preprocessing.json", samples_in(folder), changes_in(folder), *partial):
         former.unlink(missing_ok=True)
     # Native code of onnxruntime may crash; in a process of its own it ends only the export.
     ending = _run_trainer("export", run, str(checkpoint.absolute()), folder)

@@ -37,11 +37,13 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.losses_from_data import with_balanced_weights, with_class_axes
 from onward.trainer.data.signature import digest_of_files, model_digest, read_training_signature
 from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import ExportRefused, OnwardError, Refused, RuntimeUnavailable
 from onward.trainer.export.cuda_provider import check_on_cuda
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
 from onward.trainer.export.quantize_aware import integer_kernels
+from onward.trainer.export.samples import WorstSamples
 from onward.trainer.export.verification import ROUNDED, Expected, changed_tensors, verify
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
 from onward.trainer.onnx_graph.index import locations
@@ -52,12 +54,23 @@ from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
 from onward.trainer.onnx_import.write_back import write_model
-from onward.trainer.run.directory import RunDir, example_in, read_config, read_config_as_given, refusal_in
+from onward.trainer.run.directory import (
+    RunDir,
+    changes_in,
+    example_in,
+    read_config,
+    read_config_as_given,
+    refusal_in,
+    samples_in,
+)
 from onward.trainer.run.durable_files import fsync, write_durably
 from onward.trainer.run.records import ExportedModel, Refusal, RunIdentity, read_record, write_record
 from onward.trainer.run.reserved import reserve, write_reserved
 
 log = logging.getLogger(__name__)
+
+MOST_COMPARED_BYTES = 1 << 30
+"""A larger file is not compared with the original for the report, which takes some seconds for each GB."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +122,7 @@ def export(
     ExportRefused with a sentence for each check that failed; no file is written then.
     """
     config, folder = read_config(run), folder or run.export
+    examines = config.monitor.report and folder == run.export
     source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
     trainable = open_trainable(config)
     original = trainable.model
@@ -132,7 +146,9 @@ def export(
         )
         runner = verify(written, expected, data=data, config=config.export)
         cuda = check_on_cuda(runner, batches=config.export.parity_batches, tolerance=config.export.tolerance)
-        after, fp32, kernels = runner.evaluate(), dict[str, float](), dict[str, int]()
+        examined = data.rows if examines else None
+        samples = None if examined is None else WorstSamples(data.new_metrics(runner.outputs).losses, examined)
+        after, fp32, kernels = runner.evaluate(samples), dict[str, float](), dict[str, int]()
         if config.quantize.aware:
             given = read_config_as_given(run).model.path
             fp32 = OnnxRunner(ModelFile.read(given), data).evaluate() if given.is_file() else {}
@@ -160,7 +176,24 @@ def export(
         cuda=cuda,
     )
     write_record(folder / "model.json", exported)
+    if examines:
+        examine(source, exported, samples, folder)
     return exported
+
+
+def examine(source: Path, exported: ExportedModel, samples: WorstSamples | None, folder: Path) -> None:
+    """Write what the report shows of an exported file beside its record: samples.json and changes.json.
+
+    An error is logged: the file is exported.
+    """
+    try:
+        if samples is not None:
+            write_record(samples_in(folder), samples.record(exported.judged_by))
+        # the original has about as many bytes
+        if sum(file.stat().st_size for file in (exported.path, *exported.beside)) <= MOST_COMPARED_BYTES:
+            write_record(changes_in(folder), compare(source, exported.path))
+    except Exception as error:
+        log.warning("the report will lack samples or changes of weights: %s: %s", type(error).__name__, error)
 
 
 def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> None:

@@ -28,16 +28,17 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
 from torch import Tensor, nn
 
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.file_rows import FileRows
+from onward.trainer.data.storage.shards import Shards
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.differences import output_difference
 from onward.trainer.export.model_file import ModelFile, fp32_copy, full_copy, in_half_precision
 from onward.trainer.export.neighbours import Neighbours
+from onward.trainer.export.reference_evaluator import open_reference
+from onward.trainer.export.samples import WorstSamples
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.index import HALF_TYPES
 from onward.trainer.onnx_graph.onnxruntime_session import Device, open_session
@@ -61,6 +62,8 @@ class EvaluationData:
     file_rows: FileRows | None = None
     """For a file that begins with pre-processing: the same rows as the file takes them, strings included."""
     split: Literal["evaluation", "test"] = "evaluation"
+    rows: Shards | None = None
+    """The rows of the split as the ranks have read them."""
 
 
 class OnnxRunner:
@@ -140,8 +143,8 @@ class OnnxRunner:
         self.parity = max(difference for difference, _ in worst.values())
         return problems
 
-    def evaluate(self) -> dict[str, float]:
-        """Return loss and metrics over all rows of the split, as `<split>/<name>`.
+    def evaluate(self, samples: WorstSamples | None = None) -> dict[str, float]:
+        """Return loss and metrics over all rows of the split, as `<split>/<name>`; add the rows to `samples`.
 
         If the file has a fixed batch size and computes its own loss, the rows repeated to fill its last batch count.
         """
@@ -150,7 +153,10 @@ class OnnxRunner:
             for start, stop in self._slices(batch.size):
                 labels = [None if each is None else each[start:stop] for each in batch.labels]
                 results = self.run([tensor[start:stop] for tensor in self._inputs_of(batch)])
-                metrics.update([self._without_padding(each, stop - start) for each in results], labels, stop - start)
+                outputs = [self._without_padding(each, stop - start) for each in results]
+                metrics.update(outputs, labels, stop - start)
+                if samples is not None:
+                    samples.add(outputs, batch, start, stop)
         return {f"{self._data.split}/{name}": value for name, value in metrics.compute().items()}
 
     def on(self, device: Device) -> OnnxRunner:
@@ -270,7 +276,7 @@ class OnnxRunner:
         else:
             return lambda feed: list(session.run(None, dict(feed)))
         try:
-            reference = _reference(model)
+            reference = open_reference(model)
         except Exception as error:  # nor do those of onnx.reference
             raise ExportRefused(
                 f"onnxruntime cannot load the model: {reason}; nor can onnx.reference: {error}. Define operators of "
@@ -301,7 +307,7 @@ class OnnxRunner:
             yield self._compute, 1, f"{self.runtime}, row by row"
         if "onnx.reference" not in self.runtime:
             with contextlib.suppress(Exception):  # onnx.reference does not know every operator
-                reference = _reference(self._model)
+                reference = open_reference(self._model)
                 yield lambda feed: list(reference.run(None, dict(feed))), self._fixed_batch_size, "onnx.reference"
 
     def _run_in_parts(self, inputs: Sequence[Tensor], rows: int) -> list[Array]:
@@ -338,7 +344,7 @@ class OnnxRunner:
     def _run_by_reference(self, inputs: Sequence[Tensor]) -> Iterator[list[Array]]:
         """Yield the outputs by onnx.reference, if it can run the file."""
         try:
-            results: Any = _reference(self._model).run(None, self.feed(inputs))
+            results: Any = open_reference(self._model).run(None, self.feed(inputs))
             yield [results[place] for place in self._places]
         except Exception as error:  # they have no common base class
             log.warning("onnx.reference cannot run the model on 2 rows, so its batches are not verified: %s", error)
@@ -376,22 +382,3 @@ class OnnxRunner:
     def _dtype(self, element_type: int, *, widened: bool) -> np.dtype[Any]:
         to_fp32 = widened and self._widened and element_type in HALF_TYPES
         return np.dtype(np.float32 if to_fp32 else onnx.helper.tensor_dtype_to_np_dtype(element_type))
-
-
-# -- onnx.reference
-
-
-def _reference(model: ModelFile | onnx.ModelProto) -> ReferenceEvaluator:
-    """Open the model in onnx.reference, with the operators that a file of `model.converters` has defined for it."""
-
-    def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-        for below in kind.__subclasses__():
-            yield below
-            yield from subclasses(below)
-
-    own = [kind for kind in subclasses(OpRun) if getattr(kind, "op_domain", "") and not _is_part_of_onnx(kind)]
-    return ReferenceEvaluator(str(model.path) if isinstance(model, ModelFile) else model, new_ops=own)
-
-
-def _is_part_of_onnx(kind: type[Any]) -> bool:
-    return kind.__module__.split(".")[0] == "onnx"

@@ -45,6 +45,8 @@ class MonitorConfig(Section):
     """The MLflow store; empty = MLFLOW_TRACKING_URI, else Onward's own under its home directory."""
     tensorboard: bool = True
     """Write TensorBoard files from the event log."""
+    report: bool = True
+    """Write the report of the run, report.html in its directory, when its flow ends."""
     histograms: tuple[str, ...] = ()
     """Glob patterns of weights whose values and gradients are recorded as histograms."""
     norms: tuple[str, ...] = ()

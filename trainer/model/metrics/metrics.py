@@ -44,7 +44,7 @@ class EvaluationMetrics:
     def __init__(
         self, losses: Losses, metrics: Sequence[MetricConfig] = (), *, device: torch.device, counts: bool = True
     ) -> None:
-        self._losses, self._device, self._counts, self._configured = losses, device, counts, bool(metrics)
+        self.losses, self._device, self._counts, self._configured = losses, device, counts, bool(metrics)
         self._each = [_LossMetrics(loss, metrics, device) for loss in losses.each]
         self._soft = torch.zeros(len(losses.soft), 2, dtype=torch.float64, device=device)
         """For each loss against the teacher the number of targets, and the sum over them."""
@@ -58,7 +58,7 @@ class EvaluationMetrics:
         group that shards classes."""
         for each, own in zip(self._each, labels, strict=False):
             each.update(outputs, own, size)
-        for total, soft, counted in zip(self._soft, self._losses.soft, labels[len(self._each) :], strict=False):
+        for total, soft, counted in zip(self._soft, self.losses.soft, labels[len(self._each) :], strict=False):
             total[0].add_(soft.count(counted, size))
             total[1].add_(soft(outputs, counted, size))
 
@@ -103,7 +103,7 @@ class EvaluationMetrics:
     def _distillation(self, sums: list[float]) -> dict[str, float]:
         """Return the weighted loss against the teacher; {} without one. sums: two for each soft loss."""
         means = [loss / count if count else math.nan for count, loss in zip(sums[::2], sums[1::2], strict=True)]
-        total = sum(soft.config.weight * mean for soft, mean in zip(self._losses.soft, means, strict=True))
+        total = sum(soft.config.weight * mean for soft, mean in zip(self.losses.soft, means, strict=True))
         if not means:
             return {}
         return {"distillation": total} if self._each else {"loss": total, "distillation": total}
@@ -118,11 +118,11 @@ class EvaluationMetrics:
 
     def _named(self, values: list[list[float]]) -> dict[str, float]:
         each = [dict(zip(own.names, found, strict=True)) for own, found in zip(self._each, values, strict=True)]
-        titles = [""] if len(each) == 1 else self._losses.titles
+        titles = [""] if len(each) == 1 else self.losses.titles
         self.confusion = {title: own.table for title, own in zip(titles, self._each, strict=True) if own.table}
         if len(each) < 2:
             return each[0] if each else {}
-        loss = self._losses.weighted([torch.tensor(found["loss"], dtype=torch.float64) for found in each])
+        loss = self.losses.weighted([torch.tensor(found["loss"], dtype=torch.float64) for found in each])
         titled = zip(titles, each, strict=True)
         return {"loss": float(loss)} | {f"{title}/{name}": v for title, own in titled for name, v in own.items()}
 

@@ -1,0 +1,28 @@
+"""Open a model in onnx.reference, which runs it slowly where onnxruntime does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import onnx
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from onward.trainer.export.model_file import ModelFile
+
+
+def open_reference(model: ModelFile | onnx.ModelProto) -> ReferenceEvaluator:
+    """Open the model in onnx.reference, with the operators that a file of `model.converters` has defined for it."""
+
+    def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+        for below in kind.__subclasses__():
+            yield below
+            yield from subclasses(below)
+
+    own = [kind for kind in subclasses(OpRun) if getattr(kind, "op_domain", "") and not _is_part_of_onnx(kind)]
+    return ReferenceEvaluator(str(model.path) if isinstance(model, ModelFile) else model, new_ops=own)
+
+
+def _is_part_of_onnx(kind: type[Any]) -> bool:
+    return kind.__module__.split(".")[0] == "onnx"

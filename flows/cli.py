@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from onward.flows.commands import chaos, collection, inspection, models, proposal, servers, sweeps, training
+from onward.flows.commands import chaos, collection, inspection, models, proposal, reports, servers, sweeps, training
 from onward.flows.commands.common import print_json
 from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable
 
@@ -101,6 +101,7 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
         ),
         (training.status, notes("onward status", "onward status 0de13422", exits=(0, 2))),
         (training.runs, notes("onward runs", exits=(0,))),
+        (reports.report, notes("onward report", "onward report 0de13422 148394da -o both.html", exits=(0, 2, 3))),
         (
             chaos.chaos,
             notes(

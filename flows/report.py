@@ -48,6 +48,7 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([("data", facts["data"])] if facts.get("data") else []),
         ("trained model", str(facts["model"])),
         ("run directory", str(facts["directory"])),
+        *([("report", facts["report"])] if facts.get("report") else []),
         ("MLflow", f"run {facts['mlflow_run_id']}" + (f", {facts['registered']}" if facts["registered"] else "")),
         *([("promotion", facts["promotion"])] if facts.get("promotion") else []),
         ("Prefect", str(facts["prefect_url"])),

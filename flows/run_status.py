@@ -76,6 +76,8 @@ class RunStatus(Record):
     directory: str
     model: str
     """The trained ONNX file; "" as long as it is not exported."""
+    report: str
+    """Its report, an HTML file; "" as long as there is none."""
     mlflow_run_id: str
     tracking_uri: str
     prefect_url: str
@@ -137,6 +139,7 @@ def describe(run: RunDir) -> RunStatus:
         data=_data(run),
         directory=str(run.root),
         model=str(read_record(run.exported, ExportedModel).path) if run.exported.exists() else "",
+        report=str(run.report) if run.report.exists() else "",
         mlflow_run_id=identity.mlflow_run_id,
         tracking_uri=identity.tracking_uri,
         prefect_url=identity.prefect_url,
@@ -193,8 +196,11 @@ def _data(run: RunDir) -> str:
 def state_of(run: RunDir) -> State:
     """Return running, exported, trained, stopped, failed, or interrupted (the process was killed)."""
     # first, because a resumed run still has the files of its earlier attempts
-    if is_running(run):
-        return "running"
+    return "running" if is_running(run) else ended_state(run)
+
+
+def ended_state(run: RunDir) -> State:
+    """Return the state of a run that no flow works on, or whose flow has recorded its ending."""
     ending = ending_of(run)
     # Not from train.json: after a resume it still describes an earlier attempt.
     newest = _newest_result(run)

@@ -26,6 +26,7 @@ from onward.flows.approval import ask_for_approval
 from onward.flows.cancellation import stopped_from_prefect
 from onward.flows.deployment_limits import check_limits
 from onward.flows.ending import Ending
+from onward.flows.run_reports.at_the_end import reported
 from onward.flows.runs import command_to_continue, end_mlflow_run, how_to_continue, locked, run_directory_of
 from onward.infra.tracking import Status
 from onward.tasks.checkpoint import checkpoint as keep_checkpoints
@@ -54,6 +55,7 @@ from onward.trainer.config.sections.training import (
 )
 from onward.trainer.errors import ConfigError, Stopped
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.phases import enter_phase
 from onward.trainer.run.records import ExportedModel, TrainResult, read_record
 from onward.trainer.run.sweeps import Pruned, membership
 
@@ -127,10 +129,14 @@ def train_onnx(
         check_limits(deployment, settings)
     run = run_directory(resume)
     # for the whole flow: a retry or a resume in another process must not work in the same directory
-    with locked(run), Ending(run) as ending, stopped_from_prefect(run) as request:
+    with locked(run), reported(run), Ending(run) as ending, stopped_from_prefect(run) as request:
+        enter_phase(run, "configure")
         configure(run, settings)
+        enter_phase(run, "preflight")
         init_runtime(run)
+        enter_phase(run, "data")
         shard_data(run)
+        enter_phase(run, "train")
         monitoring, keeping = monitor_training.submit(run), keep_checkpoints.submit(run)  # in threads, beside training
         try:
             # In this, the main thread: only it receives Ctrl-C, SIGTERM and Prefect's cancellation.
@@ -154,7 +160,9 @@ def train_onnx(
         result = cast(TrainResult, trained.result())  # raises that of the training
         if (trial := membership(run)) and not trial.exports:
             return Completed(message=f"trial {trial.number} is trained; the best trial of the sweep is exported")
+        enter_phase(run, "export")
         exported = export_model(run, result, announced(run))
+        enter_phase(run, "approval")
         return ask_for_approval(run, exported)
     return ending.cancelled  # Ctrl-C, SIGTERM, or Stopped
 

@@ -22,6 +22,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.settings import get_current_settings
 
 from onward.infra import mlflow_store, tracking
+from onward.infra.git import commit_of
 from onward.tasks.registered_models import store_of, with_registered
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.loading import build_config
@@ -248,6 +249,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
         code_sha256=code,
         prefect_url=_prefect_url(),
         tracking_uri=known.tracking_uri if known else store_of(config.monitor),
+        git_commit=known.git_commit if known else commit_of(Path.cwd()),
     )
     try:
         tracker = tracking.Tracker(identity.tracking_uri)

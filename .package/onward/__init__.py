@@ -30,6 +30,7 @@ from onward.flows.api import (
 )
 from onward.flows.exports import bundle, export
 from onward.flows.first_config import init
+from onward.flows.run_reports.api import report
 from onward.flows.sweeps.api import resume_sweep, sweep, sweeps
 from onward.flows.verify_run import replay, verify
 from onward.trainer.errors import (
@@ -82,6 +83,7 @@ __all__ = [
     "plan",
     "promote",
     "replay",
+    "report",
     "resume",
     "resume_sweep",
     "run",

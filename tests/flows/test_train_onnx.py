@@ -15,12 +15,15 @@ import pytest
 
 from onward.flows.report import meanings
 from onward.flows.train_onnx import MISSED_AFTER, is_missed, train_onnx
+from onward.infra.tracking import Tracker
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import table_type
 from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.preprocessing_record import Preprocessing
-from onward.trainer.run.records import read_record
+from onward.trainer.run.records import RunIdentity, read_record
+from onward.trainer.run.time_account import time_account
+from tests.support.report_runs import Page
 from tests.support.workshop import Workshop, finished, ranks_of, reached, until
 
 pytestmark = pytest.mark.usefixtures("only_servers")
@@ -43,7 +46,23 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 @pytest.fixture(scope="module")
 def undisturbed(workshop: Workshop) -> dict[str, Any]:
     """The result of a run that is not interrupted."""
-    return workshop.onward("run", str(workshop.root / "config.toml"))
+    return workshop.onward("run", str(workshop.root / "config.toml"), "monitor.report=true")
+
+
+def check_report(workshop: Workshop, run: RunDir, *texts: str) -> Page:
+    """The report of a run: its account adds up, MLflow has the file, and Prefect shows the summary and its place."""
+    found = time_account(run)
+    assert found is not None
+    assert sum(found.parts.values()) == pytest.approx(found.wall_s, rel=0.01)
+    page = Page(run.report.read_text())
+    assert all(text in page.text for text in texts)
+    identity = read_record(run.identity, RunIdentity)
+    client = Tracker(identity.tracking_uri)._client
+    assert "report.html" in [each.path for each in client.list_artifacts(identity.mlflow_run_id)]
+    shown = workshop.prefect_artifact("report", run)
+    assert texts[0] in shown
+    assert f"`{run.report}`" in shown
+    return page
 
 
 def gone(workshop: Workshop) -> bool:
@@ -67,6 +86,9 @@ def test_a_run_writes_the_same_graph_with_better_weights(workshop: Workshop, und
     assert run.info.status == "FINISHED"
     assert 0 < run.data.metrics["train/data_wait"] < 1
     assert 0 < undisturbed["values"]["train/data_wait"] < 1
+    check_report(
+        workshop, RunDir(Path(undisturbed["directory"])), "The run is done, and its trained file passed all checks."
+    )
     recipe = read_record(Path(undisturbed["model"]).with_name("preprocessing.json"), Preprocessing)
     assert (recipe.model, recipe.sha256) == (Path(undisturbed["model"]).name, undisturbed["sha256"])
     until(lambda: gone(workshop), limit_s=15)
@@ -97,7 +119,7 @@ def test_after_a_killed_rank_or_mpirun_the_retry_writes_the_same_bytes_as_an_und
 def test_after_a_killed_rank_the_flow_tries_again_and_after_a_killed_flow_resume_writes_the_same_bytes(
     workshop: Workshop, undisturbed: dict[str, Any]
 ) -> None:
-    process = workshop.start("run", str(workshop.root / "config.toml"))
+    process = workshop.start("run", str(workshop.root / "config.toml"), "monitor.report=true")
     run = workshop.new_run()
     until(lambda: reached(run, 100), limit_s=300)
     ranks_of(run)[1].kill()
@@ -119,6 +141,11 @@ def test_after_a_killed_rank_the_flow_tries_again_and_after_a_killed_flow_resume
     assert mlflow_run.data.tags["onward.ending.kind"] == "done"
     until(lambda: gone(workshop), limit_s=15)
     assert workshop.prefect_states()[run.root.name] == "CRASHED"
+    page = check_report(workshop, run, "The run is done, and its trained file passed all checks.")
+    assert "attempts" in page.sections
+    account = time_account(run)
+    assert account is not None
+    assert min(account.parts["lost work"], account.parts["recovery"], account.idle_s) > 0
 
 
 @whole
@@ -127,7 +154,7 @@ def test_after_a_killed_rank_the_flow_tries_again_and_after_a_killed_flow_resume
 def test_an_interrupted_run_saves_a_checkpoint_prints_the_resume_command_and_resumes(
     number: signal.Signals, status: int, workshop: Workshop, undisturbed: dict[str, Any]
 ) -> None:
-    process = workshop.start("run", str(workshop.root / "config.toml"))
+    process = workshop.start("run", str(workshop.root / "config.toml"), "monitor.report=true")
     run = workshop.new_run()
     until(lambda: reached(run, 100), limit_s=300)
     process.send_signal(number)
@@ -139,6 +166,7 @@ def test_an_interrupted_run_saves_a_checkpoint_prints_the_resume_command_and_res
     assert f"to continue from step {described['step']}: onward resume {run.root.name}" in error
     assert workshop.prefect_states()[run.root.name] == "CANCELLED"
     assert [each.info.status for each in workshop.mlflow_runs(run)] == ["KILLED"]
+    check_report(workshop, run, "The run was stopped before its end.")
     assert workshop.onward("resume", "last")["sha256"] == undisturbed["sha256"]
 
 

@@ -36,6 +36,7 @@ COMMANDS = (
     *(("export", "last", "-o", "new.onnx"), ("export", f"home/runs/{RUN}", "-o", "new.onnx"), ("sweep", "--list")),
     *(("bundle", "last", "new.bundle"), ("bundle", "last", "run.bundle"), ("sweep", "--resume", SWEEP[:8]), ("ui",)),
     *(("export", f"home/runs/{RUN}/checkpoints/step-000000002", "-o", "new.onnx"), ("down",), ("status", "test")),
+    *(("report",), ("report", RUN, "--json"), ("report", "last", "-o", "new.html")),
 )
 
 

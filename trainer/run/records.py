@@ -39,6 +39,8 @@ class RunIdentity(Record):
     mlflow_url: str = ""
     prefect_url: str = ""
     tracking_uri: str = ""
+    git_commit: str = ""
+    """Of the working directory when the run began, " with changes" if files differed; "" outside of git."""
 
 
 class RankReport(Record):

@@ -1,0 +1,266 @@
+"""Read what a report shows of a run, from its directory alone. What is absent or damaged is left out, and named."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from onward.flows.run_status import State, ended_state
+from onward.flows.runs import is_running
+from onward.tasks.class_tables import ClassTable
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.storage.shards import ShardManifest, open_shards
+from onward.trainer.diagnostics.difference import Difference
+from onward.trainer.errors import OnwardError
+from onward.trainer.events import Event, read_events
+from onward.trainer.run.attempt_endings import AttemptEnding, endings
+from onward.trainer.run.directory import RunDir, changes_in, read_settings, refusal_in, samples_in
+from onward.trainer.run.ending import RunEnding, ending_of
+from onward.trainer.run.records import (
+    ExportedModel,
+    MetricsSummary,
+    Refusal,
+    Rehearsal,
+    RunIdentity,
+    RuntimeReport,
+    TrainResult,
+    read_record,
+)
+from onward.trainer.run.sample_records import Samples
+from onward.trainer.run.time_account import TimeAccount, time_account
+
+R = TypeVar("R", bound=BaseModel)
+T = TypeVar("T")
+
+NAMES = {
+    "loss": ("train/loss",),
+    "learning_rate": ("train/learning_rate", "optimizer/learning_rate"),
+    "gradient_norm": ("train/gradient_norm", "optimizer/gradient_norm"),
+    "samples_per_s": ("perf/samples_per_s", "train/samples_per_s"),
+    "tokens_per_s": ("perf/tokens_per_s", "train/tokens_per_s"),
+    "mfu": ("perf/mfu",),
+    "data_wait": ("perf/data_wait", "train/data_wait"),
+}
+"""What is drawn -> the metrics of the event log that it may be called; the first that the log has is taken."""
+EVALUATION = "evaluation/"
+
+
+@dataclass
+class Series:
+    """One metric by step: of a step that was made several times, the first value."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def last(self) -> float:
+        return self.values[-1]
+
+
+@dataclass
+class Log:
+    """What the event log says."""
+
+    series: dict[str, Series] = field(default_factory=dict)
+    starts: list[tuple[int, int, int]] = field(default_factory=list)
+    """(milliseconds since 1970, attempt, step) at which each attempt began its first step."""
+    checkpoints: list[int] = field(default_factory=list)
+    num_steps: int = 0
+    num_parameters: int = 0
+    compute: str = ""
+    last_step: int = 0
+
+    def curve(self, what: str) -> Series | None:
+        """Return a curve of `NAMES`; None if the log has none."""
+        return next((self.series[name] for name in NAMES[what] if name in self.series), None)
+
+    @property
+    def evaluations(self) -> dict[str, Series]:
+        """Return the metrics of the evaluations of the weights: name -> series."""
+        return {name: series for name, series in self.series.items() if name.startswith(EVALUATION)}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a report shows of one run."""
+
+    run: RunDir
+    state: State
+    identity: RunIdentity | None
+    config: RunConfig | None
+    log: Log
+    attempts: Sequence[AttemptEnding]
+    ending: RunEnding | None
+    """How its newest flow ended; None while it runs, or if it was killed."""
+    account: TimeAccount | None
+    trained: TrainResult | None
+    metrics: MetricsSummary | None
+    exported: ExportedModel | None
+    refusal: Refusal | None
+    """Why its file was not exported."""
+    rehearsal: Rehearsal | None
+    runtime: RuntimeReport | None
+    manifest: ShardManifest | None
+    classes: Sequence[ClassTable]
+    samples: Samples | None
+    changes: Difference | None
+    tokens_per_sample: float
+    """Mean over the training data; 0 if its samples are no token sequences."""
+    left_out: Sequence[str]
+    """What could not be read, and why."""
+
+    @property
+    def name(self) -> str:
+        return self.identity.name if self.identity else self.run.root.name
+
+    @property
+    def short_id(self) -> str:
+        return self.run.root.name[:8]
+
+    def class_name(self, number: float | None) -> str:
+        """Return the name of a class of the first loss; its number if it has none."""
+        if number is None or not math.isfinite(number):
+            return "nothing"
+        rows = self.classes[0].classes if self.classes else ()
+        named = self._fitted_classes or tuple(row.name for row in rows)
+        place = int(number)
+        return named[place] if 0 <= place < len(named) else str(place)
+
+    @property
+    def _fitted_classes(self) -> tuple[str, ...]:
+        losses = self.config.losses if self.config else ()
+        columns = losses[0].columns if losses else ()
+        if self.manifest is None or len(columns) != 1 or columns[0] not in self.manifest.fitted:
+            return ()
+        return self.manifest.fitted[columns[0]].classes
+
+
+def read_facts(run: RunDir) -> RunFacts:
+    """Return what a report shows of a run."""
+    left_out: list[str] = []
+
+    def read(path: Path, kind: type[R]) -> R | None:
+        try:
+            return read_record(path, kind) if path.exists() else None
+        except (OnwardError, OSError) as error:
+            left_out.append(str(error))
+            return None
+
+    def known(what: str, find: Callable[[], T], without: T) -> T:
+        try:
+            return find()
+        # of a log that was damaged
+        except (OnwardError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+            left_out.append(f"{what}: {error}")
+            return without
+
+    config = known("the configuration", lambda: read_settings(run), None)
+    ending = ending_of(run)
+    # inside of its flow, whose ending is written already, the lock is still held
+    running = ending is None and known("the lock", lambda: is_running(run), False)
+    state: State = "running" if running else known("the state", lambda: ended_state(run), "damaged")
+    now_ms = time.time_ns() // 1_000_000 if running else None
+    manifest = read(run.shards / "manifest.json", ShardManifest)
+    tables = [read(path, ClassTable) for path in sorted(run.classes.glob("*classes.json"))]
+    return RunFacts(
+        run=run,
+        state=state,
+        identity=read(run.identity, RunIdentity),
+        config=config,
+        log=known("the event log", lambda: read_log(run), Log()),
+        attempts=endings(run),
+        ending=ending,
+        account=known("the account of the time", lambda: time_account(run, now_ms), None),
+        trained=read(run.train, TrainResult),
+        metrics=read(run.metrics, MetricsSummary),
+        exported=read(run.exported, ExportedModel),
+        refusal=read(refusal_in(run.export), Refusal),
+        rehearsal=read(run.rehearsal, Rehearsal),
+        runtime=read(run.runtime, RuntimeReport),
+        manifest=manifest,
+        classes=[table for table in tables if table],
+        samples=read(samples_in(run.export), Samples),
+        changes=read(changes_in(run.export), Difference),
+        tokens_per_sample=_tokens_per_sample(run, config, manifest, left_out),
+        left_out=left_out,
+    )
+
+
+def read_log(run: RunDir) -> Log:
+    """Read the curves and marks of a run's event log."""
+    log, seen = Log(), dict[str, int]()
+    for event, _ in read_events(run.events):
+        log.last_step = max(log.last_step, event.step)
+        if event.kind == "start":
+            log.starts.append((event.at_ms, event.attempt, event.step))
+            log.num_steps = _whole(event.fields.get("num_steps"))
+            log.num_parameters = _whole(event.fields.get("num_parameters"))
+            log.compute = str(event.fields.get("compute", ""))
+        elif event.kind == "checkpoint" and event.step not in log.checkpoints[-1:]:
+            log.checkpoints.append(event.step)
+        for name, value in _values(event):
+            if event.step > seen.get(name, -1):
+                seen[name] = event.step
+                series = log.series.setdefault(name, Series())
+                series.steps.append(event.step)
+                series.values.append(float(value))
+    return log
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _values(event: Event) -> Iterator[tuple[str, float]]:
+    values = event.fields.get("values")
+    if event.kind in ("scalars", "evaluation") and isinstance(values, dict):
+        yield from ((name, value) for name, value in values.items() if isinstance(value, int | float))
+
+
+def _tokens_per_sample(
+    run: RunDir, config: RunConfig | None, manifest: ShardManifest | None, left_out: list[str]
+) -> float:
+    """Return the mean number of tokens of a training sample; 0 for data that is not tokenized text."""
+    if config is None or manifest is None or not config.data.text:
+        return 0.0
+    columns = [each for each in manifest.columns if each.dtype.startswith("int") and len(each.shape) == 1]
+    if not columns:
+        return 0.0
+    first = columns[0]
+    if not first.variable:
+        return float(first.shape[0])
+    try:
+        return float(open_shards(run.shards, "train").lengths([first.name]).mean())
+    except (OnwardError, OSError, ValueError) as error:
+        left_out.append(f"the number of tokens: {error}")
+        return 0.0
+
+
+# -- settings
+
+
+def flat_settings(section: BaseModel, *, only_changed: bool = False) -> dict[str, str]:
+    """Return `section.key` -> value as text. only_changed: those that differ from the defaults."""
+    return {name: _text(value) for name, value in _flat(section.model_dump(mode="json", exclude_defaults=only_changed))}
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):  # a table in a list, such as that of a metric
+        return ", ".join(f"{name} = {_text(each)}" for name, each in value.items() if each not in (None, "", [], {}))
+    if isinstance(value, list):
+        return ("; " if any(isinstance(each, dict) for each in value) else ", ").join(map(_text, value))
+    return "not set" if value is None else str(value)

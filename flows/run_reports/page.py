@@ -1,0 +1,292 @@
+"""Make the page of one run: what is drawn and listed, and the template that shows it."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from onward.flows.report import config_lines
+from onward.flows.run_reports.curves import COLOURS, Line, Marks, draw, draw_counts, draw_scatter
+from onward.flows.run_reports.facts import EVALUATION, RunFacts, Series, flat_settings
+from onward.flows.run_reports.summary import results, verdict
+from onward.trainer.diagnostics.difference import TensorChange
+from onward.trainer.run.time_account import PARTS, TimeAccount
+
+MOST_EVALUATED = 8
+"""Metrics of the evaluations that are drawn."""
+MOST_CHANGES = 60
+"""Weights that are listed."""
+TIME_COLOURS: Mapping[str, str] = {
+    "start-up": "#9a6700",
+    "compile": "#bf8700",
+    "data wait": "#bf3989",
+    "steps": "#1a7f37",
+    "evaluation": "#1f6feb",
+    "checkpoint stall": "#8250df",
+    "lost work": "#d1242f",
+    "recovery": "#fa4549",
+    "ending": "#8b949e",
+    "export": "#0a7ea4",
+    "approval": "#d4a72c",
+}
+"""Part of the time -> the colour of its bar."""
+RARE = ("compile", "approval", "lost work", "recovery")
+"""Parts that are shown only if they took a part of the time that is not rounded to nothing."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One drawing with its title, and which colour is what if it has several lines."""
+
+    title: str
+    svg: Markup
+    legend: Sequence[tuple[str, str]] = ()
+    """(name, colour)"""
+    note: str = ""
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template filled in; every text is escaped but for the drawings."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"duration": duration, "share": share, "short": short_number, "bytes": size_of}
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return environment.get_template(template).render(**values, written_at=now)
+
+
+def page_of(facts: RunFacts) -> str:
+    """Return the report of a run as HTML."""
+    config = facts.config
+    return render(
+        "report.html",
+        facts=facts,
+        verdict=verdict(facts),
+        results=results(facts),
+        drawings=drawings(facts),
+        marks=_marks(facts),
+        time=time_rows(facts.account) if facts.account else [],
+        parts=PARTS,
+        residuals=_residuals(facts),
+        losses=_losses_of_rows(facts),
+        changes=_changes(facts),
+        environment=environment_rows(facts),
+        changed=flat_settings(config, only_changed=True) if config else {},
+        toml="\n".join(line for line in config_lines(config) if not line.startswith("#")) if config else "",
+    )
+
+
+# -- curves
+
+
+def drawings(facts: RunFacts) -> list[Drawing]:
+    """Return the curves of a run, those that its log has."""
+    log, marks = facts.log, _marks(facts)
+    losses = [("training", log.curve("loss")), ("evaluation", log.series.get(f"{EVALUATION}loss"))]
+    named = [(name, series) for name, series in losses if series]
+    found = []
+    if named:
+        lines = [Line(series, COLOURS[place], dots=place > 0) for place, (_, series) in enumerate(named)]
+        found.append(_drawing("Loss", lines, marks, [name for name, _ in named]))
+    measured = {name: each for name, each in log.evaluations.items() if name != f"{EVALUATION}loss"}
+    for name, series in list(measured.items())[:MOST_EVALUATED]:
+        found.append(_drawing(name.removeprefix(EVALUATION), [Line(series, COLOURS[1], dots=True)], marks))
+    for what, title in (("learning_rate", "Learning rate"), ("gradient_norm", "Gradient norm")):
+        if curve := log.curve(what):
+            found.append(_drawing(title, [Line(curve, COLOURS[0])], marks, from_zero=what == "learning_rate"))
+    if speed := log.curve("samples_per_s"):
+        note = f"median {median(speed):.4g}"
+        if not log.curve("tokens_per_s") and facts.tokens_per_sample:
+            tokens = median(speed) * facts.tokens_per_sample
+            note += f", or {tokens:.4g} tokens/s at {facts.tokens_per_sample:.4g} tokens a sample"
+        found.append(_drawing("Samples per second", [Line(speed, COLOURS[2])], marks, note=note, from_zero=True))
+    for what, title in (("tokens_per_s", "Tokens per second"), ("mfu", "MFU"), ("data_wait", "Share of data wait")):
+        if curve := log.curve(what):
+            note = f"median {median(curve):.4g}"
+            found.append(_drawing(title, [Line(curve, COLOURS[2])], marks, note=note, from_zero=True))
+    return [each for each in found if each.svg]
+
+
+def _drawing(
+    title: str,
+    lines: Sequence[Line],
+    marks: Marks,
+    names: Sequence[str] = (),
+    *,
+    note: str = "",
+    from_zero: bool = False,
+) -> Drawing:
+    legend = [(name, line.colour) for name, line in zip(names, lines, strict=False)]
+    # matplotlib's own output, in which no text of the run stands
+    return Drawing(title, Markup(draw(lines, marks, from_zero=from_zero)), legend, note)
+
+
+def _marks(facts: RunFacts) -> Marks:
+    starts = [step for _, attempt, step in facts.log.starts if attempt > 1]
+    deaths = [each.step for each in facts.attempts if each.kind not in ("done", "stopped")]
+    return Marks(starts, deaths, facts.log.checkpoints)
+
+
+def median(series: Series) -> float:
+    """Return the median of the finite values; NaN if there are none."""
+    ordered = sorted(value for value in series.values if math.isfinite(value))
+    return ordered[len(ordered) // 2] if ordered else math.nan
+
+
+def _residuals(facts: RunFacts) -> list[Drawing]:
+    """Return predictions over targets, and the residuals, of a regression."""
+    pairs = facts.samples.values if facts.samples else ()
+    if not pairs:
+        return []
+    errors = sorted(predicted - target for target, predicted in pairs if math.isfinite(predicted - target))
+    if not errors:
+        return []
+    width = (errors[-1] - errors[0]) / 30 or 1.0
+    edges = [errors[0] + width * number for number in range(31)]
+    counts = [0] * 30
+    for error in errors:
+        counts[min(29, int((error - errors[0]) / width))] += 1
+    note = f"{len(pairs):,} rows"
+    return [
+        Drawing("Predicted over target", Markup(draw_scatter(pairs)), note=note),
+        Drawing("Residuals: predicted - target", Markup(draw_counts(counts, edges, "residual")), note=note),
+    ]
+
+
+def _losses_of_rows(facts: RunFacts) -> Drawing | None:
+    if not facts.samples or not facts.samples.counts:
+        return None
+    svg = draw_counts(facts.samples.counts, facts.samples.edges, "loss of a row")
+    return Drawing("Losses of single rows", Markup(svg), note=f"mean {facts.samples.mean:.4g}")
+
+
+# -- tables
+
+
+def time_rows(account: TimeAccount) -> list[dict[str, Any]]:
+    """Return the parts of the time, in their order, with the rest that is in none of them."""
+    rows = [
+        (name, seconds, TIME_COLOURS[name], PARTS[name])
+        for name, seconds in account.parts.items()
+        if name not in RARE or seconds >= 0.0005 * account.wall_s > 0
+    ]
+    rows.append(("in no part", account.unaccounted_s, "#d0d7de", "what the clocks of flow and ranks do not explain"))
+    return [
+        {
+            "name": name,
+            "seconds": seconds,
+            "part": seconds / account.wall_s if account.wall_s else 0.0,
+            "colour": colour,
+            "what": what,
+        }
+        for name, seconds, colour, what in rows
+    ]
+
+
+def _changes(facts: RunFacts) -> dict[str, Any]:
+    """Return the changed weights, the ones that moved furthest first, and what else differs."""
+    found = facts.changes
+    if found is None:
+        return {}
+
+    def moved(change: TensorChange) -> float:
+        return change.relative if change.relative is not None else -1.0  # it was zero
+
+    values = sorted((each for each in found.tensors if each.change == "values"), key=moved, reverse=True)
+    others = [f"{each.name}: {each.change}" for each in found.tensors if each.change != "values"]
+    others += [f"{each.operator} {each.node}: {each.change}" for each in found.nodes]
+    greatest = max((each.relative or 0.0 for each in values), default=0.0)
+    return {
+        "shown": values[:MOST_CHANGES],
+        "greatest": greatest,
+        "num_changed": len(values),
+        "num_equal": found.equal_tensors,
+        "others": [*others, *found.interface, *found.model],
+    }
+
+
+def environment_rows(facts: RunFacts) -> list[tuple[str, str]]:
+    """Return where the run ran, and with what."""
+    rows: list[tuple[str, str]] = []
+    if facts.runtime and facts.runtime.ranks:
+        ranks = facts.runtime.ranks
+        hosts = list(dict.fromkeys(rank.host for rank in ranks))
+        devices = [rank.gpu or rank.device for rank in ranks]
+        counted = ", ".join(f"{devices.count(each)} x {each}" for each in dict.fromkeys(devices))
+        memory = min(rank.memory_bytes for rank in ranks)
+        rows += [
+            ("hosts", ", ".join(hosts)),
+            ("ranks", f"{len(ranks)}: {counted}; tensors are sent by {ranks[0].backend}"),
+            ("memory", f"{size_of(memory)} free on a device at the start"),
+            *((name, text.split(",")[0]) for name, text in ranks[0].versions.items()),
+        ]
+    if facts.config:
+        parallel = facts.config.parallel
+        sizes = f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
+        rows.append(("layout", f"{sizes}, ZeRO {parallel.zero}, computed in {facts.log.compute or 'fp32'}"))
+    if facts.manifest:
+        rows.append(("data", _rows_of(facts)))
+    if identity := facts.identity:
+        rows += [("created", identity.created_at.replace("T", " "))]
+        rows += [("git commit", identity.git_commit)] if identity.git_commit else []
+        rows += [("original model", f"SHA-256 {identity.model_sha256}")]
+        rows += [("MLflow run", identity.mlflow_run_id)] if identity.mlflow_run_id else []
+    if facts.exported:
+        rows.append(("exported file", f"SHA-256 {facts.exported.sha256}"))
+    return [*rows, ("run directory", str(facts.run.root))]
+
+
+def _rows_of(facts: RunFacts) -> str:
+    assert facts.manifest is not None
+    parts = [
+        f"{facts.manifest.rows('train'):,} rows to train on",
+        f"{facts.manifest.rows('evaluation'):,} to evaluate on",
+    ]
+    if facts.manifest.skipped:
+        parts.append(f"{facts.manifest.skipped:,} bad rows left out")
+    return ", ".join(parts)
+
+
+# -- formats
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, such as 1 h 02 min, 3 min 20 s or 0.25 s."""
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds < 60:
+        return f"{seconds:.{2 if seconds < 10 else 1}f} s" if seconds >= 0.005 else "0 s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def share(part: float) -> str:
+    """Return a share as percent."""
+    return f"{100 * part:.1f} %"
+
+
+def short_number(value: float | None) -> str:
+    """Return a number with five digits; "" for None."""
+    return "" if value is None else f"{value:.5g}"
+
+
+def size_of(num_bytes: float) -> str:
+    """Return a number of bytes in a unit that fits."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while abs(num_bytes) >= 1000 and len(units) > 1:
+        num_bytes /= 1000
+        units.pop(0)
+    return f"{num_bytes:.3g} {units[0]}"

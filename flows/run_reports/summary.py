@@ -1,0 +1,132 @@
+"""The verdict on a run in a few sentences, and its results as rows: the head of a report, and what Prefect shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from onward.flows.run_reports.facts import EVALUATION, RunFacts
+from onward.trainer.config.metric_names import is_greatest
+from onward.trainer.run.records import ExportedModel
+
+HEADINGS = {
+    "running": "The run is running.",
+    "exported": "The run is done, and its trained file passed all checks.",
+    "trained": "The model is trained; its file is not exported.",
+    "stopped": "The run was stopped before its end.",
+    "failed": "The run failed.",
+    "interrupted": "The run was interrupted: its process was killed.",
+    "damaged": "A record of the run is damaged.",
+}
+"""State -> the verdict in one sentence."""
+
+
+def verdict(facts: RunFacts) -> list[str]:
+    """Return what became of the run, a sentence each."""
+    heading = HEADINGS[facts.state]
+    if facts.state == "failed" and facts.refusal:
+        heading = "The trained file was refused by its checks, and not exported."
+    return [heading, *_trained(facts), *_why(facts), *(_exported(facts.exported) if facts.exported else ())]
+
+
+def _trained(facts: RunFacts) -> Iterator[str]:
+    config, log = facts.config, facts.log
+    if config is None:
+        return
+    what = f"{config.model.path.name} on {config.data.source}"
+    if not log.num_steps:
+        yield f"It was to train {what}; no step was made."
+        return
+    ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
+    weights = f"{log.num_parameters:,} trained parameters" if log.num_parameters else "its weights"
+    yield f"{what}: {weights}, step {log.last_step:,} of {log.num_steps:,}, on {ranks}."
+
+
+def _why(facts: RunFacts) -> Iterator[str]:
+    if facts.trained and facts.trained.ended_early and facts.state != "running":
+        yield f"It ended early: {facts.trained.ended_early}."
+    if facts.ending and facts.ending.status != "completed":
+        yield from facts.ending.problems
+    elif facts.ending is None and facts.state != "running" and facts.attempts:
+        yield f"{facts.attempts[-1]}."
+    died = [each for each in facts.attempts if each.kind not in ("done", "stopped")]
+    if died and facts.state not in ("failed", "interrupted"):
+        times = "attempt" if len(died) == 1 else "attempts"
+        yield f"{len(died)} {times} before had failed, and the run went on: the last time because {died[-1].sentence}."
+
+
+def _exported(exported: ExportedModel) -> Iterator[str]:
+    yield (
+        f"{exported.path.name} of step {exported.step:,}: {exported.judged_by} differs from the trained module by "
+        f"{exported.parity:.2g} of the largest output."
+    )
+    if exported.registered_as:
+        yield f"It is registered as {exported.registered_as}, version {exported.version}."
+    if exported.promotion:
+        known = {
+            "served": "takes the alias",
+            "candidate": "stays a candidate for",
+            "waiting": "waits for an answer about",
+        }
+        promotion = exported.promotion
+        yield f"It {known[promotion.status]} {promotion.alias}: {promotion.reason}."
+    for variant in exported.variants:
+        if variant.refused:
+            yield f"Its variant {variant.kind} was refused: {variant.refused}."
+
+
+def results(facts: RunFacts) -> list[tuple[str, str, str, str]]:
+    """Return (metric, before, after, whether it is `better`, `worse` or "") of the evaluation data and the test data.
+
+    Of the exported file, else of the first and the last evaluation during the training.
+    """
+    exported, metrics = facts.exported, facts.metrics
+    before = exported.before if exported else metrics.first if metrics else {}
+    after = exported.after if exported else metrics.last if metrics else {}
+    if not after:  # it has not ended, or has no record of it
+        before, after = (
+            {name: each.values[place] for name, each in facts.log.evaluations.items()} for place in (0, -1)
+        )
+    rows = [
+        (_short(name), _number(before.get(name)), _number(value), _trend(name, before.get(name), value))
+        for name, value in sorted(after.items(), key=lambda item: (not item[0].endswith("/loss"), item[0]))
+        if name.startswith(EVALUATION) or exported
+    ]
+    tested = exported.test if exported else {}
+    return [*rows, *((name.replace("/", ": "), "", _number(value), "") for name, value in sorted(tested.items()))]
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(EVALUATION)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.5g}"
+
+
+def _trend(name: str, before: float | None, after: float) -> str:
+    greatest = is_greatest(name)
+    if before is None or greatest is None or before == after:
+        return ""
+    return "better" if (after > before) == greatest else "worse"
+
+
+def markdown(facts: RunFacts) -> str:
+    """Return verdict and results as Markdown."""
+    table = [
+        "| | before | after |",
+        "| --- | --- | --- |",
+        *(f"| {_cell(name)} | {before} | {after} |" for name, before, after, _ in results(facts)),
+    ]
+    lines = [*(f"{_cell(sentence)}\n" for sentence in verdict(facts)), *(table if len(table) > 2 else ()), ""]
+    if facts.account:
+        largest = sorted(facts.account.parts.items(), key=lambda part: -part[1])[:4]
+        went = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in largest if seconds >= 0.5)
+        lines.append(f"{facts.account.wall_s:.0f} s: {went}\n")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Return text without what Markdown would read: pipes, tags, line breaks."""
+    for special, plain in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", " ")):
+        text = text.replace(special, plain)
+    return text

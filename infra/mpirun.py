@@ -232,8 +232,8 @@ def find_mpirun() -> Path:
     found = own if own.exists() else shutil.which("mpirun")
     if found is None:
         raise LaunchError(
-            f"no MPI: there is no mpirun, neither {own} nor in PATH; install one (`pip install onward[mpi]`), "
-            "or load the MPI module of this machine"
+            f"no MPI: there is no mpirun, neither {own} nor in PATH; install Open MPI, which Onward's extra "
+            "`mpi` contains, or load the MPI module of this machine"
         )
     return Path(found).absolute()
 

@@ -18,6 +18,7 @@ from onward.trainer.config.loading import PATHS, Check, Override, load_config, r
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.extras import how_to_install
 from onward.trainer.run.records import write_record
 from onward.trainer.run.sweeps import Sweep, SweepDir, describe_settings
 
@@ -72,7 +73,7 @@ def make_sweep(
         raise ConfigError(dict.fromkeys(problems))
     if (ranges or prune) and importlib.util.find_spec("optuna") is None:
         what = "--prune" if not ranges else "a range of values"
-        raise RuntimeUnavailable(f"{what} needs optuna, which is not installed here: `pip install optuna`")
+        raise RuntimeUnavailable(f"{what} needs optuna, which is not installed here: {how_to_install('sweep')}")
     first = load_config(settings, _corner(choices, ranges).items())
     pin = partial(_pinned, monitor=first.monitor)
     for key in REGISTERED:

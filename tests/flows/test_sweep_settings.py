@@ -233,7 +233,7 @@ def test_without_optuna_a_grid_works_and_a_range_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, "optuna", None)
     _, sweep = made(folder, "optimizer.learning_rate=1e-3,1e-2")
     assert choose_settings(sweep, 2, (), lambda trial: {}) == {"optimizer.learning_rate": 1e-2}
-    with pytest.raises(RuntimeUnavailable, match=r"a range of values needs optuna.*pip install optuna"):
+    with pytest.raises(RuntimeUnavailable, match=r"a range of values needs optuna.*pip install -e .*\[sweep\]"):
         made(folder, "optimizer.learning_rate=log(1e-3, 1e-2)", trials=2)
 
 

@@ -126,7 +126,7 @@ def test_ranks_of_one_host_send_nothing_over_a_network_unless_a_scheduler_or_the
 def test_without_mpirun_the_error_says_where_it_was_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match=rf"neither {tmp_path}/bin/mpirun nor in PATH; install one"):
+    with pytest.raises(LaunchError, match=rf"neither {tmp_path}/bin/mpirun nor in PATH; install Open MPI"):
         mpirun.find_mpirun()
 
 

@@ -24,6 +24,7 @@ from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.errors import ConfigError
+from onward.trainer.extras import how_to_install
 from onward.trainer.run import remote_files
 from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config, read_settings
 from onward.trainer.run.local_copies import LocalCopies
@@ -149,7 +150,7 @@ def test_everything_that_cannot_be_fetched_is_said_at_once_and_nothing_is_writte
     assert [problem.split(":")[0] for problem in refusal.value.problems] == [
         *("model.path", "data.source", "data.evaluation_source", "export.path")
     ]
-    assert "gs:// needs gcsfs, which is not installed: pip install gcsfs" in "\n".join(refusal.value.problems)
+    assert f"gs:// needs gcsfs, which is not installed: {how_to_install('gcs')}" in "\n".join(refusal.value.problems)
     assert not run.root.exists()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -17,8 +16,9 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.open_questions import OPEN, open_questions
 from onward.trainer.config.rules import Sections, check_cross_section_rules
 from onward.trainer.config.run_config import SECTIONS, RunConfig
-from onward.trainer.config.section import Section, section_at
+from onward.trainer.config.section import Section, plain_word
 from onward.trainer.config.sections.metrics import MetricConfig
+from onward.trainer.config.unknown_settings import explained, unknown
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import ConfigError
 
@@ -128,11 +128,13 @@ def build_config(
     """Validate a nested mapping of settings; raises ConfigError with `problems` and everything wrong that is found
     here."""
     found = list(problems)
-    found += [_unknown(key, RunConfig.model_fields, "section") for key in raw if key not in RunConfig.model_fields]
+    found += [
+        unknown(key, RunConfig.model_fields, "section", RunConfig) for key in raw if key not in RunConfig.model_fields
+    ]
     read: dict[str, Any] = {}
     for name, section in SECTIONS.items():
         value = raw.get(name, {})
-        if name == "parallel" and value == "auto":
+        if name == "parallel" and _is_auto(value):
             value = {"sizes": "auto"}
         if isinstance(value, section):
             read[name] = value
@@ -142,7 +144,7 @@ def build_config(
             try:
                 read[name] = section.model_validate(dict(value))
             except ValidationError as error:
-                found += _explain(error, name, section)
+                found += explained(error, name, section, RunConfig)
     for name in ENTRIES:
         read |= _read_entries(name, raw.get(name, ()), found)
     config = None
@@ -150,7 +152,7 @@ def build_config(
         try:
             config = RunConfig(**({"name": raw["name"]} if "name" in raw else {}), **read)  # checks the rules, too
         except ValidationError as error:
-            found += _explain(error, "", RunConfig)
+            found += explained(error, "", RunConfig, RunConfig)
             if any(finding["loc"] for finding in error.errors()):  # of the name: pydantic did not reach the rules
                 found += check_cross_section_rules(read)
     else:
@@ -159,6 +161,10 @@ def build_config(
     if found or config is None:
         raise ConfigError(found)
     return config
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and plain_word(value) == "auto"
 
 
 ENTRIES: Mapping[str, type[Section]] = {"loss": LossConfig, "metrics": MetricConfig}
@@ -182,7 +188,7 @@ def _read_entries(name: str, given: Any, problems: list[str]) -> dict[str, tuple
             try:
                 read.append(kind.model_validate(dict(value)))
             except ValidationError as error:
-                problems += _explain(error, where, kind)
+                problems += explained(error, where, kind, RunConfig)
     return {name: tuple(read)} if len(problems) == before else {}
 
 
@@ -296,7 +302,7 @@ def _override(raw: dict[str, Any], key: str, value: Any) -> None:
         if isinstance(target, list):  # one of [[loss]]
             target = target[int(part)]
             continue
-        if (part, target.get(part)) == ("parallel", "auto"):
+        if part == "parallel" and _is_auto(target.get(part)):
             target[part] = {"sizes": "auto"}
         if target.get(part) is None:
             target[part] = {}  # absent, or a table that a configuration was saved without
@@ -319,29 +325,3 @@ def _of_one_table(tables: list[Any], parts: list[str]) -> list[str]:
     if not tables:
         tables.append({})
     return [section, "0", number, *rest]
-
-
-def _explain(error: ValidationError, section: str, model: type[Section]) -> list[str]:
-    """Pydantic's findings as sentences: where, what, and the nearest known key for an unknown one."""
-    sentences = []
-    for finding in error.errors():
-        where = ".".join(str(part) for part in (section, *finding["loc"]) if part != "")
-        *outer, _ = (section, *finding["loc"]) if finding["loc"] else ("", "")
-        table = section_at(model, finding["loc"])
-        if finding["type"] == "extra_forbidden" and (len(outer) == 1 or table is not model):
-            known = [".".join(map(str, (*outer, name))) for name in table.model_fields]
-            sentences.append(_unknown(where, known, "key"))
-        elif finding["type"] == "missing":
-            sentences.append(f"{where} is missing; set it")
-        else:
-            message = finding["msg"].removeprefix("Value error, ")
-            given = finding.get("input")
-            is_secret = isinstance(given, str) and bool(url_of(given))  # a URL may hold a password
-            shown = f", not {given!r}" if isinstance(given, str | int | float | bool) and not is_secret else ""
-            sentences += [f"{where}: {message}{shown}"] if where else message.splitlines()
-    return sentences
-
-
-def _unknown(key: str, known: Iterable[str], kind: str) -> str:
-    near = difflib.get_close_matches(key, list(known), n=1)
-    return f"unknown {kind} {key}" + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}")

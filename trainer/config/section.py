@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+import functools
+from collections.abc import Hashable
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -25,6 +27,42 @@ class Section(BaseModel):
             if not _takes_booleans(field.annotation):
                 raise ValueError("must not be true or false")
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _take_choices_in_any_case(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read "AdamW" as "adamw" and "cross-entropy" as "cross_entropy" where a setting has a few choices."""
+        if isinstance(value, str | list | tuple | dict):
+            return as_chosen(value, choices_of(cls.model_fields[info.field_name or ""].annotation))  # type: ignore[arg-type]
+        return value
+
+
+def plain_word(word: str) -> str:
+    """Return a name without the differences that do not matter: case, hyphens, spaces around it."""
+    return word.strip().lower().replace("-", "_")
+
+
+@functools.cache
+def choices_of(annotation: Hashable) -> tuple[str, ...]:
+    """Return the strings that a type lists; () where it takes any string."""
+    if get_origin(annotation) is Literal:
+        return tuple(each for each in get_args(annotation) if isinstance(each, str))
+    inner = get_args(annotation)
+    if annotation is str or any(part is str or get_args(part)[:1] == (str,) for part in inner):
+        return ()
+    return tuple(dict.fromkeys(each for part in inner for each in choices_of(part)))
+
+
+def as_chosen(value: Any, choices: tuple[str, ...]) -> Any:
+    """Return the choice that `value` is but for case and hyphens, also inside lists and tables; else `value`."""
+    if isinstance(value, list | tuple):
+        return [as_chosen(each, choices) for each in value] if choices else value
+    if isinstance(value, dict):
+        return {key: as_chosen(each, choices) for key, each in value.items()} if choices else value
+    if not isinstance(value, str) or value in choices:
+        return value
+    same = [choice for choice in choices if plain_word(choice) == plain_word(value)]
+    return same[0] if len(same) == 1 else value
 
 
 def _holds_booleans(value: Any) -> bool:

@@ -29,6 +29,14 @@ PACKAGES = {
     "https": "aiohttp",
 }
 """Scheme -> the package with which fsspec opens it."""
+EXTRAS = {
+    "s3fs": "remote",
+    "aiohttp": "remote",
+    "gcsfs": "gcs",
+    "adlfs": "azure",
+    "huggingface_hub": "huggingface",
+}
+"""Such a package -> the extra of Onward that has it."""
 CREDENTIALS = {
     "s3fs": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or ~/.aws/credentials",
     "gcsfs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.class_axis import find_class_axis
 from onward.trainer.data.columns import BYTES, TEXT, Column, Schema
@@ -92,7 +92,7 @@ def data_problems(
     for loss in config.losses:
         encoded = {name for name, column in schema.items() if name in mask_names and column.dtype != MASK_TYPE}
         if loss.has_classes and isinstance(loss.label, str) and loss.label in schema.keys() - {*made, *encoded}:
-            problems += _label_range_problems(loss, signature, schema[loss.label], fitted)
+            problems += _label_range_problems(config, loss, signature, schema[loss.label], fitted)
     return list(dict.fromkeys(problems))
 
 
@@ -137,7 +137,10 @@ def type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
         elif column.dtype == BYTES:
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds bytes{_image_hint(feed)}"
         elif not _castable(column.dtype, feed.dtype):
-            yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds {column.dtype}"
+            numbers = feed.target.endswith("label") and feed.dtype == "int64"
+            key = "model.loss" if feed.target == "data.label" else feed.target.replace(".label", ".name")
+            hint = f": the loss compares with classes 0, 1, 2, ...; {_loss_of_numbers(key)}" if numbers else ""
+            yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds {column.dtype}{hint}"
         elif feed.stacked and len(feed.sample_shape or ()) == 2 and not column.variable:
             if column.shape != columns[0].shape:
                 yield f"{feed.target} stacks columns of one length, but column {column.name!r} is {column.kind}"
@@ -155,6 +158,11 @@ def type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
             )
     elif columns[0].holds_numbers and (problem := _shape_problem(feed, columns[0])):
         yield problem
+
+
+def _loss_of_numbers(key: str) -> str:
+    """Return how to choose a loss of numbers. key: the setting that names the loss, `model.loss` or `loss.1.name`."""
+    return f'to predict numbers, set {key} = "mse" (or "l1", "huber", "quantile")'
 
 
 def _image_problems(feed: Feed, column: Column, dtype: str, shape: tuple[int, ...]) -> Iterator[str]:
@@ -300,7 +308,7 @@ def _declared_classes(loss: LossConfig, output: Dims, column: Column) -> int | N
 
 
 def _label_range_problems(
-    loss: LossConfig, signature: Signature, column: Column, fitted: Mapping[str, Fitted]
+    config: RunConfig, loss: LossConfig, signature: Signature, column: Column, fitted: Mapping[str, Fitted]
 ) -> Iterator[str]:
     """Check that the labels are classes of the output."""
     output = signature.output(loss.outputs[0])
@@ -310,6 +318,14 @@ def _label_range_problems(
         return
     values = [value for value in column.extremes if value != loss.ignored]
     if not values or column.dtype == TEXT or np.dtype(column.dtype).kind == "f":
+        return
+    if num_classes == 1 and output and loss.name == "cross_entropy" and values[-1] != values[0]:
+        key = key_of(config.losses, config.losses.index(loss), "name") if config.loss else "model.loss"
+        classes = f'for two classes set {key} = "bce_with_logits"; ' if values == [0, 1] else ""
+        yield (
+            f"{key} is {loss.name!r}, but output {output.name} has one score a sample, which cannot tell the classes "
+            f"of column {column.name!r} ({values[0]:d}..{values[-1]:d}) apart; {classes}{_loss_of_numbers(key)}"
+        )
         return
     if values[0] < 0 or (num_classes is not None and values[-1] >= num_classes):
         fits = "0 or more"

@@ -33,6 +33,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from onward.trainer.distributed.launched import die_with_parent, launched_rank
 from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.extras import how_to_install
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -115,8 +116,8 @@ def _init_mpi() -> ModuleType:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise RuntimeUnavailable(
-            f"mpi4py found no MPI library ({str(error).splitlines()[0]}); install one (`pip install onward[mpi]`) "
-            "or point MPI4PY_LIBMPI at the machine's libmpi.so"
+            f"mpi4py found no MPI library ({str(error).splitlines()[0]}); install one "
+            f"({how_to_install('mpi')}) or point MPI4PY_LIBMPI at the machine's libmpi.so"
         ) from error
     if not MPI.Is_initialized():
         # the highest level is asked for; `transport.open_channel` checks what this MPI grants

@@ -17,8 +17,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from onward.trainer.config.urls import PACKAGES, credentials_hint, redacted
+from onward.trainer.config.urls import EXTRAS, PACKAGES, credentials_hint, redacted
 from onward.trainer.errors import DataError, RuntimeUnavailable
+from onward.trainer.extras import how_to_install
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30.0, 60.0
 """Longest time until a web server answers, and between two pieces of its answer."""
@@ -113,7 +114,9 @@ def open_store(url: str) -> tuple[Any, str]:
     scheme = urlsplit(url).scheme
     package = PACKAGES[scheme]
     if importlib.util.find_spec("fsspec") is None or importlib.util.find_spec(package) is None:
-        raise RuntimeUnavailable(f"{scheme}:// needs {package}, which is not installed: pip install {package}")
+        raise RuntimeUnavailable(
+            f"{scheme}:// needs {package}, which is not installed: {how_to_install(EXTRAS[package])}"
+        )
     import fsspec  # imported here: most runs have no remote files
 
     options: dict[str, Any] = {}

@@ -353,14 +353,19 @@ def test_places_that_cannot_be_written_to_are_refused(store: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "package"),
-    [("s3", "s3fs"), ("gs", "gcsfs"), ("az", "adlfs"), ("hf", "huggingface_hub"), ("https", "aiohttp")],
+    ("scheme", "package", "extra"),
+    [
+        ("s3", "s3fs", "remote"),
+        ("gs", "gcsfs", "gcs"),
+        ("az", "adlfs", "azure"),
+        ("hf", "huggingface_hub", "huggingface"),
+        ("https", "aiohttp", "remote"),
+    ],
 )
 def test_a_missing_package_is_named_with_its_pip_line(
-    scheme: str, package: str, monkeypatch: pytest.MonkeyPatch
+    scheme: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, package)
-    with pytest.raises(
-        RuntimeUnavailable, match=f"^{scheme}:// needs {package}, which is not installed: pip install {package}$"
-    ):
+    problem = f"{scheme}:// needs {package}, which is not installed: pip install -e '.*/?.*\\[{extra}\\]'"
+    with pytest.raises(RuntimeUnavailable, match=f"^{problem}$"):
         list_files(f"{scheme}://bucket/train.csv")

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from onward.trainer.config.losses import LossConfig, titles
 from onward.trainer.config.metric_names import DEFAULTS, FILE_TASKS, METRICS, TASKS, Task, parse, unknown
-from onward.trainer.config.section import Section
+from onward.trainer.config.section import Section, plain_word
 
 WEIGHTS_METRICS, AVERAGE_METRICS = "evaluation", "evaluation/average"
 """What the names of metrics begin with: of the weights, and of their moving average."""
@@ -62,7 +62,7 @@ class MetricConfig(Section):
         table = {"name": given} if isinstance(given, str) else given
         if not isinstance(table, Mapping) or not isinstance(name := table.get("name"), str):
             return given
-        short = parse(name)
+        short = parse(name if parse(name)["name"] in METRICS else plain_word(name))
         if short["name"] not in METRICS:
             raise ValueError(unknown(name))
         if twice := sorted(key for key in short if key != "name" and table.get(key) not in (None, short[key])):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from onward.trainer.config.section import Decay, Fraction, Section
+from onward.trainer.config.section import Decay, Fraction, Section, plain_word
 from onward.trainer.config.update_rules import UPDATE_RULES, OptimizerName
 
 
@@ -174,7 +174,8 @@ class OptimizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_the_defaults_of_the_rule(cls, values: Any) -> Any:
-        rule = UPDATE_RULES.get(str(values.get("name"))) if isinstance(values, dict) else None
+        name = values.get("name") if isinstance(values, dict) else None
+        rule = UPDATE_RULES.get(plain_word(name)) if isinstance(name, str) else None
         return {**rule.defaults, **values} if rule else values
 
 

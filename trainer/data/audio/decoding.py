@@ -13,6 +13,7 @@ import numpy as np
 from onward.trainer.bounds import AUDIO_RATE, AUDIO_SAMPLES
 from onward.trainer.data.columns import Array
 from onward.trainer.errors import ConfigError
+from onward.trainer.extras import how_to_install
 
 AUDIO_FORMATS = dict.fromkeys((".wav", ".flac", ".ogg", ".oga", ".aiff", ".mp3"), "audio")
 """Formats that `data.format = "auto"` finds where there is a table [data.audio]."""
@@ -28,7 +29,7 @@ class NotAudio(Exception):
 def refuse_missing_package() -> None:
     """Raise ConfigError if soundfile is not installed."""
     if importlib.util.find_spec("soundfile") is None:
-        raise ConfigError("[data.audio] needs soundfile, which is not installed: pip install soundfile")
+        raise ConfigError(f"[data.audio] needs soundfile, which is not installed: {how_to_install('audio')}")
 
 
 def decode_audio(content: bytes, sample_rate: int) -> Array:

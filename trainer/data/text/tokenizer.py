@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from onward.trainer.bounds import TOKENIZER_BYTES, read_bounded
 from onward.trainer.errors import ConfigError
+from onward.trainer.extras import how_to_install
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -74,7 +75,7 @@ def open_tokenizer(path: Path) -> OpenTokenizer:
     try:
         from tokenizers import Tokenizer  # imported here: ranks read shards, for which they need no tokenizer
     except ImportError as error:
-        raise ConfigError("data.text needs the library tokenizers: pip install 'onward[text]'") from error
+        raise ConfigError(f"data.text needs the library tokenizers: {how_to_install('text')}") from error
     try:
         content = read_bounded(file, TOKENIZER_BYTES)
     except OSError as error:

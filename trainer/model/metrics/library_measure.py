@@ -20,6 +20,7 @@ from torch import Tensor
 from onward.trainer.config.metric_names import METRICS, Task
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError
+from onward.trainer.extras import how_to_install
 from onward.trainer.model.metrics.measured import Measured
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 
@@ -140,5 +141,5 @@ def import_torchmetrics() -> Any:
         import torchmetrics.regression
         import torchmetrics.text
     except ImportError as error:
-        raise ConfigError(f"torchmetrics cannot be imported ({error}): pip install 'onward[metrics]'") from error
+        raise ConfigError(f"torchmetrics cannot be imported ({error}): {how_to_install('metrics')}") from error
     return torchmetrics

@@ -1,0 +1,161 @@
+"""Explain what pydantic refuses: where it is, what was expected, and which setting or choice was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+
+from pydantic import ValidationError
+
+from onward.trainer.config.section import Section, plain_word, section_at, table_type
+from onward.trainer.config.urls import url_of
+
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "optimizer.learning_rate": ("lr", "learning", "rate", "base_lr", "max_lr", "peak_lr", "step_size", "eta"),
+    "optimizer.weight_decay": ("wd", "decay", "l2", "l2_regularization"),
+    "optimizer.name": ("optimizer_name", "optimizer_type", "algorithm"),
+    "optimizer.alpha": ("beta1", "beta_1", "adam_beta1", "b1"),
+    "optimizer.beta": ("beta2", "beta_2", "adam_beta2", "b2"),
+    "optimizer.alpha and optimizer.beta": ("betas",),
+    "optimizer.epsilon": ("eps", "adam_epsilon"),
+    "optimizer.layer_decay": ("llrd", "layerwise_decay", "layerwise_lr_decay"),
+    "train.global_batch_size": ("bs", "batch", "batch_size", "batchsize", "train_batch_size"),
+    "train.evaluation_batch_size": ("eval_batch_size", "val_batch_size", "test_batch_size"),
+    "train.gradient_accumulation_steps": (
+        *("accumulation", "accum", "accumulate", "grad_accum", "accumulation_steps", "grad_accumulation_steps"),
+        *("accumulate_grad_batches", "micro_batches", "num_micro_batches"),
+    ),
+    "train.num_epochs": ("epoch", "epochs", "n_epochs", "max_epochs", "num_train_epochs"),
+    "train.num_steps": ("step", "steps", "max_steps", "iterations", "iters", "max_iters", "num_iterations", "updates"),
+    "train.seed": ("random_seed", "random_state", "manual_seed"),
+    "train.clip_norm": ("clip", "grad_clip", "gradient_clip", "max_grad_norm", "gradient_clip_val", "clip_grad_norm"),
+    "train.log_period": ("log_every", "log_interval", "logging_steps", "log_every_n_steps"),
+    "train.evaluation_period": ("eval_every", "eval_interval", "eval_steps", "eval_period", "val_check_interval"),
+    "precision.compute": ("amp", "mixed_precision", "autocast", "fp16", "bf16", "tf32", "half", "dtype", "precision"),
+    "precision.loss_scale": ("grad_scaler", "grad_scale", "scaler"),
+    "schedule.mode": ("lr_schedule", "lr_scheduler", "lr_scheduler_type", "scheduler", "decay_mode"),
+    "schedule.warmup_ratio": ("warmup", "warm_up", "warmup_steps", "num_warmup_steps", "warmup_fraction"),
+    "schedule.floor": ("min_lr", "eta_min", "min_lr_ratio"),
+    "model.path": ("onnx", "onnx_path", "model_path", "checkpoint_path"),
+    "model.loss": ("criterion", "loss_fn", "loss_function", "loss_name", "objective"),
+    "model.num_classes": ("classes", "n_classes", "num_labels"),
+    "data.source": ("dataset", "train_data", "train_source", "data_path", "data_dir", "train_dir"),
+    "data.evaluation_source": ("val_data", "eval_data", "val_source", "validation_source", "val_dir", "eval_source"),
+    "data.evaluation_fraction": ("val_split", "validation_split", "val_fraction", "val_size", "eval_fraction"),
+    "data.label": ("target", "targets", "labels", "label_column", "target_column", "y"),
+    "data.text.max_length": ("max_len", "max_seq_length", "seq_len", "max_seq_len"),
+    "data.image.workers": ("workers", "num_workers", "n_workers", "dataloader_num_workers"),
+    "launch.num_ranks": (
+        "nproc",
+        "nprocs",
+        "nproc_per_node",
+        "np",
+        "world_size",
+        "ranks",
+        "n_ranks",
+        "processes",
+        "workers",
+    ),
+    "launch.device": ("gpu", "cuda", "accelerator", "use_gpu"),
+    "launch.threads_per_rank": ("threads", "num_threads", "omp_num_threads"),
+    "launch.hostfile": ("hosts", "host_file", "machinefile"),
+    "parallel.data": ("dp", "ddp", "replicas", "data_parallel", "data_parallel_size"),
+    "parallel.tensor": ("tp", "tensor_parallel", "tensor_parallel_size", "model_parallel"),
+    "parallel.pipeline": ("pp", "pipeline_parallel", "pipeline_parallel_size"),
+    "parallel.zero": ("zero_stage", "fsdp", "zero_optimization"),
+    "recompute.mode": ("checkpointing", "gradient_checkpointing", "activation_checkpointing", "remat"),
+    "checkpoint.period": ("save_steps", "save_every", "save_period", "save_interval", "checkpoint_every", "every"),
+    "checkpoint.keep_newest": ("keep", "keep_last", "save_total_limit", "max_to_keep", "save_top_k"),
+    "checkpoint.load": ("resume", "resume_from", "resume_from_checkpoint", "load_from", "init_from"),
+    "checkpoint.best_metric": ("metric_for_best_model",),
+    "stop.patience": ("early_stopping", "early_stopping_patience"),
+    "average.decay": ("ema", "ema_decay"),
+    "lora.rank": ("lora_r", "lora_rank", "r"),
+    "monitor.experiment": ("experiment_name", "project"),
+    "export.path": ("output_dir", "output_path", "save_path", "save_to"),
+}
+"""A setting -> the names that other tools and most people use for it."""
+
+OF_CHOICES: Mapping[str, str] = {
+    "mae": "l1",
+    "l2": "mse",
+    "ce": "cross_entropy",
+    "crossentropy": "cross_entropy",
+    "crossentropyloss": "cross_entropy",
+    "bce": "bce_with_logits",
+    "bcewithlogits": "bce_with_logits",
+    "bcewithlogitsloss": "bce_with_logits",
+    "smooth_l1": "huber",
+    "float32": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "gpu": "cuda",
+}
+"""A word -> the choice of a setting that it usually means; of use where the setting has that choice."""
+
+
+def explained(error: ValidationError, section: str, model: type[Section], root: type[Section]) -> list[str]:
+    """Return pydantic's findings as sentences. section: the table that `model` was read from; root: all settings."""
+    sentences = []
+    for finding in error.errors():
+        where = ".".join(str(part) for part in (section, *finding["loc"]) if part != "")
+        *outer, _ = (section, *finding["loc"]) if finding["loc"] else ("", "")
+        table = section_at(model, finding["loc"])
+        if finding["type"] == "extra_forbidden" and (len(outer) == 1 or table is not model):
+            known = [".".join(map(str, (*outer, name))) for name in table.model_fields]
+            sentences.append(unknown(where, known, "key", root))
+        elif finding["type"] == "missing":
+            sentences.append(f"{where} is missing; set it")
+        else:
+            message = finding["msg"].removeprefix("Value error, ")
+            given = finding.get("input")
+            is_secret = isinstance(given, str) and bool(url_of(given))  # a URL may hold a password
+            shown = f", not {given!r}" if isinstance(given, str | int | float | bool) and not is_secret else ""
+            if finding["type"] == "literal_error" and isinstance(given, str):
+                shown += _meant_choice(given, message)
+            sentences += [f"{where}: {message}{shown}"] if where else message.splitlines()
+    return sentences
+
+
+def unknown(key: str, known: Iterable[str], kind: str, root: type[Section]) -> str:
+    """Return the sentence about an unknown setting or section, with the one that was probably meant.
+
+    known: what the same table has. A synonym counts before a similar name: `optimizer.lr` is no misspelt
+    `optimizer.alpha`.
+    """
+    names = {name.rpartition(".")[2]: name for name in known}
+    word = plain_word(key.rpartition(".")[2])
+    by_word = {plain_word(name): name for name in names}
+    meant: list[str] = []
+    if word in by_word:
+        meant = [names[by_word[word]]]
+    elif named := [setting for setting, words in SYNONYMS.items() if word in words]:
+        meant = named
+    elif near := difflib.get_close_matches(word, by_word, n=1):
+        meant = [names[by_word[near[0]]]]
+    else:
+        elsewhere = [setting for setting in _settings(root, "") if setting.rpartition(".")[2] == word]
+        meant = elsewhere if len(elsewhere) <= MOST_SUGGESTED else []
+    hint = f"did you mean {' or '.join(meant)}?" if meant else f"known: {', '.join(names.values())}"
+    return f"unknown {kind} {key}; {hint}"
+
+
+MOST_SUGGESTED = 3
+
+
+def _settings(section: type[Section], name: str) -> Iterator[str]:
+    """Yield every setting by its full name, such as `data.image.size`."""
+    for key, field in section.model_fields.items():
+        if inner := table_type(field.annotation):
+            yield from _settings(inner, f"{name}{key}.")
+        elif name:
+            yield f"{name}{key}"
+
+
+def _meant_choice(given: str, message: str) -> str:
+    """Return which of the choices that pydantic's message lists was probably meant, as a question; "" for none."""
+    choices = message.split("'")[1::2]
+    synonym = OF_CHOICES.get(plain_word(given))
+    near = [synonym] if synonym in choices else difflib.get_close_matches(plain_word(given), choices, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.extras import how_to_install
 
 if TYPE_CHECKING:
     from onward.flows.run_status import RunOutcome, RunStatus
@@ -87,15 +88,17 @@ def parts_of(
     return example.config, [("model.path", example.model), *changes], check
 
 
-def _problems(sections: Mapping[str, Any], known: LocalCopies | None = None) -> list[str]:
+def _problems(sections: Mapping[str, Any], known: LocalCopies | None = None, *, resumed: bool = False) -> list[str]:
     """Return what is wrong with the files and the data of a configuration; what is named by URL is fetched first."""
     from onward.tasks.registered_models import with_registered
+    from onward.trainer.config.rules.ranks import sizes_beside_auto
     from onward.trainer.diagnostics.config_check import check_files_and_data
 
+    problems = [] if resumed or "parallel" not in sections else list(sizes_beside_auto(sections["parallel"]))
     try:
-        return check_files_and_data(sections, with_registered(sections, known))
+        return [*problems, *check_files_and_data(sections, with_registered(sections, known))]
     except ConfigError as error:
-        return list(error.problems)
+        return [*problems, *error.problems]
 
 
 # -- runs
@@ -114,7 +117,33 @@ def run(config: Config, overrides: Overrides = (), /, **sections: Any) -> RunOut
     the other errors of `onward.OnwardError` for a run that ended without an exported file.
     """
     require_flow("onward.run")
-    return _train(checked_config(config, overrides, **sections))
+    source, changes, check = parts_of(config, overrides, sections)
+    return _train(_checked_here(source, changes, check))
+
+
+def _checked_here(
+    source: RunConfig | Mapping[str, Any] | Path, changes: Iterable[Override], check: Check, *, resumed: bool = False
+) -> RunConfig:
+    """Return the configuration after checking also this machine, on which it runs.
+
+    Raises ConfigError with all problems, RuntimeUnavailable where only the machine lacks something.
+    """
+    from onward.tasks.machine_check import machine_problems
+    from onward.trainer.config.loading import load_config
+
+    missing: list[str] = []
+
+    def both(sections: Mapping[str, Any]) -> Iterable[str]:
+        missing.extend(machine_problems(sections, resumed=resumed))
+        return check(sections)
+
+    try:
+        found = load_config(source, changes, check=both)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *missing]) from None
+    if missing:
+        raise RuntimeUnavailable(missing)
+    return found
 
 
 def resume(run: str = "last", overrides: Overrides = (), /, *, from_start: bool = False) -> RunOutcome:
@@ -129,7 +158,6 @@ def resume(run: str = "last", overrides: Overrides = (), /, *, from_start: bool 
     """
     require_flow("onward.resume")
     from onward.flows.runs import command_to_continue, discard_damaged, find_run, is_running
-    from onward.trainer.config.loading import load_config
     from onward.trainer.run.directory import onward_home, read_settings
     from onward.trainer.run.local_copies import LocalCopies
     from onward.trainer.run.records import read_record
@@ -155,7 +183,9 @@ def resume(run: str = "last", overrides: Overrides = (), /, *, from_start: bool 
     if from_start:
         discard_damaged(found)
     known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
-    resolved = load_config(read_settings(found), changes, check=lambda sections: _problems(sections, known))
+    resolved = _checked_here(
+        read_settings(found), changes, lambda sections: _problems(sections, known, resumed=True), resumed=True
+    )
     return _train(resolved, resume=found.root.name)
 
 
@@ -222,7 +252,7 @@ def require_flow(what: str) -> None:
     """Raise RuntimeUnavailable when Prefect or MLflow is not installed: a compute node may have the trainer alone."""
     if missing := [name for name in ("prefect", "mlflow", "sqlalchemy") if importlib.util.find_spec(name) is None]:
         raise RuntimeUnavailable(
-            f"{what} needs {', '.join(missing)}, not installed here: pip install 'onward[flow]'. A compute node needs "
+            f"{what} needs {', '.join(missing)}, not installed here: {how_to_install('flow')}. A compute node needs "
             "the trainer alone: `python -m onward.trainer`"
         )
 

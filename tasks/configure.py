@@ -23,10 +23,12 @@ from prefect.settings import get_current_settings
 
 from onward.infra import mlflow_store, tracking
 from onward.infra.git import commit_of
+from onward.tasks.machine_check import machine_problems
 from onward.tasks.registered_models import store_of, with_registered
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.rules import Sections
+from onward.trainer.config.rules.ranks import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section
 from onward.trainer.data.reading.fetching import fetch
@@ -71,6 +73,8 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
             copies, problems = fetch(sections, with_registered(sections, known))
         except ConfigError as error:
             return list(error.problems)
+        if "parallel" in sections and not run.config.exists():
+            problems += sizes_beside_auto(sections["parallel"])
         return [*problems, *check_local_files(with_copies(sections, copies))]
 
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
@@ -85,6 +89,8 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
             log.info("[stop] was %s, and is now %s", _table(saved.stop), _table(config.stop))
         _write_copies(run, copies)
     else:
+        if missing := machine_problems(dict(config)):
+            raise RuntimeUnavailable(missing)
         if config.quantize.aware:
             quantize(run, config, copies)
         config, found = rehearse(config, copies, quantized=run.quantized)

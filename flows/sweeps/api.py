@@ -37,10 +37,15 @@ def sweep(
     require_flow("onward.sweep")
     from onward.flows.sweeps.making import make_sweep
     from onward.flows.sweeps.settings import read_space
+    from onward.tasks.machine_check import machine_problems
 
     source, changes, check = parts_of(config, overrides, {})
     wanted = read_space(space)
-    folder = make_sweep(source, changes, wanted, trials=trials, prune=prune, seed=seed, check=check)
+
+    def both(sections: Mapping[str, Any]) -> list[str]:
+        return [*check(sections), *machine_problems(sections)]
+
+    folder = make_sweep(source, changes, wanted, trials=trials, prune=prune, seed=seed, check=both)
     return _run_sweep(folder.root.name)
 
 

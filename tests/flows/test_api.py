@@ -18,6 +18,7 @@ import onward
 from onward.flows.examples import MODELS, Example, find_config
 from onward.flows.examples.folders import CONFIGS, FOLDERS
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.extras import how_to_install
 from tests.support import fixed_batches
 from tests.support.graphs import tiny_conv_net
 
@@ -234,7 +235,7 @@ main()
     assert done.returncode == onward.RuntimeUnavailable.exit_code, done.stderr
     shown = done.stdout.splitlines()
     assert shown[:2] == ["True ('image',)", "squeezenet-digits []"]
-    what_to_do = "needs prefect, mlflow, sqlalchemy, not installed here: pip install 'onward[flow]'"
+    what_to_do = f"needs prefect, mlflow, sqlalchemy, not installed here: {how_to_install('flow')}"
     assert f"onward.run {what_to_do}" in shown[2]
     assert f"onward up {what_to_do}" in done.stderr
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 
 from tests.support.graphs import tiny_conv_net
 
@@ -47,7 +48,7 @@ def workshop(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_refused(workshop: Path, *overrides: str) -> tuple[list[str], list[str]]:
+def run_refused(workshop: Path, *overrides: str, status: int = 2) -> tuple[list[str], list[str]]:
     """Run `onward run` on the workshop's configuration; return the problems of its JSON and the lines on stderr."""
     process = subprocess.run(
         [sys.executable, "-c", ONWARD, "run", str(workshop / "config.toml"), *overrides, "--json"],
@@ -56,18 +57,18 @@ def run_refused(workshop: Path, *overrides: str) -> tuple[list[str], list[str]]:
         cwd=workshop,
         env={**ENVIRONMENT, "ONWARD_HOME": str(workshop / "home")},
     )
-    assert process.returncode == 2, process.stderr
+    assert process.returncode == status, process.stderr
     *lines, imported = process.stderr.splitlines()
     assert imported == "False", "torch was imported"
     assert not (workshop / "home").exists(), "something was started or written"
     return json.loads(process.stdout)["problems"], lines
 
 
-def refused(workshop: Path, *overrides: str) -> list[str]:
+def refused(workshop: Path, *overrides: str, status: int = 2) -> list[str]:
     """Return the problems that `onward run` reports, in under 3 seconds."""
     for _ in range(3):  # others may be using the machine
         started_at = time.monotonic()
-        problems, lines = run_refused(workshop, *overrides)
+        problems, lines = run_refused(workshop, *overrides, status=status)
         if (elapsed_s := time.monotonic() - started_at) < 3.0:
             break
     assert elapsed_s < 3.0
@@ -92,12 +93,37 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
         (["model.output=absent"], "model.output 'absent' is not a tensor of the model; there is"),
         (["data.label=absent"], "data.label reads column 'absent', which the data does not have"),
         (["checkpoint.load=absent"], "checkpoint.load"),
+        (["checkpoint.load=."], "is no complete checkpoint: it has no manifest.json"),
+        (["parallel.sizes=auto", "launch.num_ranks=2"], "'auto' chooses the sizes, but given is parallel.data = 2"),
+        (["model.freeze=['features.0.wieght']"], "no weight of the model matches 'features.0.wieght'; did you mean"),
+        (["optimizer.weights=[{pattern='x*',alpha=0.5}]"], "optimizer.weights: no weight of the model matches 'x*'"),
+        (["optimizer.lr=1"], "unknown key optimizer.lr; did you mean optimizer.learning_rate?"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_an_impossible_setting_is_reported_with_its_name(workshop: Path, overrides: list[str], sentence: str) -> None:
     (problem,) = refused(workshop, *overrides)
     assert sentence in problem
+
+
+NO_GPU = "launch.device is 'cuda', and 2 ranks need a GPU, but this machine has none"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_what_the_machine_lacks_is_reported_with_everything_else_before_anything_is_started(workshop: Path) -> None:
+    key, device = refused(workshop, "launch.device=cuda", "optimizer.lr=3")
+    assert key.startswith("unknown key optimizer.lr")
+    assert device.startswith(NO_GPU)
+    (alone,) = refused(workshop, "launch.device=cuda", status=3)
+    assert alone.startswith(NO_GPU)
+
+
+def test_an_mlflow_server_that_is_not_there_and_too_few_slots_are_reported_at_once(workshop: Path) -> None:
+    (workshop / "hosts").write_text("localhost slots=1\n")
+    overrides = (f"launch.hostfile={workshop / 'hosts'}", "monitor.tracking_uri=http://127.0.0.1:1")
+    slots, server = refused(workshop, *overrides, status=3)
+    assert "has 1 slots on 1 host, but the job needs 2 ranks" in slots
+    assert "the MLflow server http://127.0.0.1:1 does not answer" in server
 
 
 def test_data_of_another_dtype_is_reported(workshop: Path) -> None:

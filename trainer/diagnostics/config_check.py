@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from onward.trainer.config.loading import BUNDLED_SOURCES
@@ -31,7 +32,8 @@ from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
 from onward.trainer.errors import Refused, UnsupportedModel
-from onward.trainer.onnx_graph.index import locations
+from onward.trainer.extras import how_to_install
+from onward.trainer.onnx_graph.index import all_names, did_you_mean, graphs_of, locations, nodes_of
 from onward.trainer.onnx_graph.loss_files import (
     LEAST_OPSET,
     label_dims,
@@ -75,7 +77,7 @@ def check_local_files(sections: Sections) -> list[str]:
             made = frozenset[str]().union(*(each.makes for each in open_fitted(config, signature, schema)))
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
             misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
-            misfits += _quantizing(config)
+            misfits += [*_quantizing(config), *_patterns(config)]
             if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
                 found, fitted = try_first_rows(config, signature)
                 misfits = data_problems(config, found, signature, fitted=fitted)
@@ -114,12 +116,37 @@ def _quantizing(config: RunConfig) -> list[str]:
     return quantizing_problems(model, config.quantize, size=size)
 
 
+def _patterns(config: RunConfig) -> Iterator[str]:
+    """Yield the patterns of weights that match no name at all in the file. Those that match a name that is no weight
+    are found when the graph is imported."""
+    if config.model.untie or config.model.num_classes or config.quantize.aware:
+        return  # which make weights with names of their own
+    model = read_model(config.model.path)
+    if model.functions:
+        return
+    stored = list(dict.fromkeys(tensor.name for each in graphs_of(model.graph) for tensor in each.initializer))
+    names, nodes = {*stored, *all_names(model.graph)}, list(nodes_of(model.graph))
+    # adapters, projections to a teacher and the scales of quantization have names of their own, too
+    has_more = config.lora.weights or config.teacher.match or "QuantizeLinear" in {each.op_type for each in nodes}
+    of_optimizer = () if has_more else tuple(each.pattern for each in config.optimizer.weights)
+    for setting, patterns in (
+        ("model.train", config.model.train),
+        ("model.freeze", config.model.freeze),
+        ("lora.weights", config.lora.weights),
+        ("lora.also_train", config.lora.also_train),
+        ("optimizer.weights", of_optimizer),
+    ):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                yield f"{setting}: no weight of the model matches {pattern!r}{did_you_mean(pattern, stored)}"
+
+
 def _metrics(sections: Sections) -> list[str]:
     """Return which metrics cannot be computed here, or from this data."""
     problems, metrics, data = [], sections.get("metrics", ()), sections.get("data")
     library = [each.key for each in metrics if is_library(each)]
     if library and importlib.util.find_spec("torchmetrics") is None:
-        problems.append(f"metrics: {', '.join(library)} need torchmetrics: pip install 'onward[metrics]'")
+        problems.append(f"metrics: {', '.join(library)} need torchmetrics: {how_to_install('metrics')}")
     unknown = [each for each in metrics if each.name == "bits_per_byte" and not each.bytes_per_target]
     if unknown and isinstance(data, DataConfig) and data.text is None:  # of tokens they are counted
         with contextlib.suppress(Refused):  # of a source that is absent, which is reported elsewhere
@@ -175,6 +202,9 @@ def _paths(sections: Sections) -> list[str]:
         for key, path in named.items()
         if path and not url_of(path) and not Path(path).exists()
     ]
+    load = Path(named["checkpoint.load"])
+    if named["checkpoint.load"] and load.is_dir() and not (load / "manifest.json").is_file():
+        problems.append(f"checkpoint.load: {load} is no complete checkpoint: it has no manifest.json")
     export, model = sections.get("export"), sections.get("model")
     if isinstance(export, ExportConfig) and (url := url_of(export.path)):
         problems += _unwritable(url)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
-from pathlib import Path
 
 import mpi4py
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -17,6 +14,7 @@ from onward.trainer.distributed.mesh import backend_of
 from onward.trainer.distributed.processes import MPIContext, connect, disconnect
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import RankReport, write_record
+from onward.trainer.run.this_machine import free_host_memory
 
 
 def run_preflight(run: RunDir) -> None:
@@ -79,12 +77,4 @@ def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on the device: for the CPU, the least of those of the host and its container."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = [psutil.virtual_memory().available]
-    group = Path("/sys/fs/cgroup")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # "max" is not a number: no limit
-            free.append(int((group / limit).read_text()) - int((group / used).read_text()))
-    return max(0, min(free))
+    return free_host_memory()

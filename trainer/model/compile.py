@@ -16,13 +16,10 @@ between them are compiled. Compiled code is kept in a directory that later runs 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
 import platform
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +36,7 @@ from onward.trainer.model.channels_last import use_channels_last
 from onward.trainer.model.repeated_blocks import outline_repeated_blocks
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.run.directory import onward_home
+from onward.trainer.run.this_machine import missing_compiler
 
 log = logging.getLogger(__name__)
 
@@ -193,28 +191,6 @@ def runtime_nodes(module: fx.GraphModule) -> list[tuple[fx.Node, RuntimeNode]]:
 
 
 # -- the compiler of the machine, and its results
-
-
-@functools.cache
-def missing_compiler() -> str:
-    """Return a sentence if torch.compile has no working C++ compiler here, else an empty string."""
-    named = os.environ.get("CXX", "")
-    for compiler in (named,) if named else ("g++", "clang++"):
-        if shutil.which(compiler) and _runs(compiler):
-            return ""
-    tried = f"CXX={named}" if named else "neither g++ nor clang++"
-    return (
-        f"graph.compile needs a C++ compiler, and there is {'none at ' if named else ''}{tried} on this machine; "
-        "install one (apt-get install g++), name it in CXX, or set graph.compile to false"
-    )
-
-
-def _runs(compiler: str) -> bool:
-    command: list[Any] = [compiler, "--version"]
-    try:
-        return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
 
 
 def keep_compiled_code() -> Path | None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onward.trainer.config.rules.ranks import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.signature import read_training_signature
@@ -159,12 +160,8 @@ def _choose(module: ImportedGraph, config: RunConfig, device: torch.device) -> P
     """Return the plan with the shortest step of all divisions of the ranks that fit into memory."""
     num_ranks = config.launch.num_ranks
     limit = int(config.parallel.memory_gib * 2**30) or _memory_of_a_rank(config, device)
-    given = {axis: size for axis in AXES if (size := getattr(config.parallel, axis)) != 1}
-    if given:
-        raise ConfigError(
-            "parallel.sizes = 'auto' chooses the sizes, but given is "
-            f"{', '.join(f'parallel.{axis} = {size}' for axis, size in given.items())}; leave one of the two out"
-        )
+    if problems := list(sizes_beside_auto(config.parallel)):
+        raise ConfigError(problems)
     fitting: list[Estimate] = []
     considered: list[str] = []
     for sizes in divisions(num_ranks):

@@ -163,5 +163,5 @@ def test_bits_per_byte_asks_for_the_bytes_of_a_target_unless_targets_are_bytes(t
 
 def test_a_missing_torchmetrics_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"f1, auroc need torchmetrics: pip install 'onward\[metrics\]'"):
+    with pytest.raises(ConfigError, match=r"f1, auroc need torchmetrics: pip install -e '.*\[metrics\]'"):
         build_config(BASE | {"metrics": ["accuracy", "f1", "auroc"]}, check=check_local_files)

@@ -21,6 +21,16 @@ def world_size(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
         )
 
 
+def sizes_beside_auto(parallel: ParallelConfig) -> Iterable[str]:
+    """Yield what is given beside `sizes = "auto"`. No rule, because the saved configuration of a run has both."""
+    given = {axis: size for axis in ("data", "tensor", "pipeline") if (size := getattr(parallel, axis)) != 1}
+    if parallel.sizes == "auto" and given:
+        yield (
+            "parallel.sizes = 'auto' chooses the sizes, but given is "
+            f"{', '.join(f'parallel.{axis} = {size}' for axis, size in given.items())}; leave one of the two out"
+        )
+
+
 def pipeline(parallel: ParallelConfig, train: TrainConfig) -> Iterable[str]:
     stages, num_micro_batches = parallel.pipeline * parallel.stages_per_rank, train.gradient_accumulation_steps
     looped = parallel.schedule in ("interleaved", "zero_bubble")

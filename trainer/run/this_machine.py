@@ -1,0 +1,84 @@
+"""What this machine has that a run needs: GPUs, a C++ compiler, memory. Found without importing torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def free_host_memory() -> int:
+    """Return the bytes of memory that are free: the least of those of the host and of its container."""
+    free = [psutil.virtual_memory().available]
+    group = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number: no limit
+            free.append(int((group / limit).read_text()) - int((group / used).read_text()))
+    return max(0, min(free))
+
+
+def most_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> tuple[int | None, str]:
+    """Return how many GPUs torch can find here at most, and why, as a clause; None = not known without torch.
+
+    Only a number that is certain is returned: of torch without CUDA, of CUDA_VISIBLE_DEVICES, or of NVIDIA's device
+    files. A GPU of another kind has other files.
+    """
+    version = _torch_version()
+    if version and not re.search(r"^(cuda|hip)\b.*= ['\"]", version, re.MULTILINE):
+        named = re.search(r"__version__ = '(.*)'", version)
+        return 0, f"the installed torch {named[1] if named else ''} is built for CPUs only"
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        # torch takes those before the first invalid one
+        shown = visible.split(",")
+        ends = next((at for at, each in enumerate(shown) if each.strip() in ("", "-1")), len(shown))
+        return ends, f"CUDA_VISIBLE_DEVICES is {visible!r}"
+    if any((devices / name).exists() for name in ("kfd", "dxg")):  # AMD, and Windows' subsystem for Linux
+        return None, ""
+    number = sum(re.fullmatch(r"nvidia\d+", each.name) is not None for each in devices.glob("nvidia*"))
+    return number, f"there {'is' if number == 1 else 'are'} {number or 'no'} {devices}/nvidia*"
+
+
+def _torch_version() -> str:
+    """Return the text of torch/version.py, which says what torch was built for; "" where it is not installed."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return ""
+    try:
+        return Path(found.origin).with_name("version.py").read_text()
+    except OSError:
+        return ""
+
+
+@functools.cache
+def missing_compiler() -> str:
+    """Return a sentence if torch.compile has no working C++ compiler here, else an empty string."""
+    named = os.environ.get("CXX", "")
+    for compiler in (named,) if named else ("g++", "clang++"):
+        if shutil.which(compiler) and _runs(compiler):
+            return ""
+    tried = f"CXX={named}" if named else "neither g++ nor clang++"
+    return (
+        f"graph.compile needs a C++ compiler, and there is {'none at ' if named else ''}{tried} on this machine; "
+        "install one (apt-get install g++), name it in CXX, or set graph.compile to false"
+    )
+
+
+def _runs(compiler: str) -> bool:
+    command: list[Any] = [compiler, "--version"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False

@@ -62,10 +62,11 @@ def most_checkpoints(config: RunConfig) -> int:
     """Return how many checkpoints of the run can be on the disk at once: the newest, the best and the one written."""
     saving = config.checkpoint
     most = saving.keep_newest + 2
-    if not saving.period:
+    if not saving.period and not saving.minutes:
         return 1
-    # with num_epochs the number of steps is known only when the data is sharded
-    return min(most, math.ceil(config.train.num_steps / saving.period)) if config.train.num_steps else most
+    # with num_epochs the number of steps is known only when the data is sharded, and that by time is never known
+    period = 1 if saving.minutes else saving.period
+    return min(most, math.ceil(config.train.num_steps / period)) if config.train.num_steps else most
 
 
 def space_problems(found: Iterable[Share]) -> Iterator[str]:

@@ -230,9 +230,11 @@ def train(
         micro_batches = batches.take(state.samples_seen, size)
         part = pipeline.run(micro_batches, reducer, scale=scaler.scale, beat=heartbeat.beat)
         own_squares = reducer.reduce()  # whatever overlap did not already do
-        # one all-reduce and one read of the device for all: ranks must take the same branch and stop at the same step
-        sums = reducer.sum(own_squares, part, stop_requested(), batches.wait_s, trained_s())
-        squares, loss, stops, waits_s, seconds = sums
+        # one all-reduce and one read of the device for all: ranks must take the same branch and stop at the same step;
+        # whole numbers are ranks that were asked to stop, and the half is that of rank 0, whose clock says "save"
+        asked = stop_requested() + 0.5 * checkpoints.is_due()
+        sums = reducer.sum(own_squares, part, asked, batches.wait_s, trained_s())
+        squares, loss, asked, waits_s, seconds = sums
         timed_wait_s += waits_s / mpi.world_size
         norm = math.sqrt(squares) / scaler.scale
         passed_over = step in config.train.skip_steps
@@ -263,7 +265,8 @@ def train(
             averages.update(step)
             scaler.grow()
         state = state.advance(size, scaler.state(), trained_s=seconds)
-        stopping, ending = stops > 0, is_out_of_time(state.stop, config) or step == num_steps
+        stopping, due = asked >= 1, asked % 1 > 0
+        ending = is_out_of_time(state.stop, config) or step == num_steps
         if every(config.train.desync_check_period, step):
             compare_copies(step)
 
@@ -273,14 +276,15 @@ def train(
             pace = {"samples_per_s": timed_samples / timed_s, "data_wait": timed_wait_s / timed_s}
             events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **pace)
         spent.lap("steps", wait_s=waits_s / mpi.world_size)
-        if every(config.train.evaluation_period, step) or ending:
+        evaluates = evaluation_is_due(config.train.evaluation_period, state, size, num_rows=batches.num_rows)
+        if evaluates or ending:
             state = state.evaluated(evaluate(step))
             spent.lap("evaluation")
-        if every(config.train.evaluation_period, step):
+        if evaluates:
             state = state.counted(config)
         reason = reason_to_end(state.stop, config)
         last = stopping or ending or bool(reason)
-        if every(config.checkpoint.period, step) or last:
+        if every(config.checkpoint.period, step) or due or last:
             save_checkpoint(last=last)
             spent.lap("checkpoint")
         spent.emit(step)
@@ -314,6 +318,13 @@ def train(
 def every(period: int, step: int) -> bool:
     """Return whether something periodic is due at this step; a period of 0 means never."""
     return period > 0 and step % period == 0
+
+
+def evaluation_is_due(period: int | Literal["epoch"], state: TrainState, size: int, *, num_rows: int) -> bool:
+    """Return whether an evaluation follows the step of `size` samples that led to `state`; an epoch has num_rows."""
+    if period == "epoch":
+        return state.samples_seen // num_rows > (state.samples_seen - size) // num_rows
+    return every(period, state.step)
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:

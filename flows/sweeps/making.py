@@ -49,7 +49,7 @@ def make_sweep(
     choices = {key: tuple(_anchored(key, value) for value in values) for key, values in space.choices.items()}
     ranges = space.ranges
     problems += cannot_vary(settings, (*choices, *ranges))
-    if prune and "train.evaluation_period" not in choices and not setting(settings, "train.evaluation_period"):
+    if prune and "train.evaluation_period" not in choices and setting(settings, "train.evaluation_period") == 0:
         problems.append(
             "--prune compares evaluations while trials are trained, and train.evaluation_period is 0; set it, such as "
             "train.evaluation_period=100"

@@ -224,7 +224,8 @@ def test_trials_are_counted_where_a_range_is_and_only_there(folder: Path) -> Non
     two = "optimizer.learning_rate=1e-3,1e-2"
     assert "these settings have 2 combinations, and all of them are tried" in refused(folder, two, trials=3)[0]
     assert "2000 trials are more than 1000" in refused(folder, rates, trials=2000)[0]
-    assert "train.evaluation_period is 0; set it" in refused(folder, two, prune=True)[0]
+    never = "train.evaluation_period=0"
+    assert "train.evaluation_period is 0; set it" in refused(folder, two, never, prune=True)[0]
 
 
 def test_without_optuna_a_grid_works_and_a_range_says_how_to_install_it(

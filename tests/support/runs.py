@@ -52,6 +52,8 @@ def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array],
             **sections,
             "model": {"path": folder / "model.onnx"} | sections.get("model", {}),
             "data": {"source": str(folder / "data.npz"), "evaluation_fraction": 0.2} | sections.get("data", {}),
+            # the default, an evaluation after each epoch, is tested in test_loop.py: these data have few rows
+            "train": {"evaluation_period": 0} | sections.get("train", {}),
             "launch": fast | {"device": "cpu"} | sections.get("launch", {}),
         }
     )

@@ -27,7 +27,7 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
         "data": {"source": "digits"},
         "train": {"num_steps": 40, "global_batch_size": 4},
         "launch": {"device": "cpu", "start_timeout_s": 60},
-        "checkpoint": {"period": 10},
+        "checkpoint": {"period": 10, "minutes": 0},
     }
     return build_config(given | sections)
 
@@ -77,13 +77,16 @@ def test_checkpoints_that_a_resumed_run_has_already_need_no_further_room(tmp_pat
 
 
 def test_no_more_checkpoints_are_counted_than_the_run_saves(tmp_path: Path) -> None:
-    def most(period: int, **train: Any) -> int:
-        return most_checkpoints(config(tmp_path, checkpoint={"period": period}, train={"global_batch_size": 4} | train))
+    def most(period: int, minutes: float = 0.0, **train: Any) -> int:
+        saving = {"period": period, "minutes": minutes}
+        return most_checkpoints(config(tmp_path, checkpoint=saving, train={"global_batch_size": 4} | train))
 
     assert most(0, num_steps=40) == 1
     assert most(30, num_steps=40) == 2
     assert most(1, num_steps=40) == 5
     assert most(10, num_epochs=3) == 5
+    assert most(0, 10.0, num_steps=40) == 5, "how many there will be by time is not known"
+    assert most(0, 10.0, num_steps=2) == 2
 
 
 def test_a_file_system_without_inodes_left_is_reported_and_one_without_such_a_limit_is_not(

@@ -9,15 +9,19 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 
+from onward.trainer.checkpoint.train_state import TrainState
+from onward.trainer.config.sections.results import CheckpointConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.events import Heartbeat
-from onward.trainer.loop import train
+from onward.trainer.loop import evaluation_is_due, train
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import write_record
 from tests.support import graphs
 from tests.support.ranks import run_ranks
-from tests.support.runs import events, make_run, tiny_text, train_run
+from tests.support.runs import events, final_tensors, make_run, tiny_text, train_run
 
 
 def parsed_models(mpi: MPIContext, root: str) -> list[str]:
@@ -60,6 +64,61 @@ def test_a_run_with_several_evaluations_reads_the_signature_of_the_model_once(tm
     waits = [event.fields["values"]["train/data_wait"] for event in events(run, "scalars")]
     assert len(waits) == 3
     assert all(0 < wait < 1 for wait in waits), "every line has the share of the time in which the rank had no data"
+
+
+@pytest.mark.mpi
+def test_the_defaults_evaluate_each_epoch_and_save_by_time_and_neither_changes_a_bit_of_the_weights(
+    tmp_path: Path,
+) -> None:
+    rows = np.random.default_rng(0)
+    columns = {
+        "features": rows.normal(size=(40, 4)).astype(np.float32),
+        "label": rows.normal(size=40).astype(np.float32),
+    }
+
+    def trained(name: str, period: int | str, minutes: float) -> RunDir:
+        run = make_run(
+            tmp_path / name,
+            graphs.tiny_mlp(),
+            columns,
+            model={"loss": "mse"},
+            train={"global_batch_size": 6, "num_steps": 13, "evaluation_period": period, "seed": 3},
+            parallel={"data": 2},
+            checkpoint={"minutes": minutes, "keep_newest": 20},
+        )
+        assert train_run(run).step == 13
+        return run
+
+    plain, often = trained("plain", 0, 0.0), trained("often", "epoch", 1e-9)
+    assert (TrainConfig().evaluation_period, CheckpointConfig().minutes) == ("epoch", 10.0)
+    steps = {kind: [event.step for event in events(often, kind)] for kind in ("evaluation", "checkpoint")}
+    # 32 rows: an epoch ends in steps 6 (36 samples) and 11 (66), not at a whole number of steps
+    assert steps == {"evaluation": [0, 6, 11, 13], "checkpoint": list(range(1, 14))}
+    assert [event.step for event in events(plain, "evaluation")] == [0, 13]
+    assert [event.step for event in events(plain, "checkpoint")] == [13]
+    found, expected = final_tensors(often), final_tensors(plain)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("period", "seen", "size", "due"),
+    [
+        ("epoch", 31, 8, False),
+        ("epoch", 32, 8, True),
+        ("epoch", 33, 8, True),
+        ("epoch", 40, 8, False),
+        ("epoch", 96, 64, True),
+        (0, 32, 8, False),
+        (4, 32, 8, True),
+        (3, 32, 8, False),
+    ],
+)
+def test_an_evaluation_is_due_after_the_step_in_which_an_epoch_ends(
+    period: Any, seen: int, size: int, due: bool
+) -> None:
+    state = TrainState(step=4, samples_seen=seen, scaler={}, metrics={})
+    assert evaluation_is_due(period, state, size, num_rows=32) == due
 
 
 @pytest.mark.mpi

@@ -17,6 +17,7 @@ from __future__ import annotations
 import datetime
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
@@ -56,6 +57,8 @@ class CheckpointWriter:
         self._refusal: str | None = None
         """Why nothing is written in the background; "" = it is; None before the first save, which decides."""
         self._copy = HostCopy(mpi.device)
+        self._began = time.monotonic()
+        """When the newest checkpoint began, or else the attempt."""
         self._in_flight: Future[Saved] | None = None
         self._step = 0
         """Of the checkpoint in flight."""
@@ -68,6 +71,14 @@ class CheckpointWriter:
             timeout = datetime.timedelta(seconds=config.collective_timeout_s)
             self._group = dist.new_group(timeout=timeout, backend="gloo")
 
+    def is_due(self) -> bool:
+        """Return whether `checkpoint.minutes` have passed since the last one; False on every rank but rank 0.
+
+        Clocks differ, so the ranks must agree on what rank 0 returns.
+        """
+        limit_s = 60 * self._config.checkpoint.minutes
+        return self._mpi.rank == 0 and 0 < limit_s <= time.monotonic() - self._began
+
     def save(self, state: TrainState, parts: Mapping[str, TensorPart], *, beat: Beat, last: bool = False) -> None:
         """Save what `parts` hold now, and raise as `save.save`, or at a later call what goes wrong in the background.
 
@@ -77,7 +88,7 @@ class CheckpointWriter:
         plan = make_write_plan(parts, self._mpi)
         file = RankFile(plan.by_rank[self._mpi.rank])
         work = partial(self._write, state=state, previous=self.previous, plan=plan, file=file, group=self._group)
-        self._step, self._in_flight = state.step, Future()
+        self._step, self._in_flight, self._began = state.step, Future(), time.monotonic()
         if last or self._refuses(file.num_bytes):
             _settle(self._in_flight, partial(work, content=file.read(parts), beat=beat))
             self.poll()

@@ -134,6 +134,27 @@ def test_a_thread_that_makes_no_progress_stops_the_heartbeat(run: RunDir, monkey
         assert len(beats) <= 2, "the watchdog must see that the disk does not answer"
 
 
+def test_rank_0_alone_says_by_its_clock_that_a_checkpoint_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    run, other = RunDir(tmp_path / "run"), MPIContext(1, 2, 1, 2, "here", torch.device("cpu"))
+    run.begin_attempt()
+    with writer(run, ALONE) as checkpoints:
+        now[0] += 599.0
+        assert not checkpoints.is_due()
+        now[0] += 1.0
+        assert checkpoints.is_due(), "10 minutes after the attempt began"
+        checkpoints.save(position(1), held(values(1), ALONE), beat=beat)
+        assert not checkpoints.is_due()
+        checkpoints.wait(beat)
+        now[0] += 600.0
+        assert checkpoints.is_due()
+        monkeypatch.setattr(checkpoints, "_mpi", other)
+        assert not checkpoints.is_due()
+
+
 def fail_in_the_background(mpi: MPIContext, root: str) -> str:
     """Rank 1 cannot write files beyond 10 kB."""
     if mpi.rank == 1:

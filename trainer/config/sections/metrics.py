@@ -220,7 +220,7 @@ class StopConfig(Section):
     """The metric that `patience` and `target` follow, such as `evaluation/accuracy`; empty = `checkpoint.best_metric`.
     """
     patience: NonNegativeInt = 0
-    """End after this many evaluations in succession (every `train.evaluation_period` steps) without improvement; 0 =
+    """End after this many evaluations in succession (see `train.evaluation_period`) without improvement; 0 =
     never. The evaluation before the first step is the first value to improve on."""
     minimum_gain: NonNegativeFloat = 0.0
     """A value counts as an improvement if it is better than the best one by more than this."""

@@ -106,7 +106,7 @@ class LaunchConfig(Section):
     number."""
     retries: NonNegativeInt = 2
     """How often a failed job is started again without progress: from its newest checkpoint or, without one, from step 0
-    (see `checkpoint.period`). A checkpoint beyond all earlier ones is progress, after which the count begins again."""
+    (see `checkpoint.minutes`). A checkpoint beyond all earlier ones is progress, after which the count begins again."""
     retry_delay_s: NonNegativeFloat = 2.0
     """Pause before a retry; each further retry without progress doubles it, up to a minute."""
     on_out_of_memory: Literal["stop", "smaller"] = "stop"

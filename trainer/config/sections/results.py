@@ -17,7 +17,12 @@ class CheckpointConfig(Section):
     """When to save checkpoints, which to keep, and where to start from."""
 
     period: NonNegativeInt = 0
-    """Steps between checkpoints; 0 = only after the last step and when the job is asked to stop."""
+    """Steps between checkpoints; 0 = none by the number of steps. One is always saved after the last step, and when the
+    job is asked to stop."""
+    minutes: NonNegativeFloat = 10.0
+    """Longest time between checkpoints: one is also saved at the end of the first step that is this long after the one
+    before, or after the start of the attempt, by the clock of rank 0. 0 = none by time. The weights do not depend on
+    it, and a training that ends sooner has only the checkpoint after its last step."""
     keep_newest: PositiveInt = 3
     """Newest checkpoints to keep, beside the best one."""
     background: Literal["auto"] | bool = "auto"

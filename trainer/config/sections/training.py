@@ -34,8 +34,9 @@ class TrainConfig(Section):
     """What follows when the loss or a gradient is not finite (in fp16: at every loss scale). `stop` = the run ends.
     `skip` = it goes back to its newest checkpoint, and passes over the samples of that step; such a retry counts for
     `launch.retries`."""
-    evaluation_period: NonNegativeInt = 0
-    """Steps between evaluations; 0 = only before the first and after the last step."""
+    evaluation_period: NonNegativeInt | Literal["epoch"] = "epoch"
+    """Steps between evaluations, or "epoch": one after each pass over the training data. 0 = none of these. One is
+    always made before the first step and after the last one, where an epoch that ends has none of its own."""
     evaluation_batch_size: NonNegativeInt = 0
     """Samples one replica evaluates at a time; 0 = the size of a micro-batch."""
     log_period: PositiveInt = 1

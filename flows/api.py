@@ -12,103 +12,36 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
+from onward.flows.configuration import AnyPath, Config, Given, Overrides, checked_config, config, origins, problems_of
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
 
 if TYPE_CHECKING:
     from onward.flows.run_status import RunOutcome, RunStatus
-    from onward.trainer.config.loading import Check, Override
+    from onward.trainer.config.loading import Override
     from onward.trainer.config.run_config import RunConfig
     from onward.trainer.diagnostics.difference import Difference
     from onward.trainer.diagnostics.doctor import Diagnosis
     from onward.trainer.onnx_import.imported_graph import ImportedGraph
     from onward.trainer.parallel.plan_record import Plan
-    from onward.trainer.run.local_copies import LocalCopies
 
-AnyPath: TypeAlias = "str | os.PathLike[str]"
-Config: TypeAlias = "AnyPath | Mapping[str, Any] | RunConfig"
-"""A configuration: the path of a TOML file, the name of an example, sections as nested mappings, or a RunConfig."""
-Overrides: TypeAlias = "Mapping[str, Any] | Iterable[str]"
-"""Settings that replace those of a configuration: {"train.num_steps": 10}, or lines such as "train.num_steps=10"."""
-
-
-# -- configurations
-
-
-def config(config: Config, overrides: Overrides = (), /, **sections: Any) -> RunConfig:
-    """Return the resolved configuration: defaults, then `config`, then `overrides`, then `sections`.
-
-        onward.config("config.toml", {"train.num_steps": 10})
-        onward.config("config.toml", train={"num_steps": 10}, parallel={"data": 2})
-
-    A section given as a mapping replaces the settings that it names, and no others. Does not open the files that the
-    configuration names. Raises ConfigError with everything that is wrong.
-    """
-    return _load(config, overrides, sections, check_files=False)
-
-
-def checked_config(config: Config, overrides: Overrides = (), /, **sections: Any) -> RunConfig:
-    """Return what `config` returns, after checking it against its model, its data and its directories.
-
-    Writes the model of an example that is given by its name, if the file does not exist yet.
-    """
-    return _load(config, overrides, sections, check_files=True)
-
-
-def _load(config: Config, overrides: Overrides, sections: Mapping[str, Any], *, check_files: bool) -> RunConfig:
-    from onward.trainer.config.loading import load_config
-
-    source, changes, check = parts_of(config, overrides, sections)
-    return load_config(source, changes, check=check) if check_files else load_config(source, changes)
-
-
-def parts_of(
-    config: Config, overrides: Overrides, sections: Mapping[str, Any]
-) -> tuple[RunConfig | Mapping[str, Any] | Path, list[Override], Check]:
-    """Return what `load_config` takes. The check also writes the model of an example that is given by its name."""
-    from onward.flows.examples import Example, find_config
-
-    changes: list[Override] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides), *sections.items()]
-    source = find_config(os.fspath(config)) if isinstance(config, str | os.PathLike) else config
-    if not isinstance(source, Example):
-        return source, changes, _problems
-    example = source
-
-    def check(sections: Mapping[str, Any]) -> list[str]:
-        if (model := sections.get("model")) and model.path == example.model:
-            with contextlib.suppress(OSError):  # reported below: the file does not exist, ONWARD_HOME is not writable
-                example.write_model()
-        return _problems(sections)
-
-    # before the user's overrides, which may name another model
-    return example.config, [("model.path", example.model), *changes], check
-
-
-def _problems(sections: Mapping[str, Any], known: LocalCopies | None = None, *, resumed: bool = False) -> list[str]:
-    """Return what is wrong with the files and the data of a configuration; what is named by URL is fetched first."""
-    from onward.tasks.registered_models import with_registered
-    from onward.trainer.config.rules.ranks import sizes_beside_auto
-    from onward.trainer.diagnostics.config_check import check_files_and_data
-
-    problems = [] if resumed or "parallel" not in sections else list(sizes_beside_auto(sections["parallel"]))
-    try:
-        return [*problems, *check_files_and_data(sections, with_registered(sections, known))]
-    except ConfigError as error:
-        return [*problems, *error.problems]
+__all__ = ["checked_config", "config", "origins"]  # beside what is defined here
 
 
 # -- runs
 
 
-def run(config: Config, overrides: Overrides = (), /, **sections: Any) -> RunOutcome:
+def run(config: Config, overrides: Overrides = (), /, *, profile: str = "", **sections: Any) -> RunOutcome:
     """Train a model: check everything, then run the flow in this process; return how it ended.
 
         onward.run("squeezenet-digits", train={"num_epochs": 2})
         onward.run("config.toml", {"optimizer.learning_rate": 3e-4, "launch.retries": 0})
+        onward.run(["config.toml", "gpu.toml"], profile="long")
         onward.run({"model": {"path": "m.onnx"}, "data": {"source": "d.csv"}, "train": {"num_steps": 100}})
 
     Blocks until the trained file is exported, and prints its progress on stderr. Ctrl-C and SIGTERM stop the training
@@ -117,33 +50,8 @@ def run(config: Config, overrides: Overrides = (), /, **sections: Any) -> RunOut
     the other errors of `onward.OnwardError` for a run that ended without an exported file.
     """
     require_flow("onward.run")
-    source, changes, check = parts_of(config, overrides, sections)
-    return _train(_checked_here(source, changes, check))
-
-
-def _checked_here(
-    source: RunConfig | Mapping[str, Any] | Path, changes: Iterable[Override], check: Check, *, resumed: bool = False
-) -> RunConfig:
-    """Return the configuration after checking also this machine, on which it runs.
-
-    Raises ConfigError with all problems, RuntimeUnavailable where only the machine lacks something.
-    """
-    from onward.tasks.machine_check import machine_problems
-    from onward.trainer.config.loading import load_config
-
-    missing: list[str] = []
-
-    def both(sections: Mapping[str, Any]) -> Iterable[str]:
-        missing.extend(machine_problems(sections, resumed=resumed))
-        return check(sections)
-
-    try:
-        found = load_config(source, changes, check=both)
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *missing]) from None
-    if missing:
-        raise RuntimeUnavailable(missing)
-    return found
+    given = Given.of(config, overrides, sections, profile=profile)
+    return _train(given.checked_here(), origins=given.layered().origins)
 
 
 def resume(run: str = "last", overrides: Overrides = (), /, *, from_start: bool = False) -> RunOutcome:
@@ -183,17 +91,17 @@ def resume(run: str = "last", overrides: Overrides = (), /, *, from_start: bool 
     if from_start:
         discard_damaged(found)
     known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
-    resolved = _checked_here(
-        read_settings(found), changes, lambda sections: _problems(sections, known, resumed=True), resumed=True
-    )
+    saved = Given(read_settings(found), changes, lambda sections: problems_of(sections, known, resumed=True))
+    resolved = saved.checked_here(resumed=True)
     return _train(resolved, resume=found.root.name)
 
 
-def _train(config: RunConfig, *, resume: str = "") -> RunOutcome:
+def _train(config: RunConfig, *, resume: str = "", origins: Mapping[str, str] = MappingProxyType({})) -> RunOutcome:
     from onward.flows.flow_log import flow_log
     from onward.flows.local_run import close_flow_run, create_flow_run, prefect_server, run_to_end
     from onward.flows.run_status import outcome_of
     from onward.flows.runs import how_to_continue, may_continue
+    from onward.trainer.run.origins import record_origins
 
     asked_ms = time.time_ns() // 1_000_000
     # the signal handler first: starting the server takes seconds, in which the process may be stopped
@@ -202,6 +110,8 @@ def _train(config: RunConfig, *, resume: str = "") -> RunOutcome:
 
         run, flow_run = create_flow_run(config, resume=resume, asked_ms=asked_ms)
         print(f"onward: run {run.root}", file=sys.stderr)
+        if not resume:
+            record_origins(run, config, origins)
         try:
             with flow_log(run) as terminal, live_progress(run, stream=terminal):
                 exported = run_to_end(flow_run, config, resume=resume)
@@ -276,7 +186,7 @@ def runs() -> list[RunStatus]:
     return described_runs(all_runs())
 
 
-def plan(config: Config, overrides: Overrides = (), /, **sections: Any) -> Plan:
+def plan(config: Config, overrides: Overrides = (), /, *, profile: str = "", **sections: Any) -> Plan:
     """Return how a run would be divided over its ranks, and the memory and messages of each; takes what `run` takes.
 
     With `parallel = "auto"` the sizes are chosen. Raises ConfigError or UnsupportedModel when no such division exists.
@@ -287,7 +197,7 @@ def plan(config: Config, overrides: Overrides = (), /, **sections: Any) -> Plan:
         from onward.tasks.registered_models import with_registered
     from onward.trainer.data.reading.fetching import fetch
 
-    resolved = checked_config(config, overrides, **sections)
+    resolved = checked_config(config, overrides, profile=profile, **sections)
     return make_plan(resolved, fetch(resolved, with_registered(resolved))[0])
 
 

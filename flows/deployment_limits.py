@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from onward.infra.mlflow_store import without_password
-from onward.trainer.config.loading import BUNDLED_SOURCES, PATHS, replaced
 from onward.trainer.config.section import Section
+from onward.trainer.config.setting_paths import BUNDLED_SOURCES, PATHS, replaced
 from onward.trainer.config.urls import is_registered, redacted, url_of
 from onward.trainer.errors import ConfigError, OnwardError
 from onward.trainer.run.directory import onward_home

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onward.flows.api import AnyPath, prefect_at_home, require_flow
+from onward.flows.api import prefect_at_home, require_flow
+from onward.flows.configuration import AnyPath
 
 if TYPE_CHECKING:
     from onward.trainer.checkpoint.bundle import Bundle

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from onward.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from onward.flows.api import AnyPath, Overrides
+    from onward.flows.configuration import AnyPath, Overrides
     from onward.trainer.proposal.initialise import Proposed
 
 

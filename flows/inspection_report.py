@@ -180,8 +180,12 @@ def show_difference(found: Difference, *, everything: bool) -> None:
         if lines:
             _title(title)
             print("\n".join(f"  {line}" for line in lines))
+    if found.stripped:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in found.stripped.items())
+        number = sum(found.stripped.values())
+        _title(f"{number} training-only node{'s' * (number > 1)} removed, or without training mode: {kinds}")
     if found.nodes:
-        _title(f"nodes: {len(found.nodes)} changed")
+        _title(f"nodes: {len(found.nodes)} {'others ' if found.stripped else ''}changed")
         nodes = [(change.node, change.operator, change.change) for change in found.nodes]
         _some(nodes, ("node", "operator", "change"), everything=everything)
     _title(f"tensors: {found.equal_tensors} equal, {len(found.tensors)} changed")

@@ -7,8 +7,10 @@ import json
 import lzma
 import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section, table_type
@@ -69,22 +71,35 @@ def variant_rows(exported: ExportedModel | RunOutcome) -> list[tuple[str, str]]:
     return rows
 
 
-def config_lines(config: RunConfig) -> Iterable[str]:
-    """Yield a resolved configuration as TOML that can be loaded again, with the meaning above each setting."""
-    yield f"name = {as_toml(config.name)}"
+def config_lines(config: RunConfig, origins: Mapping[str, str] = MappingProxyType({})) -> Iterable[str]:
+    """Yield a resolved configuration as TOML that can be loaded again, with the meaning above each setting, and behind
+    it where its value came from."""
+    yield f"name = {as_toml(config.name)}{_origin('name', origins)}"
     entries = [each.model_dump(mode="json", exclude_defaults=True) for each in config.metrics]
     yield from (f"# {line}" for line in (RunConfig.model_fields["metrics"].description or "").splitlines())
-    yield f"metrics = {as_toml(entries)}"
+    yield f"metrics = {as_toml(entries)}{_origin('metrics', origins)}"
     yield from ([] if config.loss else ["# The short form in [model] and [data] says which loss.", "loss = []"])
     for name, section in config:
         if isinstance(section, Section):
-            yield from _table_lines(name, f"[{name}]", section)
+            yield from _table_lines(name, f"[{name}]", section, origins)
         elif name == "loss":
-            for entry in section:
-                yield from _table_lines(name, "[[loss]]", entry)
+            for place, entry in enumerate(section):
+                yield from _table_lines(name if len(section) == 1 else f"{name}.{place}", "[[loss]]", entry, origins)
 
 
-def _table_lines(name: str, title: str, section: Section) -> Iterable[str]:
+def changed_lines(config: RunConfig, origins: Mapping[str, str]) -> Iterable[str]:
+    """Yield the settings that differ from their defaults, one line each, with their origin."""
+    changed = changed_settings(config)
+    lines = {key: f"{key} = {as_toml(value)}" for key, value in changed.items() if value is not None}
+    width = min(60, max(map(len, lines.values()), default=0))
+    yield from (f"{line.ljust(width)}{_origin(key, origins)}" for key, line in lines.items())
+
+
+def _origin(key: str, origins: Mapping[str, str]) -> str:
+    return f"  # {origins[key]}" if key in origins else ""
+
+
+def _table_lines(name: str, title: str, section: Section, origins: Mapping[str, str]) -> Iterable[str]:
     """Yield the lines of one table, and behind them those of the tables in it."""
     yield from ("", f"# {(type(section).__doc__ or '').splitlines()[0]}", title)
     # TOML has no null.
@@ -93,9 +108,10 @@ def _table_lines(name: str, title: str, section: Section) -> Iterable[str]:
     for key, field in type(section).model_fields.items():
         if key not in inner:
             yield from (f"# {line}" for line in (field.description or "").splitlines())
-            yield f"{key} = {as_toml(values[key])}" if key in values else f"# {key} is not set"
+            where = _origin(f"{name}.{key}", origins)
+            yield f"{key} = {as_toml(values[key])}{where}" if key in values else f"# {key} is not set"
     for key, table in inner.items():
-        yield from _table_lines(f"{name}.{key}", f"[{name}.{key}]", table)
+        yield from _table_lines(f"{name}.{key}", f"[{name}.{key}]", table, origins)
 
 
 def meanings() -> dict[str, str]:

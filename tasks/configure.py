@@ -26,6 +26,7 @@ from onward.infra.git import commit_of
 from onward.tasks.machine_check import machine_problems
 from onward.tasks.registered_models import store_of, with_registered
 from onward.tasks.subprocesses import run_module
+from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.rules.ranks import sizes_beside_auto
@@ -116,7 +117,7 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
 
     Only limits of [stop] may differ: they decide how far a run goes, and not what a step does.
     """
-    before, now = _flat_settings(saved), _flat_settings(given)
+    before, now = flat_settings(saved), flat_settings(given)
     # With "auto" the saved values were chosen when the run began, and the given ones are still the defaults.
     if given.parallel.sizes == saved.parallel.sizes == "auto":
         chosen = CHOSEN if given.parallel.memory_gib else {*CHOSEN, "parallel.memory_gib"}
@@ -265,7 +266,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
             name=config.name,
             # of a run that had ended early; the monitor sets it again if it still has
             tags=_tags(run, config, identity) | ({"onward.ended_early": ""} if known else {}),
-            params=_flat_settings(config),
+            params=flat_settings(config),
         )
         tracker.log_file(run.config)
     except mlflow_store.TrackingUnavailable as error:
@@ -306,25 +307,6 @@ def _tags_of_trial(run: RunDir) -> dict[str, str]:
         return {}
     tags = {"onward.sweep": trial.sweep_id, "onward.trial": str(trial.number)}
     return tags | ({"mlflow.parentRunId": trial.mlflow_run_id} if trial.mlflow_run_id else {})
-
-
-def _flat_settings(config: RunConfig) -> dict[str, Any]:
-    """Return `section.key` -> value."""
-    return {key.lstrip("."): value for key, value in _settings_of(config, "").items()}
-
-
-def _settings_of(section: Section, name: str) -> dict[str, Any]:
-    """Return the settings of a section and of the tables in it, such as `data.image.size`."""
-    plain, flat = section.model_dump(mode="json"), dict[str, Any]()
-    for key, value in section:
-        if isinstance(value, Section):
-            flat |= _settings_of(value, f"{name}.{key}")
-        elif key == "loss" and isinstance(value, tuple):
-            for place, entry in enumerate(value):
-                flat |= _settings_of(entry, f"{name}.{key}" if len(value) == 1 else f"{name}.{key}.{place}")
-        else:
-            flat[f"{name}.{key}"] = plain[key]
-    return flat
 
 
 def _prefect_url() -> str:

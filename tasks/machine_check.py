@@ -113,8 +113,8 @@ def _store_problems(uri: str) -> Iterator[str]:
     except OSError as error:
         if not any(name.lower().endswith("_proxy") for name in os.environ):  # a proxy may reach it
             yield (
-                f"the MLflow server {redacted(uri)} does not answer ({error}); start it, or set monitor.tracking_uri "
-                "or MLFLOW_TRACKING_URI to one that runs"
+                f"the MLflow server {redacted(uri)} does not answer ({error}); start it, or set MLFLOW_TRACKING_URI or "
+                "monitor.tracking_uri (empty = Onward's own store)"
             )
 
 

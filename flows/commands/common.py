@@ -9,13 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from onward.flows.examples import MODELS
+from onward.trainer.errors import ConfigError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and everything else on stderr.")]
 ConfigFile = Annotated[
     str,
     typer.Argument(
         metavar="CONFIG",
-        help="The TOML file of the run, for example digits.toml; or the name of an example: "
+        help="The TOML file of the run, for example digits.toml, of which more may follow; or the name of an example: "
         f"{' or '.join(sorted(MODELS))}.",
         show_default=False,
     ),
@@ -23,10 +24,15 @@ ConfigFile = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="SECTION.KEY=VALUE",
-        help="Settings that replace those of the file, each a line of TOML, for example train.num_epochs=2.",
+        metavar="[CONFIG...] SECTION.KEY=VALUE",
+        help="Further TOML files, of which later ones win; and settings that replace those of all files, each a line "
+        "of TOML, for example train.num_epochs=2.",
         show_default=False,
     ),
+]
+Profile = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Also take the tables [profiles.NAME] of the files.", show_default=False),
 ]
 StopOverrides = Annotated[
     list[str] | None,
@@ -48,6 +54,16 @@ RunName = Annotated[
 Output = Annotated[
     Path, typer.Option("--output", "-o", help="The ONNX file to write, for example model.onnx.", show_default=False)
 ]
+
+
+def layers_of(config: str, words: list[str] | None) -> tuple[list[str], list[str]]:
+    """Return the files (or examples) of a command line and its overrides; a word without "=" is a file."""
+    overrides = [word for word in words or () if "=" in word]
+    files = [config, *(word for word in words or () if "=" not in word)]
+    known = [word for word in files[1:] if word.endswith(".toml") or word in MODELS or Path(word).is_file()]
+    if wrong := [word for word in files[1:] if word not in known]:
+        raise ConfigError(f"{word!r} is neither a setting, SECTION.KEY=VALUE, nor a TOML file" for word in wrong)
+    return files, overrides
 
 
 def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:

@@ -14,6 +14,8 @@ from onward.flows.commands.common import (
     ConfigFile,
     Json,
     Overrides,
+    Profile,
+    layers_of,
     print_json,
 )
 
@@ -62,21 +64,41 @@ def doctor(
         raise typer.Exit(2)
 
 
-def config(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Print the resolved configuration with the meaning of every setting.
+def config(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    profile: Profile = "",
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Only the settings that differ from the defaults.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the resolved configuration with the meaning and the origin of every setting.
 
-    The output is itself a configuration file. The model and the data are not opened.
+    The output is itself a configuration file. The comment behind a setting says where its value came from: a file and
+    its table, a profile, an override, or the default. The model and the data are not opened.
     """
-    from onward.flows.report import config_lines, meanings
+    from onward.flows.report import changed_lines, config_lines, meanings
+    from onward.trainer.config.flat_settings import changed_settings
 
-    resolved = api.config(config, overrides or ())
-    if as_json:
-        print_json({"config": resolved.model_dump(mode="json"), "meanings": meanings()})
+    files, changes = layers_of(config, overrides)
+    resolved = api.config(files, changes, profile=profile)
+    origins = api.origins(files, changes, profile=profile)
+    if as_json and changed:
+        print_json({"changed": changed_settings(resolved), "origins": origins})
+    elif as_json:
+        print_json({"config": resolved.model_dump(mode="json"), "meanings": meanings(), "origins": origins})
     else:
-        print("\n".join(config_lines(resolved)))
+        print("\n".join((changed_lines if changed else config_lines)(resolved, origins)))
 
 
-def plan(config: ConfigFile, overrides: Overrides = None, everything: All = False, as_json: Json = False) -> None:
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    profile: Profile = "",
+    everything: All = False,
+    as_json: Json = False,
+) -> None:
     """Estimate the layout, memory and messages of a run.
 
     Shows the stages, the memory of one rank at its peak, what each mesh axis sends, and which layers are tensor
@@ -84,7 +106,8 @@ def plan(config: ConfigFile, overrides: Overrides = None, everything: All = Fals
     """
     from onward.flows.inspection_report import show_plan
 
-    found = api.plan(config, overrides or ())
+    files, changes = layers_of(config, overrides)
+    found = api.plan(files, changes, profile=profile)
     if as_json:
         print_json(found.model_dump(mode="json") | {"num_ranks": found.num_ranks})
     else:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import typer
 
 from onward.flows import api
-from onward.flows.commands.common import ConfigFile, Json, Overrides, print_facts, print_json
+from onward.flows.commands.common import ConfigFile, Json, Overrides, Profile, layers_of, print_facts, print_json
 from onward.trainer.errors import RuntimeUnavailable
 
 
@@ -40,6 +40,7 @@ def up(as_json: Json = False) -> None:
 def deploy(
     config: ConfigFile,
     overrides: Overrides = None,
+    profile: Profile = "",
     name: Annotated[str, typer.Option(help="Name of the deployment, shown as train-onnx/NAME.")] = "default",
     cron: Annotated[
         str, typer.Option(help="When to run, as a cron expression, for example '0 2 * * *'.", show_default=False)
@@ -66,7 +67,8 @@ def deploy(
     that the configuration names, and in those of --allow; Python is executed only from the files that it names now.
     """
     api.require_flow("onward deploy")
-    resolved = api.checked_config(config, overrides or ())
+    files, changes = layers_of(config, overrides)
+    resolved = api.checked_config(files, changes, profile=profile)
     from onward.flows.local_run import prefect_server
 
     with prefect_server(start=False) as url:

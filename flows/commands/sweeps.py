@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onward.flows.commands.common import Json, print_json
+from onward.flows.commands.common import Json, Profile, layers_of, print_json
 from onward.flows.sweeps import api
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def sweep(
             show_default=False,
         ),
     ] = None,
+    profile: Profile = "",
     trials: Annotated[int, typer.Option(min=0, help="How many trials to make, where a setting has a range.")] = 0,
     prune: Annotated[
         bool, typer.Option("--prune", help="End a trial whose evaluations are worse than the median of those before.")
@@ -71,11 +72,9 @@ def sweep(
     elif resume:
         _show(api.resume_sweep(resume, from_start=from_start), as_json=as_json)
     else:
-        _show(_start(config, settings, trials, prune, seed), as_json=as_json)
-
-
-def _start(config: str, settings: list[str] | None, trials: int, prune: bool, seed: int) -> SweepOutcome:
-    return api.sweep(config, settings or (), trials=trials, prune=prune, seed=seed)
+        files, space = layers_of(config, settings)
+        found = api.sweep(files, space, profile=profile, trials=trials, prune=prune, seed=seed)
+        _show(found, as_json=as_json)
 
 
 def _list(found: list[SweepOutcome], *, as_json: bool) -> None:

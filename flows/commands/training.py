@@ -8,20 +8,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onward.flows import api, verify_run
-from onward.flows.commands.common import ConfigFile, Json, Overrides, RunName, StopOverrides, print_facts, print_json
+from onward.flows.commands.common import (
+    ConfigFile,
+    Json,
+    Overrides,
+    Profile,
+    RunName,
+    StopOverrides,
+    layers_of,
+    print_facts,
+    print_json,
+)
 from onward.trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
     from onward.flows.run_status import RunOutcome
 
 
-def run(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
+def run(config: ConfigFile, overrides: Overrides = None, profile: Profile = "", as_json: Json = False) -> None:
     """Train a model and export it.
 
     Checks the configuration, the model and the data first and lists everything that is wrong. Then runs the flow in
     this process, on the ranks that mpirun starts, and prints the result. Ctrl-C saves a checkpoint and stops.
     """
-    _show(api.run(config, overrides or ()), as_json=as_json)
+    files, changes = layers_of(config, overrides)
+    _show(api.run(files, changes, profile=profile), as_json=as_json)
 
 
 def resume(

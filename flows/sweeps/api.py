@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from onward.flows.api import Config, Overrides, exit_on_sigterm, parts_of, require_flow
+from onward.flows.api import exit_on_sigterm, require_flow
+from onward.flows.configuration import Config, Given, Overrides
 from onward.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ def sweep(
     overrides: Overrides = (),
     /,
     *,
+    profile: str = "",
     trials: int = 0,
     prune: bool = False,
     seed: int = 0,
@@ -39,13 +41,15 @@ def sweep(
     from onward.flows.sweeps.settings import read_space
     from onward.tasks.machine_check import machine_problems
 
-    source, changes, check = parts_of(config, overrides, {})
+    given = Given.of(config, overrides, {}, profile=profile)
     wanted = read_space(space)
 
     def both(sections: Mapping[str, Any]) -> list[str]:
-        return [*check(sections), *machine_problems(sections)]
+        return [*given.check(sections), *machine_problems(sections)]
 
-    folder = make_sweep(source, changes, wanted, trials=trials, prune=prune, seed=seed, check=both)
+    folder = make_sweep(
+        given.source, given.changes, wanted, profile=profile, trials=trials, prune=prune, seed=seed, check=both
+    )
     return _run_sweep(folder.root.name)
 
 

@@ -8,15 +8,15 @@ import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from onward.flows.sweeps.choice import combination
 from onward.flows.sweeps.settings import Space, cannot_vary, setting
 from onward.tasks.registered_models import store_of, with_registered
-from onward.trainer.config.loading import PATHS, Check, Override, load_config, replaced, settings_of, values_at
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.layers import Source
+from onward.trainer.config.loading import Check, Override, layered, load_config, settings_of
 from onward.trainer.config.sections.results import MonitorConfig
+from onward.trainer.config.setting_paths import PATHS, replaced, values_at
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
 from onward.trainer.run.records import write_record
@@ -32,10 +32,11 @@ MAX_NAMED = 3
 
 
 def make_sweep(
-    source: RunConfig | Mapping[str, Any] | Path,
+    source: Source,
     overrides: Sequence[Override],
     space: Space,
     *,
+    profile: str = "",
     trials: int = 0,
     prune: bool = False,
     seed: int = 0,
@@ -45,7 +46,8 @@ def make_sweep(
 
     Raises ConfigError with everything that is wrong in any of them; of a search space its bounds are checked.
     """
-    settings, problems = settings_of(source, [*overrides, *space.fixed])
+    found = layered(source, [*overrides, *space.fixed], profile=profile)
+    settings, problems = found.settings, found.problems
     choices = {key: tuple(_anchored(key, value) for value in values) for key, values in space.choices.items()}
     ranges = space.ranges
     problems += cannot_vary(settings, (*choices, *ranges))

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from onward.trainer.config.loading import Override, values_at
+from onward.trainer.config.loading import Override
 from onward.trainer.config.sections.results import CheckpointConfig
+from onward.trainer.config.setting_paths import values_at
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.sweeps import Range
 

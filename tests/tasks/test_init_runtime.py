@@ -97,7 +97,7 @@ def test_the_output_of_a_failing_launcher_is_in_the_error(
 def test_a_machine_without_mpirun_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeUnavailable, match=r"no MPI: there is no mpirun, .*; install one"):
+    with pytest.raises(RuntimeUnavailable, match=r"no MPI: there is no mpirun, .*; install Open MPI"):
         init_runtime.fn(run)
 
 

@@ -28,8 +28,8 @@ from pydantic import Field, ValidationError
 from onward.trainer.checkpoint.certificate import Sha256
 from onward.trainer.checkpoint.manifest import CHUNK_BYTES, Size
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint
-from onward.trainer.config.loading import BUNDLED_SOURCES, PATHS, replaced
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.setting_paths import BUNDLED_SOURCES, PATHS, replaced
 from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.data.signature import model_files
 from onward.trainer.data.storage.shards import ShardManifest

@@ -23,8 +23,8 @@ from pydantic import Field
 
 from onward.trainer.checkpoint.tensor_sums import KINDS, Sum, kind_of
 from onward.trainer.checkpoint.train_state import TrainState
-from onward.trainer.config.loading import PATHS, replaced
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.setting_paths import PATHS, replaced
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.run.directory import RunDir, read_settings
 from onward.trainer.run.records import Record, RunIdentity, read_record

@@ -1,25 +1,23 @@
-"""Loading: defaults, then a TOML file, then `section.key=value` lines, validated together."""
+"""Loading: defaults, then TOML files, then `section.key=value` lines, validated together."""
 
 from __future__ import annotations
 
-import os
-import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from onward.trainer.bounds import CONFIG_BYTES, CONFIG_DEPTH, NAME_LETTERS, read_bounded
+from onward.trainer.config.layers import Layered, Source, is_auto, plain, read_layers
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.open_questions import OPEN, open_questions
 from onward.trainer.config.rules import Sections, check_cross_section_rules
 from onward.trainer.config.run_config import SECTIONS, RunConfig
-from onward.trainer.config.section import Section, plain_word
+from onward.trainer.config.section import Section
 from onward.trainer.config.sections.metrics import MetricConfig
+from onward.trainer.config.setting_paths import anchor, expanded
 from onward.trainer.config.unknown_settings import explained, unknown
-from onward.trainer.config.urls import url_of
 from onward.trainer.errors import ConfigError
 
 Check = Callable[[Sections], Iterable[str]]
@@ -32,94 +30,43 @@ Override = str | tuple[str, Any]
 
 
 def load_config(
-    source: RunConfig | Mapping[str, Any] | Path,
+    source: Source,
     overrides: Iterable[Override] = (),
     *,
+    profile: str = "",
     check: Check = lambda sections: (),
 ) -> RunConfig:
-    """Read a TOML file (or take settings that were read already), apply the overrides, validate everything.
+    """Read TOML files (or take settings that were read already), apply the overrides, validate everything.
 
-    Paths in the file become absolute against the file's directory, all others against the
-    working directory. Raises ConfigError with every problem found, those of `check` included; while a setting is "?"
-    (open_questions.py), with every such setting.
+    Several files, their bases and a profile are laid over each other (layers.py). Paths in a file become absolute
+    against the file's directory, all others against the working directory. Raises ConfigError with every problem
+    found, those of `check` included; while a setting is "?" (open_questions.py), with every such setting.
     """
-    raw, problems = settings_of(source, overrides)
-    if not isinstance(source, RunConfig):
-        text = read_bounded(source, CONFIG_BYTES).decode() if isinstance(source, Path) else ""
-        if questions := open_questions(raw, text, str(source) if text else ""):
-            raise ConfigError([*problems, *questions])
-    return build_config(raw, problems, check=check)
+    found = layered(source, overrides, profile=profile)
+    if not isinstance(source, RunConfig) and (questions := open_questions(found.settings, found.texts)):
+        raise ConfigError([*found.problems, *questions])
+    return build_config(found.settings, found.problems, check=check)
 
 
-def settings_of(
-    source: RunConfig | Mapping[str, Any] | Path, overrides: Iterable[Override] = ()
-) -> tuple[dict[str, Any], list[str]]:
+def settings_of(source: Source, overrides: Iterable[Override] = ()) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of `load_config` before they are validated, with absolute paths; and what is wrong with the
     overrides. Raises ConfigError when the file cannot be read."""
-    raw = _read_toml(source) if isinstance(source, Path) else _as_settings(source)
-    layout = raw.get("parallel")
-    if isinstance(layout, dict) and "horizontal" in layout and "tensor" not in layout:
-        layout["tensor"] = layout.pop("horizontal")  # so that an override under either name replaces it
+    found = layered(source, overrides)
+    return found.settings, found.problems
+
+
+def layered(source: Source, overrides: Iterable[Override] = (), *, profile: str = "") -> Layered:
+    """Return the settings of all layers before they are validated, with what is wrong with the overrides."""
+    found = read_layers(source, profile)
     # collected, so that one run of the command reports every mistake of file and overrides
-    problems: list[str] = []
     for override in overrides:
         try:
             for key, value in settings_in(override):
-                _override(raw, key, value)
+                _override(found.settings, key, value)
+                found.set(key, "override")
         except ConfigError as error:
-            problems += error.problems
-    return raw, problems
-
-
-_DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\"']?[\w-]++[\"']?\s*\.\s*){{{CONFIG_DEPTH.most},}}")
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        text = read_bounded(path, CONFIG_BYTES).decode()
-        if _DEEP_KEY.search(text):  # of which tomllib keeps each beginning
-            raise RecursionError
-        raw: dict[str, Any] = tomllib.loads(text)
-    except FileNotFoundError:
-        raise ConfigError(f"no config file {path}; give the path of a TOML file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the config file {path}: {error}") from None
-    except ValueError as error:  # TOMLDecodeError, and Python's own of a number with thousands of digits
-        raise ConfigError(f"{path} is not TOML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} has more {CONFIG_DEPTH.what} than the limit of {CONFIG_DEPTH.most}") from None
-    if (depth := _depth(raw)) > CONFIG_DEPTH.most:
-        raise ConfigError(f"{path} has {CONFIG_DEPTH.exceeded(depth)}")
-    _anchor(raw, path.resolve().parent)
-    raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", path.stem)[: NAME_LETTERS.most])
-    return raw
-
-
-def _depth(settings: Any) -> int:
-    """Return how many tables and lists lie inside each other; level by level, because recursion has a limit, too."""
-    depth, level = 0, [settings]
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        depth += 1
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-    return depth
-
-
-def _as_settings(source: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration or a nested mapping as nested dictionaries of plain values, paths absolute."""
-    sections = source.model_dump(mode="json") if isinstance(source, RunConfig) else _plain(source)
-    _anchor(sections, Path.cwd())
-    return dict(sections)
-
-
-def _plain(value: Any) -> Any:
-    """Copy nested mappings and sections to dictionaries, and paths to strings, as TOML has them."""
-    if isinstance(value, Section):
-        return value.model_dump(mode="json")
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+            found.problems += error.problems
+    return found
 
 
 def build_config(
@@ -134,7 +81,7 @@ def build_config(
     read: dict[str, Any] = {}
     for name, section in SECTIONS.items():
         value = raw.get(name, {})
-        if name == "parallel" and _is_auto(value):
+        if name == "parallel" and is_auto(value):
             value = {"sizes": "auto"}
         if isinstance(value, section):
             read[name] = value
@@ -163,10 +110,6 @@ def build_config(
     return config
 
 
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and plain_word(value) == "auto"
-
-
 ENTRIES: Mapping[str, type[Section]] = {"loss": LossConfig, "metrics": MetricConfig}
 """What a configuration has several of; one may be given without a list."""
 
@@ -192,76 +135,6 @@ def _read_entries(name: str, given: Any, problems: list[str]) -> dict[str, tuple
     return {name: tuple(read)} if len(problems) == before else {}
 
 
-PATHS = (
-    "model.path",
-    "model.converters",
-    "teacher.path",
-    "data.source",
-    "data.sources.source",
-    "data.evaluation_source",
-    "data.test_source",
-    "data.text.tokenizer",
-    "loss.file",
-    "launch.hostfile",
-    "checkpoint.load",
-    "export.path",
-)
-"""The settings that hold paths or URLs, also inside lists: what is anchored here, and fetched if it is a URL."""
-
-
-def _anchor(raw: dict[str, Any], base: Path) -> None:
-    """Make the paths of a settings mapping absolute, in place."""
-
-    def anchored(value: Any) -> Any:
-        if not isinstance(value, str) or value in ("", OPEN):
-            return value
-        return url_of(value) or str(base / _expanded(value))
-
-    def anchored_source(value: Any) -> Any:
-        return value if value in BUNDLED_SOURCES else anchored(value)
-
-    for key in PATHS:
-        raw |= replaced(raw, key.split("."), anchored_source if key.startswith("data.") else anchored)
-
-
-def _expanded(path: str) -> Path:
-    """Return a path with the home directory in place of ~. Of an unknown user the path stays: it is not there."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        return Path(path)
-
-
-def values_at(settings: Any, keys: Sequence[str]) -> list[Any]:
-    """Return the settings at `keys`: one, none, or several where there are lists."""
-    found: list[Any] = []
-
-    def collect(value: Any) -> Any:
-        found.append(value)
-        return value
-
-    replaced(settings, keys, collect)
-    return found
-
-
-def replaced(settings: Any, keys: Sequence[str], change: Callable[[Any], Any]) -> Any:
-    """Return nested settings with `change` applied to the setting at `keys`, to each element where that is a list."""
-    if isinstance(settings, list | tuple):
-        return type(settings)(replaced(item, keys, change) for item in settings)
-    if not keys:
-        return change(settings)
-    if isinstance(settings, Section):
-        value = getattr(settings, keys[0], None)
-        return settings if value is None else settings.model_copy(update={keys[0]: replaced(value, keys[1:], change)})
-    if isinstance(settings, Mapping) and keys[0] in settings:
-        return {**settings, keys[0]: replaced(settings[keys[0]], keys[1:], change)}
-    return settings
-
-
-BUNDLED_SOURCES = ("digits", "stdlib")
-"""Data sources that every machine has: names, not paths."""
-
-
 def settings_in(override: Override) -> Iterable[tuple[str, Any]]:
     """Yield (section.key, value) of every setting that an override changes."""
     if isinstance(override, str):
@@ -276,7 +149,7 @@ def settings_in(override: Override) -> Iterable[tuple[str, Any]]:
             raise ConfigError(f"override {key.strip()}: its value cannot be read: {error}") from None
         yield key.strip(), value
     else:
-        key, value = override[0], _plain(override[1])
+        key, value = override[0], plain(override[1])
         if isinstance(value, dict) and "." not in key:
             yield from ((f"{key}.{name}", item) for name, item in value.items())
         else:
@@ -290,19 +163,19 @@ def _override(raw: dict[str, Any], key: str, value: Any) -> None:
     if parts[0] == "loss" and isinstance(raw.get("loss"), list) and len(parts) > 1:  # [[loss]]
         parts = _of_one_table(raw[parts[0]], parts)
     if parts[0] == "loss" and parts[-1] == "file" and value != OPEN:
-        value = str(_expanded(str(value)).absolute())
+        value = str(expanded(str(value)).absolute())
     patch: dict[str, Any] = {parts[-1]: value}
     for part in reversed(parts[:-1]):
         patch = {part: patch}
     # paths on the command line are relative to the working directory, those in the file to the file
-    _anchor(patch, Path.cwd())
+    anchor(patch, Path.cwd())
     target: Any = raw
     for part in parts[:-1]:
         patch = patch[part]
         if isinstance(target, list):  # one of [[loss]]
             target = target[int(part)]
             continue
-        if part == "parallel" and _is_auto(target.get(part)):
+        if part == "parallel" and is_auto(target.get(part)):
             target[part] = {"sizes": "auto"}
         if target.get(part) is None:
             target[part] = {}  # absent, or a table that a configuration was saved without

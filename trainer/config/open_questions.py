@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 OPEN = "?"
@@ -21,16 +22,20 @@ _OPEN_KEY = re.compile(r"""([\w."'-]+)\s*=\s*(?:"\?"|'\?')""")
 _OUTER_KEY = re.compile(r"""\s*([\w."'-]+)\s*=\s*\{""")
 
 
-def open_questions(settings: Mapping[str, Any], text: str = "", file: str = "") -> list[str]:
+def open_questions(settings: Mapping[str, Any], texts: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """Return a sentence for each setting that is "?"; [] if there is none.
 
-    settings: those to look at, nested. text: the TOML file that they were read from, whose comments above a setting
-    have its choices; file: its name, for messages.
+    settings: those to look at, nested. texts: the TOML files that they were read from, by name, of which later ones
+    win; the comments above a setting have its choices.
     """
-    places = {key: (line, choices) for key, line, choices in _lines_of(text)}
+    places = {
+        re.sub(r"^profiles\.[^.]+\.", "", key): (file, line, choices)
+        for file, text in texts.items()
+        for key, line, choices in _lines_of(text)
+    }
     found = []
     for key in _open(settings):
-        line, choices = places.get(key, (0, ""))
+        file, line, choices = places.get(key, ("", 0, ""))
         where = f"{file}, line {line}: " if line else ""
         what = f"decide: {choices}" if choices else "give it a value"
         found.append(f'{where}{key} is open ("?"); {what}')

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from onward.trainer.config.loading import BUNDLED_SOURCES
 from onward.trainer.config.losses import key_of, with_outputs
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
@@ -20,6 +19,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import is_library
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
+from onward.trainer.config.setting_paths import BUNDLED_SOURCES
 from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.computations import open_fitted
 from onward.trainer.data.data_problems import data_problems

@@ -20,6 +20,7 @@ from onward.trainer.onnx_graph.external_ranges import byte_range, external_probl
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.model_files import read_model, stored_array
+from onward.trainer.onnx_graph.strip_training import strip_training
 
 
 def compare(a: Path, b: Path) -> Difference:
@@ -27,18 +28,37 @@ def compare(a: Path, b: Path) -> Difference:
 
     Raises ConfigError or UnsupportedModel when one of them cannot be read.
     """
-    before, after = _read(a), _read(b)
+    given, after = _read(a), _read(b)
+    before, stripped = _as_stripped(given, after, a.parent)
     tensors, equal = _tensor_changes(before, a.parent, after, b.parent)
     return Difference(
         a=a,
         b=b,
-        same_bytes=_same_content(a, b) and _same_sides(before, a.parent, after, b.parent),
+        same_bytes=_same_content(a, b) and _same_sides(given, a.parent, after, b.parent),
         model=tuple(_model_changes(before, after)),
         interface=tuple(_interface_changes(before.graph, after.graph)),
         nodes=tuple(_node_changes(before.graph, after.graph)),
         tensors=tuple(tensors),
         equal_tensors=equal,
+        stripped=stripped,
     )
+
+
+def _as_stripped(before: onnx.ModelProto, after: onnx.ModelProto, base: Path) -> tuple[onnx.ModelProto, dict[str, int]]:
+    """Return the first model without the training-only nodes that the second lacks, and how many those are.
+
+    The model itself where nothing explains a difference of nodes.
+    """
+    changes = len(list(_node_changes(before.graph, after.graph)))
+    if not changes and list(before.functions) == list(after.functions):
+        return before, {}
+    without = onnx.ModelProto()
+    without.CopyFrom(before)
+    kept = [name for node in after.graph.node for name in node.output]
+    removed = strip_training(without, keep=kept, base=base)
+    left = len(list(_node_changes(without.graph, after.graph)))
+    explains = left < changes or list(without.functions) == list(after.functions) != list(before.functions)
+    return (without, dict(removed)) if removed and explains else (before, {})
 
 
 def _read(path: Path) -> onnx.ModelProto:

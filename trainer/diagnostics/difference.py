@@ -46,10 +46,14 @@ class Difference(Record):
     interface: tuple[str, ...]
     """Inputs and outputs."""
     nodes: tuple[NodeChange, ...]
+    """The differences that `stripped` does not explain."""
     tensors: tuple[TensorChange, ...]
     equal_tensors: int
+    stripped: dict[str, int]
+    """Kind of node -> how many that only training needs A has and B lacks, or has in their inference form: what an
+    export removes."""
 
     @property
     def same(self) -> bool:
         """Whether the content is the same, though perhaps serialized to other bytes."""
-        return not (self.model or self.interface or self.nodes or self.tensors)
+        return not (self.model or self.interface or self.nodes or self.tensors or self.stripped)

@@ -46,7 +46,7 @@ from onward.trainer.export.quantize_aware import integer_kernels
 from onward.trainer.export.samples import WorstSamples
 from onward.trainer.export.verification import ROUNDED, Expected, changed_tensors, verify
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
-from onward.trainer.onnx_graph.index import locations
+from onward.trainer.onnx_graph.index import all_names, locations
 from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_graph.quantizing import store_integers
@@ -128,6 +128,8 @@ def export(
     original = trainable.model
     kept = tuple(filter(None, (*begin_at_numbers(original, config.model).start, *config.model.outputs)))
     # the tensors between which is trained must keep their names, so that this part can be cut out of the result
+    if not config.export.strip_training:
+        kept = tuple(all_names(original.graph))
     removed = strip_training(original, keep=kept, base=source.parent)
     log.info("step %d; removed from the graph: %s", checkpoint.step, dict(removed) or "nothing")
     if config.quantize.aware:

@@ -28,6 +28,7 @@ def strip_training(model: onnx.ModelProto, *, keep: Iterable[str] = (), base: Pa
     the main graph. Constants and initializers that nothing reads afterwards are removed too. Inner graphs are converted
     alike. base: the directory of external data.
     """
+    keep = set(keep)
     removed = _strip_stochastic_depth(model, {*keep, *(value.name for value in model.graph.output)}, base)
     for function in model.functions:
         removed += _strip_nodes(function.node, pinned=None)
@@ -35,8 +36,8 @@ def strip_training(model: onnx.ModelProto, *, keep: Iterable[str] = (), base: Pa
         *_innermost_first(node for function in model.functions for node in function.node),
         *_innermost_first(model.graph.node),
     ):
-        removed += _strip_graph(graph, set(keep))
-    return +(removed + _strip_graph(model.graph, set(keep)))
+        removed += _strip_graph(graph, keep)
+    return +(removed + _strip_graph(model.graph, keep))
 
 
 def _strip_stochastic_depth(model: onnx.ModelProto, keep: set[str], base: Path | None) -> Counter[str]:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.trainer.config.loading import BUNDLED_SOURCES
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import ImageConfig
+from onward.trainer.config.setting_paths import BUNDLED_SOURCES
 from onward.trainer.data.columns import TEXT
 from onward.trainer.data.data_problems import type_problems
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from onward.trainer.config.loading import BUNDLED_SOURCES
 from onward.trainer.config.open_questions import OPEN
+from onward.trainer.config.setting_paths import BUNDLED_SOURCES
 from onward.trainer.config.urls import url_of
 from onward.trainer.proposal.draft import GIVEN, INPUTS, Draft, Entry, parts_of
 

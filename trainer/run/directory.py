@@ -91,6 +91,10 @@ class RunDir:
         return self.root / "config.json"
 
     @property
+    def origins(self) -> Path:
+        return self.root / "origins.json"
+
+    @property
     def adjusted(self) -> Path:
         return self.root / "adjusted.json"
 

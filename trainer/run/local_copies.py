@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from onward.trainer.config.loading import PATHS, replaced, values_at
+from onward.trainer.config.setting_paths import PATHS, replaced, values_at
 from onward.trainer.config.urls import url_of
 from onward.trainer.run.records import Record
 

@@ -14,7 +14,8 @@ from onward.flows.cli import app
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.initializers import stored_protos
-from tests.support.graphs import MODELS, tiny_conv_net, tiny_mlp
+from onward.trainer.onnx_graph.strip_training import strip_training
+from tests.support.graphs import MODELS, tiny_conv_net, tiny_mlp, tiny_transformer
 
 
 def pair(a: onnx.ModelProto, b: onnx.ModelProto, folder: Path) -> tuple[Path, Path]:
@@ -48,6 +49,25 @@ def test_the_change_of_a_tensor_is_measured(tmp_path):
     assert change.relative == pytest.approx(np.linalg.norm(now - was) / np.linalg.norm(was))
     cosine = (now * was).sum() / np.linalg.norm(now.astype(np.float64)) / np.linalg.norm(was)
     assert change.cosine == pytest.approx(cosine)
+
+
+def test_nodes_that_an_export_strips_are_explained_and_others_are_not(tmp_path):
+    a = tiny_transformer(dropout=0.1)
+    b = copy.deepcopy(a)
+    strip_training(b)
+    found = compare(*pair(a, b, tmp_path))
+    assert (found.stripped, found.nodes, found.tensors) == ({"Dropout": 7}, (), ())
+    assert not found.same
+    shown = CliRunner().invoke(app, ["diff", str(found.a), str(found.b)])
+    assert shown.exit_code == 1
+    assert "7 training-only nodes removed, or without training mode: 7 Dropout" in shown.stdout
+    assert "nodes:" not in shown.stdout
+    changed = copy.deepcopy(b)
+    changed.graph.node[-1].op_type = "Add"
+    found = compare(*pair(a, changed, tmp_path))
+    assert found.stripped == {"Dropout": 7}
+    assert next(change.change for change in found.nodes).startswith("operator ")
+    assert not compare(*pair(b, a, tmp_path)).stripped, "what is added was not stripped"
 
 
 def test_tensors_that_come_go_or_change_their_type_are_named(tmp_path):

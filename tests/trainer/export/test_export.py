@@ -21,6 +21,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.signature import model_digest
+from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import CheckpointError, ExportRefused
 from onward.trainer.export import export
 from onward.trainer.export.differences import relative_difference
@@ -30,6 +31,7 @@ from onward.trainer.export.onnx_runner import EvaluationData
 from onward.trainer.export.verification import Expected, verify
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_graph.index import all_names
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.driver import load_model, to_module
@@ -267,6 +269,30 @@ def test_dropout_and_tensors_that_only_it_read_are_removed(make: Make) -> None:
     assert [node.op_type for node in written.graph.node] == [node.op_type for node in without.graph.node]
     assert sorted(written.graph.initializer, key=str) == sorted(without.graph.initializer, key=str)
     assert exported.removed == {"Dropout": 7}
+
+
+def test_training_nodes_stay_where_the_configuration_keeps_them_and_diff_explains_what_goes(make: Make) -> None:
+    model = graphs.tiny_transformer(dropout=0.1)
+    for keep in (False, True):
+        case = make(model, moved=0.0, strip_training=not keep)
+        exported = case.export()
+        difference = compare(case.run.root.parent / "model.onnx", exported.path)
+        if keep:
+            assert exported.removed == {}
+            assert difference.same
+            assert onnx.load(exported.path).SerializeToString() == model.SerializeToString()
+        else:
+            assert difference.stripped == exported.removed == {"Dropout": 7}
+            assert (difference.nodes, difference.tensors, difference.same) == ((), (), False)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_kept_dropout_in_training_mode_loses_only_that_mode(masks: bool) -> None:
+    model = dropout_in_training_mode(masks=masks, last=False)
+    assert strip_training(model, keep=all_names(model.graph)) == {"Dropout training mode": 1}
+    assert [node.op_type for node in model.graph.node] == ["Add", "Dropout", "Relu"]
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    assert np.array_equal(session.run(["y"], {"features": np.ones((2, 4), np.float32)})[0], np.full((2, 4), 2.0))
 
 
 def dropout_in_training_mode(*, masks: bool, last: bool) -> onnx.ModelProto:

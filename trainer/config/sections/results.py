@@ -104,6 +104,10 @@ class ExportConfig(Section):
     earlier export is replaced; any other existing file only with `overwrite`, except at a URL."""
     overwrite: bool = False
     """Whether files at `path` that no export has written, or that were changed since, are replaced."""
+    strip_training: bool = True
+    """Remove the nodes that only training needs: Dropout and stochastic depth. `false` keeps them, without an effect at
+    inference: a Dropout stays as it is or loses its training mode, stochastic depth becomes Identity.
+    BatchNormalization is written in its inference form in both cases."""
     tolerance: PositiveFloat = 1e-3
     """Largest allowed difference between onnxruntime and the trained module, relative to the output's largest value."""
     parity_batches: PositiveInt = 4

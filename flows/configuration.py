@@ -1,0 +1,150 @@
+"""What the commands and functions take as a configuration: files, examples, mappings, a profile and overrides."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from onward.trainer.errors import ConfigError, RuntimeUnavailable
+
+if TYPE_CHECKING:
+    from onward.trainer.config.layers import Layered, Source
+    from onward.trainer.config.loading import Check, Override
+    from onward.trainer.config.run_config import RunConfig
+    from onward.trainer.run.local_copies import LocalCopies
+
+AnyPath: TypeAlias = "str | os.PathLike[str]"
+Config: TypeAlias = "AnyPath | Mapping[str, Any] | RunConfig | Sequence[AnyPath | Mapping[str, Any]]"
+"""A configuration: the path of a TOML file, the name of an example, sections as nested mappings, or a RunConfig; or
+several files, examples and mappings, of which later ones win."""
+Overrides: TypeAlias = "Mapping[str, Any] | Iterable[str]"
+"""Settings that replace those of a configuration: {"train.num_steps": 10}, or lines such as "train.num_steps=10"."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was given, ready for `load_config`."""
+
+    source: Source
+    changes: list[Override]
+    check: Check
+    """Returns what is wrong with the files and the data; also writes the model of an example."""
+    profile: str = ""
+
+    @classmethod
+    def of(cls, config: Config, overrides: Overrides, sections: Mapping[str, Any], *, profile: str = "") -> Given:
+        """Find files and examples by their names. Raises ConfigError when there is neither."""
+        from onward.flows.examples import Example, find_config
+
+        given = [config] if isinstance(config, str | os.PathLike | Mapping) or not _is_several(config) else list(config)
+        layers: list[Any] = []
+        examples: list[Example] = []
+        for each in given:
+            found = find_config(os.fspath(each)) if isinstance(each, str | os.PathLike) else each
+            if isinstance(found, Example):
+                examples.append(found)
+                # before what the user gives, which may name another model
+                layers += [found.config, {"model": {"path": found.model}}]
+            else:
+                layers.append(found)
+        changes: list[Override] = [
+            *(overrides.items() if isinstance(overrides, Mapping) else overrides),
+            *sections.items(),
+        ]
+
+        def check(sections: Mapping[str, Any]) -> list[str]:
+            for example in examples:
+                if (model := sections.get("model")) and model.path == example.model:
+                    with contextlib.suppress(OSError):  # reported below: no such file, ONWARD_HOME is not writable
+                        example.write_model()
+            return problems_of(sections)
+
+        return cls(layers[0] if len(layers) == 1 else layers, changes, check, profile)
+
+    def load(self, check: Check = lambda sections: ()) -> RunConfig:
+        """Return the resolved configuration, not checked against files unless `check` does. Raises ConfigError."""
+        from onward.trainer.config.loading import load_config
+
+        return load_config(self.source, self.changes, profile=self.profile, check=check)
+
+    def layered(self) -> Layered:
+        """Return the settings before they are validated, and where each came from."""
+        from onward.trainer.config.loading import layered
+
+        return layered(self.source, self.changes, profile=self.profile)
+
+    def checked_here(self, *, resumed: bool = False) -> RunConfig:
+        """Return the configuration after checking also this machine, on which it runs.
+
+        Raises ConfigError with all problems, RuntimeUnavailable where only the machine lacks something.
+        """
+        from onward.tasks.machine_check import machine_problems
+
+        missing: list[str] = []
+
+        def both(sections: Mapping[str, Any]) -> Iterable[str]:
+            missing.extend(machine_problems(sections, resumed=resumed))
+            return self.check(sections)
+
+        try:
+            found = self.load(both)
+        except ConfigError as error:
+            raise ConfigError([*error.problems, *missing]) from None
+        if missing:
+            raise RuntimeUnavailable(missing)
+        return found
+
+
+def _is_several(config: object) -> bool:
+    return isinstance(config, Sequence) and not isinstance(config, str)
+
+
+def config(config: Config, overrides: Overrides = (), /, *, profile: str = "", **sections: Any) -> RunConfig:
+    """Return the resolved configuration: defaults, then `config`, then `overrides`, then `sections`.
+
+        onward.config("config.toml", {"train.num_steps": 10})
+        onward.config(["config.toml", "gpu.toml"], profile="long", train={"num_steps": 10}, parallel={"data": 2})
+
+    Of several files later ones win: tables are merged, lists and other values replaced. `profile`: the tables
+    [profiles.NAME] of the files, which win over the files. A section given as a mapping replaces the settings that it
+    names, and no others. Does not open the files that the configuration names. Raises ConfigError with everything that
+    is wrong.
+    """
+    return Given.of(config, overrides, sections, profile=profile).load()
+
+
+def origins(config: Config, overrides: Overrides = (), /, *, profile: str = "", **sections: Any) -> dict[str, str]:
+    """Return `section.key` -> where the value of `onward.config` came from, for every setting.
+
+    That is a file and its table, a profile, "override", "default", or "follows from other settings". Raises as
+    `onward.config`.
+    """
+    from onward.trainer.config.flat_settings import origins_of
+
+    given = Given.of(config, overrides, sections, profile=profile)
+    return origins_of(given.load(), given.layered().origins)
+
+
+def checked_config(config: Config, overrides: Overrides = (), /, *, profile: str = "", **sections: Any) -> RunConfig:
+    """Return what `config` returns, after checking it against its model, its data and its directories.
+
+    Writes the model of an example that is given by its name, if the file does not exist yet.
+    """
+    given = Given.of(config, overrides, sections, profile=profile)
+    return given.load(given.check)
+
+
+def problems_of(sections: Mapping[str, Any], known: LocalCopies | None = None, *, resumed: bool = False) -> list[str]:
+    """Return what is wrong with the files and the data of a configuration; what is named by URL is fetched first."""
+    from onward.tasks.registered_models import with_registered
+    from onward.trainer.config.rules.ranks import sizes_beside_auto
+    from onward.trainer.diagnostics.config_check import check_files_and_data
+
+    problems = [] if resumed or "parallel" not in sections else list(sizes_beside_auto(sections["parallel"]))
+    try:
+        return [*problems, *check_files_and_data(sections, with_registered(sections, known))]
+    except ConfigError as error:
+        return [*problems, *error.problems]

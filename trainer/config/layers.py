@@ -1,0 +1,218 @@
+"""Settings in layers: files with the files that they begin with, a profile, overrides. Later layers win.
+
+    run.toml:  base = "common.toml"                     common.toml
+               [train] num_epochs = 3                   run.toml            over it, setting by setting
+               [profiles.long.train] num_epochs = 90    more.toml           a second file, as in `run.toml more.toml`
+                                                        [profiles.long]     of each file, with `--profile long`
+                                                        train.seed=7        overrides
+
+Tables are merged; every other value, lists and [[tables]] included, is replaced as a whole. A file that is reached
+twice counts once, where it is reached first. Paths are relative to the file that names them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onward.trainer.bounds import CONFIG_BYTES, CONFIG_DEPTH, NAME_LETTERS, read_bounded
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.section import Section, plain_word
+from onward.trainer.config.setting_paths import anchor
+from onward.trainer.errors import ConfigError
+
+Source = RunConfig | Mapping[str, Any] | Path | Sequence[Mapping[str, Any] | Path]
+"""What a configuration is read from: settings, a TOML file, or several of both, of which later ones win."""
+
+BASE, PROFILES = "base", "profiles"
+"""The two keys of a file that are no settings: the files that it begins with, and its profiles."""
+
+
+@dataclass
+class Layered:
+    """Nested settings, and where each of them came from."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    """`section.key` -> the file and its table, the profile, or the override that has set it last."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """File -> its text."""
+    problems: list[str] = field(default_factory=list)
+
+    def merge(self, later: Mapping[str, Any], where: str, *, table: str = "") -> None:
+        """Lay settings over these. where: what `origins` says of them; table: the table of that file they are in."""
+        _merge(self.settings, later, self.origins, where=where, table=table, key="")
+
+    def set(self, key: str, where: str) -> None:
+        """Note that `section.key` was set."""
+        _forget(self.origins, key)
+        self.origins[key] = where
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One file or mapping: its own settings, and those of its profiles."""
+
+    where: str
+    settings: dict[str, Any]
+    profiles: dict[str, dict[str, Any]]
+    text: str = ""
+
+
+def read_layers(source: Source, profile: str = "") -> Layered:
+    """Return the settings of files and mappings, laid over each other, with absolute paths.
+
+    Raises ConfigError for a file that cannot be read, a file that is its own base, and an unknown profile.
+    """
+    sources = source if isinstance(source, Sequence) and not isinstance(source, str) else [source]
+    layers: dict[Any, _Layer] = {}
+    for each in sources:
+        for key, layer in _layers_of(each, ()):
+            layers.setdefault(key, layer)
+    found = Layered(texts={layer.where: layer.text for layer in layers.values() if layer.text})
+    for layer in layers.values():
+        found.merge(layer.settings, layer.where)
+    chosen = [(layer, layer.profiles[profile]) for layer in layers.values() if profile in layer.profiles]
+    if profile and not chosen:
+        raise ConfigError(_unknown_profile(profile, layers.values()))
+    for layer, settings in chosen:
+        found.merge(settings, layer.where, table=f"{PROFILES}.{profile}")
+    first = sources[0] if sources else {}
+    if isinstance(first, Path) and "name" not in found.settings:
+        found.settings["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", first.stem)[: NAME_LETTERS.most]
+        found.origins["name"] = "name of the file"
+    return found
+
+
+def _unknown_profile(profile: str, layers: Iterable[_Layer]) -> str:
+    known = list(dict.fromkeys(name for layer in layers for name in layer.profiles))
+    near = difflib.get_close_matches(profile, known, n=1)
+    there_is = f"there is {', '.join(known)}" if known else f"there is none; a profile is a table [{PROFILES}.NAME]"
+    return f"unknown profile {profile}; {f'did you mean {near[0]}? ' if near else ''}{there_is}"
+
+
+def _layers_of(source: RunConfig | Mapping[str, Any] | Path, within: tuple[Path, ...]) -> Iterator[tuple[Any, _Layer]]:
+    """Yield (what identifies it, layer) of the files that a file begins with, and last of the file itself.
+
+    within: the files that have led to it.
+    """
+    if not isinstance(source, Path):
+        where = "given configuration" if isinstance(source, RunConfig) else "given settings"
+        raw, folder, text, identity = plain(source), Path.cwd(), "", object()
+    else:
+        where, folder, identity = str(source), source.resolve().parent, source.resolve()
+        if identity in within:
+            chain = [*within[within.index(identity) :], identity]
+            raise ConfigError(
+                f"a file is its own base: {' -> '.join(each.name for each in chain)}; remove one `{BASE}`"
+            )
+        raw, text = _read_toml(source)
+        within = (*within, identity)
+    for base in _bases(raw.pop(BASE, ()), where):
+        named = Path(base).expanduser() if base.startswith("~") else Path(base)
+        beside = source.parent if isinstance(source, Path) else Path()
+        yield from _layers_of(Path(os.path.normpath(beside / named)), within)
+    profiles = raw.pop(PROFILES, {})
+    if not isinstance(profiles, dict) or not all(isinstance(each, dict) for each in profiles.values()):
+        raise ConfigError(f"{where}: [{PROFILES}] has a table for each profile, such as [{PROFILES}.fast.train]")
+    if nested := [f"{PROFILES}.{name}" for name, each in profiles.items() if {BASE, PROFILES} & each.keys()]:
+        raise ConfigError(f"{where}: {' and '.join(nested)}: a profile has settings only, no {BASE} and no {PROFILES}")
+    for each in (raw, *profiles.values()):
+        _read_former_names(each)
+        anchor(each, folder)
+    yield identity, _Layer(where, raw, profiles, text)
+
+
+def _bases(given: Any, where: str) -> list[str]:
+    bases: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(each, str) and each for each in bases):
+        raise ConfigError(f"{where}: {BASE} names a file, or a list of files, not {given!r}")
+    return bases
+
+
+def _read_former_names(raw: dict[str, Any]) -> None:
+    layout = raw.get("parallel")
+    if isinstance(layout, dict) and "horizontal" in layout and "tensor" not in layout:
+        layout["tensor"] = layout.pop("horizontal")  # so that a later layer under either name replaces it
+
+
+def _merge(
+    into: dict[str, Any], later: Mapping[str, Any], origins: dict[str, str], *, where: str, table: str, key: str
+) -> None:
+    for name, value in later.items():
+        full = f"{key}{name}"
+        if full == "parallel":
+            value = {"sizes": value} if is_auto(value) and isinstance(value, str) else value
+            if is_auto(into.get(name)):
+                into[name] = {"sizes": "auto"}
+        whole = not isinstance(value, dict) or (full == "parallel" and is_auto(later[name]))
+        if whole or not isinstance(into.get(name), dict):
+            _forget(origins, full)
+            into[name] = {} if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            inside = f"{table}.{name}".lstrip(".")
+            _merge(into[name], value, origins, where=where, table=inside, key=f"{full}.")
+        else:
+            origins[full] = f"{where} [{table}]" if table else where
+
+
+def _forget(origins: dict[str, str], key: str) -> None:
+    for known in [each for each in origins if each == key or each.startswith(f"{key}.")]:
+        del origins[known]
+
+
+def is_auto(value: Any) -> bool:
+    """Return whether it is the word "auto", in place of the table [parallel]."""
+    return isinstance(value, str) and plain_word(value) == "auto"
+
+
+def plain(value: Any) -> Any:
+    """Copy nested mappings and sections to dictionaries, and paths to strings, as TOML has them."""
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+# -- one file
+
+
+_DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\"']?[\w-]++[\"']?\s*\.\s*){{{CONFIG_DEPTH.most},}}")
+
+
+def _read_toml(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the settings of a TOML file, and its text."""
+    try:
+        text = read_bounded(path, CONFIG_BYTES).decode()
+        if _DEEP_KEY.search(text):  # of which tomllib keeps each beginning
+            raise RecursionError
+        raw: dict[str, Any] = tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError(f"no config file {path}; give the path of a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config file {path}: {error}") from None
+    except ValueError as error:  # TOMLDecodeError, and Python's own of a number with thousands of digits
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} has more {CONFIG_DEPTH.what} than the limit of {CONFIG_DEPTH.most}") from None
+    if (depth := _depth(raw)) > CONFIG_DEPTH.most:
+        raise ConfigError(f"{path} has {CONFIG_DEPTH.exceeded(depth)}")
+    return raw, text
+
+
+def _depth(settings: Any) -> int:
+    """Return how many tables and lists lie inside each other; level by level, because recursion has a limit, too."""
+    depth, level = 0, [settings]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return depth

@@ -1,0 +1,26 @@
+"""The record of where the settings of a run came from: RUN_DIR/origins.json, beside config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onward.trainer.config.flat_settings import origins_of
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import Record, write_record
+
+
+class Origins(Record):
+    """Where each setting of a run came from; of a deployed run there is no such record."""
+
+    settings: dict[str, str]
+    """`section.key` -> the file and its table, the profile or the override that has set it. A setting that is absent
+    has its default, or follows from others."""
+
+
+def record_origins(run: RunDir, config: RunConfig, given: Mapping[str, str]) -> None:
+    """Write the record of a new run. given: what layers.py has noted."""
+    known = ("default", "follows from other settings")
+    settings = {key: where for key, where in origins_of(config, given).items() if where not in known}
+    run.root.mkdir(parents=True, exist_ok=True)
+    write_record(run.origins, Origins(settings=settings))

@@ -9,6 +9,7 @@ it.
         ending.json             RunEnding: how the newest flow of the run ended; absent while it runs, or if it was
                                 killed. `reserved` holds its space meanwhile    the flow
         config.json             RunConfig                      configure
+        origins.json            Origins: which file, profile or override has set each setting     onward run
         adjusted.json           Adjustments: what a retry has changed of the configuration      train
         remote.json             LocalCopies: where the copies are of files that config.json names by URL    configure
         rehearsal.json          Rehearsal                      configure

@@ -5,7 +5,8 @@
                                                                                 |
                                           Stopped, so that the run is Cancelled <+
 
-The thread asks the server every PERIOD_S. An outage of the server neither ends nor delays it.
+The thread asks the server every PERIOD_S. An outage of the server neither ends nor delays it. It also cancels scheduled
+runs that wait for this one, but for the newest (waiting_runs.py).
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 
+from onward.flows.deployment_limits import waits_for_all
 from onward.flows.ending import SIGNALLED
 from onward.flows.runs import how_to_continue
+from onward.flows.waiting_runs import cancel_superseded
 from onward.infra import mpirun
 from onward.tasks.prefect_server import prefect_answers
 from onward.trainer.errors import Stopped
@@ -73,6 +76,7 @@ class StopRequest:
         self._run = run
         above = runtime.flow_run.get_parent_flow_run_id() if membership(run) else None
         self._flow_runs = [UUID(each) for each in (runtime.flow_run.get_id(), above) if each]
+        self._deployment = runtime.deployment.get_id() or ""
         # Prefect's worker sets this for the process of a flow run
         self._patience_s = WORKER_S if "PREFECT__FLOW_RUN_ID" in os.environ else 0.0
         # elsewhere SIGTERM would end the process: Prefect catches it in the main thread alone
@@ -104,8 +108,12 @@ class StopRequest:
     def _watch(self) -> None:
         while not self._closed.wait(PERIOD_S):
             with contextlib.suppress(Exception):  # of the server: the next look tries again
-                if prefect_answers() and self._stops():
+                if not prefect_answers():
+                    continue
+                if self._stops():
                     return
+                if self._deployment and not waits_for_all(self._deployment):
+                    cancel_superseded(UUID(self._deployment))
 
     def _stops(self) -> bool:
         """Let the run stop if it is cancelled or suspended; return whether that was done."""

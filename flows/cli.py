@@ -16,7 +16,18 @@ from typing import Any, NoReturn
 
 import typer
 
-from onward.flows.commands import chaos, collection, inspection, models, proposal, reports, servers, sweeps, training
+from onward.flows.commands import (
+    chaos,
+    collection,
+    deployments,
+    inspection,
+    models,
+    proposal,
+    reports,
+    servers,
+    sweeps,
+    training,
+)
 from onward.flows.commands.common import print_json
 from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable
 
@@ -158,6 +169,19 @@ reference.command(epilog=notes("onward reference squeezenet --num-classes 10 -o 
     models.squeezenet
 )
 reference.command(epilog=notes("onward reference gpt2 --vocab-size 256 -o gpt2.onnx", exits=(0, 2, 3)))(models.gpt2)
+
+deployed = typer.Typer(help="List, pause, resume, delete and start deployments.", no_args_is_help=True)
+app.add_typer(deployed, name="deployments", rich_help_panel="Serve")
+DEPLOYMENTS: dict[str, Callable[..., None]] = {
+    "list": deployments.listed,
+    "pause": deployments.pause,
+    "resume": deployments.resume,
+    "delete": deployments.delete,
+    "run": deployments.run,
+}
+for name, each in DEPLOYMENTS.items():
+    example = f"onward deployments {name}{'' if name == 'list' else ' nightly'}"
+    deployed.command(name, help=help_text(each), epilog=notes(example, exits=(0, 2, 3)))(each)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import datetime
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from onward.flows.deployment_limits import Limits, limits_of, record
 from onward.infra.mlflow_store import without_password
@@ -23,7 +23,8 @@ Trains `{model}` on `{data}` with {ranks} ranks and writes the same ONNX file wi
 - **Run** starts it now; the form shows the configuration and the meaning of every setting.
 - **Retry** of a failed run continues from its newest checkpoint, in the same run directory and MLflow run.
 - **Cancel** saves a checkpoint and stops; `onward resume RUN` continues.
-- A scheduled run that cannot start within an hour is skipped. One run at a time; others wait.
+- A scheduled run that cannot start within an hour is skipped.
+- One run at a time. Of scheduled runs that wait for it, the newest starts.
 - Runs are stored under `{home}/runs`; `onward ui` prints the links.
 """
 
@@ -36,10 +37,12 @@ def deploy(
     interval_s: float = 0.0,
     timezone: str = "UTC",
     allowed: Sequence[str] = (),
+    waiting: Literal["newest", "all"] = "newest",
 ) -> tuple[str, Limits]:
     """Create or replace the deployment `train-onnx/NAME`; return its id and what its runs may use.
 
-    `allowed`: directories whose files they may use besides those that the configuration names. Needs a reachable
+    `allowed`: directories whose files they may use besides those that the configuration names. `waiting`: which of the
+    scheduled runs that wait for a running one start after it. Needs a reachable
     Prefect server. Raises RuntimeUnavailable when the server has no work pool for it, ConfigError for an invalid `cron`
     and for directories that cannot be allowed.
     """
@@ -60,7 +63,7 @@ def deploy(
     if interval_s:
         schedules.append(Interval(datetime.timedelta(seconds=interval_s), timezone=timezone, slug="interval"))
     _check_work_pool()
-    limits = limits_of(name, dict(config), allowed)
+    limits = limits_of(name, dict(config), allowed, waiting=waiting)
     # Prefect stores parameters as JSON
     parameters: dict[str, Any] = config.model_dump(mode="json")
     deployment = train_onnx.to_deployment(

@@ -20,11 +20,12 @@ from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled
 
 from onward.flows.runs import end_mlflow_run, how_to_continue
+from onward.tasks.explained_errors import problems_of
+from onward.tasks.prefect_events import emit
 from onward.trainer.errors import (
     ConfigError,
     DataError,
     OnwardError,
-    Refused,
     RuntimeUnavailable,
     Stopped,
     TrainingFailed,
@@ -72,6 +73,12 @@ class Ending:
         elif isinstance(error, Exception):
             own = own_error(error, self._run)
             self._write("failed", own)
+            what = {
+                "error": type(own).__name__,
+                "message": "\n".join(problems_of(own)),
+                "directory": str(self._run.root),
+            }
+            emit("failed", self._run, what, about=type(own).__name__)
             if own is not error:
                 raise own from error
         return False
@@ -119,11 +126,6 @@ def own_error(error: Exception, run: RunDir) -> OnwardError:
         f"unexpected {type(error).__name__}: {error}; the traceback is in {run.root / 'flow.log'}. This is an error of "
         "Onward's: report it"
     )
-
-
-def problems_of(error: OnwardError) -> tuple[str, ...]:
-    """Return the sentences of an error."""
-    return error.problems if isinstance(error, Refused) else (str(error),)
 
 
 def raise_stop(run: RunDir, message: str) -> NoReturn:

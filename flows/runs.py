@@ -113,10 +113,13 @@ def is_running(run: RunDir) -> bool:
 
 
 def end_mlflow_run(run: RunDir, status: Status) -> None:
-    """Set the final status of the run's MLflow run, if there is one and MLflow can be reached."""
+    """Set the final status of the run's MLflow run, and upload the report, if MLflow can be reached."""
     if run.identity.exists() and (identity := identity_of(run)) and identity.mlflow_run_id:
         with contextlib.suppress(TrackingError):  # Prefect and the run directory have the state too
-            Tracker(identity.tracking_uri, identity.mlflow_run_id).set_status(status)
+            tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
+            tracker.set_status(status)
+            if (report := run.root / "report.html").exists():
+                tracker.log_file(report)
 
 
 def all_runs() -> list[RunDir]:

@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import posixpath
 import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from onward.infra.mlflow_store import Store, database_of, translate_errors
+from onward.infra.service_state import healthy_url
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
 
 RUN_KEY = "onward.run_id"
 """The tag of an MLflow run with the id of its run directory."""
+MAX_TAG_CHARACTERS = 5000
+"""Longest text of a tag that every MLflow store keeps."""
 BATCH = 1000
 """MLflow's limit of metric points per call."""
 REQUIREMENTS = ("mlflow", "onnx", "onnxruntime", "numpy")
@@ -53,6 +57,18 @@ class Port(NamedTuple):
 
 
 @dataclass(frozen=True)
+class DataSplit:
+    """The rows that a run reads for one purpose."""
+
+    name: str
+    context: Literal["training", "evaluation", "test"]
+    digest: str
+    profile: Mapping[str, int | str]
+    """Facts about the rows, such as their number."""
+    columns: tuple[Port, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelFile:
     """An ONNX file to be registered."""
 
@@ -68,12 +84,26 @@ class ModelFile:
     example: Mapping[str, Any] = field(default_factory=dict)
     """Input name -> array: one small batch."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    points: Sequence[Point] = ()
+    """Points of the run that describe the file, too."""
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
 def local_store(home: Path) -> str:
     """Return the tracking URI of Onward's own store: SQLite under its home, the artifacts beside it."""
     return f"sqlite:///{home.absolute() / 'mlflow' / 'mlflow.db'}"
+
+
+def page_on_own_server(tracking_uri: str, run_id: str) -> str:
+    """Return the address of a run's page on Onward's own MLflow server; "" if it does not run or shows another store.
+
+    Raises TrackingError when the store cannot be read.
+    """
+    database = database_of(tracking_uri)
+    home = database.parent.parent if database else None
+    if home is None or local_store(home) != tracking_uri or not (server := healthy_url(home, "mlflow")):
+        return ""
+    return Tracker(tracking_uri, run_id).page(server)
 
 
 def metric_name(key: str) -> str:
@@ -115,16 +145,20 @@ class Tracker(Store):
         else:
             with contextlib.suppress(OSError, KeyError):  # in a container the user may have no name
                 tags = {"mlflow.user": getpass.getuser(), **tags}
-            run = self._client.create_run(
-                experiment_id, run_name=name, tags={RUN_KEY: key, "mlflow.source.name": "onward", **tags}
-            )
+            tags = {RUN_KEY: key, "mlflow.source.name": "onward", **tags}
+            run = self._client.create_run(experiment_id, run_name=name, tags=_storable(tags))
         self.run_id = run.info.run_id
         if found:
             self._client.update_run(self.run_id, status="RUNNING")
             self.set_tags(tags)
         self._log_params({name: value for name, value in params.items() if name not in run.data.params})
-        page = f"{self.tracking_uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{self.run_id}"
-        return self.run_id, page if self.tracking_uri.startswith("http") else ""
+        return self.run_id, self.page() if self.tracking_uri.startswith("http") else ""
+
+    @translate_errors
+    def page(self, server: str = "") -> str:
+        """Return the address of the run's page on a server, by default that of the store."""
+        experiment_id = self._client.get_run(self.run_id).info.experiment_id
+        return f"{(server or self.tracking_uri).rstrip('/')}/#/experiments/{experiment_id}/runs/{self.run_id}"
 
     def _experiment(self, name: str) -> str:
         """Return the id of an experiment; create it, or restore a deleted one, if needed."""
@@ -142,7 +176,7 @@ class Tracker(Store):
     def _log_params(self, params: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        entries = [Param(name, str(value)[:6000]) for name, value in params.items()]
+        entries = [Param(metric_name(name), str(value)[:6000]) for name, value in params.items()]
         for start in range(0, len(entries), 100):
             self._client.log_batch(self.run_id, params=entries[start : start + 100], synchronous=True)
 
@@ -175,7 +209,9 @@ class Tracker(Store):
         """Set tags; `mlflow.note.content` is the description on the run's page, in Markdown."""
         from mlflow.entities import RunTag
 
-        self._client.log_batch(self.run_id, tags=[RunTag(k, str(v)) for k, v in tags.items()], synchronous=True)
+        entries = [RunTag(name, text) for name, text in _storable(tags).items()]
+        for start in range(0, len(entries), 100):
+            self._client.log_batch(self.run_id, tags=entries[start : start + 100], synchronous=True)
 
     @translate_errors
     def log_file(self, path: Path, folder: str = "") -> None:
@@ -185,20 +221,24 @@ class Tracker(Store):
         self._client.log_artifact(self.run_id, str(path), folder or None)
 
     @translate_errors
-    def log_dataset(self, name: str, *, digest: str, source: Path, rows: Mapping[str, int]) -> None:
-        """Record the data by its digest. rows: split, such as `train` or `evaluation`, -> number of rows."""
-        import json
-
+    def log_datasets(self, datasets: Iterable[DataSplit], *, source: Path) -> None:
+        """Record the data of the run. MLflow finds all runs on the same rows by their digest."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         location = json.dumps({"uri": source.absolute().as_uri()})
         inputs = [
             DatasetInput(
-                # MLflow stores at most 36 characters
-                Dataset(f"{name}/{split}", digest[:36], "local", location, profile=json.dumps({"num_rows": count})),
-                [InputTag("mlflow.data.context", split)],
+                Dataset(
+                    data.name[:500],
+                    data.digest[:36],
+                    "local",
+                    location,
+                    schema=_schema(data.columns),
+                    profile=json.dumps(dict(data.profile)),
+                ),
+                [InputTag("mlflow.data.context", data.context)],
             )
-            for split, count in rows.items()
+            for data in datasets
         ]
         self._client.log_inputs(self.run_id, datasets=inputs)
 
@@ -213,15 +253,16 @@ class Tracker(Store):
         bytes: int,
         digest: str,
         metrics: Mapping[str, float],
+        points: Sequence[Point] = (),
         best: bool,
         certificate: str = "",
     ) -> str:
         """Record a checkpoint by reference, without uploading it; returns the id of the LoggedModel.
 
-        Its metrics appear in the run as `checkpoint/...`, because the event log sends the same metrics under their own
-        names.
+        points: its metrics as they are sent for the run, so that the run has them once. `search_logged_models` ordered
+        by one of them gives the best; `deleted` is "false" as long as the checkpoint is on disk.
         """
-        tags = {"path": str(path), "sha256": digest, "bytes": str(bytes), "step": str(step)}
+        tags = {"path": str(path), "sha256": digest, "bytes": str(bytes), "step": str(step), "deleted": "false"}
         tags |= {"certificate": certificate} if certificate else {}
         model = self._logged_model(path.name, "checkpoint", tags)
         # The tag of the former best is removed first: after a crash in between there is no best, never two.
@@ -231,7 +272,7 @@ class Tracker(Store):
                     self._client.set_logged_model_tags(former.model_id, {"best": "false"})
             self.set_tags({"onward.best_checkpoint": path.name, "onward.best_certificate": certificate})
         self._client.set_logged_model_tags(model.model_id, {**tags, "best": str(best).lower()})
-        self._finish(model, step, {f"checkpoint/{key}": value for key, value in metrics.items()})
+        self._finish(model, step, metrics, points)
         return str(model.model_id)
 
     @translate_errors
@@ -255,7 +296,7 @@ class Tracker(Store):
             with tempfile.TemporaryDirectory() as folder:
                 _package(model, Path(folder) / "model", model_id=logged.model_id, run_id=self.run_id)
                 self._client.log_model_artifacts(logged.model_id, f"{folder}/model")
-            self._finish(logged, model.step, {f"exported/{key}": value for key, value in model.metrics.items()})
+            self._finish(logged, model.step, model.metrics, model.points)
             # A server accepts no local path. With a database, MLflow would look `models:/` up in the default store of
             # this process, which may be another one.
             source = logged.artifact_location if self._database else f"models:/{logged.model_id}"
@@ -284,19 +325,38 @@ class Tracker(Store):
         experiment = self._client.get_run(self.run_id).info.experiment_id
         return self._client.create_logged_model(experiment, name, self.run_id, dict(tags), model_type=kind)
 
-    def _finish(self, model: LoggedModel, step: int, metrics: Mapping[str, float]) -> None:
-        """Attach metrics and the run to a LoggedModel and set it READY, unless it is READY already."""
+    def _finish(
+        self, model: LoggedModel, step: int, metrics: Mapping[str, float], points: Sequence[Point] = ()
+    ) -> None:
+        """Attach metrics and the run to a LoggedModel and set it READY, unless it is READY already.
+
+        The run gets them, too; MLflow stores equal points once. Of a metric among the points, the point counts.
+        """
         from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
 
         if model.status == LoggedModelStatus.READY:
             return
         at_ms = model.creation_timestamp  # the same at every repetition, so that equal points are stored once
+        own = {metric_name(key): Point(metric_name(key), value, at_ms, step) for key, value in metrics.items()}
         entries = [
-            Metric(metric_name(key), value, at_ms, step, model_id=model.model_id) for key, value in metrics.items()
+            Metric(*point, model_id=model.model_id) for point in (own | {point.key: point for point in points}).values()
         ]
         self._client.log_batch(self.run_id, metrics=entries, synchronous=True)
         self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step)])
         self._client.finalize_logged_model(model.model_id, "READY")
+
+
+def _schema(columns: tuple[Port, ...]) -> str | None:
+    """Return columns as MLflow's pages read them; None if they are too many."""
+    specs = {column.name: {"dtype": column.dtype, "shape": [-1, *column.shape]} for column in columns}
+    entries = [{"name": name, "type": "tensor", "tensor-spec": spec} for name, spec in specs.items()]
+    text = json.dumps({"mlflow_tensorspec": {"features": json.dumps(entries), "targets": None}})
+    return text if len(text) < 1_000_000 else None
+
+
+def _storable(tags: Mapping[str, Any]) -> dict[str, str]:
+    """Return tags with names and texts that every store takes."""
+    return {metric_name(name): str(text)[:MAX_TAG_CHARACTERS] for name, text in tags.items()}
 
 
 def _package(model: ModelFile, folder: Path, *, model_id: str, run_id: str) -> None:

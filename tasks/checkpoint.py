@@ -16,6 +16,7 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra.mlflow_store import TrackingError, TrackingUnavailable
 from onward.infra.tracking import Tracker
+from onward.tasks.metric_points import Evaluations
 from onward.tasks.task_logger import Log, task_logger
 from onward.trainer.checkpoint.retention import (
     Announced,
@@ -49,7 +50,8 @@ def checkpoint(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) ->
     identity = read_record(run.identity, RunIdentity)
     config = read_config(run).checkpoint
     retention = CheckpointRetention(run, config, log)
-    recorder = CheckpointRecorder(Tracker(identity.tracking_uri, identity.mlflow_run_id), log)
+    tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
+    recorder = CheckpointRecorder(tracker, log, Evaluations(run.events))
     closed = False
     while not closed:
         # Read first, so that the last pass sees everything that was saved before the log was closed.
@@ -133,9 +135,10 @@ def mark_best(checkpoints: Iterable[CheckpointInfo], config: CheckpointConfig) -
 class CheckpointRecorder:
     """Records checkpoints in MLflow by path and digest. An outage is logged once and waited out."""
 
-    def __init__(self, tracker: Tracker, log: Log) -> None:
+    def __init__(self, tracker: Tracker, log: Log, evaluations: Evaluations) -> None:
         self._tracker = tracker
         self._log = log
+        self._evaluations = evaluations
         self._recorded: set[tuple[str, bool]] = set()  # (digest, best)
         self._shown: frozenset[str] = frozenset()
         self._retry_at = -math.inf
@@ -184,6 +187,7 @@ class CheckpointRecorder:
             digest=info.digest,
             certificate=info.certificate,
             metrics=info.metrics,
+            points=self._evaluations.at(info.step) if info.metrics else (),
             best=info.best,
         )
 

@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from prefect import runtime, task
-from prefect.artifacts import create_link_artifact
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.settings import get_current_settings
 
 from onward.infra import mlflow_store, tracking
 from onward.infra.git import commit_of
+from onward.infra.tracking import page_on_own_server
 from onward.tasks.machine_check import machine_problems
 from onward.tasks.registered_models import store_of, with_registered
+from onward.tasks.shown_in_mlflow import first_tags, parameters
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.loading import build_config
@@ -42,7 +44,6 @@ from onward.trainer.run.directory import RunDir, read_config, read_settings, ref
 from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.quantized_record import Quantized
 from onward.trainer.run.records import Refusal, Rehearsal, RunIdentity, own_error, read_record, write_record
-from onward.trainer.run.sweeps import membership
 
 log = logging.getLogger(__name__)
 
@@ -265,8 +266,8 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
             key=identity.run_id,
             name=config.name,
             # of a run that had ended early; the monitor sets it again if it still has
-            tags=_tags(run, config, identity) | ({"onward.ended_early": ""} if known else {}),
-            params=flat_settings(config),
+            tags=first_tags(run, config, identity) | ({"onward.ended_early": ""} if known else {}),
+            params=parameters(config),
         )
         tracker.log_file(run.config)
     except mlflow_store.TrackingUnavailable as error:
@@ -288,27 +289,6 @@ def _code_digests(config: RunConfig) -> dict[str, str]:
     return {str(path): model_digest(path) for path in (*paths, *config.model.converters)}
 
 
-def _tags(run: RunDir, config: RunConfig, identity: RunIdentity) -> dict[str, str]:
-    note = f"`{config.model.path.name}` on `{config.data.source}`; run directory `{run.root}`"
-    return {
-        "onward.run_dir": str(run.root),
-        "onward.model": config.model.path.name,
-        "onward.data": config.data.source,
-        "prefect.flow_run_id": runtime.flow_run.get_id() or "",
-        **_tags_of_trial(run),
-        "mlflow.note.content": note + (f" · [in Prefect]({identity.prefect_url})" if identity.prefect_url else ""),
-    }
-
-
-def _tags_of_trial(run: RunDir) -> dict[str, str]:
-    """Return the tags by which MLflow shows a trial below the run of its sweep; {} for a run that is no trial."""
-    trial = membership(run)
-    if trial is None:
-        return {}
-    tags = {"onward.sweep": trial.sweep_id, "onward.trial": str(trial.number)}
-    return tags | ({"mlflow.parentRunId": trial.mlflow_run_id} if trial.mlflow_run_id else {})
-
-
 def _prefect_url() -> str:
     """Return the address of the flow run's page; empty outside of a flow."""
     flow_run_id, ui = runtime.flow_run.get_id(), get_current_settings().ui_url
@@ -317,6 +297,13 @@ def _prefect_url() -> str:
 
 def _show_links(identity: RunIdentity) -> None:
     """Show a link to the MLflow run on the flow run's page."""
-    if identity.prefect_url and identity.mlflow_url:
-        with contextlib.suppress(Exception):  # a missing link must not fail the run
-            create_link_artifact(key="mlflow", link=identity.mlflow_url, link_text=f"{identity.name} in MLflow")
+    if not identity.prefect_url or not identity.mlflow_run_id:
+        return
+    with contextlib.suppress(Exception):  # a missing link must not fail the run
+        if page := identity.mlflow_url or page_on_own_server(identity.tracking_uri, identity.mlflow_run_id):
+            create_link_artifact(
+                key="mlflow", link=page, link_text=f"{identity.name} in MLflow", description="Metrics and checkpoints"
+            )
+        else:
+            text = f"`onward ui` starts MLflow and prints the address of this run, `{identity.mlflow_run_id}`."
+            create_markdown_artifact(text, key="mlflow", description="Metrics and checkpoints")

@@ -12,23 +12,21 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import Field
 
 from onward.infra.mlflow_store import TrackingError, file_of
-from onward.infra.tracking import BATCH, Point, Status, Tracker, metric_name
+from onward.infra.tracking import BATCH, Point, Status, Tracker
+from onward.tasks.metric_points import points_of
 from onward.tasks.task_logger import Log
 from onward.tasks.training_progress import Periodic
-from onward.trainer.events import Event, read_events
+from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import Record, read_record, write_record
 
 OUTAGE_PERIOD_S = 5.0
 """Seconds until MLflow is tried again after an outage."""
-MAX_TAG_CHARACTERS = 5000
-"""Longest text of a tag that every MLflow store keeps."""
 TAIL_BYTES = 256
 """Bytes before the cursor whose checksum shows that the log is still the same one."""
 
@@ -49,19 +47,22 @@ class Cursor(Record):
 class Shipper:
     """Sends the points of the event log to MLflow, each exactly once and in the order of steps.
 
+    log: another log of the run, such as the usage of a node; None = its event log.
+
     The cursor is written after a batch was sent. A crash in between sends the same batch again, with the same
     timestamps, and MLflow stores equal points once.
     """
 
-    def __init__(self, run: RunDir, tracker: Tracker) -> None:
-        self._run = run
+    def __init__(self, run: RunDir, tracker: Tracker, *, log: Path | None = None) -> None:
+        self._log = log or run.events
+        self._file = log.with_suffix(".cursor") if log else run.cursor
         self.tracker = tracker
         self.cursor = Cursor(mlflow_run_id=tracker.run_id, file=file_of(tracker.tracking_uri))
         with contextlib.suppress(Exception):  # without a readable cursor everything is sent again, which is only slower
-            found = read_record(run.cursor, Cursor)
+            found = read_record(self._file, Cursor)
             if found.mlflow_run_id == tracker.run_id and found.file in (self.cursor.file, ""):
                 # After a power failure the log may have lost its end: read it from the beginning, and skip by step.
-                same_log = _tail(run.events, found.offset) == found.tail
+                same_log = _tail(self._log, found.offset) == found.tail
                 known = {"file": self.cursor.file} | ({} if same_log else {"offset": 0, "tail": 0})
                 self.cursor = found.model_copy(update=known)
 
@@ -79,7 +80,7 @@ class Shipper:
             if points:
                 self.tracker.log_batch(points)
             # after the points were sent: a crash in between repeats a batch, and never loses one
-            write_record(self._run.cursor, cursor)
+            write_record(self._file, cursor)
             self.cursor = cursor
             sent += len(points)
 
@@ -87,7 +88,7 @@ class Shipper:
         """Return the next batch of points and the cursor after it."""
         points: list[Point] = []
         offset, last = self.cursor.offset, dict(self.cursor.last)
-        for event, after in read_events(self._run.events, offset):
+        for event, after in read_events(self._log, offset):
             fresh = [point for point in points_of(event) if point.step > last.get(point.key, -1)]
             if len(points) + len(fresh) > BATCH and points:
                 break
@@ -97,16 +98,8 @@ class Shipper:
             offset = after
         if offset == self.cursor.offset:
             return [], self.cursor
-        tail = _tail(self._run.events, offset)
+        tail = _tail(self._log, offset)
         return points, self.cursor.model_copy(update={"offset": offset, "tail": tail, "last": last})
-
-
-def points_of(event: Event) -> Iterator[Point]:
-    """Yield the metric points of one event, under names that MLflow accepts; skip values that are not numbers."""
-    if event.kind in ("scalars", "evaluation"):
-        for key, value in event.fields.get("values", {}).items():
-            if isinstance(value, int | float):
-                yield Point(metric_name(key), float(value), event.at_ms, event.step)
 
 
 def _tail(path: Path, offset: int) -> int:
@@ -118,14 +111,16 @@ def _tail(path: Path, offset: int) -> int:
 
 
 class RetryingShipper:
-    """A Shipper that logs an outage of MLflow once and tries again every OUTAGE_PERIOD_S."""
+    """Shippers of all logs of a run, which log an outage of MLflow once and try again every OUTAGE_PERIOD_S."""
 
-    def __init__(self, shipper: Shipper, log: Log) -> None:
-        self._shipper = shipper
+    def __init__(self, run: RunDir, tracker: Tracker, log: Log) -> None:
+        self._run = run
+        self._shipper = Shipper(run, tracker)
+        self._nodes: dict[Path, Shipper] = {}
         self._log = log
         self._due = Periodic(0.0)
         self._tags: dict[str, str] = {}
-        self._classes: list[Path] = []
+        self._files: list[tuple[Path, str]] = []
         self._status: Status = "FAILED"  # so that the first tick sets RUNNING; an earlier attempt may have set another
 
     def tick(self, status: Status = "RUNNING") -> bool:
@@ -134,12 +129,16 @@ class RetryingShipper:
             return False
         try:
             self._shipper.ship()
+            for path in sorted(self._run.nodes.glob("*.jsonl")):
+                if path not in self._nodes:
+                    self._nodes[path] = Shipper(self._run, self._shipper.tracker, log=path)
+                self._nodes[path].ship()
             if self._tags:
                 self._shipper.tracker.set_tags(self._tags)
                 self._tags = {}
-            while self._classes:
-                self._shipper.tracker.log_file(self._classes[0], "classes")
-                self._classes.pop(0)
+            while self._files:
+                self._shipper.tracker.log_file(*self._files[0])
+                self._files.pop(0)
             if self._status != status:
                 self._shipper.tracker.set_status(status)
         except (TrackingError, OSError) as error:
@@ -155,17 +154,18 @@ class RetryingShipper:
 
     def tag(self, name: str, text: str) -> None:
         """Set a tag of the MLflow run with the next tick that reaches MLflow."""
-        self._tags[name] = text[:MAX_TAG_CHARACTERS]
+        self._tags[name] = text
 
-    def finish(self, status: Status, *, patience_s: float, ended_early: str = "", classes: Sequence[Path] = ()) -> None:
-        """Send the rest and the final status; give up after `patience_s`.
+    def file(self, path: Path, folder: str) -> None:
+        """Upload a small file to a folder of the run's artifacts with the next tick that reaches MLflow."""
+        if path.exists():
+            self._files.append((path, folder))
 
-        ended_early: why, or "". classes: files with the table of classes, which become artifacts.
-        """
+    def finish(self, status: Status, *, patience_s: float, ended_early: str = "") -> None:
+        """Send the rest and the final status; give up after `patience_s`. ended_early: why, or ""."""
         deadline = time.monotonic() + patience_s
         if ended_early:
             self.tag("onward.ended_early", ended_early)
-        self._classes = list(classes)
         while not self.tick(status):
             if time.monotonic() > deadline:
                 self._log.error(

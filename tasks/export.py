@@ -25,7 +25,10 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra.mlflow_store import TrackingError, TrackingUnavailable
 from onward.infra.tracking import ModelFile, Port, Tracker
+from onward.tasks.metric_points import Evaluations, only_of_file, points_of_file
+from onward.tasks.prefect_results import show_result
 from onward.tasks.promotion import promote
+from onward.tasks.shown_in_mlflow import result_tags, version_tags
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.results import ExportConfig
@@ -91,6 +94,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
             _deliver(read_config_as_given(run), exported)
     except RuntimeUnavailable as error:
         problems += error.problems
+    show_result(run, exported, result)
     if problems:
         raise RuntimeUnavailable(problems)
     return exported
@@ -134,7 +138,9 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
     Raises RuntimeUnavailable when MLflow refuses, or cannot be reached in several attempts.
     """
     config, identity = read_config(run), read_record(run.identity, RunIdentity)
-    signature = read_signature(exported.path)
+    signature, average = read_signature(exported.path), config.exports_average
+    sent = points_of_file(Evaluations(run.events).at(exported.step), average=average)
+    parity = {"exported/parity": exported.parity}
     with np.load(example_in(run.export), allow_pickle=False) as example:
         file = ModelFile(
             path=exported.path,
@@ -145,15 +151,29 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
             outputs=tuple(map(_port, signature.outputs)),
             step=exported.step,
             example=dict(example) if set(example) == {info.name for info in signature.inputs} else {},  # a part's
-            metrics={**exported.after, **exported.test, "parity": exported.parity},
-            tags=tags,
+            metrics={**only_of_file(exported.after, sent, average=average), **exported.test, **parity},
+            points=sent,
+            tags=version_tags(run, exported) | tags,
         )
     name = config.export.register_as or config.name
-    version = _register_with_retries(Tracker(identity.tracking_uri, identity.mlflow_run_id), file, name)
+    tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
+    version = _register_with_retries(tracker, file, name)
     log.info("registered %s as version %s of %s", exported.path, version, name)
     registered = exported.model_copy(update={"registered_as": name, "version": version})
     write_record(run.exported, registered)
+    _show_result(run, registered, tracker)
     return registered
+
+
+def _show_result(run: RunDir, exported: ExportedModel, tracker: Tracker) -> None:
+    """Write the result to the page of the run in MLflow. An outage leaves the page as it is."""
+    try:
+        tracker.set_tags(result_tags(run, exported))
+        for record in (run.exported, exported.path.with_name("preprocessing.json")):
+            if record.exists():
+                tracker.log_file(record, "export")
+    except TrackingError as error:
+        log.warning("the result is not on the run's page in MLflow: %s", error)
 
 
 def _register_with_retries(tracker: Tracker, file: ModelFile, name: str) -> str:

@@ -10,6 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from prefect import task
@@ -22,6 +23,7 @@ from onward.trainer.data.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.causes import memory_advice
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.records import (
     Needs,
     RankReport,
@@ -37,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @task(name="init runtime", task_run_name="init runtime", cache_policy=NO_CACHE)
 def init_runtime(run: RunDir) -> RuntimeReport:
-    """Run the preflight on every rank and write `runtime.json`.
+    """Run the preflight on every rank and write `runtime.json` and `packages.txt`.
 
     Raises RuntimeUnavailable with all problems: no mpirun, a job of this run that is still running, a world size other
     than the configured one, no GPU for a rank, a wrong all-reduce, too little memory or disk.
@@ -61,6 +63,7 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     written = space_problems(shares(run, config, needs, tracking_uri=tracking_uri))
     if found := [*problems(report, config, needs), *written]:
         raise RuntimeUnavailable(found)
+    write_durably(run.packages, packages().encode())
     write_record(run.runtime, report)
     for line in devices(report.ranks):
         log.info(line)
@@ -170,3 +173,9 @@ def places(ranks: Sequence[RankReport]) -> Iterable[Place]:
 
 def _mb(size: int) -> str:
     return f"{size / 1e6:,.0f} MB"
+
+
+def packages() -> str:
+    """Return the installed Python packages with their versions, one in a line, as `pip freeze` lists them."""
+    found = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    return "".join(f"{name}=={version}\n" for name, version in sorted(found.items(), key=lambda pair: pair[0].lower()))

@@ -22,7 +22,10 @@ from onward.infra.tensorboard import TensorBoard
 from onward.infra.tracking import Tracker
 from onward.tasks.attempt_reports import EndingReports
 from onward.tasks.class_tables import ClassTable, class_table, write_tables
-from onward.tasks.event_shipping import RetryingShipper, Shipper
+from onward.tasks.event_shipping import RetryingShipper
+from onward.tasks.metric_points import values_of
+from onward.tasks.prefect_events import emit
+from onward.tasks.prefect_results import show_curve
 from onward.tasks.prefect_server import prefect_answers
 from onward.tasks.pruning import MedianRule
 from onward.tasks.task_logger import Log, task_logger
@@ -34,6 +37,7 @@ from onward.trainer.run.reserved import is_full
 
 LOG_PERIOD_S = 10.0
 ARTIFACT_PERIOD_S = 5.0
+EVENT_PERIOD_S = 10.0
 
 
 @task(name="monitor", task_run_name="monitor", cache_policy=NO_CACHE)
@@ -45,10 +49,12 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     """
     log = task_logger(__name__)
     identity = read_record(run.identity, RunIdentity)
-    shipping = RetryingShipper(Shipper(run, Tracker(identity.tracking_uri, identity.mlflow_run_id)), log)
+    shipping = RetryingShipper(run, Tracker(identity.tracking_uri, identity.mlflow_run_id), log)
     board = TensorBoard(run.tensorboard, wanted=read_config(run).monitor.tensorboard)
-    progress, lines, confusions = Progress(), LogLines(log), dict[str, Event]()
+    progress, lines, announcer, confusions = Progress(), LogLines(log), Announcer(run), dict[str, Event]()
     artifact, pruning, reports = ProgressArtifact(), MedianRule(run), EndingReports(run)
+    for file in (run.packages, run.runtime, run.rehearsal):
+        shipping.file(file, "environment")
     offset, closed = 0, False
     while not closed:
         # Read first, so that the last pass reads everything that was written before the log was closed.
@@ -57,6 +63,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
             progress.add(event)
             add_to_tensorboard(board, event)
             lines.add(event)
+            announcer.add(event)
             pruning.add(event)
             confusions |= {event.fields["loss"]: event} if event.kind == "confusion" else {}
             if resumed := event.fields.get("resumed"):
@@ -67,6 +74,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
             shipping.tag(name, text)
         shipping.tick()
         artifact.show(progress, now=closed)
+        announcer.is_new = True
         if not closed:
             lines.tick(progress)
             pruning.poll()
@@ -75,23 +83,24 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     summary = progress.summary(_outcome(run))
     tables = [class_table(event, run) for event in confusions.values()]
     show_tables(tables)
-    files = write_tables(run, tables)
+    show_curve(run)
+    for file in write_tables(run, tables):
+        shipping.file(file, "classes")
     shipping.finish(
         summary.status,
         patience_s=0 if is_full(run.root) else patience_s,
         ended_early=summary.ended_early,
-        classes=files,
     )
     write_record(run.metrics, summary)
     return summary
 
 
 def add_to_tensorboard(board: TensorBoard, event: Event) -> None:
-    """Write an event's metrics or histogram under their own names."""
+    """Write an event's metrics under the names that MLflow shows, or its histogram under its own."""
     if event.kind == "histogram":
         board.histogram(**event.fields, step=event.step, at_ms=event.at_ms)
-    elif event.kind in ("scalars", "evaluation"):
-        board.scalars(event.fields["values"], step=event.step, at_ms=event.at_ms)
+    elif values := values_of(event):
+        board.scalars(values, step=event.step, at_ms=event.at_ms)
 
 
 def _outcome(run: RunDir) -> Literal["FINISHED", "FAILED", "KILLED"]:
@@ -133,6 +142,23 @@ class LogLines:
 
 
 # -- Prefect: an outage of its server must neither end nor delay the monitor
+
+
+class Announcer:
+    """Emits an event in Prefect for each checkpoint and evaluation, at most one of each in EVENT_PERIOD_S."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.is_new = False
+        """Whether the events are new. Those of the first pass belong to an earlier monitor, or began with this one."""
+        self._run = run
+        self._due = {"checkpoint": Periodic(EVENT_PERIOD_S), "evaluation": Periodic(EVENT_PERIOD_S)}
+
+    def add(self, event: Event) -> None:
+        """Emit the event, if automations may act on it."""
+        if self.is_new and event.kind == "checkpoint" and self._due[event.kind]():
+            emit("checkpoint", self._run, {"step": event.step, "path": event.fields["path"]})
+        elif self.is_new and event.kind == "evaluation" and self._due[event.kind]():
+            emit("evaluation", self._run, {"step": event.step, "metrics": event.fields["values"]})
 
 
 class ProgressArtifact:

@@ -27,7 +27,9 @@ from prefect.artifacts import create_markdown_artifact
 
 from onward.infra.mlflow_store import TrackingError, database_of
 from onward.infra.registry import RegisteredVersion, Registry
+from onward.tasks.prefect_events import emit
 from onward.tasks.prefect_server import prefect_answers
+from onward.tasks.shown_in_mlflow import about_version
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
@@ -56,7 +58,7 @@ def promote(run: RunDir, exported: ExportedModel, *, approved: bool | None = Non
     try:
         version = registry.version(exported.registered_as, exported.version)
         decision = _decide(run, exported, version, registry, approved=approved)
-        _show(registry, version, decision)
+        _show(run, registry, version, decision)
     except TrackingError as error:
         raise RuntimeUnavailable(
             f"{error}. The file is registered as version {exported.version} of {exported.registered_as}, and whether "
@@ -65,6 +67,8 @@ def promote(run: RunDir, exported: ExportedModel, *, approved: bool | None = Non
     exported = exported.model_copy(update={"promotion": decision})
     write_record(run.exported, exported)
     log.info("version %s of %s: %s", version.version, version.name, decision.reason)
+    what = {"model": version.name, "version": version.version, "alias": decision.alias, "reason": decision.reason}
+    emit("promotion", run, what | {"status": decision.status}, about=decision.status)
     return exported
 
 
@@ -198,9 +202,9 @@ def lock(name: str, *, one_machine: bool = False) -> Iterator[None]:
 # -- showing it
 
 
-def _show(registry: Registry, version: RegisteredVersion, decision: Promotion) -> None:
+def _show(run: RunDir, registry: Registry, version: RegisteredVersion, decision: Promotion) -> None:
     """Write the decision and the comparison to the registry and to Prefect; set or remove the alias `candidate`."""
-    text = markdown(version, decision)
+    text = f"{markdown(version, decision)}\n{about_version(run)}"
     tags = {"onward.promotion": decision.status, "onward.promotion_reason": decision.reason[:5000]}
     registry.describe(version, tags, text)
     if decision.status == "served":

@@ -6,26 +6,25 @@ import logging
 import os
 import time
 from pathlib import Path
+from typing import get_args
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from onward.infra.mlflow_store import TrackingError
-from onward.infra.tracking import Tracker
+from onward.infra.tracking import DataSplit, Port, Tracker
+from onward.tasks.shown_in_mlflow import digests_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import ShardManifest
+from onward.trainer.data.storage.shards import ShardManifest, Split
 from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import RunIdentity, read_record
 
 log = logging.getLogger(__name__)
-
-MAX_TAG_CHARACTERS = 5000
-"""Longest text of a tag that every MLflow store keeps."""
 
 
 @task(name="shard-data", task_run_name="shard-data", cache_policy=NO_CACHE)
@@ -91,13 +90,27 @@ def _record(run: RunDir, config: RunConfig, manifest: ShardManifest) -> None:
     identity = read_record(run.identity, RunIdentity)
     if not identity.mlflow_run_id:
         return
-    # By digest, so that MLflow finds all runs on the same data.
-    rows = {"train": manifest.rows("train"), "evaluation": manifest.rows("evaluation")}
+    name, digests = Path(config.data.source).name, digests_of(manifest)
+    columns = tuple(
+        Port(column.name, column.dtype, (-1,) if column.variable else column.shape)
+        for column in manifest.table.values()
+    )
+    data = [
+        DataSplit(
+            f"{name}/{split}",
+            "training" if split == "train" else split,
+            digests[split],
+            {"num_rows": manifest.rows(split), "num_bytes": sum(file.bytes for file in manifest.files(split))},
+            columns,
+        )
+        for split in get_args(Split)
+        if split in digests
+    ]
     try:
         tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
-        tracker.log_dataset(Path(config.data.source).name, digest=manifest.key, source=run.shards.resolve(), rows=rows)
+        tracker.log_datasets(data, source=run.shards.resolve())
         if manifest.preprocessing:
-            tracker.set_tags({"onward.data_columns": manifest.preprocessing[:MAX_TAG_CHARACTERS]})
+            tracker.set_tags({"onward.data_columns": manifest.preprocessing})
     except TrackingError as error:
         log.warning("the data is not recorded in MLflow, and the run continues without: %s", error)
 

@@ -44,6 +44,7 @@ from onward.trainer.distributed.processes import connect, disconnect
 from onward.trainer.errors import ExportRefused, Stopped
 from onward.trainer.events import Heartbeat
 from onward.trainer.run.directory import RunDir, comparison_in, read_config, read_config_as_given, variant_in
+from onward.trainer.run.node_usage import recorded_usage
 from onward.trainer.run.records import ExportedModel, read_record, write_record
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
     def stop_requested() -> bool:
         return stop.requested or 0 < until <= heartbeat.step
 
-    with named_if_not_deterministic():
+    usage = recorded_usage(run, attempt=attempt, rank=mpi.rank, local_rank=mpi.local_rank, host=mpi.host)
+    with named_if_not_deterministic(), usage:
         result = train(config, run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=stop_requested)
     # This file is the only proof of success; the exit status of mpirun is none.
     if mpi.rank == 0:

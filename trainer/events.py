@@ -12,8 +12,8 @@ yes-or-no labels by [label][is][predicted]), `histogram` (`name`, `counts`, `edg
 evaluation loss became NaN or infinite), `checkpoint` (`path`; `certificate`: its digests), `times` (`seconds`: what the
 attempt has spent its time on so far, see run/time_spent.py), `end` (`status`; `ended_early`: why, if [stop] ended the
 run before its last step, else "").
-Among the scalars are two paces since the line before: `train/samples_per_s`, and `train/data_wait`, the share of the
-time in which ranks waited for their next samples, the mean over the ranks.
+Among the scalars are paces since the line before: `train/samples_per_s`, `train/step_s`, and `train/data_wait`, the
+share of the time in which ranks waited for their next samples, the mean over the ranks.
 A resumed attempt repeats the steps after its checkpoint; readers keep the first line of each (key, step). A line that a
 crash cut off is removed when the next attempt opens the log.
 """

@@ -213,7 +213,8 @@ def train(
         return trained_before_s + time.monotonic() - started_at if counts else 0.0
 
     # -- 6. One iteration is one weight update; after an fp16 overflow the same step is tried at half the scale
-    timed_from, timed_samples, timed_wait_s, trained_before_s = time.monotonic(), 0, 0.0, state.stop.trained_s
+    timed_from, timed_step, timed_samples, timed_wait_s = time.monotonic(), state.step, 0, 0.0
+    trained_before_s = state.stop.trained_s
     stopping, reason = False, reason_to_end(state.stop, config)  # an attempt may have ended before it could say so
     while state.step < num_steps and not stopping and not reason:
         step = state.step + 1
@@ -274,6 +275,7 @@ def train(
         if not overflowed and (every(config.train.log_period, step) or stopping or ending):
             timed_s = time.monotonic() - timed_from
             pace = {"samples_per_s": timed_samples / timed_s, "data_wait": timed_wait_s / timed_s}
+            pace["step_s"] = timed_s / (step - timed_step)
             events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **pace)
         spent.lap("steps", wait_s=waits_s / mpi.world_size)
         evaluates = evaluation_is_due(config.train.evaluation_period, state, size, num_rows=batches.num_rows)
@@ -290,7 +292,7 @@ def train(
         spent.emit(step)
         # after evaluation and checkpoint, whose time does not count as training time
         if every(config.train.log_period, step):
-            timed_from, timed_samples, timed_wait_s = time.monotonic(), 0, 0.0
+            timed_from, timed_step, timed_samples, timed_wait_s = time.monotonic(), step, 0, 0.0
 
     # -- 7. Leave nothing half-written
     checkpoints.close(heartbeat.beat)

@@ -16,8 +16,8 @@ from onward.trainer.run.records import AttemptResult, ExportedModel, RunIdentity
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
-OF_A_CHECKPOINT = "checkpoint/"
-"""Prefix of the metrics that MLflow has for single checkpoints."""
+BY_THE_CLOCK = ("system/", "perf/checkpoint_stall_s")
+"""Prefixes of metrics that are recorded every so many seconds, and so at other steps in each run."""
 Points = Mapping[tuple[str, int], int]
 """(Metric, step) -> how many points MLflow has."""
 
@@ -46,14 +46,10 @@ def result_of(run: RunDir, *, undisturbed: Points, steps_made: int = 0, elapsed_
 
 
 def points_of(run: RunDir) -> Points:
-    """Return how often each metric has a value for a step in MLflow.
-
-    Left out are the metrics of single checkpoints: which of these still exist when MLflow is told of them depends on
-    the time.
-    """
+    """Return how often each metric has a value for a step in MLflow, but for metrics that follow the clock."""
     identity = read_record(run.identity, RunIdentity)
     points = Tracker(identity.tracking_uri, identity.mlflow_run_id).points()
-    return collections.Counter(point for point in points if not point[0].startswith(OF_A_CHECKPOINT))
+    return collections.Counter(point for point in points if not point[0].startswith(BY_THE_CLOCK))
 
 
 def _stopped_at(run: RunDir) -> list[int]:

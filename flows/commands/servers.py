@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
@@ -58,13 +58,20 @@ def deploy(
             show_default=False,
         ),
     ] = None,
+    waiting: Annotated[
+        Literal["newest", "all"],
+        typer.Option(help="Which scheduled runs start of those that wait for a running one: newest, or all."),
+    ] = "newest",
     as_json: Json = False,
 ) -> None:
     """Create or replace a Prefect deployment of a configuration.
 
     Needs the servers of `onward up`, or your own Prefect server with a worker. Without --cron and --interval the
-    deployment runs when it is started in Prefect. Parameters that are changed there may name files in the directories
-    that the configuration names, and in those of --allow; Python is executed only from the files that it names now.
+    deployment runs when it is started in Prefect. One run at a time: of scheduled runs that wait for it, the newest
+    starts, and the others end as Cancelled (--waiting). `onward deployments` lists, pauses, resumes and deletes.
+
+    Parameters that are changed in Prefect may name files in the directories that the configuration names, and in those
+    of --allow; Python is executed only from the files that it names now.
     """
     api.require_flow("onward deploy")
     files, changes = layers_of(config, overrides)
@@ -75,7 +82,7 @@ def deploy(
         from onward.flows.deploy import deploy as make_deployment
 
         when: dict[str, Any] = {"cron": cron, "interval_s": interval, "timezone": timezone}
-        deployment_id, limits = make_deployment(resolved, name, **when, allowed=allow or ())
+        deployment_id, limits = make_deployment(resolved, name, **when, allowed=allow or (), waiting=waiting)
     facts = {
         "deployment": f"train-onnx/{name}",
         "deployment_id": deployment_id,

@@ -90,7 +90,10 @@ def test_the_metrics_of_checkpoint_exported_file_and_variant_have_the_same_names
     (model,) = (each for each in logged if each.artifact_location == version.source)
     registered = {metric.key: metric.value for metric in model.metrics}
     for name, value in tested.items():
-        assert mlflow_run.data.metrics[f"exported/{name}"] == registered[f"exported/{name}"] == pytest.approx(value)
+        assert mlflow_run.data.metrics[name] == registered[name] == pytest.approx(value)
+    assert names <= registered.keys()
+    once = client.get_metric_history(mlflow_run.info.run_id, "evaluation/loss")
+    assert [point.step for point in once].count(best) == 1, "the run, the checkpoint and the file share one point"
     assert json.loads((run.classes / "classes.json").read_text())["step"] == 90
     confusion = (run.classes / "confusion.csv").read_text().splitlines()
     assert confusion[0] == "target \\ predicted,0,1,2,3"

@@ -84,7 +84,7 @@ def test_a_run_writes_the_same_graph_with_better_weights(workshop: Workshop, und
     assert "WARNING onward.tasks.configure: folded_batch_norm: 2 convolutions have a bias" in log
     (run,) = workshop.mlflow_runs(RunDir(Path(undisturbed["directory"])))
     assert run.info.status == "FINISHED"
-    assert 0 < run.data.metrics["train/data_wait"] < 1
+    assert 0 < run.data.metrics["perf/data_wait"] < 1
     assert 0 < undisturbed["values"]["train/data_wait"] < 1
     check_report(
         workshop, RunDir(Path(undisturbed["directory"])), "The run is done, and its trained file passed all checks."

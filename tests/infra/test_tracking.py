@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import errno
 import hashlib
+import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -31,12 +34,14 @@ from onward.infra.mlflow_store import (
 )
 from onward.infra.registry import Registry
 from onward.infra.tracking import (
+    DataSplit,
     ModelFile,
     Point,
     Port,
     Tracker,
     local_store,
     metric_name,
+    page_on_own_server,
 )
 from tests.support.stores import client, free_port, new_run, points, tracking_store
 
@@ -137,8 +142,11 @@ def test_a_checkpoint_is_recorded_once_and_the_newest_best_is_the_only_best() ->
             bytes=step * 10,
             digest=f"digest-{step}",
             metrics={"evaluation/loss": 1.0 / step},
+            points=[Point("evaluation/loss", 1.0 / step, 1_700_000_000_000 + step, step)],
             best=best,
         )
+        # as the monitor sends it
+        tracker.log_batch([Point("evaluation/loss", 1.0 / step, 1_700_000_000_000 + step, step)])
     run = client(tracker).get_run(tracker.run_id)
     found = client(tracker).search_logged_models([run.info.experiment_id], f"source_run_id = '{tracker.run_id}'")
     kept = {model.name: model for model in found}
@@ -149,24 +157,83 @@ def test_a_checkpoint_is_recorded_once_and_the_newest_best_is_the_only_best() ->
         "bytes": "2000",
         "step": "200",
         "best": "true",
+        "deleted": "false",
     }
     assert [kept[f"step-000000{step}"].tags["best"] for step in (100, 200, 300)] == ["false", "true", "false"]
     assert all(model.status == "READY" for model in found)
     assert run.data.tags["onward.best_checkpoint"] == "step-000000200"
-    assert points(tracker, "checkpoint/evaluation/loss") == [(100, 0.01), (200, 0.005), (300, 1 / 300)]
-    assert points(tracker, "evaluation/loss") == []  # those come from the event log
+    assert points(tracker, "evaluation/loss") == [(100, 0.01), (200, 0.005), (300, 1 / 300)], "one point of one name"
+    assert set(run.data.metrics) == {"evaluation/loss"}
+
+
+def test_the_best_checkpoint_on_disk_is_a_query() -> None:
+    tracker = new_run()
+    folder = Path(tempfile.mkdtemp(prefix="onward-checkpoints-"))
+    for step, loss in ((1, 0.1), (2, 0.3), (3, 0.2)):
+        (folder / f"step-{step}").mkdir()
+        what = {"path": folder / f"step-{step}", "bytes": 1, "digest": f"{tracker.run_id}-{step}", "best": False}
+        tracker.record_checkpoint(step, metrics={"evaluation/loss": loss}, **what)
+    (folder / "step-1").rmdir()
+    tracker.mark_deleted_checkpoints()
+    experiment = client(tracker).get_run(tracker.run_id).info.experiment_id
+    found = client(tracker).search_logged_models(
+        [experiment],
+        f"source_run_id = '{tracker.run_id}' AND tags.deleted = 'false'",
+        order_by=[{"field_name": "metrics.evaluation/loss", "ascending": True}],
+    )
+    assert [model.name for model in found] == ["step-3", "step-2"]
+    shutil.rmtree(folder)
 
 
 def test_the_data_is_recorded_by_its_digest_once() -> None:
     tracker = new_run()
+    columns = (Port("image", "float32", (3, 8, 8)), Port("label", "int64", ()))
+    rows = {"train": 1617, "evaluation": 180}
+    data = [
+        DataSplit(f"digits/{split}", context, digest * 64, {"num_rows": rows[split]}, columns)
+        for split, context, digest in (("train", "training", "a"), ("evaluation", "evaluation", "b"))
+    ]
     for _ in range(2):
-        tracker.log_dataset("digits", digest="f" * 64, source=Path("shards"), rows={"train": 1617, "evaluation": 180})
+        tracker.log_datasets(data, source=Path("shards"))
     inputs = client(tracker).get_run(tracker.run_id).inputs.dataset_inputs
     assert {item.dataset.name: item.dataset.profile for item in inputs} == {
         "digits/train": '{"num_rows": 1617}',
         "digits/evaluation": '{"num_rows": 180}',
     }
-    assert {item.dataset.digest for item in inputs} == {"f" * 36}
+    assert {item.dataset.digest for item in inputs} == {"a" * 36, "b" * 36}
+    assert sorted(tag.value for item in inputs for tag in item.tags) == ["evaluation", "training"]
+    from mlflow.data.schema import TensorDatasetSchema
+    from mlflow.types import Schema
+
+    shown = json.loads(json.loads(inputs[0].dataset.schema)["mlflow_tensorspec"]["features"])
+    features = Schema.from_json(json.dumps(shown))
+    assert [(each.name, each.shape) for each in features.inputs] == [("image", (-1, 3, 8, 8)), ("label", (-1,))]
+    assert TensorDatasetSchema(features=features).to_dict().keys() == json.loads(inputs[0].dataset.schema).keys()
+
+
+def test_names_texts_and_numbers_beyond_mlflows_limits_break_no_run() -> None:
+    tracker = new_run()
+    key = client(tracker).get_run(tracker.run_id).data.tags["onward.run_id"]
+    tags = {f"a tag of @ {'t' * 300} {number}": "x" * 20_000 for number in range(3)}
+    params = {f"weights[{number}]@{'p' * 300}": "x" * 20_000 for number in range(3)}
+    tracker.start_run("tests/all", key=key, name="", tags=tags, params=params)
+    tracker.set_tags({f"many.{number}": "y" * 20_000 for number in range(250)})
+    columns = tuple(Port(f"column {number} {'c' * 200}", "float32", ()) for number in range(10_000))
+    tracker.log_datasets([DataSplit("d" * 1000, "training", "e" * 64, {}, columns)], source=Path("shards"))
+    run = client(tracker).get_run(tracker.run_id)
+    assert {len(text) for name, text in run.data.tags.items() if name.startswith("many.")} == {5000}
+    assert len(run.inputs.dataset_inputs[0].dataset.name) == 500
+
+
+def test_a_run_on_onwards_own_server_has_its_address_and_one_elsewhere_has_none(tmp_path: Path) -> None:
+    assert page_on_own_server(tracking_store(), new_run().run_id) == ""
+    assert page_on_own_server("http://127.0.0.1:1", "a") == ""
+    assert page_on_own_server(f"sqlite:///{tmp_path}/elsewhere.db", "a") == ""
+    tracker = new_run()
+    experiment = client(tracker).get_run(tracker.run_id).info.experiment_id
+    assert tracker.page("http://127.0.0.1:5000/") == (
+        f"http://127.0.0.1:5000/#/experiments/{experiment}/runs/{tracker.run_id}"
+    )
 
 
 def adder(folder: Path, *, by: float) -> ModelFile:
@@ -212,7 +279,9 @@ def test_a_registered_model_is_the_file_byte_for_byte(tmp_path: Path) -> None:
     assert [(port.name, port.type.name, port.shape) for port in loaded.metadata.signature.inputs] == [
         ("x", "float32", (-1, 2))
     ]
-    assert points(tracker, "exported/evaluation/loss") == [(7, 0.25), (7, 0.25)]  # one of each file
+    assert points(tracker, "evaluation/loss") == [(7, 0.25), (7, 0.25)]  # one of each file
+    (model,) = tracker._models(f"tags.sha256 = '{two.sha256}'")
+    assert [(metric.key, metric.value) for metric in model.metrics] == [("evaluation/loss", 0.25)]
     other = new_run()
     assert other.register_model(replace(one, step=9), name=name) == "3"  # another run's file is another version
 

@@ -102,7 +102,7 @@ def test_during_training_it_announces_and_records_checkpoints_and_keeps_the_newe
     tags = client(tracker).get_run(tracker.run_id).data.tags
     assert tags["onward.best_certificate"] == infos[0].certificate
     assert known["step-000000002"]["sha256"] == sha256(run.checkpoint(2) / "manifest.json")
-    assert (2, 0.1) in points(tracker, "checkpoint/evaluation/loss")
+    assert (2, 0.1) in points(tracker, "evaluation/loss")
     marked = {name: tags.get("deleted") == "true" for name, tags in known.items()}
     assert marked == {name: not (run.checkpoints / name).exists() for name in known}
 

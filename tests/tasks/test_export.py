@@ -15,6 +15,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.diagnostics.config_check import files_in_the_way
 from onward.trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
+from onward.trainer.events import EventWriter
 from onward.trainer.run.delivered import not_ours, remember
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import sha256
@@ -85,6 +86,9 @@ def test_a_verified_file_is_registered_with_signature_example_and_alias(tmp_path
     process("export")
     tracker = new_run()
     run = make_run(tmp_path, tracker, register_as="exports", alias="best-yet")
+    log = EventWriter(run.events, attempt=1, rank=0)
+    log.emit("evaluation", 10, values={"evaluation/loss": 0.5001, "evaluation/accuracy": 0.75})
+    log.close()
     exported = task.export.fn(run, RESULT, infos(run, 10, 20, best=10))
 
     assert (exported.registered_as, exported.version) == ("exports", "1")
@@ -96,6 +100,11 @@ def test_a_verified_file_is_registered_with_signature_example_and_alias(tmp_path
         "checkpoint": "step-000000010",
         "attempts": "2",
         "sha256": exported.sha256,
+        "evaluation/loss": "0.5",
+        "onward.result": "loss 2 -> 0.5",
+        "onward.trained_from": str(tmp_path / "model.onnx"),
+        "onward.data": "digits",
+        "onward.run_id": "run",
         "onward.promotion": "served",
         "onward.promotion_reason": "it is the first best-yet of its name",
     }
@@ -103,7 +112,18 @@ def test_a_verified_file_is_registered_with_signature_example_and_alias(tmp_path
     assert '"shape": [-1, 4]' in (folder / "MLmodel").read_text()
     assert (folder / "input_example.json").exists()
     assert points(tracker, "exported/parity") == [(10, PARITY)]
-    assert points(tracker, "exported/evaluation/loss") == [(10, 0.5)]
+    assert points(tracker, "evaluation/loss") == [(10, 0.5001)], "the point of the log, which differs by rounding"
+    (model,) = tracker._models(f"tags.sha256 = '{exported.sha256}'")
+    assert {metric.key: metric.value for metric in model.metrics} == {
+        "evaluation/loss": 0.5001,
+        "evaluation/accuracy": 0.75,
+        "exported/parity": PARITY,
+    }
+    tags = client(tracker).get_run(tracker.run_id).data.tags
+    assert (tags["onward.result"], tags["onward.version"]) == ("loss 2 -> 0.5", "exports 1")
+    assert tags["mlflow.note.content"].startswith("**loss 2 -> 0.5**\n")
+    assert "Trained from `" in version.description
+    assert [file.path for file in client(tracker).list_artifacts(tracker.run_id, "export")] == ["export/model.json"]
 
 
 def test_a_repeated_task_neither_exports_nor_registers_again(tmp_path: Path, process: Process) -> None:

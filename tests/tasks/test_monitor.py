@@ -200,6 +200,24 @@ def test_during_training_points_arrive_and_the_status_is_running_again(tmp_path:
     assert client(tracker).get_run(tracker.run_id).info.status == "FINISHED"
 
 
+def test_the_usage_of_every_node_is_sent_once_and_files_are_artifacts(tmp_path: Path) -> None:
+    tracker = new_run()
+    run = make_run(tmp_path, tracker)
+    run.packages.write_text("torch==2.13\n")
+    for attempt_number in (1, 2):
+        attempt(run, first=5 * attempt_number - 4, last=5 * attempt_number, status="done" * (attempt_number - 1))
+        for rank, node in ((0, "gpu-1"), (8, "gpu-2")):
+            writer = EventWriter(run.usage_of(rank), attempt=attempt_number, rank=0)
+            writer.emit("usage", attempt_number, node=node, values={"cpu_utilization_percentage": 50.0 + rank})
+            writer.close()
+        monitor.fn(run)
+    assert points(tracker, "system/gpu-1/cpu_utilization_percentage") == [(1, 50.0), (2, 50.0)]
+    assert points(tracker, "system/gpu-2/cpu_utilization_percentage") == [(1, 58.0), (2, 58.0)]
+    assert [file.path for file in client(tracker).list_artifacts(tracker.run_id, "environment")] == [
+        "environment/packages.txt"
+    ]
+
+
 def test_after_a_lasting_outage_the_next_monitor_sends_everything(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,12 +33,15 @@ it.
         heartbeat               Beat, written by rank 0 while the job makes progress
         events.jsonl            the append-only event log      rank 0
         phases.jsonl            when each phase of the flow began (phases.py)   the flow
+        nodes/rank-00000.jsonl  what the job uses of the node with this first rank     that rank
+        nodes/rank-00000.cursor how much of it is in MLflow             monitor
         closed                  exists once nothing more is written to the log  the flow
         checkpoints/step-000000100/   manifest.json, rank-00000.safetensors     all ranks
         checkpoints/announced.json    CheckpointInfo of each verified checkpoint     checkpoint
         train.json              TrainResult                    train
         metrics.json            MetricsSummary                 monitor
         classes/                classes.json, classes.csv, confusion.csv: the classes in the last evaluation    monitor
+        packages.txt            the Python packages with their versions        init runtime
         cursor.json             how much of the event log is in MLflow          monitor
         tensorboard/            a view of the event log        monitor
         export/                 the trained ONNX file, model.json (ExportedModel), example.npz, export.log; or
@@ -176,6 +179,13 @@ class RunDir:
         return self.root / "report.html"
 
     @property
+    def nodes(self) -> Path:
+        return self.root / "nodes"
+
+    def usage_of(self, rank: int) -> Path:
+        return self.nodes / f"rank-{rank:05d}.jsonl"
+
+    @property
     def closed(self) -> Path:
         return self.root / "closed"
 
@@ -198,6 +208,10 @@ class RunDir:
     @property
     def classes(self) -> Path:
         return self.root / "classes"
+
+    @property
+    def packages(self) -> Path:
+        return self.root / "packages.txt"
 
     @property
     def cursor(self) -> Path:

@@ -1,0 +1,87 @@
+"""Commands for what `onward deploy` has made: deployments list, pause, resume, delete, run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onward.flows import api
+from onward.flows.commands.common import Json, print_facts, print_json
+
+if TYPE_CHECKING:
+    from onward.flows.deployments import DeploymentFacts
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The deployment, as `onward deploy --name` has named it.")]
+
+
+def listed(as_json: Json = False) -> None:
+    """List the deployments: when they run, the last run and how it ended, and what waits."""
+    api.require_flow("onward deployments list")
+    from onward.flows.local_run import prefect_server
+
+    with prefect_server(start=False):
+        from onward.flows.deployments import deployments
+
+        found = deployments()
+    if as_json:
+        print_json({"deployments": [each.model_dump() for each in found]})
+        return
+    for each in found:
+        print(f"{each.name}: {'paused, ' if each.paused else ''}{each.schedule}")
+        if each.next_at and not each.paused:
+            print(f"  next run  {each.next_at}" + (f", {each.waiting} waiting" if each.waiting else ""))
+        if each.last_run:
+            print(f"  last run  {each.last_at}  {each.last_state}  {each.last_run}")
+    if not found:
+        print("there is no deployment; `onward deploy CONFIG --name NAME` makes one")
+
+
+def pause(name: Name, as_json: Json = False) -> None:
+    """Stop the schedules of a deployment.
+
+    No run begins by itself any more; one that has begun goes on, and `onward deployments run` starts one all the same.
+    """
+    from onward.flows.deployments import pause
+
+    _show(name, pause, as_json=as_json)
+
+
+def resume(name: Name, as_json: Json = False) -> None:
+    """Start the schedules of a paused deployment again."""
+    from onward.flows.deployments import resume
+
+    _show(name, resume, as_json=as_json)
+
+
+def delete(name: Name, as_json: Json = False) -> None:
+    """Delete a deployment with its schedules and the runs that have not begun.
+
+    Finished runs and their files stay, and a run that has begun goes on.
+    """
+    from onward.flows.deployments import delete
+
+    _show(name, delete, as_json=as_json)
+
+
+def run(name: Name, as_json: Json = False) -> None:
+    """Start a run of a deployment now; print its id. It begins when no other run of the deployment is running."""
+    api.require_flow("onward deployments run")
+    from onward.flows.local_run import prefect_server
+
+    with prefect_server(start=False) as url:
+        from onward.flows.deployments import run_now
+
+        started = run_now(name)
+    page = f"{url.removesuffix('/api')}/v2/runs/flow-run/{started}"
+    print_facts({"run": started, "url": page}, as_json=as_json)
+
+
+def _show(name: str, change: Callable[[str], DeploymentFacts], *, as_json: bool) -> None:
+    """Change a deployment, and print what it is now; of a deleted one, what it was."""
+    api.require_flow("onward deployments")
+    from onward.flows.local_run import prefect_server
+
+    with prefect_server(start=False):
+        print_facts(change(name).model_dump(), as_json=as_json)

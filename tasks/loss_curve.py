@@ -1,0 +1,76 @@
+"""Draw the loss of the training and of its evaluations as a small picture, for the page of a run in Prefect."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from onward.trainer.events import read_events
+
+Curve = Sequence[tuple[int, float]]
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 320, 64, 16, 36, 36
+MOST_POINTS = 400
+"""Points of a curve; of more, the mean of neighbours is drawn."""
+COLOURS = {"train/loss": "#3b6fd4", "evaluation/loss": "#d4703b"}
+
+
+def curves_of(log: Path) -> dict[str, Curve]:
+    """Return name -> (step, loss) of each step of an event log; of several attempts the first value counts."""
+    found: dict[str, dict[int, float]] = {name: {} for name in COLOURS}
+    for event, _ in read_events(log):
+        for name in COLOURS:
+            value = event.fields.get("values", {}).get(name) if event.kind in ("scalars", "evaluation") else None
+            if isinstance(value, int | float) and math.isfinite(value):
+                found[name].setdefault(event.step, float(value))
+    return {name: sorted(values.items()) for name, values in found.items() if values}
+
+
+def picture(curves: dict[str, Curve], title: str) -> str:
+    """Return an SVG image. curves: name -> (step, value) in the order of steps, one at least."""
+    thinned = {name: _thinned(curve) for name, curve in curves.items()}
+    steps = [step for curve in thinned.values() for step, _ in curve]
+    values = [value for curve in thinned.values() for _, value in curve]
+    low, high, first, last = min(values), max(values), min(steps), max(steps)
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (step - first) / max(1e-9, last - first)
+
+    def y(value: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / max(1e-12, high - low)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="20" font-size="14">{html.escape(title)}</text>',
+    ]
+    for value in (low, (low + high) / 2, high):
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+    for step, anchor in ((first, "start"), (last, "end")):
+        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - 12}" text-anchor="{anchor}">step {step}</text>')
+    for place, (name, curve) in enumerate(thinned.items()):
+        path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in curve)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[name]}" stroke-width="1.5"/>')
+        parts += [
+            f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5" fill="{COLOURS[name]}"/>'
+            for step, value in (curve if len(curve) <= 60 else ())
+        ]
+        at = WIDTH - RIGHT - 110 * (len(thinned) - place)
+        parts.append(f'<text x="{at}" y="20" fill="{COLOURS[name]}">{html.escape(name)}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+def as_url(svg: str) -> str:
+    """Return an image as a `data:` URL, which needs no server."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+
+
+def _thinned(curve: Curve) -> Curve:
+    size = math.ceil(len(curve) / MOST_POINTS)
+    groups = [curve[start : start + size] for start in range(0, len(curve), size)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]

@@ -1,0 +1,91 @@
+"""The points of the event log under the names that MLflow and TensorBoard show: one name for one thing.
+
+train/        loss, learning rate, gradient norm, norms of weights
+evaluation/   an evaluation's metrics; the same points belong to the checkpoint and to the exported file of the step
+test/         the exported file's metrics on data.test_source
+perf/         samples_per_s, step_s, data_wait, checkpoint_stall_s: what the training costs
+system/       processor, memory, disk and GPU of each node (trainer/run/node_usage.py)
+exported/     what only the exported file has, such as its parity
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from onward.infra.tracking import Point, metric_name
+from onward.trainer.config.sections.metrics import AVERAGE_METRICS
+from onward.trainer.events import Event, read_events
+
+PERFORMANCE = ("samples_per_s", "step_s", "data_wait")
+"""Scalars that the event log has as `train/NAME`."""
+SAME = 1e-3
+"""Greatest relative difference between onnxruntime's value of a metric and the trained module's."""
+
+
+def shown_name(key: str) -> str:
+    """Return the name under which a scalar of the event log is shown."""
+    group, _, name = key.partition("/")
+    return f"perf/{name}" if group == "train" and name in PERFORMANCE else key
+
+
+def values_of(event: Event) -> dict[str, float]:
+    """Return name -> value of each metric of one event; {} for one without metrics."""
+    if event.kind in ("scalars", "evaluation"):
+        values = event.fields.get("values", {})
+        return {shown_name(key): value for key, value in values.items() if isinstance(value, int | float)}
+    if event.kind == "usage":
+        return {f"system/{event.fields.get('node')}/{key}": value for key, value in event.fields["values"].items()}
+    if event.kind == "times" and "checkpoint" in (seconds := event.fields.get("seconds", {})):
+        return {"perf/checkpoint_stall_s": seconds["checkpoint"]}
+    return {}
+
+
+def points_of(event: Event) -> Iterator[Point]:
+    """Yield the metric points of one event, under names that MLflow accepts; skip values that are not numbers."""
+    for name, value in values_of(event).items():
+        yield Point(metric_name(name), float(value), event.at_ms, event.step)
+
+
+class Evaluations:
+    """The points of the evaluations in an event log, as the monitor sends them to MLflow."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._offset = 0
+        self._points: dict[int, dict[str, Point]] = {}
+
+    def at(self, step: int) -> tuple[Point, ...]:
+        """Return the points of a step: of several attempts those of the first, which alone are sent."""
+        for event, after in read_events(self._log, self._offset):
+            if event.kind == "evaluation":
+                known = self._points.setdefault(event.step, {})
+                for point in points_of(event):
+                    known.setdefault(point.key, point)
+            self._offset = after
+        return tuple(self._points.get(step, {}).values())
+
+
+def points_of_file(sent: Iterable[Point], *, average: bool) -> tuple[Point, ...]:
+    """Return those points of an evaluation that describe the exported weights: their average, or they themselves."""
+    of_average = f"{AVERAGE_METRICS}/"
+    return tuple(point for point in sent if point.key.startswith(of_average) == average)
+
+
+def only_of_file(measured: Mapping[str, float], sent: Iterable[Point], *, average: bool) -> dict[str, float]:
+    """Return the metrics of an exported file that no point says already, as `exported/NAME`.
+
+    measured: `evaluation/NAME` -> value under onnxruntime, on all rows; an evaluation may have been on some of them.
+    """
+    prefix = f"{AVERAGE_METRICS}/" if average else "evaluation/"
+    known = {point.key: point.value for point in sent}
+    return {
+        f"exported/{name}": value
+        for name, value in measured.items()
+        if not _same(value, known.get(metric_name(name.replace("evaluation/", prefix, 1)), math.nan))
+    }
+
+
+def _same(a: float, b: float) -> bool:
+    return a == b or abs(a - b) <= SAME * max(1.0, abs(b))

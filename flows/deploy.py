@@ -6,7 +6,7 @@ import datetime
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from onward.flows.deployment_limits import Limits, limits_of, record
 from onward.infra.mlflow_store import without_password
@@ -37,12 +37,12 @@ def deploy(
     interval_s: float = 0.0,
     timezone: str = "UTC",
     allowed: Sequence[str] = (),
-    waiting: Literal["newest", "all"] = "newest",
+    all_waiting: bool = False,
 ) -> tuple[str, Limits]:
     """Create or replace the deployment `train-onnx/NAME`; return its id and what its runs may use.
 
-    `allowed`: directories whose files they may use besides those that the configuration names. `waiting`: which of the
-    scheduled runs that wait for a running one start after it. Needs a reachable
+    `allowed`: directories whose files they may use besides those that the configuration names. `all_waiting`: whether
+    every scheduled run that waits for a running one starts after it, and not the newest alone. Needs a reachable
     Prefect server. Raises RuntimeUnavailable when the server has no work pool for it, ConfigError for an invalid `cron`
     and for directories that cannot be allowed.
     """
@@ -63,7 +63,7 @@ def deploy(
     if interval_s:
         schedules.append(Interval(datetime.timedelta(seconds=interval_s), timezone=timezone, slug="interval"))
     _check_work_pool()
-    limits = limits_of(name, dict(config), allowed, waiting=waiting)
+    limits = limits_of(name, dict(config), allowed, all_waiting=all_waiting)
     # Prefect stores parameters as JSON
     parameters: dict[str, Any] = config.model_dump(mode="json")
     deployment = train_onnx.to_deployment(

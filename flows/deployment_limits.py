@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from onward.infra.mlflow_store import without_password
 from onward.trainer.config.section import Section
@@ -38,12 +38,12 @@ class Limits(Section):
     """Path -> SHA-256 of the Python files that may be executed: `model.converters` and `loss.file`."""
     tracking_uri: str
     """`monitor.tracking_uri`: a database at any path would be created."""
-    waiting: Literal["newest", "all"] = "newest"
-    """Which of the scheduled runs that wait for a running one start after it (waiting_runs.py)."""
+    all_waiting: bool = False
+    """Whether every scheduled run that waits for a running one starts after it (waiting_runs.py)."""
 
 
 def limits_of(
-    name: str, settings: Mapping[str, Any], allowed: Iterable[str] = (), *, waiting: Literal["newest", "all"] = "newest"
+    name: str, settings: Mapping[str, Any], allowed: Iterable[str] = (), *, all_waiting: bool = False
 ) -> Limits:
     """Return the limits of a deployment: the directories that its configuration names, and those `allowed` besides.
 
@@ -63,7 +63,7 @@ def limits_of(
     roots = sorted({*given, *(root for value in named for root in _roots(value))})
     uri = without_password(settings["monitor"].tracking_uri)
     code = {os.path.realpath(path): sha256(Path(path)) for path in files}
-    return Limits(deployment=name, roots=tuple(roots), code=code, tracking_uri=uri, waiting=waiting)
+    return Limits(deployment=name, roots=tuple(roots), code=code, tracking_uri=uri, all_waiting=all_waiting)
 
 
 def record(deployment_id: str, limits: Limits) -> None:
@@ -79,7 +79,7 @@ def forget(deployment_id: str) -> None:
 def waits_for_all(deployment_id: str) -> bool:
     """Return whether every scheduled run of a deployment that waits is to start, and not the newest alone."""
     path = _record(deployment_id)
-    return path.exists() and read_record(path, Limits).waiting == "all"
+    return path.exists() and read_record(path, Limits).all_waiting
 
 
 def check_limits(deployment_id: str, settings: Mapping[str, Any]) -> None:

@@ -24,11 +24,10 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from onward.flows.approval import ask_for_approval
 from onward.flows.cancellation import stopped_from_prefect
-from onward.flows.deployment_limits import check_limits, waits_for_all
+from onward.flows.deployment_limits import check_limits
 from onward.flows.ending import Ending
 from onward.flows.run_reports.at_the_end import reported
 from onward.flows.runs import command_to_continue, end_mlflow_run, how_to_continue, locked, run_directory_of
-from onward.flows.waiting_runs import is_superseded
 from onward.infra.tracking import Status
 from onward.tasks.checkpoint import checkpoint as keep_checkpoints
 from onward.tasks.configure import configure
@@ -129,8 +128,6 @@ def train_onnx(
     if is_missed(runtime.flow_run.get_scheduled_start_time(), tags=runtime.flow_run.get_tags()):
         return Cancelled(message=f"skipped: the scheduled start was over {MISSED_AFTER} ago")
     if deployment := runtime.deployment.get_id():
-        if newer := newer_run_waits(deployment):
-            return Cancelled(message=newer)
         check_limits(deployment, settings)
     run = run_directory(resume)
     # for the whole flow: a retry or a resume in another process must not work in the same directory
@@ -180,13 +177,6 @@ def run_directory(resume: str = "") -> RunDir:
     if resume and not run.config.exists() and not run.trial.exists():
         raise ConfigError(f"there is no run {resume} under {run.root.parent}; `onward runs` lists the runs")
     return run
-
-
-def newer_run_waits(deployment_id: str) -> str:
-    """Return why this scheduled run of a deployment is skipped: a newer one waits; "" if it goes on, or has begun."""
-    if run_directory().root.exists() or waits_for_all(deployment_id):
-        return ""
-    return is_superseded(uuid.UUID(deployment_id), uuid.UUID(runtime.flow_run.get_id()))
 
 
 def is_missed(scheduled_at: datetime.datetime, *, tags: list[str]) -> bool:

@@ -4,20 +4,18 @@
                                      Cancelled  Cancelled   starts when the running one has ended
 
 Prefect starts waiting runs in no certain order. All of a schedule would do the same on the same data, so the newest
-does for all. Runs that somebody has started, and those with other parameters, are not cancelled.
+does for all. Runs that somebody has started, and those with other parameters, are not cancelled; nor is a run that has
+begun, however late: where a start takes longer than the interval of a schedule, no run would ever train.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from prefect.client.orchestration import get_client
-
-from onward.tasks.prefect_server import prefect_answers
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -45,21 +43,6 @@ def reason(newer: FlowRun) -> str:
     """Return why a waiting run was cancelled."""
     at = f"{newer.expected_start_time:%Y-%m-%d %H:%M:%S} UTC" if newer.expected_start_time else "later"
     return f"skipped: it waited for another run of its deployment, and the run scheduled for {at} takes its place"
-
-
-def is_superseded(deployment_id: UUID, flow_run_id: UUID) -> str:
-    """Return why a run that begins is skipped: a newer one of its schedule waits; "" if it goes on.
-
-    Without an answer from the server it goes on.
-    """
-    with contextlib.suppress(Exception):
-        if prefect_answers():
-            with get_client(sync_client=True) as client:
-                own = client.read_flow_run(flow_run_id)
-            for run, newer in superseded([own, *_waiting(deployment_id)]):
-                if run.id == own.id:
-                    return reason(newer)
-    return ""
 
 
 def cancel_superseded(deployment_id: UUID) -> int:

@@ -32,7 +32,7 @@ def curves_of(log: Path) -> dict[str, Curve]:
 def picture(curves: dict[str, Curve], title: str) -> str:
     """Return an SVG image. curves: name -> (step, value) in the order of steps, one at least."""
     thinned = {name: _thinned(curve) for name, curve in curves.items()}
-    steps = [step for curve in thinned.values() for step, _ in curve]
+    steps = [step for curve in curves.values() for step, _ in curve]
     values = [value for curve in thinned.values() for _, value in curve]
     low, high, first, last = min(values), max(values), min(steps), max(steps)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
@@ -58,17 +59,16 @@ def deploy(
             show_default=False,
         ),
     ] = None,
-    waiting: Annotated[
-        Literal["newest", "all"],
-        typer.Option(help="Which scheduled runs start of those that wait for a running one: newest, or all."),
-    ] = "newest",
+    all_waiting: Annotated[
+        bool, typer.Option("--all-waiting", help="Start every scheduled run that has waited, not the newest alone.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Create or replace a Prefect deployment of a configuration.
 
     Needs the servers of `onward up`, or your own Prefect server with a worker. Without --cron and --interval the
     deployment runs when it is started in Prefect. One run at a time: of scheduled runs that wait for it, the newest
-    starts, and the others end as Cancelled (--waiting). `onward deployments` lists, pauses, resumes and deletes.
+    starts, and the others end as Cancelled (--all-waiting). `onward deployments` lists, pauses, resumes and deletes.
 
     Parameters that are changed in Prefect may name files in the directories that the configuration names, and in those
     of --allow; Python is executed only from the files that it names now.
@@ -82,7 +82,7 @@ def deploy(
         from onward.flows.deploy import deploy as make_deployment
 
         when: dict[str, Any] = {"cron": cron, "interval_s": interval, "timezone": timezone}
-        deployment_id, limits = make_deployment(resolved, name, **when, allowed=allow or (), waiting=waiting)
+        deployment_id, limits = make_deployment(resolved, name, **when, allowed=allow or (), all_waiting=all_waiting)
     facts = {
         "deployment": f"train-onnx/{name}",
         "deployment_id": deployment_id,
@@ -100,14 +100,16 @@ def ui(as_json: Json = False) -> None:
     """
     api.require_flow("onward ui")
     from onward.flows.runs import all_runs, identity_of
+    from onward.infra.mlflow_store import TrackingError
+    from onward.infra.tracking import page_on_own_server
 
     links = _start_services("prefect", "mlflow")
     if (known := all_runs()[:1]) and (identity := identity_of(known[0])):
-        base, _, query = links["mlflow"].partition("?")
         if identity.prefect_url.startswith("http://127.0.0.1:"):  # the server may use another port today
             links["last run"] = links["prefect"].removesuffix("/v2/runs") + urlsplit(identity.prefect_url).path
-        if identity.tracking_uri.startswith("sqlite:"):
-            links["last run in mlflow"] = f"{base}#/runs/{identity.mlflow_run_id}?{query}"
+        with contextlib.suppress(TrackingError):  # a damaged database must not hide the other links
+            if page := identity.mlflow_url or page_on_own_server(identity.tracking_uri, identity.mlflow_run_id):
+                links["last run in mlflow"] = page
     _show(links, as_json=as_json)
 
 

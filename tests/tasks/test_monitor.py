@@ -210,6 +210,7 @@ def test_the_usage_of_every_node_is_sent_once_and_files_are_artifacts(tmp_path: 
             writer = EventWriter(run.usage_of(rank), attempt=attempt_number, rank=0)
             writer.emit("usage", attempt_number, node=node, values={"cpu_utilization_percentage": 50.0 + rank})
             writer.close()
+        run.close_log()
         monitor.fn(run)
     assert points(tracker, "system/gpu-1/cpu_utilization_percentage") == [(1, 50.0), (2, 50.0)]
     assert points(tracker, "system/gpu-2/cpu_utilization_percentage") == [(1, 58.0), (2, 58.0)]

@@ -64,8 +64,8 @@ def deploy(
         schedules.append(Interval(datetime.timedelta(seconds=interval_s), timezone=timezone, slug="interval"))
     _check_work_pool()
     limits = limits_of(name, dict(config), allowed, all_waiting=all_waiting)
-    # Prefect stores parameters as JSON
-    parameters: dict[str, Any] = config.model_dump(mode="json")
+    # As JSON, which Prefect stores. What has its default is left out, so that the parameters of a run fit a screen.
+    parameters: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
     deployment = train_onnx.to_deployment(
         name,
         # The worker imports the installed package; a file path would need this checkout on its machine.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from onward.flows.report import meanings
 from onward.flows.train_onnx import MISSED_AFTER, is_missed, train_onnx
 from onward.infra.tracking import Tracker
+from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import table_type
 from onward.trainer.run.attempt_endings import endings
@@ -181,6 +183,23 @@ def test_the_flows_parameters_are_the_fields_of_the_configuration_and_resume() -
         else:
             assert parameters[name].default == field.get_default()
     assert parameters["resume"].default == ""
+
+
+def test_prefects_form_begins_with_what_most_runs_set() -> None:
+    shown = train_onnx.parameters.model_dump()["properties"]
+    assert sorted(shown, key=lambda name: shown[name]["position"])[:9] == [
+        *("model", "data", "train", "name", "optimizer", "schedule", "precision", "parallel", "checkpoint")
+    ]
+
+
+def test_the_parameters_of_a_deployed_run_are_few_and_give_the_whole_configuration_back() -> None:
+    sections = {"model": {"path": "/m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 20}}
+    config = build_config(
+        {"name": "a", **sections, "optimizer": {"learning_rate": 0.01, "weights": [{"pattern": "*"}]}}
+    )
+    parameters = config.model_dump(mode="json", exclude_defaults=True)
+    assert len(json.dumps(parameters, indent=1).splitlines()) < 30
+    assert build_config(parameters) == config
 
 
 def test_prefects_form_describes_every_section_and_every_setting() -> None:

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onward.flows.api import AnyPath, require_flow
+from onward.flows.api import require_flow
+from onward.flows.configuration import AnyPath
 
 if TYPE_CHECKING:
     from onward.flows.run_reports.report_file import ReportFile

@@ -59,37 +59,22 @@ def resume(run: str = "last", overrides: Overrides = (), /, *, from_start: bool 
 
         onward.resume("last", {"stop.max_hours": 16})
 
-    `run`: a name, the beginning of an id, a directory, or "last". `overrides`: settings of [stop], with which a run
-    goes on that had ended by them; all others stay what they were. `from_start`: begin again at step 0, if all of its
-    checkpoints are damaged. Raises ConfigError when there is no such run or it is running, CheckpointError when all of
-    its checkpoints are damaged; else as `onward.run`, and from the main thread like it.
+    `run`: a name, the end of an id, a directory, or "last". `overrides`: settings of [stop], with which a run goes on
+    that had ended by them; all others stay what they were. A run that is finished is returned as it is, and nothing is
+    started. `from_start`: begin again at step 0, if all of its checkpoints are damaged. Raises ConfigError when there
+    is no such run or it is running, CheckpointError when all of its checkpoints are damaged; else as `onward.run`, and
+    from the main thread like it.
     """
     require_flow("onward.resume")
-    from onward.flows.runs import command_to_continue, discard_damaged, find_run, is_running
-    from onward.trainer.run.directory import onward_home, read_settings
+    from onward.flows.resuming import checked_run, outcome_if_finished
+    from onward.trainer.run.directory import read_settings
     from onward.trainer.run.local_copies import LocalCopies
     from onward.trainer.run.records import read_record
-    from onward.trainer.run.sweeps import membership
 
-    found, home = find_run(run), onward_home().resolve()
-    # the flow looks for the run by its name, and under ONWARD_HOME only
-    if found.root.resolve().parent != home / "runs":
-        raise ConfigError(
-            f"{found.root} is not a run of {home}; to resume it, set ONWARD_HOME={found.root.resolve().parents[1]}"
-        )
-    if is_running(found):
-        raise ConfigError(f"{found.root.name} is running already; `onward status {found.root.name[:8]}` shows its step")
-    if membership(found):
-        raise ConfigError(f"{found.root.name} is a trial of a sweep, which goes on with: {command_to_continue(found)}")
     changes: list[Override] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
-    keys = [str(each[0] if isinstance(each, tuple) else each.partition("=")[0]).strip() for each in changes]
-    if fixed := [key for key in keys if key.partition(".")[0] != "stop"]:
-        raise ConfigError(
-            f"{', '.join(fixed)}: a run keeps the configuration that it began with, but for [stop]; resume it without "
-            "changes, or start a new run"
-        )
-    if from_start:
-        discard_damaged(found)
+    found = checked_run(run, changes, from_start=from_start)
+    if outcome := outcome_if_finished(found, changes):
+        return outcome
     known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
     saved = Given(read_settings(found), changes, lambda sections: problems_of(sections, known, resumed=True))
     resolved = saved.checked_here(resumed=True)
@@ -109,7 +94,7 @@ def _train(config: RunConfig, *, resume: str = "", origins: Mapping[str, str] = 
         from onward.flows.progress import live_progress  # imports Prefect, which reads its environment then
 
         run, flow_run = create_flow_run(config, resume=resume, asked_ms=asked_ms)
-        print(f"onward: run {run.root}", file=sys.stderr)
+        print(f"onward: run {flow_run.name} in {run.root}", file=sys.stderr)
         if not resume:
             record_origins(run, config, origins)
         try:
@@ -170,7 +155,7 @@ def require_flow(what: str) -> None:
 def status(run: str = "last") -> RunStatus:
     """Return the status of a run, read from its directory: state, step, last metrics, the error that ended it.
 
-    `run`: a name, the beginning of an id, a directory, or "last". Raises ConfigError when there is no such run.
+    `run`: a name, the end of an id, a directory, or "last". Raises ConfigError when there is no such run.
     """
     from onward.flows.run_status import describe
     from onward.flows.runs import find_run

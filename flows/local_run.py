@@ -10,24 +10,22 @@ import contextlib
 import datetime
 import logging
 import os
-import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-import psutil
+from typing import TYPE_CHECKING, cast
 
 from onward.flows.flow_log import flow_log
 from onward.flows.runs import end_mlflow_run, how_to_continue, is_running, run_directory_of
 from onward.infra import service_definitions, services
-from onward.infra.mpirun import boot_id
+from onward.infra.process_identity import is_gone, this_process
 from onward.infra.tracking import Status
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.ending import ending_of
+from onward.trainer.run.names import name_of
 from onward.trainer.run.phases import enter_phase
 from onward.trainer.run.private_home import make_private
 from onward.trainer.run.records import ExportedModel, read_record
@@ -116,9 +114,11 @@ def create_flow_run(config: RunConfig, *, resume: str = "", asked_ms: int) -> tu
             context={CREATOR: this_process()},
             state=Pending(),
         )
-    run = run_directory_of(flow_run.id, {"resume": resume})
+        run = run_directory_of(flow_run.id, {"resume": resume})
+        name = name_of(run, config.name)
+        client.update_flow_run(flow_run.id, name=name)
     enter_phase(run, "start", at_ms=asked_ms)
-    return run, flow_run
+    return run, flow_run.model_copy(update={"name": name})
 
 
 def close_flow_run(flow_run: FlowRun, error: BaseException) -> None:
@@ -136,24 +136,6 @@ def close_flow_run(flow_run: FlowRun, error: BaseException) -> None:
             what = "before the run began, or after its last task"
             closed: State[object] = Cancelled(message=f"stopped {what}") if asked else Failed(message=str(error))
             client.set_flow_run_state(flow_run.id, closed, force=True)
-
-
-def this_process() -> dict[str, Any]:
-    """Return what identifies this process among all that this machine ever runs."""
-    me = psutil.Process()
-    return {"host": socket.gethostname(), "boot": boot_id(), "pid": me.pid, "started": me.create_time()}
-
-
-def is_gone(creator: Mapping[str, Any] | None) -> bool:
-    """Return whether a process of `this_process` has ended; False for an unknown one and one of another machine."""
-    if not creator or creator.get("host") != socket.gethostname():
-        return False
-    if creator.get("boot") != boot_id():
-        return True
-    try:
-        return bool(psutil.Process(creator["pid"]).create_time() != creator["started"])
-    except psutil.NoSuchProcess:
-        return True
 
 
 def mark_orphaned_runs_crashed() -> None:

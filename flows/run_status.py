@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from onward.flows.report import bits_per_byte
-from onward.flows.runs import identity_of, is_running
+from onward.flows.run_cause import cause_of
+from onward.flows.runs import identity_of, is_running, reference_to
+from onward.infra.mlflow_store import file_of
 from onward.tasks.class_tables import class_table
+from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
@@ -29,7 +33,7 @@ from onward.trainer.run.records import (
     Variant,
     read_record,
 )
-from onward.trainer.run.stopping import command_to_go_on
+from onward.trainer.run.stopping import command_to_go_on, reason_to_end
 from onward.trainer.run.sweeps import membership
 
 WORST = 3
@@ -68,7 +72,12 @@ class RunStatus(Record):
     trial: str
     """The number of the trial and its sweep; "" for a run that is no trial."""
     error: str
-    """The error of the first rank that failed in the last attempt; "" if none did. Of a damaged run, the file's."""
+    """Why it has no result: the error of the first rank that failed in the last attempt, else that of the flow, or who
+    has killed it; "" for other runs. Of a damaged run, the file's."""
+    kind: str
+    """The class of that cause, such as `rank_lost`, `storage` or `power_loss`; "" without one."""
+    to_do: str
+    """What to do about it, with the command that goes on, and the step at which it does; "" without one."""
     ending: str
     """How the newest attempt that has ended did so: its kind, what happened, and what followed; "" before that."""
     data: str
@@ -111,15 +120,16 @@ def describe(run: RunDir) -> RunStatus:
     """Return the status of a run, read from its directory alone."""
     identity = read_record(run.identity, RunIdentity)
     error = run.first_error(run.current_attempt)
-    ending = None if is_running(run) else ending_of(run)
+    state = state_of(run)
+    cause = cause_of(run) if state in ("stopped", "failed", "interrupted") else None
     step, num_steps, values, confusions = _progress(run)
     newest = _newest_result(run)
     ended_early = newest.ended_early if newest and not is_running(run) else ""
-    to_go_on = command_to_go_on(newest.stop, read_config(run), run.root.name) if newest and ended_early else ""
+    to_go_on = command_to_go_on(newest.stop, read_config(run), reference_to(run)) if newest and ended_early else ""
     return RunStatus(
         run_id=identity.run_id,
         name=identity.name,
-        state=state_of(run),
+        state=state,
         created_at=identity.created_at,
         attempts=run.current_attempt,
         step=step,
@@ -132,9 +142,11 @@ def describe(run: RunDir) -> RunStatus:
         trial=f"{trial.number} of sweep {trial.sweep_id}" if (trial := membership(run)) else "",
         error=f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}"
         if error
-        else "; ".join(ending.problems)
-        if ending and ending.status == "failed"
+        else cause.sentence
+        if cause and state in ("failed", "interrupted")
         else "",
+        kind=cause.kind if cause else "",
+        to_do=cause.to_do if cause else "",
         ending=f"{ended[-1].kind}: {ended[-1]}" if (ended := endings(run)) else "",
         data=_data(run),
         directory=str(run.root),
@@ -212,6 +224,28 @@ def ended_state(run: RunDir) -> State:
     if newest or ending:
         return "trained" if newest and newest.status == "done" else "stopped"
     return "failed" if run.first_error(run.current_attempt) else "interrupted"
+
+
+def is_finished(run: RunDir, config: RunConfig) -> bool:
+    """Return whether nothing is left to do: no step within the limits of this configuration, and nothing to send.
+
+    A flow that could not send all to MLflow has ended, too, and a resume sends the rest.
+    """
+    newest, ending = _newest_result(run), ending_of(run)
+    if state_of(run) != "exported" or not (ending and ending.status == "completed") or newest is None:
+        return False
+    may_go_on = newest.ended_early and not reason_to_end(newest.stop, config)
+    return not may_go_on and _is_sent(run)
+
+
+def _is_sent(run: RunDir) -> bool:
+    """Return whether MLflow has the whole event log, as the monitor's cursor says (tasks/event_shipping.py)."""
+    try:
+        cursor = json.loads(read_bounded(run.cursor, RECORD_BYTES))
+        file = file_of(read_record(run.identity, RunIdentity).tracking_uri)
+        return bool(cursor["offset"] == run.events.stat().st_size and cursor["file"] in (file, ""))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def _newest_result(run: RunDir) -> AttemptResult | None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 from onward.infra.mlflow_store import TrackingError
+from onward.infra.process_identity import this_process
 from onward.infra.service_state import try_lock
 from onward.infra.tracking import Status, Tracker
 from onward.trainer import bounds
@@ -29,9 +33,10 @@ from onward.trainer.errors import (
     RuntimeUnavailable,
     Stopped,
 )
-from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config
+from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config, read_settings
 from onward.trainer.run.download_cleaning import Cleaned, clean
 from onward.trainer.run.local_copies import LocalCopies
+from onward.trainer.run.names import short_id
 from onward.trainer.run.records import RunIdentity, read_record
 from onward.trainer.run.sweeps import SweepDir, membership
 
@@ -58,7 +63,13 @@ def command_to_continue(run: RunDir) -> str:
     if SweepDir(run.root).sweep.exists():
         return f"onward sweep --resume {run.root.name}"
     trial = membership(run)
-    return f"onward sweep --resume {trial.sweep_id}" if trial else f"onward resume {run.root.name}"
+    return f"onward sweep --resume {trial.sweep_id}" if trial else f"onward resume {reference_to(run)}"
+
+
+def reference_to(run: RunDir) -> str:
+    """Return what a command takes to find a run: its name, or its id if its name may be that of others, too."""
+    identity = identity_of(run) if run.identity.exists() else None
+    return identity.name if identity and identity.config_name else run.root.name
 
 
 def how_to_continue(run: RunDir) -> str:
@@ -71,6 +82,20 @@ def how_to_continue(run: RunDir) -> str:
     if not saved:
         return f"no checkpoint is saved, so that it begins again at step 0: {command}"
     return f"to continue from step {int(saved[-1].name.removeprefix('step-'))}: {command}"
+
+
+def how_to_train_further(run: RunDir) -> str:
+    """Return a clause with the settings of a new run that begins where a run is, which may change everything else."""
+    saved = list_checkpoints(run)
+    ways = [f"model.path={run.export / read_settings(run).model.path.name}"] if run.exported.exists() else []
+    ways += [f"checkpoint.load={saved[-1]}"] if saved else []
+    if not ways:
+        return "start a new run: `onward run CONFIG SECTION.KEY=VALUE`"
+    which = " (its exported file)" * run.exported.exists() + " (its newest checkpoint)" * (not run.exported.exists())
+    other = f"; or with {ways[1]} (its newest checkpoint)" if len(ways) > 1 else ""
+    return (
+        f"start a new run that begins with its weights: `onward run CONFIG {ways[0]} SECTION.KEY=VALUE`{which}{other}"
+    )
 
 
 def may_continue(error: BaseException) -> bool:
@@ -89,15 +114,35 @@ def locked(run: RunDir, *, timeout_s: float = 60.0) -> Iterator[None]:
     """
     run.root.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
-    with run.lock.open("wb") as file:
+    with run.lock.open("ab") as file:  # the content is that of the process which holds the lock
         while not try_lock(file):
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"another flow has been running {run.root} for over {timeout_s:g} s; `onward status "
-                    f"{run.root.name[:8]}` shows its step; wait for its end, or stop it first"
+                    f"{reference_to(run)}` shows its step; wait for its end, or stop it first"
                 )
             time.sleep(0.2)
+        sign(file)
         yield
+
+
+def sign(lock: IO[bytes]) -> None:
+    """Write into a lock which process holds it, for `holder_of`."""
+    with contextlib.suppress(OSError):  # on a full disk only a status lacks it
+        lock.truncate(0)
+        lock.write(json.dumps(this_process()).encode())
+        lock.flush()
+        os.utime(lock.fileno())
+
+
+def holder_of(run: RunDir) -> dict[str, Any] | None:
+    """Return the process (infra/process_identity.py) that holds the lock, or was the last to; None if not known."""
+    try:
+        found = json.loads(bounds.read_bounded(run.lock, bounds.RECORD_BYTES))
+        known = {"host": str(found["host"]), "boot": str(found["boot"])}
+        return known | {"pid": int(found["pid"]), "started": float(found["started"])}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def is_running(run: RunDir) -> bool:
@@ -150,38 +195,79 @@ def clean_downloads(days: float) -> Cleaned:
 
 
 def find_run(text: str) -> RunDir:
-    """Return the run that `text` names: a directory, `last`, the first characters of an id, or a run's name.
+    """Return the run that `text` names: a directory, `last`, its name, the end of its id, or a configuration's name.
 
-    Of several runs with the same name it returns the newest. Raises ConfigError, which lists the newest runs.
+    Of several runs of a configuration it returns the newest, and says so on stderr. Raises ConfigError, which lists
+    what `text` could mean, or the newest runs.
     """
     # A directory first: it may be a run of another home, which `status` and `export` accept.
     path = Path(text)
     with contextlib.suppress(OSError, ValueError):  # a name of more than 255 letters, or with a null character
         if path.is_dir() and RunDir(path).config.exists():
             return RunDir(path.resolve())
-    runs = all_runs()
-    names = [identity.name if (identity := identity_of(run)) else "" for run in runs]
-    return chosen(text, [(run, run.root.name, name) for run, name in zip(runs, names, strict=True)], kind="run")
+    known = [Named(run, run.root.name, identity_of(run)) for run in all_runs()]
+    return chosen(text, known, kind="run")
 
 
-def chosen(text: str, known: Sequence[tuple[T, str, str]], *, kind: str) -> T:
-    """Return what `text` names: `last`, the first characters of an id, or a name, of several the newest.
+@dataclass(frozen=True)
+class Named(Generic[T]):
+    """A run or a sweep, and how it may be called."""
 
-    known: (run or sweep, its id, its name or "" if that is damaged), the newest first. Raises ConfigError, which lists
-    the newest ones.
+    what: T
+    run_id: str
+    identity: RunIdentity | None
+    """None if it is damaged."""
+
+    @property
+    def name(self) -> str:
+        return self.identity.name if self.identity else ""
+
+    @property
+    def config_name(self) -> str:
+        return (self.identity.config_name or self.identity.name) if self.identity else ""
+
+    def __str__(self) -> str:
+        return f"{self.name or 'damaged'} ({short_id(self.run_id)})"
+
+
+def chosen(text: str, known: Sequence[Named[T]], *, kind: str) -> T:
+    """Return what `text` names: `last`, a name, a part of an id, or a configuration's name, of which it is the newest.
+
+    known: the newest first. Raises ConfigError if nothing or several things are meant, and lists them. What is chosen
+    by a configuration's name is said on stderr.
     """
     if text == "last" and known:
-        return known[0][0]
-    if len(by_id := [each for each, identity, _ in known if identity.startswith(text)]) == 1:
-        return by_id[0]
-    if by_name := [each for each, _, name in known if name and name == text]:
-        return by_name[0]
-    newest = ", ".join(f"{identity[:8]} ({name or 'damaged'})" for _, identity, name in known[:5])
-    problem = f"no {kind} has the name or id {text!r}"
-    if by_id:
-        problem = f"the ids of {len(by_id)} {kind}s begin with {text!r}; type more of it"
+        return known[0].what
+    if exact := [
+        each for each in known if text == each.run_id or (text == each.name and each.name != each.config_name)
+    ]:
+        if others := [each for each in known if text == each.config_name and each is not exact[0]]:
+            print(
+                f"onward: {text}: {exact[0]}; it is also a configuration's name, of {listed(others)}", file=sys.stderr
+            )
+        return exact[0].what
+    by_id = [each for each in known if text and (each.run_id.endswith(text) or each.run_id.startswith(text))]
+    by_name = [each for each in known if text and text == each.config_name]
+    meant = [*by_id, *by_name[:1]]
+    if len(meant) == 1:
+        if by_name:
+            of = f"the newest of {len(by_name)}" if len(by_name) > 1 else "the only one"
+            print(f"onward: {text}: {meant[0]}, {of} of that name", file=sys.stderr)
+        return meant[0].what
+    if meant:
+        raise ConfigError(
+            f"{text!r} may be {listed(meant)}: give a name, or more of the id ({len(by_id)} ids begin or end with it"
+            f"{f', and it is the name of a configuration with {len(by_name)} {kind}s' if by_name else ''})"
+        )
     none = f"there are no {kind}s under {onward_home()}"
-    raise ConfigError(f"{problem}; {f'the newest {kind}s are {newest}' if newest else none}")
+    newest = f"the newest {kind}s are {listed(known, most=5)}" if known else none
+    raise ConfigError(f"no {kind} has the name or id {text!r}; {newest}")
+
+
+def listed(found: Sequence[Named[T]], *, most: int = 10) -> str:
+    """Return names and short ids in one line."""
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(map(str, found[:most])) + more
 
 
 def discard_damaged(run: RunDir) -> None:
@@ -244,6 +330,6 @@ def find_checkpoint(text: str) -> tuple[RunDir, Path]:
         raise all_damaged(run, sorted({name.removesuffix(".damaged") for name in damaged}, reverse=True))
     if newest is None:
         raise CheckpointError(
-            f"{run.root.name} has no complete checkpoint yet; `onward resume {run.root.name[:8]}` continues training"
+            f"{reference_to(run)} has no complete checkpoint yet; `{command_to_continue(run)}` continues training"
         )
     return run, newest.path

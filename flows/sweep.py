@@ -18,6 +18,7 @@ from prefect import State, flow, runtime
 from prefect.settings import get_current_settings
 
 from onward.flows.ending import Ending, raise_stop
+from onward.flows.runs import sign
 from onward.flows.sweeps import report
 from onward.flows.sweeps.trials import begin, result_of, train
 from onward.flows.train_onnx import end_mlflow_run_as
@@ -95,11 +96,12 @@ def sweep_onnx(sweep: str, name: str = "sweep") -> SweepResult | State[Any]:
 @contextlib.contextmanager
 def locked(folder: SweepDir) -> Iterator[None]:
     """Hold the sweep's lock, a flock. Raises ConfigError when another process works on the sweep."""
-    with folder.lock.open("wb") as file:
+    with folder.lock.open("ab") as file:
         if not try_lock(file):
             raise ConfigError(
                 f"another process works on the sweep {folder.root.name}; wait for its end, or stop it first"
             )
+        sign(file)
         yield
 
 
@@ -109,6 +111,7 @@ def identify(folder: SweepDir, plan: Sweep) -> RunIdentity:
     identity = RunIdentity(
         run_id=plan.sweep_id,
         name=plan.name,
+        config_name=plan.config_name,
         created_at=plan.created_at,
         model_sha256="",
         prefect_url=f"{ui}/v2/runs/flow-run/{flow_run_id}" if ui and flow_run_id else "",

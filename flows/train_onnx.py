@@ -54,8 +54,9 @@ from onward.trainer.config.sections.training import (
     ScheduleConfig,
     TrainConfig,
 )
-from onward.trainer.errors import ConfigError, Stopped
+from onward.trainer.errors import ConfigError, OnwardError, Stopped
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.names import name_of
 from onward.trainer.run.phases import enter_phase
 from onward.trainer.run.records import ExportedModel, TrainResult, read_record
 from onward.trainer.run.sweeps import Pruned, membership
@@ -78,9 +79,20 @@ def end_mlflow_run_as(status: Status) -> Any:
     return hook
 
 
+def name_of_flow_run() -> str:
+    """Return the name of the run that a flow run trains, such as `mlp-14`: its name in Prefect."""
+    parameters = runtime.flow_run.get_parameters()
+    name = str(parameters.get("name", "onward"))
+    try:
+        run = run_directory_of(runtime.flow_run.get_id(), parameters)
+        return name_of(run, name, wanted=name if membership(run) else "")
+    except (OnwardError, OSError):  # an error here would be no task's; `configure` takes the name, and raises it
+        return name
+
+
 @flow(
     name="train-onnx",
-    flow_run_name="{name}",
+    flow_run_name=name_of_flow_run,
     # threads are enough: the tasks beside training mostly wait for files and servers
     task_runner=ThreadPoolTaskRunner(max_workers=4),  # type: ignore[arg-type]  # its type names one kind of future
     on_completion=[end_mlflow_run_as("FINISHED")],
@@ -118,7 +130,7 @@ def train_onnx(
     Prefect's form describes the sections and their settings with the docstrings in trainer/config/sections/.
 
     Args:
-        name: The run's name in Prefect, MLflow and the run list.
+        name: The configuration's name. Its runs are called NAME-1, NAME-2 ... in Prefect, MLflow and the run list.
         resume: The id of a run to continue, with the configuration it began with; empty = a new run. A trial of a
             sweep begins in the directory that the sweep has made.
     """

@@ -42,6 +42,7 @@ from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedMo
 from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs_plan, with_plan
 from onward.trainer.run.directory import RunDir, read_config, read_settings, refusal_in
 from onward.trainer.run.local_copies import LocalCopies, with_copies
+from onward.trainer.run.names import name_of
 from onward.trainer.run.quantized_record import Quantized
 from onward.trainer.run.records import Refusal, Rehearsal, RunIdentity, own_error, read_record, write_record
 
@@ -249,9 +250,13 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
             "start a new run"
             for path in changed
         )
+    # the sweep has named its trials, such as trial 2 of `mlp-15`: `mlp-15-2`
+    trial = membership(run)
+    name = name_of(run, config.name, wanted=config.name if trial else "")
     identity = RunIdentity(
         run_id=run.root.name,
-        name=config.name,
+        name=name,
+        config_name=known.config_name if known else config.name.rpartition("-")[0] if trial else config.name,
         created_at=known.created_at if known else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         model_sha256=digest,
         code_sha256=code,
@@ -264,7 +269,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
         mlflow_run_id, mlflow_url = tracker.start_run(
             config.monitor.experiment,
             key=identity.run_id,
-            name=config.name,
+            name=name,
             # of a run that had ended early; the monitor sets it again if it still has
             tags=first_tags(run, config, identity) | ({"onward.ended_early": ""} if known else {}),
             params=parameters(config),

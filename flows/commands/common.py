@@ -48,7 +48,8 @@ RunName = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="The run: its name, the first characters of its id, its directory, or last for the newest one.",
+        help="The run: its name, such as digits-14; that of its configuration, for the newest of it; the end of its "
+        "id; its directory; or last for the newest of all.",
     ),
 ]
 Output = Annotated[

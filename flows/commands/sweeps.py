@@ -36,7 +36,7 @@ def sweep(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="The seed of the choice of values in ranges.")] = 0,
     resume: Annotated[
-        str, typer.Option(metavar="SWEEP", help="Continue a sweep: last, its name or the first characters of its id.")
+        str, typer.Option(metavar="SWEEP", help="Continue a sweep: last, its name or the end of its id.")
     ] = "",
     from_start: Annotated[
         bool,
@@ -79,6 +79,7 @@ def sweep(
 
 def _list(found: list[SweepOutcome], *, as_json: bool) -> None:
     from onward.flows.report import table
+    from onward.trainer.run.names import short_id
 
     if as_json:
         print_json({"sweeps": [each.model_dump(mode="json") for each in found]})
@@ -87,7 +88,9 @@ def _list(found: list[SweepOutcome], *, as_json: bool) -> None:
     for each in found:
         ended = sum(trial.status != "running" for trial in each.trials)
         value = next((f"{trial.value:.6g}" for trial in each.trials if each.best == trial.number), "")
-        rows.append((each.sweep_id[:8], each.name, each.state, f"{ended}/{each.num_trials}", value, each.created_at))
+        rows.append(
+            (short_id(each.sweep_id), each.name, each.state, f"{ended}/{each.num_trials}", value, each.created_at)
+        )
     table(rows, heads=("sweep", "name", "state", "trials", "best", "created"))
 
 

@@ -56,7 +56,7 @@ def sweep(
 def resume_sweep(sweep: str = "last", *, from_start: bool = False) -> SweepOutcome:
     """Continue a sweep that was killed or stopped: the trials that have not ended, each from its newest checkpoint.
 
-    `sweep`: a name, the beginning of an id, or "last". A sweep that has ended is returned as it is. `from_start`: begin
+    `sweep`: a name, the end of an id, or "last". A sweep that has ended is returned as it is. `from_start`: begin
     the trial that has not ended again at step 0, if all of its checkpoints are damaged. Raises ConfigError when there
     is no such sweep or it is running; else as `onward.sweep`, and from the main thread like it.
     """

@@ -19,6 +19,7 @@ from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.config.setting_paths import PATHS, replaced, values_at
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
+from onward.trainer.run.names import take_name
 from onward.trainer.run.records import write_record
 from onward.trainer.run.sweeps import Sweep, SweepDir, describe_settings
 
@@ -81,9 +82,11 @@ def make_sweep(
     for key in REGISTERED:
         settings = replaced(settings, key.split("."), pin)
         choices |= {key: tuple(map(pin, choices[key]))} if key in choices else {}
+    sweep_id = str(uuid.uuid4())
     sweep = Sweep(
-        sweep_id=str(uuid.uuid4()),
-        name=first.name[:MAX_NAME],
+        sweep_id=sweep_id,
+        name=take_name(first.name[:MAX_NAME], sweep_id),
+        config_name=first.name[:MAX_NAME],
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         settings=settings,
         choices=choices,

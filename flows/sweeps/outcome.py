@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from onward.flows.runs import chosen, is_running
+from onward.flows.runs import Named, chosen, is_running
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.names import short_id
 from onward.trainer.run.records import Record, RunIdentity, read_record
 from onward.trainer.run.sweeps import Sweep, SweepDir, SweepResult, Trial, all_sweeps, best_of, shown
 
@@ -90,7 +91,7 @@ def table_of(trials: Sequence[Trial], metric: str, best: int) -> tuple[tuple[str
             str(each.step),
             f"{each.elapsed_s:.1f}",
             f"{each.status}, the best" if each.number == best else each.status,
-            each.run_id[:8],
+            short_id(each.run_id),
         )
         for each in trials
     ]
@@ -98,9 +99,16 @@ def table_of(trials: Sequence[Trial], metric: str, best: int) -> tuple[tuple[str
 
 
 def find_sweep(text: str) -> SweepDir:
-    """Return the sweep that `text` names: `last`, the first characters of an id, or a sweep's name (the newest one).
+    """Return the sweep that `text` names: `last`, its name, the end of its id, or a configuration's name (the newest).
 
     Raises ConfigError, which lists the newest sweeps.
     """
-    named = [(each, each.root.name, read_record(each.sweep, Sweep).name) for each in all_sweeps()]
-    return chosen(text, named, kind="sweep")
+    return chosen(text, [Named(each, each.root.name, _identity(each)) for each in all_sweeps()], kind="sweep")
+
+
+def _identity(folder: SweepDir) -> RunIdentity:
+    """Return the names of a sweep, also of one that was killed before it had an identity.json."""
+    plan = read_record(folder.sweep, Sweep)
+    return RunIdentity(
+        run_id=plan.sweep_id, name=plan.name, config_name=plan.config_name, created_at=plan.created_at, model_sha256=""
+    )

@@ -25,7 +25,7 @@ from onward.flows.examples.folders import FOLDERS
 from onward.flows.local_run import prefect_server
 from onward.flows.report import bits_per_byte, config_lines, meanings, outcome, table
 from onward.flows.run_status import describe, held_out_text
-from onward.flows.runs import all_runs, find_run, locked
+from onward.flows.runs import all_runs, command_to_continue, find_run, locked
 from onward.infra import services
 from onward.tasks.configure import plan as make_plan
 from onward.trainer import errors as errors_module
@@ -53,13 +53,16 @@ def onward(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def make_run(home: Path, run_id: str, name: str, created_at: str = "2026-01-01T00:00:00+00:00") -> RunDir:
+def make_run(
+    home: Path, run_id: str, name: str, created_at: str = "2026-01-01T00:00:00+00:00", *, config_name: str = ""
+) -> RunDir:
     run = RunDir(home / "runs" / run_id)
     config = build_config(
         {"name": name, "model": {"path": "m.onnx"}, "data": {"source": "d"}, "train": {"num_steps": 9}}
     )
     write_record(run.config, config)
-    write_record(run.identity, RunIdentity(run_id=run_id, name=name, created_at=created_at, model_sha256="0"))
+    identity = RunIdentity(run_id=run_id, name=name, created_at=created_at, model_sha256="0", config_name=config_name)
+    write_record(run.identity, identity)
     return run
 
 
@@ -134,10 +137,40 @@ def test_an_ambiguous_or_unknown_run_is_refused_with_the_newest_runs(home: Path)
         find_run("last")
     make_run(home, "aaaa-1", "digits")
     make_run(home, "aabb-2", "text")
-    with pytest.raises(ConfigError, match="the ids of 2 runs begin with 'aa'"):
+    with pytest.raises(ConfigError, match=r"'aa' may be digits \(aaaa-1\), text \(aabb-2\): .*2 ids begin or end"):
         find_run("aa")
-    with pytest.raises(ConfigError, match=r"no run has the name or id 'zz'; the newest runs are aa.*digits"):
+    with pytest.raises(
+        ConfigError, match=r"no run has the name or id 'zz'; the newest runs are digits \(aaaa-1\), text"
+    ):
         find_run("zz")
+
+
+def test_a_run_is_found_by_its_own_name_and_by_its_configurations_which_says_which_it_took(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = make_run(home, "019f1ba2-0001-7000-8000-00000001face", "mlp-1", config_name="mlp")
+    second = make_run(home, "019f1ba2-0001-7000-8000-00000002beef", "mlp-2", "2026-01-02", config_name="mlp")
+    other = make_run(home, "019f1ba2-0001-7000-8000-00000003cafe", "mlp-1-1", "2026-01-03", config_name="mlp-1")
+    assert [find_run(text) for text in ("mlp-2", "mlp-1-1", "0002beef", "1face")] == [second, other, second, first]
+    assert capsys.readouterr().err == ""
+    assert find_run("mlp") == second
+    assert capsys.readouterr().err == "onward: mlp: mlp-2 (0002beef), the newest of 2 of that name\n"
+    assert find_run("mlp-1") == first, "a run's own name means that run"
+    assert "mlp-1 (0001face); it is also a configuration's name, of mlp-1-1 (0003cafe)" in capsys.readouterr().err
+    with pytest.raises(
+        ConfigError, match=r"'019f1ba2-0001' may be mlp-1-1 .*, mlp-2 .*, mlp-1 .*: give a name, or more"
+    ):
+        find_run("019f1ba2-0001")  # Prefect's scheduled runs begin with their time
+    with pytest.raises(ConfigError, match="no run has the name or id ''"):
+        find_run("")
+    make_run(home, "019f1ba2-0001-7000-8000-00000004face", "face-1", config_name="face")
+    with pytest.raises(ConfigError, match=r"'face' may be .*face-1 .*: .*2 ids .*a configuration with 1 runs"):
+        find_run("face")
+
+
+def test_a_command_that_a_message_names_has_the_runs_name_unless_others_may_have_it(home: Path) -> None:
+    assert command_to_continue(make_run(home, "aaaa-1", "mlp-3", config_name="mlp")) == "onward resume mlp-3"
+    assert command_to_continue(make_run(home, "aaaa-2", "mlp")) == "onward resume aaaa-2"
 
 
 def test_the_state_of_a_run_is_read_from_its_files_alone(home: Path) -> None:

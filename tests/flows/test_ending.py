@@ -15,10 +15,11 @@ from prefect.exceptions import TerminationSignal
 
 from onward.flows.ending import Ending, own_error, raise_stop, recorded
 from onward.flows.flow_log import flow_log
-from onward.flows.local_run import CREATOR, is_gone, mark_orphaned_runs_crashed, this_process
+from onward.flows.local_run import CREATOR, mark_orphaned_runs_crashed
 from onward.flows.run_status import describe
 from onward.flows.runs import how_to_continue, may_continue
 from onward.infra.mpirun import boot_id
+from onward.infra.process_identity import is_gone, this_process
 from onward.trainer.errors import (
     ConfigError,
     Diverged,

@@ -144,7 +144,7 @@ def test_a_grid_tries_every_combination_and_the_last_setting_changes_fastest(fol
     alone = load_config(
         folder / "digits.toml", ["optimizer.learning_rate=1e-3", "optimizer.name=adamw", "train.num_steps=7"]
     )
-    assert (config.name, config.export.register_as) == ("digits-4", "digits"), "all trials register under one name"
+    assert (config.name, config.export.register_as) == ("digits-1-4", "digits"), "all trials register under one name"
     same = {"name": config.name, "export": config.export, "monitor": config.monitor}
     assert config == alone.model_copy(update=same)
 
@@ -297,7 +297,7 @@ def test_a_sweep_is_described_by_its_directory_and_found_by_name_id_and_last(fol
     assert find_sweep("last").root == second.root
     assert find_sweep(first.root.name[:9]).root == first.root
     assert find_sweep("digits").root == second.root
-    with pytest.raises(ConfigError, match=r"no sweep has the name or id 'x'; the newest sweeps are .* \(digits\)"):
+    with pytest.raises(ConfigError, match=r"no sweep has the name or id 'x'; the newest sweeps are digits-2 \("):
         find_sweep("x")
     described = outcome_of(first)
     assert (described.state, described.trials, described.best, described.num_trials) == ("interrupted", (), 0, 2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import inspect
 import json
 import signal
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -94,6 +96,28 @@ def test_a_run_writes_the_same_graph_with_better_weights(workshop: Workshop, und
     recipe = read_record(Path(undisturbed["model"]).with_name("preprocessing.json"), Preprocessing)
     assert (recipe.model, recipe.sha256) == (Path(undisturbed["model"]).name, undisturbed["sha256"])
     until(lambda: gone(workshop), limit_s=15)
+
+
+@whole
+def test_a_run_has_one_name_in_prefect_mlflow_and_commands_and_a_resume_of_it_starts_nothing(
+    workshop: Workshop, undisturbed: dict[str, Any]
+) -> None:
+    run = RunDir(Path(undisturbed["directory"]))
+    assert undisturbed["name"] == "onward-1"
+    (mlflow_run,) = workshop.mlflow_runs(run)
+    assert mlflow_run.info.run_name == "onward-1"
+    with contextlib.closing(sqlite3.connect(workshop.home / "prefect" / "prefect.db")) as shown:
+        names = "select flow_run.name from flow_run join flow on flow.id = flow_id where flow.name = 'train-onnx'"
+        before = shown.execute(names).fetchall()
+    assert ("onward-1",) in before
+    process = workshop.start("resume", "onward-1")
+    out, said = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert json.loads(out)["sha256"] == undisturbed["sha256"]
+    assert said.startswith("onward: onward-1 is finished, and nothing was started. To train further, start a new run")
+    with contextlib.closing(sqlite3.connect(workshop.home / "prefect" / "prefect.db")) as shown:
+        assert shown.execute(names).fetchall() == before
+    assert workshop.onward("status", run.root.name[-8:])["name"] == "onward-1"
 
 
 @whole

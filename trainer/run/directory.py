@@ -4,7 +4,7 @@ Flow, tasks and ranks exchange files in this directory and nothing else. After e
 it.
 
     RUN_DIR/
-        lock                    empty; the flow that works on the run holds a flock on it       the flow
+        lock                    the process of the flow that works on the run, which holds a flock on it        the flow
         flow.log                log of the flow, with tracebacks       onward run, onward resume
         ending.json             RunEnding: how the newest flow of the run ended; absent while it runs, or if it was
                                 killed. `reserved` holds its space meanwhile    the flow

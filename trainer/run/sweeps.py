@@ -1,7 +1,7 @@
 """SweepDir: the directory of a sweep, and the records of its trials; each trial is a run with a directory of its own.
 
     SWEEP_DIR/
-        lock                 empty; the flow that works on the sweep holds a flock on it
+        lock                 the process of the flow that works on the sweep, which holds a flock on it
         flow.log             log of the flow, between its trials
         sweep.json           Sweep: the configuration, what is tried, and by which metric trials are compared
         identity.json        RunIdentity: the MLflow run above those of the trials
@@ -43,6 +43,9 @@ class Sweep(Record):
 
     sweep_id: str
     name: str
+    """Its name in Prefect, MLflow and `onward sweep --list`; trial 2 of `mlp-15` is called `mlp-15-2`."""
+    config_name: str = ""
+    """The configuration's name; "" for a sweep of an earlier version."""
     created_at: str
     """ISO 8601, UTC."""
     settings: dict[str, Any]

@@ -1,0 +1,29 @@
+"""What identifies a process among all that this machine ever runs, and whether it still lives."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+from onward.infra.mpirun import boot_id
+
+
+def this_process() -> dict[str, Any]:
+    """Return what identifies this process."""
+    me = psutil.Process()
+    return {"host": socket.gethostname(), "boot": boot_id(), "pid": me.pid, "started": me.create_time()}
+
+
+def is_gone(process: Mapping[str, Any] | None) -> bool:
+    """Return whether a process of `this_process` has ended; False for an unknown one and one of another machine."""
+    if not process or process.get("host") != socket.gethostname():
+        return False
+    if process.get("boot") != boot_id():
+        return True
+    try:
+        return bool(psutil.Process(process["pid"]).create_time() != process["started"])
+    except psutil.NoSuchProcess:
+        return True

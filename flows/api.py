@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from onward.flows.configuration import AnyPath, Config, Given, Overrides, checked_config, config, origins, problems_of
+from onward.flows.stop_signals import acknowledged_interrupt, exit_on_sigterm
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
 
@@ -50,6 +49,7 @@ def run(config: Config, overrides: Overrides = (), /, *, profile: str = "", **se
     the other errors of `onward.OnwardError` for a run that ended without an exported file.
     """
     require_flow("onward.run")
+    print("onward: checking the configuration, the model and the data", file=sys.stderr, flush=True)
     given = Given.of(config, overrides, sections, profile=profile)
     return _train(given.checked_here(), origins=given.layered().origins)
 
@@ -90,7 +90,8 @@ def _train(config: RunConfig, *, resume: str = "", origins: Mapping[str, str] = 
 
     asked_ms = time.time_ns() // 1_000_000
     # the signal handler first: starting the server takes seconds, in which the process may be stopped
-    with exit_on_sigterm(), prefect_server():
+    with exit_on_sigterm(), acknowledged_interrupt(config.launch.stop_grace_s), prefect_server():
+        print("onward: opening the flow in Prefect", file=sys.stderr, flush=True)
         from onward.flows.progress import live_progress  # imports Prefect, which reads its environment then
 
         run, flow_run = create_flow_run(config, resume=resume, asked_ms=asked_ms)
@@ -106,26 +107,6 @@ def _train(config: RunConfig, *, resume: str = "", origins: Mapping[str, str] = 
                 print(f"onward: {how_to_continue(run)}", file=sys.stderr)
             raise
     return outcome_of(run, config, exported)
-
-
-@contextlib.contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit inside. Raises RuntimeUnavailable outside of the main thread.
-
-    Prefect stops the job, which saves a checkpoint, and then passes the signal to the handler that it found.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeUnavailable(
-            f"a run must be started from the main thread, not from {threading.current_thread().name!r}: only the main "
-            "thread receives Ctrl-C and SIGTERM, which end a run with a saved checkpoint; call it there, or start "
-            "`onward run` as a process of its own"
-        )
-    # the default action of SIGTERM would end the process without running the `finally` blocks that stop the job
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

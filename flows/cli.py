@@ -6,12 +6,13 @@ the error's exit status (onward.trainer.errors); Ctrl-C with 130; any other erro
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import typer
@@ -110,9 +111,11 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
                 exits=(0, 2, 3, 5, 70, 75, 130, 143),
             ),
         ),
-        (training.status, notes("onward status", "onward status 0de13422", exits=(0, 2))),
-        (training.runs, notes("onward runs", exits=(0,))),
-        (reports.report, notes("onward report", "onward report 0de13422 148394da -o both.html", exits=(0, 2, 3))),
+        (training.status, notes("onward status", "onward status digits-14 --follow", exits=(0, 2))),
+        (training.stop, notes("onward stop digits-14", exits=(0, 2, 3))),
+        (training.logs, notes("onward logs digits-14 -f", "onward logs digits-14 --rank 1", exits=(0, 2))),
+        (training.runs, notes("onward runs", "onward runs --state failed,stopped --last 5", exits=(0, 2))),
+        (reports.report, notes("onward report", "onward report digits-14 digits-15 -o both.html", exits=(0, 2, 3))),
         (
             chaos.chaos,
             notes(
@@ -153,9 +156,9 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
 
 app = typer.Typer(
     help="Train an ONNX model on MPI ranks and get the same file back with trained weights.",
-    epilog=notes("onward run squeezenet-digits", exits=tuple(EXIT_STATUS)),
+    epilog=notes("onward run squeezenet-digits", exits=tuple(EXIT_STATUS))
+    + "\n\nEvery command takes --debug, which prints the traceback of an error.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 # Registered here and not by decorators, so that the order and the groups of the help are in one place.
@@ -185,12 +188,16 @@ for name, each in DEPLOYMENTS.items():
 
 
 def main() -> None:
-    """Run a command. Print an error as one line for each problem on stderr, and exit with its status.
+    """Run a command. Print an error on stderr: a heading, a line for each problem, what to do; exit with its status.
 
     The traceback of an error that nobody has foreseen goes into a file: it would hide the line that explains the error.
+    With --debug, which every command takes, the traceback of any error is printed.
     """
+    debug = "--debug" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--debug"]
     try:
-        app()
+        with _printed_traceback() if debug else contextlib.nullcontext():
+            app()
     except OnwardError as error:
         _exit_with(error)
     except OSError as error:
@@ -205,6 +212,16 @@ def main() -> None:
         sys.exit(130)
     except Exception as error:
         _exit_unexpectedly(error)
+
+
+@contextlib.contextmanager
+def _printed_traceback() -> Iterator[None]:
+    """Print the traceback of an error that leaves the block."""
+    try:
+        yield
+    except Exception:
+        traceback.print_exc()
+        raise
 
 
 def _exit_unexpectedly(error: Exception) -> NoReturn:
@@ -230,8 +247,11 @@ def _exit_unexpectedly(error: Exception) -> NoReturn:
 
 def _exit_with(error: OnwardError) -> NoReturn:
     problems = error.problems if isinstance(error, Refused) else (str(error),)
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    print(f"onward {command}: {EXIT_STATUS[error.exit_code].partition(';')[0]}", file=sys.stderr)
     for problem in problems:
         print(f"  - {problem}", file=sys.stderr)
+    print(f"To do: {REMEDY[error.exit_code]}", file=sys.stderr)
     # the arguments themselves, because the error may come from before the command has read its options
     if "--json" in sys.argv:
         result: dict[str, Any] = {"error": type(error).__name__, "problems": list(problems)}

@@ -39,7 +39,7 @@ from onward.trainer.run.reserved import NO_SPACE, disk_full, is_full, no_space
 log = logging.getLogger(__name__)
 
 SIGNALLED = (KeyboardInterrupt, TerminationSignal, SystemExit)
-"""What Ctrl-C and SIGTERM raise in the main thread: the latter Prefect's exception, or Onward's (flows/api.py)."""
+"""What Ctrl-C and SIGTERM raise in the main thread, by Prefect or by flows/stop_signals.py."""
 
 
 class Ending:

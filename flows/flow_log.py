@@ -71,6 +71,28 @@ class _Printed(io.TextIOBase):
 
 
 @contextlib.contextmanager
+def own_log(run: RunDir) -> Iterator[None]:
+    """Write the log of a flow that no command has opened: of a run of a deployment, which a worker has started."""
+    root = logging.getLogger()
+    if any(isinstance(handler, FlowLog) for handler in root.handlers):
+        yield
+        return
+    log_file = FlowLog(run.root / "flow.log", sys.stderr)
+    root.addHandler(log_file)
+    try:
+        yield
+    except Exception as error:
+        # Prefect logs it, too, but only after the flow has ended
+        record = logging.LogRecord(__name__, logging.ERROR, "", 0, "the run failed", None, None)
+        record.exc_info = (type(error), error, error.__traceback__)
+        log_file.handle(record)
+        raise
+    finally:
+        root.removeHandler(log_file)
+        log_file.close()
+
+
+@contextlib.contextmanager
 def flow_log(run: RunDir) -> Iterator[TextIO]:
     """Write the log of a flow; yield the terminal's stream, which `sys.stderr` is not inside."""
     import prefect.main  # noqa: F401  this import configures the loggers that are changed below

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import TextIO, cast
 
@@ -17,9 +18,12 @@ from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from onward.tasks.training_progress import Progress
+from onward.flows.runs import find_run, is_running
+from onward.tasks.training_progress import Periodic, Progress
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
+
+LINE_PERIOD_S = 10.0
 
 
 @contextlib.contextmanager
@@ -37,6 +41,26 @@ def live_progress(run: RunDir, *, stream: TextIO | None = None, tick_s: float = 
     finally:
         done.set()
         thread.join()
+
+
+def follow(text: str, *, tick_s: float = 0.2) -> str:
+    """Show the progress of a run on stderr until it ends; return the id of the run.
+
+    Without a terminal a line is printed when the progress has changed, at most every LINE_PERIOD_S.
+    """
+    run = find_run(text)
+    said, due = "", Periodic(LINE_PERIOD_S)
+    progress, offset = Progress(), 0
+    with live_progress(run):
+        while is_running(run):
+            time.sleep(tick_s)
+            for event, after in read_events(run.events, offset):
+                progress.add(event)
+                offset = after
+            if not sys.stderr.isatty() and str(progress) != said and due():
+                said = str(progress)
+                print(f"onward: {said}", file=sys.stderr, flush=True)
+    return run.root.name
 
 
 def _show(run: RunDir, stream: TextIO, done: threading.Event, tick_s: float) -> None:

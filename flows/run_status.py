@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from typing import Literal, TypeAlias
@@ -48,6 +49,8 @@ class RunStatus(Record):
 
     run_id: str
     name: str
+    config_name: str
+    """The configuration's name, the first part of `name`."""
     state: State
     """`interrupted`: its process was killed; `onward resume` continues it, and a stopped or failed one. `damaged`: a
     record in its directory cannot be read; `error` names it."""
@@ -82,6 +85,14 @@ class RunStatus(Record):
     """How the newest attempt that has ended did so: its kind, what happened, and what followed; "" before that."""
     data: str
     """What was computed of the data's columns when it was read, such as the ids of class names; "" if nothing was."""
+    metric: str
+    """The metric by which checkpoints are compared (checkpoint.best_metric); "" if it is not known."""
+    value: float | None
+    """Its last value; None before the first evaluation."""
+    elapsed_s: float
+    """Wall time of the training loops of the attempts that have ended with a result."""
+    layout: str
+    """Such as `data 2 x tensor 1 x pipeline 1`, short `2x1x1`; "" as long as it is not chosen."""
     directory: str
     model: str
     """The trained ONNX file; "" as long as it is not exported."""
@@ -121,6 +132,8 @@ def describe(run: RunDir) -> RunStatus:
     identity = read_record(run.identity, RunIdentity)
     error = run.first_error(run.current_attempt)
     state = state_of(run)
+    config = read_config(run) if run.config.exists() else None
+    metric = config.checkpoint.best_metric if config else ""
     cause = cause_of(run) if state in ("stopped", "failed", "interrupted") else None
     step, num_steps, values, confusions = _progress(run)
     newest = _newest_result(run)
@@ -129,6 +142,7 @@ def describe(run: RunDir) -> RunStatus:
     return RunStatus(
         run_id=identity.run_id,
         name=identity.name,
+        config_name=identity.config_name or identity.name,
         state=state,
         created_at=identity.created_at,
         attempts=run.current_attempt,
@@ -149,6 +163,10 @@ def describe(run: RunDir) -> RunStatus:
         to_do=cause.to_do if cause else "",
         ending=f"{ended[-1].kind}: {ended[-1]}" if (ended := endings(run)) else "",
         data=_data(run),
+        metric=metric,
+        value=values.get(metric),
+        elapsed_s=sum(result.elapsed_s for result in _results(run)),
+        layout=_layout(config) if config else "",
         directory=str(run.root),
         model=str(read_record(run.exported, ExportedModel).path) if run.exported.exists() else "",
         report=str(run.report) if run.report.exists() else "",
@@ -171,7 +189,8 @@ def _described(run: RunDir) -> RunStatus:
         texts = {name: "" for name, field in RunStatus.model_fields.items() if field.annotation is str}
         known = {"run_id": run.root.name, "directory": str(run.root), "state": "damaged", "error": str(error)}
         known |= {"name": identity.name, "created_at": identity.created_at} if identity else {}
-        numbers = {"attempts": 0, "step": 0, "num_steps": 0, "values": {}, "worst_classes": ()}
+        numbers = {"attempts": 0, "step": 0, "num_steps": 0, "values": {}, "worst_classes": (), "elapsed_s": 0.0}
+        numbers |= {"value": None}
         return RunStatus.model_validate(texts | numbers | known)
 
 
@@ -246,6 +265,17 @@ def _is_sent(run: RunDir) -> bool:
         return bool(cursor["offset"] == run.events.stat().st_size and cursor["file"] in (file, ""))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+def _layout(config: RunConfig) -> str:
+    parallel = config.parallel
+    return f"{parallel.data}x{parallel.tensor}x{parallel.pipeline}" + f" zero {parallel.zero}" * bool(parallel.zero)
+
+
+def _results(run: RunDir) -> Iterator[AttemptResult]:
+    for path in run.attempts.glob("*/result.json"):
+        with contextlib.suppress(OnwardError):
+            yield read_record(path, AttemptResult)
 
 
 def _newest_result(run: RunDir) -> AttemptResult | None:

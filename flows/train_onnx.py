@@ -26,6 +26,7 @@ from onward.flows.approval import ask_for_approval
 from onward.flows.cancellation import stopped_from_prefect
 from onward.flows.deployment_limits import check_limits
 from onward.flows.ending import Ending
+from onward.flows.flow_log import own_log
 from onward.flows.run_reports.at_the_end import reported
 from onward.flows.runs import command_to_continue, end_mlflow_run, how_to_continue, locked, run_directory_of
 from onward.infra.tracking import Status
@@ -144,7 +145,13 @@ def train_onnx(
         check_limits(deployment, settings)
     run = run_directory(resume)
     # for the whole flow: a retry or a resume in another process must not work in the same directory
-    with locked(run), reported(run), Ending(run) as ending, stopped_from_prefect(run) as request:
+    with (
+        locked(run),
+        own_log(run),
+        reported(run),
+        Ending(run) as ending,
+        stopped_from_prefect(run) as request,
+    ):
         enter_phase(run, "configure")
         configure(run, settings)
         enter_phase(run, "preflight")

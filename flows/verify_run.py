@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onward.flows.api import exit_on_sigterm, prefect_at_home, require_flow
+from onward.flows.api import prefect_at_home, require_flow
 from onward.flows.configuration import AnyPath
+from onward.flows.stop_signals import exit_on_sigterm
 from onward.trainer.errors import ConfigError
 
 if TYPE_CHECKING:

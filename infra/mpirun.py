@@ -108,7 +108,7 @@ class MpiJob:
     silence_timeout_s: float = 120.0
     """Longest time between two changes of the heartbeat file, unless the file says it: {"silence_s": 1802.0}."""
     grace_s: float = 20.0
-    """Time that the ranks get to save and exit when the job is stopped."""
+    """Time that the ranks get to save and exit when the job is stopped, beside two of their steps."""
     hostfile: str = ""
     cwd: Path | None = None
     """Working directory of the ranks; None = `run_dir`, where no module of the user can hide one of Onward's."""
@@ -152,12 +152,16 @@ class MpiJob:
                 _write_job_record(self.run_dir, tag, argv)
                 reason, detected_ms = self._watch(mpirun, stop, guard, ranks)
             except BaseException:
-                _stop(mpirun, self.grace_s)
+                _stop(mpirun, self.stop_limit_s())
                 raise
             finally:
                 del _running[self.run_dir]
                 _kill_rest(mpirun, tag)
         return Outcome(mpirun.returncode, reason, time.monotonic() - started_at, detected_ms, ranks.describe())
+
+    def stop_limit_s(self) -> float:
+        """Return how long the ranks get to save: `grace_s`, and two of the steps that the heartbeat file tells of."""
+        return self.grace_s + 2.0 * _said(self.heartbeat, "step_s", 0.0)
 
     def _temporary_directory(self, tag: str) -> dict[str, str]:
         """Create the job's own temporary directory, because Open MPI leaves files behind when it is killed.
@@ -182,7 +186,7 @@ class MpiJob:
         while mpirun.poll() is None:
             if stop.wait(POLL_S):
                 noticed_ms = now_ms()
-                _stop(mpirun, self.grace_s)
+                _stop(mpirun, self.stop_limit_s())
                 return "stopped", noticed_ms
             guard.renew()
             if not is_suspended(mpirun.pid):
@@ -192,7 +196,7 @@ class MpiJob:
                 mpirun.send_signal(signal.SIGCONT)
             if (beat := _last_beat(self.heartbeat)) != last_beat:
                 last_beat, beat_at, started = beat, time.monotonic(), True
-                silence_s = _allowed_silence(self.heartbeat, silence_s)
+                silence_s = _said(self.heartbeat, "silence_s", silence_s)
             ranks.look()
             if time.monotonic() - beat_at > (silence_s if started else self.start_timeout_s):
                 noticed_ms = now_ms()
@@ -319,9 +323,9 @@ def _last_beat(heartbeat: Path | None) -> int:
         return 0
 
 
-def _allowed_silence(heartbeat: Path | None, before_s: float) -> float:
-    """Return how long the job may be silent, as its heartbeat file says; what it said before if it says nothing."""
+def _said(heartbeat: Path | None, name: str, otherwise: float) -> float:
+    """Return a number of seconds that the heartbeat file has, such as `silence_s`; `otherwise` if it has none."""
     try:
-        return float(json.loads(heartbeat.read_text())["silence_s"]) if heartbeat else before_s
+        return float(json.loads(heartbeat.read_text())[name]) if heartbeat else otherwise
     except (OSError, ValueError, TypeError, KeyError):
-        return before_s  # the file is empty, or is being written just now
+        return otherwise  # the file is empty, or is being written just now

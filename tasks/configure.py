@@ -45,6 +45,7 @@ from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.names import name_of
 from onward.trainer.run.quantized_record import Quantized
 from onward.trainer.run.records import Refusal, Rehearsal, RunIdentity, own_error, read_record, write_record
+from onward.trainer.run.sweeps import membership
 
 log = logging.getLogger(__name__)
 

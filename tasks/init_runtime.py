@@ -6,6 +6,7 @@ A wrong MPI library, a missing GPU or a full disk is found in seconds here, and 
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -98,7 +99,11 @@ def _launch(run: RunDir, config: RunConfig, *, log: Path) -> float:
         raise RuntimeUnavailable(str(error)) from error
     if (first := run.first_error(0)) is not None:
         sentence = first.cause.removeprefix("RuntimeUnavailable: ")
-        raise RuntimeUnavailable([f"rank {first.rank} on {first.host}: {line}" for line in sentence.splitlines()])
+        where = f"rank {first.rank} on {first.host}: "
+        # one rank reports what it has found of all: a line that names a rank is about that one
+        raise RuntimeUnavailable(
+            [line if re.search(r"\brank \d", line) else where + line for line in sentence.splitlines()]
+        )
     if outcome.returncode != 0:
         limit = f" within {config.launch.start_timeout_s:g} s" if outcome.reason == "start_timeout" else ""
         tail = "\n  | ".join(log.read_text(errors="replace").splitlines()[-20:])

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -50,6 +51,8 @@ from onward.trainer.run.records import ExportedModel, read_record, write_record
 if TYPE_CHECKING:
     from onward.trainer.export.onnx_runner import EvaluationData
 
+log = logging.getLogger("onward.trainer")
+
 
 def train_rank(run: RunDir, *, until: int = 0) -> int:
     """Train as one rank of the current attempt. Every rank of the job calls it.
@@ -74,6 +77,7 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
         threads=config.launch.threads_per_rank,
         ranks_per_gpu=config.launch.ranks_per_gpu,
     )
+    log.info("attempt %d: rank %d of %d on %s, %s", attempt, mpi.rank, mpi.world_size, socket.gethostname(), mpi.device)
     heartbeat.start(
         rank=mpi.rank,
         timeout_s=config.launch.heartbeat_timeout_s,
@@ -255,7 +259,10 @@ def main() -> int:
             command.add_argument("what", help="directory of the checkpoint, kind of variant, or the served file")
             command.add_argument("--folder", type=Path, help="directory of the exported file; default: RUN_DIR/export")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    # a rank signs its lines, because all ranks write into one log (`onward logs --rank`)
+    signed = f"rank {launched_rank() or 0}: " if arguments.command == "train" else ""
+    line = f"{signed}%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=line, stream=sys.stderr)
     if arguments.command == "preflight":
         run_preflight(arguments.run)
         return 0

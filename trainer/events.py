@@ -23,17 +23,21 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from onward.trainer.bounds import RECORD_BYTES, NotAFile, opened, read_bounded
 from onward.trainer.errors import RecordError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class EventWriter:
             self._file.write(json.dumps(line, separators=(",", ":"), default=float).encode() + b"\n")
             # the monitor reads the log while training runs; fsync, which is slow, is left to `sync`
             self._file.flush()
+            if text := sentence(kind, step, fields):
+                log.info("%s", text)
 
     def scalars(self, step: int, **values: float) -> None:
         """Append training metrics of one step; each becomes `train/<name>`."""
@@ -82,6 +88,17 @@ class EventWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def sentence(kind: str, step: int, fields: Mapping[str, Any]) -> str:
+    """Return what train.log says of an event; "" for those of every few steps."""
+    if kind == "start":
+        return f"begins at step {step} of {fields.get('num_steps', 0)}; {fields.get('resumed') or 'it is a new run'}"
+    if kind == "evaluation":
+        return f"step {step}: " + ", ".join(f"{key} {value:.4g}" for key, value in fields["values"].items())
+    if kind == "checkpoint":
+        return f"step {step}: saved {fields.get('path', '')}"
+    return f"step {step}: {fields.get('status', '')}" if kind == "end" else ""
 
 
 def _open_for_appending(path: Path) -> IO[bytes]:
@@ -142,6 +159,8 @@ class Beat:
     """The step that rank 0 is in."""
     silence_s: float = 0.0
     """How long the job may be silent from now on; 0 = not said."""
+    step_s: float = 0.0
+    """The longest of the last steps, with the evaluation and the checkpoint behind it; 0 before the second step."""
 
 
 def last_beat(path: Path) -> Beat:
@@ -179,6 +198,8 @@ class Heartbeat:
         self._timeout_s = self._start_timeout_s = self._compile_timeout_s = 0.0
         self._compiles = False
         self._first_step: int | None = None
+        self._step_at = 0.0
+        self._steps_s: deque[float] = deque(maxlen=3)
         self._traceback: IO[str] = sys.stderr
         self._touched_at, self._touched_limit_s = -math.inf, 0.0
 
@@ -203,6 +224,10 @@ class Heartbeat:
     def beat(self, step: int | None = None) -> None:
         """Call at least once in every step, evaluation batch and checkpoint file."""
         if step is not None:
+            if step != self.step and self._first_step is not None:
+                self._steps_s.append(time.monotonic() - self._step_at)
+            if step != self.step or self._first_step is None:
+                self._step_at = time.monotonic()
             self.step = step
             self._first_step = step if self._first_step is None else self._first_step
         limit_s = self._limit_s()
@@ -213,7 +238,7 @@ class Heartbeat:
         self._touched_at, self._touched_limit_s = time.monotonic(), limit_s
         faulthandler.dump_traceback_later(limit_s, exit=True, file=self._traceback)
         if self._writes:
-            beat = Beat(self.step, limit_s + self.MARGIN_S)
+            beat = Beat(self.step, limit_s + self.MARGIN_S, max(self._steps_s, default=0.0))
             self._path.write_text(json.dumps(asdict(beat)))
 
     def _limit_s(self) -> float:

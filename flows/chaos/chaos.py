@@ -11,13 +11,14 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from onward.flows.api import checked_config, exit_on_sigterm, require_flow
+from onward.flows.api import checked_config, require_flow
 from onward.flows.chaos import results
 from onward.flows.chaos.account import Account, Command, Result, make_account
 from onward.flows.chaos.kinds import KINDS, without_target
 from onward.flows.chaos.plan import PlannedFault, make_plan
 from onward.flows.chaos.scene import TAG, Scene, described, until_gone
 from onward.flows.chaos.soak import ORPHAN_S, GaveUp, Soak
+from onward.flows.stop_signals import exit_on_sigterm
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import ConfigError, TrainingFailed

@@ -44,10 +44,21 @@ StopOverrides = Annotated[
 ]
 ModelFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="The ONNX file to inspect.", show_default=False)]
 All = Annotated[bool, typer.Option("--all", help="Print every row; long tables are shortened otherwise.")]
+
+
+def names_of_runs(incomplete: str) -> list[str]:
+    """Return what a shell completes RUN with: the names of runs that begin as typed, the newest first, and `last`."""
+    from onward.flows.runs import all_runs, identity_of
+
+    names = [identity.name for run in all_runs() if (identity := identity_of(run))]
+    return [name for name in dict.fromkeys([*names, "last"]) if name.startswith(incomplete)]
+
+
 RunName = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
+        autocompletion=names_of_runs,
         help="The run: its name, such as digits-14; that of its configuration, for the newest of it; the end of its "
         "id; its directory; or last for the newest of all.",
     ),

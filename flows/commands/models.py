@@ -73,7 +73,11 @@ def export(
     if as_json:
         print_json({**facts, "variants": [each.model_dump(mode="json") for each in exported.variants]})
     else:
-        print_facts({**facts, **dict(variant_rows(exported))}, as_json=False)
+        both = [name for name in exported.after if name in exported.before]
+        metrics = {name: f"{exported.before[name]:.4f} -> {exported.after[name]:.4f}" for name in both}
+        metrics |= {name: f"{value:.4f}" for name, value in exported.test.items()}
+        plain = {name: value for name, value in facts.items() if name not in ("before", "after", "test")}
+        print_facts({**plain, **metrics, **dict(variant_rows(exported))}, as_json=False)
 
 
 def bundle(

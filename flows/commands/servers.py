@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import sys
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -138,6 +139,8 @@ def _start_services(*names: str) -> dict[str, str]:
     from onward.trainer.run.private_home import make_private
 
     make_private(onward_home())
+    if missing := [name for name in names if name not in services.running(onward_home())]:
+        print(f"onward: starting {', '.join(missing)}, which may take a minute", file=sys.stderr, flush=True)
     try:
         urls = services.up(onward_home(), names)
     except services.ServiceError as error:

@@ -1,7 +1,8 @@
-"""Commands that train, show and verify runs, and clean up after them: run, resume, status, runs, verify, clean."""
+"""Commands that train, show and verify runs, and clean up after them: run, resume, status, stop, logs, runs ..."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ from onward.flows.commands.common import (
     print_facts,
     print_json,
 )
-from onward.trainer.errors import CheckpointError
+from onward.trainer.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from onward.flows.run_status import RunOutcome
@@ -102,36 +103,98 @@ def verify(
         raise typer.Exit(CheckpointError.exit_code)
 
 
-def status(run: RunName = "last", as_json: Json = False) -> None:
-    """Show the state of a run, and the error of a failed one."""
+def status(
+    run: RunName = "last",
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Show its progress until it ends, wherever it was started.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the state of a run; of one without a result why, of which class that is, and what to do.
+
+    With `--follow` the progress is shown until the run ends, and then its state: a bar in a terminal, else a line for
+    each change, at most every 10 s. Ctrl-C ends the command, and not the run.
+    """
     from onward.flows.report import table
 
+    if follow:
+        from onward.flows.progress import follow as follow_run
+
+        run = follow_run(run)
     facts = api.status(run).model_dump(mode="json")
     if as_json:
         print_json(facts)
-    else:
-        values = facts.pop("values")
-        facts["worst_classes"] = "; ".join(facts["worst_classes"])
-        shown = [(key.replace("_", " "), str(value)) for key, value in facts.items() if value not in ("", 0)]
-        table([*shown, *((key, f"{value:.6g}") for key, value in values.items())])
+        return
+    values = facts.pop("values")
+    facts["worst_classes"] = "; ".join(facts["worst_classes"])
+    facts["cause"], facts["class"] = facts.pop("error"), facts.pop("kind")
+    first = {key: facts.pop(key) for key in ("name", "state", "cause", "class", "to_do")}
+    shown = [
+        (key.replace("_", " "), str(value)) for key, value in (first | facts).items() if value not in ("", 0, None)
+    ]
+    table([*shown, *((key, f"{value:.6g}") for key, value in values.items())])
 
 
-def runs(as_json: Json = False) -> None:
-    """List all runs, newest first."""
+def stop(run: RunName = "last", as_json: Json = False) -> None:
+    """Save a checkpoint of a running run and stop it.
+
+    Asks the flow of the run, which was started anywhere on this machine: in a terminal, in the background, or by the
+    worker of a deployment. Waits for its end and prints how it ended. A run that does not run is refused.
+    """
+    from onward.flows.stop import stop as stop_run
+
+    ended = stop_run(run)
+    facts = {"name": ended.name, "state": ended.state, "step": ended.step, "cause": ended.error or ended.ending}
+    print_facts(facts | {"to_do": ended.to_do}, as_json=as_json)
+
+
+def logs(
+    run: RunName = "last",
+    rank: Annotated[int | None, typer.Option(min=0, help="Only what this rank wrote.", show_default=False)] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print what comes, until the run ends.")] = False,
+) -> None:
+    """Print the logs of a run: of its flow and of the ranks of its newest attempt.
+
+    With `--rank` what that rank printed, and its traceback and stack if it has left one.
+    """
+    from onward.flows.run_logs import show_logs
+
+    show_logs(run, rank=rank, follow=follow)
+
+
+def runs(
+    state: Annotated[str, typer.Option(help="Only runs in these states: a,b.", show_default=False)] = "",
+    name: Annotated[str, typer.Option(help="Only runs of this configuration.", show_default=False)] = "",
+    last: Annotated[int, typer.Option(min=0, help="Only the newest ones; 0 = all.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """List runs, newest first.
+
+    Columns that do not fit into the terminal are left out, the least important first; `--json` has everything.
+    """
+    from typing import get_args
+
     from onward.flows.report import table
+    from onward.flows.run_status import State
+    from onward.flows.run_table import rows_of
 
-    found = api.runs()
+    states = [each.strip() for each in state.split(",") if each.strip()]
+    if unknown := set(states) - {*get_args(State)}:
+        known = ", ".join(get_args(State))
+        raise ConfigError(f"--state: there is no state {', '.join(sorted(unknown))}; choose from {known}")
+    found = [each for each in api.runs() if not states or each.state in states]
+    found = [each for each in found if not name or name in (each.name, each.config_name)]
+    found = found[: last or None]
     if as_json:
         print_json({"runs": [each.model_dump(mode="json") for each in found]})
         return
-    rows = [
-        (each.run_id[:8], each.name, each.state, f"{each.step}/{each.num_steps}", each.created_at, each.directory)
-        for each in found
-    ]
-    table(rows, heads=("run", "name", "state", "step", "created", "directory"))
+    # a pipe has no width, and gets all columns
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    heads, rows = rows_of(found, width)
+    table(rows, heads=heads)
     for each in found:
         if each.state == "damaged":
-            print(f"{each.run_id[:8]} is damaged: {each.error}", file=sys.stderr)
+            print(f"{each.name or each.run_id} is damaged: {each.error}", file=sys.stderr)
 
 
 def clean(

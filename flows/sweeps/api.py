@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from onward.flows.api import exit_on_sigterm, require_flow
+from onward.flows.api import require_flow
 from onward.flows.configuration import Config, Given, Overrides
+from onward.flows.stop_signals import exit_on_sigterm
 from onward.trainer.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -73,7 +73,12 @@ def refused(workshop: Path, *overrides: str, status: int = 2) -> list[str]:
         if (elapsed_s := time.monotonic() - started_at) < 3.0:
             break
     assert elapsed_s < 3.0
-    assert lines == [line for problem in problems for line in f"  - {problem}".splitlines()]
+    assert lines[:2] == [
+        "onward: checking the configuration, the model and the data",
+        "onward run: invalid command line, configuration, model or data",
+    ]
+    assert lines[2:-1] == [line for problem in problems for line in f"  - {problem}".splitlines()]
+    assert lines[-1].startswith("To do: correct each thing that is listed")
     return problems
 
 

@@ -5,7 +5,7 @@ it.
 
     RUN_DIR/
         lock                    the process of the flow that works on the run, which holds a flock on it        the flow
-        flow.log                log of the flow, with tracebacks       onward run, onward resume
+        flow.log                log of the flow, with tracebacks       the flow
         ending.json             RunEnding: how the newest flow of the run ended; absent while it runs, or if it was
                                 killed. `reserved` holds its space meanwhile    the flow
         config.json             RunConfig                      configure

@@ -30,7 +30,7 @@ class RunIdentity(Record):
     """Name of the run directory: the Prefect flow run's id, so that a retry finds it."""
     name: str
     config_name: str = ""
-    """`mlp` of `mlp-14`, a name that no other run has; "" for a run of an earlier version, whose name others may have."""
+    """`mlp` of `mlp-14`, which no other run has; "" for a run of an earlier version, whose name others may have."""
     created_at: str
     """ISO 8601, UTC."""
     model_sha256: str

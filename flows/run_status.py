@@ -123,8 +123,6 @@ class RunOutcome(RunStatus):
     """What became of `export.alias`, and why; "" without an alias."""
     registered: str
     """Name and version in MLflow's model registry; "" if it is not registered."""
-    elapsed_s: float
-    """Wall time of the training loop, summed over attempts."""
 
 
 def describe(run: RunDir) -> RunStatus:
@@ -200,7 +198,7 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
     # of text without a tokenizer the targets are its bytes
     reads_bytes = [loss.is_plain for loss in config.losses] == [True] and not config.data.text
     text = held_out_text(run) if reads_bytes else b""
-    known = dict(describe(run)) | {"step": trained.step, "attempts": trained.attempts}
+    known = dict(describe(run)) | {"step": trained.step, "attempts": trained.attempts, "elapsed_s": trained.elapsed_s}
     return RunOutcome(
         **known,
         bits_per_byte=bits_per_byte(exported.after["evaluation/loss"], text) if text else {},
@@ -212,7 +210,6 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
         variants=exported.variants,
         promotion=f"{exported.promotion.status}: {exported.promotion.reason}" if exported.promotion else "",
         registered=f"{exported.registered_as} version {exported.version}" if exported.registered_as else "",
-        elapsed_s=trained.elapsed_s,
     )
 
 

@@ -103,21 +103,21 @@ def test_a_run_has_one_name_in_prefect_mlflow_and_commands_and_a_resume_of_it_st
     workshop: Workshop, undisturbed: dict[str, Any]
 ) -> None:
     run = RunDir(Path(undisturbed["directory"]))
-    assert undisturbed["name"] == "onward-1"
+    assert undisturbed["name"] == "config-1"
     (mlflow_run,) = workshop.mlflow_runs(run)
-    assert mlflow_run.info.run_name == "onward-1"
+    assert mlflow_run.info.run_name == "config-1"
     with contextlib.closing(sqlite3.connect(workshop.home / "prefect" / "prefect.db")) as shown:
         names = "select flow_run.name from flow_run join flow on flow.id = flow_id where flow.name = 'train-onnx'"
         before = shown.execute(names).fetchall()
-    assert ("onward-1",) in before
-    process = workshop.start("resume", "onward-1")
+    assert ("config-1",) in before
+    process = workshop.start("resume", "config-1")
     out, said = process.communicate(timeout=120)
     assert process.returncode == 0
     assert json.loads(out)["sha256"] == undisturbed["sha256"]
-    assert said.startswith("onward: onward-1 is finished, and nothing was started. To train further, start a new run")
+    assert said.startswith("onward: config-1 is finished, and nothing was started. To train further, start a new run")
     with contextlib.closing(sqlite3.connect(workshop.home / "prefect" / "prefect.db")) as shown:
         assert shown.execute(names).fetchall() == before
-    assert workshop.onward("status", run.root.name[-8:])["name"] == "onward-1"
+    assert workshop.onward("status", run.root.name[-8:])["name"] == "config-1"
 
 
 @whole

@@ -372,10 +372,8 @@ def own_error(refusal: Refusal) -> OnwardError:
 
 
 def recorded_error(kind: str, problems: Sequence[str], *, where: str = "") -> OnwardError | None:
-    """Return an error of the class named `kind`; None if it is not one of Onward's.
-
-    `where`: what precedes the message of an error that has only one, such as the rank that raised it.
-    """
+    """Return an error of the class named `kind`; None if it is not one of Onward's. `where`: text, such as the rank
+    that raised it, before the message of an error that has only one."""
     found = getattr(errors, kind, None)
     if not (isinstance(found, type) and issubclass(found, OnwardError)):
         return None

@@ -14,6 +14,7 @@ import onnx
 import pytest
 import torch
 
+from onward.flows.cli import EXIT_STATUS, REMEDY
 from tests.support.graphs import tiny_conv_net
 
 CONFIG = """
@@ -75,10 +76,10 @@ def refused(workshop: Path, *overrides: str, status: int = 2) -> list[str]:
     assert elapsed_s < 3.0
     assert lines[:2] == [
         "onward: checking the configuration, the model and the data",
-        "onward run: invalid command line, configuration, model or data",
+        f"onward run: {EXIT_STATUS[status]}",
     ]
     assert lines[2:-1] == [line for problem in problems for line in f"  - {problem}".splitlines()]
-    assert lines[-1].startswith("To do: correct each thing that is listed")
+    assert lines[-1] == f"To do: {REMEDY[status]}"
     return problems
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -49,7 +50,7 @@ class Difference(Record):
     """The differences that `stripped` does not explain."""
     tensors: tuple[TensorChange, ...]
     equal_tensors: int
-    stripped: dict[str, int]
+    stripped: Mapping[str, int] = {}
     """Kind of node -> how many that only training needs A has and B lacks, or has in their inference form: what an
     export removes."""
 

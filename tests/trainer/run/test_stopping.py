@@ -95,11 +95,20 @@ def test_the_reason_has_the_numbers() -> None:
     assert command_to_go_on(reached, config, "r") == ""
 
 
+NO_EVALUATION = {"num_steps": 9, "evaluation_period": 0}
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"stop": {"patience": 2}}, r"stop.patience 2 count evaluations, but train.evaluation_period is 0"),
-        ({"stop": {"patience": 2, "target": 0.5}}, r"stop.patience 2 and stop.target 0.5 count"),
+        (
+            {"stop": {"patience": 2}, "train": NO_EVALUATION},
+            r"stop.patience 2 count evaluations, but train.evaluation_period is 0",
+        ),
+        (
+            {"stop": {"patience": 2, "target": 0.5}, "train": NO_EVALUATION},
+            r"stop.patience 2 and stop.target 0.5 count",
+        ),
         ({"stop": {"minimum_gain": 0.1}}, r"stop.minimum_gain 0.1 has no effect without stop.patience"),
         ({"stop": {"metric": "evaluation/accuracy"}}, r"stop.metric 'evaluation/accuracy' has no effect without"),
         ({"stop": {"metric": "acuracy"}}, r"stop.metric: no evaluation measures 'acuracy'.*evaluation/accuracy"),

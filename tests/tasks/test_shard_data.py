@@ -11,6 +11,7 @@ import onnx
 import pytest
 
 from onward.tasks.shard_data import shard_data
+from onward.tasks.shown_in_mlflow import digests_of
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.storage.shards import damaged_files, open_shards
 from onward.trainer.errors import ConfigError, DataError
@@ -95,9 +96,11 @@ def test_the_data_is_recorded_in_mlflow_with_its_digest_and_number_of_rows(tmp_p
     manifest = shard_data.fn(run)
     shard_data.fn(run)  # a retry: named once
     inputs = client(tracker).get_run(tracker.run_id).inputs.dataset_inputs
+    digests = digests_of(manifest)
+    sizes = {split: sum(file.bytes for file in manifest.files(split)) for split in ("train", "evaluation")}
     assert {(i.dataset.name, i.dataset.digest, i.dataset.profile) for i in inputs} == {
-        ("data.npz/train", manifest.key[:36], '{"num_rows": 36}'),
-        ("data.npz/evaluation", manifest.key[:36], '{"num_rows": 4}'),
+        ("data.npz/train", digests["train"][:36], f'{{"num_rows": 36, "num_bytes": {sizes["train"]}}}'),
+        ("data.npz/evaluation", digests["evaluation"][:36], f'{{"num_rows": 4, "num_bytes": {sizes["evaluation"]}}}'),
     }
     assert len(inputs) == 2
 

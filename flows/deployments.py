@@ -128,7 +128,7 @@ def _facts(client: SyncPrefectClient, found: DeploymentResponse) -> DeploymentFa
         *("RUNNING", "COMPLETED", "FAILED", "CANCELLED", "CANCELLING", "CRASHED", "PAUSED"),
         sort=FlowRunSort.START_TIME_DESC,
     )
-    begun = [run for run in begun if run.start_time]
+    begun = [run for run in begun if run.start_time and run.run_count]  # not one that was skipped while it waited
     last = begun[0] if begun else None
     return DeploymentFacts(
         name=found.name,

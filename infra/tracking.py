@@ -31,6 +31,8 @@ RUN_KEY = "onward.run_id"
 """The tag of an MLflow run with the id of its run directory."""
 MAX_TAG_CHARACTERS = 5000
 """Longest text of a tag that every MLflow store keeps."""
+TRAINING_PAGES = "workflowType=machine_learning"
+"""The part of an address, behind its `#`, without which MLflow shows its pages for language models."""
 BATCH = 1000
 """MLflow's limit of metric points per call."""
 REQUIREMENTS = ("mlflow", "onnx", "onnxruntime", "numpy")
@@ -158,7 +160,8 @@ class Tracker(Store):
     def page(self, server: str = "") -> str:
         """Return the address of the run's page on a server, by default that of the store."""
         experiment_id = self._client.get_run(self.run_id).info.experiment_id
-        return f"{(server or self.tracking_uri).rstrip('/')}/#/experiments/{experiment_id}/runs/{self.run_id}"
+        base = (server or self.tracking_uri).rstrip("/")
+        return f"{base}/#/experiments/{experiment_id}/runs/{self.run_id}?{TRAINING_PAGES}"
 
     def _experiment(self, name: str) -> str:
         """Return the id of an experiment; create it, or restore a deleted one, if needed."""

@@ -66,7 +66,10 @@ def delete(name: Name, as_json: Json = False) -> None:
 
 
 def run(name: Name, as_json: Json = False) -> None:
-    """Start a run of a deployment now; print its id. It begins when no other run of the deployment is running."""
+    """Start a run of a deployment now and print its id.
+
+    It begins when no other run of the deployment is running.
+    """
     api.require_flow("onward deployments run")
     from onward.flows.local_run import prefect_server
 

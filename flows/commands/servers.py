@@ -135,6 +135,7 @@ def _start_services(*names: str) -> dict[str, str]:
     """Start services that run until `onward down`; return their links."""
     from onward.infra import services
     from onward.infra.login import login_file
+    from onward.infra.tracking import TRAINING_PAGES
     from onward.trainer.run.directory import onward_home
     from onward.trainer.run.private_home import make_private
 
@@ -147,7 +148,7 @@ def _start_services(*names: str) -> dict[str, str]:
         raise RuntimeUnavailable(str(error)) from None
     return {
         "prefect": f"{urls['prefect']}/v2/runs",
-        "mlflow": f"{urls['mlflow']}/?workflowType=machine_learning",
+        "mlflow": f"{urls['mlflow']}/#/experiments?{TRAINING_PAGES}",
         "home": str(onward_home()),
         "login": str(login_file(onward_home())),
     }

@@ -450,7 +450,7 @@ def test_every_help_text_is_a_sentence_with_an_example_and_its_exit_statuses() -
     for name, command in walk(root):
         summary, ending = (command.help or "").split("\n")[0], command.epilog or ""
         assert re.fullmatch(r"[A-Z][a-z]+ .{10,90}\.", summary), summary
-        assert re.search(rf"^  onward (reference )?{name}\b", ending, re.M), "an example line"
+        assert re.search(rf"^  onward ((reference|deployments) )?{name}\b", ending, re.M), "an example line"
         assert "\nExit status:\n    0  done" in ending
         assert [option.name for option in command.params if not getattr(option, "help", None)] == []
 

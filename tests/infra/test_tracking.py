@@ -232,7 +232,7 @@ def test_a_run_on_onwards_own_server_has_its_address_and_one_elsewhere_has_none(
     tracker = new_run()
     experiment = client(tracker).get_run(tracker.run_id).info.experiment_id
     assert tracker.page("http://127.0.0.1:5000/") == (
-        f"http://127.0.0.1:5000/#/experiments/{experiment}/runs/{tracker.run_id}"
+        f"http://127.0.0.1:5000/#/experiments/{experiment}/runs/{tracker.run_id}?workflowType=machine_learning"
     )
 
 

@@ -476,7 +476,7 @@ def test_artifacts_show_the_progress_and_the_confusion_matrix(tmp_path: Path) ->
         with get_client(sync_client=True) as prefect:
             artifacts = prefect.read_artifacts()
     found = {artifact.key: artifact.data for artifact in artifacts}
-    assert found.keys() == {"training", "classes", "attempts"}
+    assert found.keys() == {"training", "classes", "attempts", "loss"}
     assert json.loads(found["attempts"]) == [
         {
             "attempt": 1,

@@ -47,10 +47,10 @@ def test_a_run_that_cannot_work_is_refused_with_every_reason_before_anything_is_
     assert 'set model.accept = ["merged"]' in problems[0]
     assert "nothing would be learnt: the loss of the first 4 rows is" in problems[1]
     assert all(f"  - {problem}" in error for problem in problems)
-    # only the log of the flow is in the run directory, and no shards are in the cache
+    # only logs, the configuration's origins and the times of phases are in the run directory, and no shards are in the cache
     (run,) = (workshop.home / "runs").iterdir()
     left = sorted(path.name for path in run.iterdir() if path.is_file() and path.stat().st_size)
-    assert left == ["ending.json", "flow.log"]
+    assert left == ["ending.json", "flow.log", "lock", "origins.json", "phases.jsonl"]
     assert not (workshop.home / "shards").exists()
     with contextlib.closing(sqlite3.connect(workshop.home / "prefect" / "prefect.db")) as shown:
         tasks = shown.execute("select name, state_type from task_run").fetchall()

@@ -47,7 +47,7 @@ def test_a_run_that_cannot_work_is_refused_with_every_reason_before_anything_is_
     assert 'set model.accept = ["merged"]' in problems[0]
     assert "nothing would be learnt: the loss of the first 4 rows is" in problems[1]
     assert all(f"  - {problem}" in error for problem in problems)
-    # only logs, the configuration's origins and the times of phases are in the run directory, and no shards are in the cache
+    # only small records of the flow are in the run directory, and no shards are in the cache
     (run,) = (workshop.home / "runs").iterdir()
     left = sorted(path.name for path in run.iterdir() if path.is_file() and path.stat().st_size)
     assert left == ["ending.json", "flow.log", "lock", "origins.json", "phases.jsonl"]

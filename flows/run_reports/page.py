@@ -212,6 +212,7 @@ def _changes(facts: RunFacts) -> dict[str, Any]:
         "greatest": greatest,
         "num_changed": len(values),
         "num_equal": found.equal_tensors,
+        "stripped": found.stripped,
         "others": [*others, *found.interface, *found.model],
     }
 

@@ -52,6 +52,7 @@ def test_a_report_shows_every_record_of_the_run(tmp_path: Path) -> None:
         "loss 3.5 , row 7 one, predicted zero",
         "5 of 8 targets right",
         "conv.weight float32 [3] 0.25 1.5 conv.bias float32 [3] was zero",
+        "Only training needs what was removed: 2 x Dropout.",
         "2.5e-07 of the largest output; the limit is 0.001",
         "refused: it is 0.1 off",
         "torch 2.13",

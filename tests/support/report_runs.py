@@ -141,6 +141,7 @@ def _write_records(run: RunDir, num_steps: int) -> None:
         "model": (),
         "interface": (),
         "nodes": (),
+        "stripped": {"Dropout": 2},
     }
     write_record(
         changes_in(run.export), Difference.model_validate({**difference, "tensors": (zero, moved), "equal_tensors": 2})

@@ -132,7 +132,10 @@ def describe(run: RunDir) -> RunStatus:
     state = state_of(run)
     config = read_config(run) if run.config.exists() else None
     metric = config.checkpoint.best_metric if config else ""
-    cause = cause_of(run) if state in ("stopped", "failed", "interrupted") else None
+    ended = None if state == "running" else ending_of(run)
+    # also of a run whose file is exported, and not registered
+    failed = state in ("failed", "interrupted") or bool(ended and ended.status == "failed")
+    cause = cause_of(run) if failed or state == "stopped" else None
     step, num_steps, values, confusions = _progress(run)
     newest = _newest_result(run)
     ended_early = newest.ended_early if newest and not is_running(run) else ""
@@ -155,11 +158,11 @@ def describe(run: RunDir) -> RunStatus:
         error=f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}"
         if error
         else cause.sentence
-        if cause and state in ("failed", "interrupted")
+        if cause and failed
         else "",
         kind=cause.kind if cause else "",
         to_do=cause.to_do if cause else "",
-        ending=f"{ended[-1].kind}: {ended[-1]}" if (ended := endings(run)) else "",
+        ending=f"{attempts[-1].kind}: {attempts[-1]}" if (attempts := endings(run)) else "",
         data=_data(run),
         metric=metric,
         value=values.get(metric),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -66,14 +66,19 @@ def run_refused(workshop: Path, *overrides: str, status: int = 2) -> tuple[list[
     return json.loads(process.stdout)["problems"], lines
 
 
+def _processor_time_of_children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def refused(workshop: Path, *overrides: str, status: int = 2) -> list[str]:
-    """Return the problems that `onward run` reports, in under 3 seconds."""
+    """Return the problems that `onward run` reports, in under 3 seconds of processor time."""
     for _ in range(3):  # others may be using the machine
-        started_at = time.monotonic()
+        before_s = _processor_time_of_children_s()
         problems, lines = run_refused(workshop, *overrides, status=status)
-        if (elapsed_s := time.monotonic() - started_at) < 3.0:
+        if (used_s := _processor_time_of_children_s() - before_s) < 3.0:
             break
-    assert elapsed_s < 3.0
+    assert used_s < 3.0
     assert lines[:2] == [
         "onward: checking the configuration, the model and the data",
         f"onward run: {EXIT_STATUS[status]}",

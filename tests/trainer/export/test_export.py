@@ -243,7 +243,12 @@ def test_leftovers_of_a_killed_export_are_removed(make: Make) -> None:
     left.mkdir(parents=True)
     (left / "model.onnx").write_bytes(b"half")
     case.export()
-    assert sorted(path.name for path in case.run.export.iterdir()) == ["example.npz", "model.json", "model.onnx"]
+    assert sorted(path.name for path in case.run.export.iterdir()) == [
+        "changes.json",
+        "example.npz",
+        "model.json",
+        "model.onnx",
+    ]
 
 
 def test_a_full_disk_is_refused_with_a_sentence_and_leaves_no_file(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

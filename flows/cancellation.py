@@ -23,6 +23,7 @@ from uuid import UUID
 from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
 
 from onward.flows.deployment_limits import waits_for_all
 from onward.flows.ending import SIGNALLED
@@ -76,7 +77,9 @@ class StopRequest:
         self._run = run
         above = runtime.flow_run.get_parent_flow_run_id() if membership(run) else None
         self._flow_runs = [UUID(each) for each in (runtime.flow_run.get_id(), above) if each]
-        self._deployment = runtime.deployment.get_id() or ""
+        # from the context: Prefect's `runtime.deployment` may ask the server, which may be away
+        context = FlowRunContext.get()
+        self._deployment = context.flow_run.deployment_id if context and context.flow_run else None
         # Prefect's worker sets this for the process of a flow run
         self._patience_s = WORKER_S if "PREFECT__FLOW_RUN_ID" in os.environ else 0.0
         # elsewhere SIGTERM would end the process: Prefect catches it in the main thread alone
@@ -112,8 +115,8 @@ class StopRequest:
                     continue
                 if self._stops():
                     return
-                if self._deployment and not waits_for_all(self._deployment):
-                    cancel_superseded(UUID(self._deployment))
+                if self._deployment and not waits_for_all(str(self._deployment)):
+                    cancel_superseded(self._deployment)
 
     def _stops(self) -> bool:
         """Let the run stop if it is cancelled or suspended; return whether that was done."""

@@ -197,7 +197,8 @@ def train(
         scaler.restore(state.scaler)
         checkpoints.previous = checkpoint.certificate
     compare_copies(state.step)  # nothing is broadcast: every rank has read its own parts
-    shown = {"num_samples": num_samples, "num_parameters": model.num_parameters, "compute": config.precision.compute}
+    sizes = {"num_samples": num_samples, "num_rows": batches.num_rows, "num_parameters": model.num_parameters}
+    shown = sizes | {"compute": config.precision.compute}
     from_where = {"resumed": resumed, "damaged": damaged, "certificate": checkpoints.previous}
     events.emit("start", state.step, num_steps=num_steps, **shown, **from_where)
     spent.lap("setup")

@@ -32,13 +32,13 @@ Overrides = Annotated[
 ]
 Profile = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Also take the tables [profiles.NAME] of the files.", show_default=False),
+    typer.Option(metavar="NAME", help="Also take the tables profiles.NAME of the files.", show_default=False),
 ]
 StopOverrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="STOP.KEY=VALUE",
-        help="Settings of [stop] that replace those of the run, for example stop.max_hours=16.",
+        help="Settings of the table stop that replace those of the run, for example stop.max_hours=16.",
         show_default=False,
     ),
 ]

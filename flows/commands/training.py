@@ -48,7 +48,7 @@ def resume(
     """Continue a run from its newest complete checkpoint.
 
     For a run that was killed, stopped or failed. It continues with its saved configuration, in the same run directory
-    and the same MLflow run. A run that ended early by [stop] goes on if its limit is raised.
+    and the same MLflow run. A run that a limit of the table stop has ended early goes on if that is raised.
     """
     _show(api.resume(run, overrides or (), from_start=from_start), as_json=as_json)
 

@@ -250,7 +250,7 @@ def _memory(facts: LiveFacts) -> list[str]:
     parts = []
     if (used := facts.values.get("memory_bytes")) is not None:
         parts.append(f"{used / GIGABYTE:.3g} GB per rank")
-    kinds = (("system_memory_usage", "node"), ("memory_usage", "GPU"))
+    kinds = (("memory_usage", "GPU"), ("system_memory_usage", "node"))
     for key, what in kinds:
         fullest = max((found for node in facts.usage.values() for found in _shares(node, key)), default=None)
         if fullest:

@@ -10,12 +10,13 @@ import contextlib
 import logging
 import os
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 from rich.text import Text
 
@@ -57,6 +58,7 @@ class LiveView:
     def start(self) -> None:
         """Show the view for the first time."""
         if self.is_live:
+            self._fit()
             shown = Screen(self.facts)
             self._live = Live(
                 shown,
@@ -75,6 +77,7 @@ class LiveView:
         while self._messages:
             self.print(self._messages.pop(0))
         if self._live is not None:
+            self._fit()
             self._live.refresh()
         elif self._is_attached and (text := sentence(self.facts)) != self._said and self._due():
             self._said = text
@@ -87,9 +90,22 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
 
+    def _fit(self) -> None:
+        """Take the size of the terminal, which may change; rich takes that of standard input, which may be another."""
+        with contextlib.suppress(OSError, ValueError):
+            self.console.size = ConsoleDimensions(*os.get_terminal_size(self._stream.fileno()))
+
     def print(self, line: str) -> None:
-        """Print a line above the view. The terminal wraps it, so that paths can be copied."""
-        self.console.print(Text.from_ansi(line), soft_wrap=True)
+        """Print a line above the view, wrapped between words. No word is broken, so that paths can be copied."""
+        indent = " " * (len(line) - len(line.lstrip()))
+        lines = textwrap.wrap(
+            line,
+            self.console.width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        self.console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -69,6 +69,8 @@ class LiveFacts:
         """Node -> what is used of it."""
         self.epochs = 0.0
         """Of the whole run; 0 as long as it is not known."""
+        self.note = ""
+        """What this process does just now, such as a download with its progress; else ""."""
         self.problem = ""
         """Why the files could not be read at the last attempt; else ""."""
         self._run: RunDir | None = None

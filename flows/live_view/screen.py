@@ -199,6 +199,7 @@ def _rows(facts: LiveFacts, *, ascii_only: bool) -> list[tuple[str, list[str]]]:
             "checkpoint",
             [f"step {step}, saved {clock(facts.now_s() - saved_s)} ago" if facts.checkpoint else "none yet" * begun],
         ),
+        ("now", [facts.note]),
         ("problem", [facts.problem]),
     ]
 

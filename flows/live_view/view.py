@@ -150,20 +150,26 @@ def follow(run: RunDir, *, tick_s: float = TICK_S) -> None:
 
 
 class _Above:
-    """Stands for a terminal's stream while a view is on it: prints each complete line above the view."""
+    """Stands for a terminal's stream while a view is on it: prints each complete line above the view.
+
+    A line that is written over and over, such as the progress of a download, is a row of the view.
+    """
 
     def __init__(self, view: LiveView, stream: TextIO) -> None:
         self._view, self._stream, self._begun = view, stream, ""
 
     def write(self, text: str) -> int:
-        *complete, self._begun = (self._begun + text).split("\n")
+        *complete, begun = (self._begun + text).split("\n")
         for line in complete:
-            self._view.print(line)
+            self._view.print(line.rpartition("\r")[2])
+        _, again, self._begun = begun.rpartition("\r")
+        if again or complete:
+            self._view.facts.note = Text.from_ansi(self._begun).plain.strip() if again else ""
         return len(text)
 
     def end(self) -> None:
         """Print a line that has no end."""
-        if self._begun:
+        if self._begun and not self._view.facts.note:
             self.write("\n")
 
     def flush(self) -> None:

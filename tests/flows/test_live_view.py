@@ -173,6 +173,19 @@ def test_what_is_printed_and_logged_meanwhile_is_above_the_view_with_its_words_w
     assert shown.endswith("onward: printed")
 
 
+def test_the_progress_of_a_download_is_a_row_of_the_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    with live_view(tick_s=0.01):
+        print("onward: one", file=sys.stderr)
+        for share in (10, 20):
+            print(f"\r\033[K[###   ] {share}% of data.csv", end="", file=sys.stderr, flush=True)
+            terminal.wait_for(rf"(?s)^onward: one\nonward  start.*\nnow +\[###   \] {share}% of data.csv$")
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+        terminal.wait_for("export$")
+    assert terminal.close() == "onward: one"
+
+
 def test_ctrl_c_is_acknowledged_above_the_view(tmp_path: Path) -> None:
     run, terminal = RunDir(tmp_path), Terminal()
     training(run)

@@ -39,7 +39,7 @@ SESSIONS = (
     ),
     Session("onward up", "Starts the servers and a worker."),
     Session(
-        "onward run table/table.toml train.num_epochs=40",
+        "onward run table/table.toml train.num_epochs=4 checkpoint.period=50",
         "Trains. The lines stay; the view below them is removed at the end, when the result takes its place.",
         shows_view=True,
     ),
@@ -51,7 +51,10 @@ SESSIONS = (
     Session("onward status table", "The state of a run."),
     Session("onward stop table", "Stops a run that was started in another terminal.", beside=LONG),
     Session("onward runs", "All runs. Columns that do not fit into the terminal are left out."),
-    Session("onward resume table-2 stop.patience=1", "Goes on from the checkpoint, here with a limit."),
+    Session(
+        "onward resume table-2 stop.max_hours=0.001",
+        "Goes on from the checkpoint, here with a limit that soon ends it.",
+    ),
     Session("onward logs table-1 --rank 0", "What one rank wrote."),
     Session("onward verify table-1", "Reads the checkpoints again."),
     Session("onward report table-1 table-2 -o both.html", "Compares runs in one HTML file."),
@@ -62,11 +65,11 @@ SESSIONS = (
     Session("onward bundle table-1 table.bundle", "Writes a checkpoint with all that its export needs into one file."),
     Session("onward promote table 1", "Lets the alias name another version."),
     Session(
-        "onward sweep table/table.toml optimizer.learning_rate=1e-3,3e-3 train.num_epochs=4",
+        "onward sweep table/table.toml optimizer.learning_rate=1e-3,3e-3 train.num_epochs=1",
         "Makes a run for each value, and exports the best.",
     ),
     Session(
-        "onward chaos table/table.toml train.num_epochs=40 --kinds rank-kill --faults 1 --mtbf 3s",
+        "onward chaos table/table.toml train.num_epochs=4 --kinds rank-kill --faults 1 --mtbf 1s",
         "Kills a rank of a run, and compares what comes of it with an undisturbed run.",
     ),
     Session("onward deploy table/table.toml --name nightly --cron '0 2 * * *'", "Makes a deployment."),

@@ -18,16 +18,14 @@ compares, with ids, times, rates, measured values, ports and versions left out. 
 is wide are not wrapped here.
 """
 VARYING = (
-    (r"\\x1b\[[0-9;]*m", ""),
     (r"[━─]+", "BAR"),
     (r"[▁▂▃▄▅▆▇█]+", "CURVE"),
     (r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", "ID"),
-    (r"\b(?=[0-9a-f]*\d)[0-9a-f]{7,64}\b", "ID"),
+    (r"(?<![.\w])(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,64}\b", "ID"),
     (r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*(\+00:00|Z)?", "TIME"),
-    (r"\b\d+ (s|min|h|d)( \d+ (s|min|h|d))?( ago)?\b|just now", "DURATION"),
+    (r"\b\d+(\.\d+)? (s|min|h|d)( \d+ (s|min|h|d))?( ago)?\b|\bjust now\b", "DURATION"),
     (r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?", "#"),
-    (r"# ?([kMG]i?B?|B|bytes|ms|us|s)\b", "#"),
-    (r"(on|rank #|Worker '\S+-) ?\S+, (cpu|cuda)", r"\1 HOST, \2"),
+    (r"# ?([kMG]i?B?|B|bytes|ms|us)\b", "#"),
     (r"\s+", " "),
 )
 """Pattern -> what stands in its place for the comparison."""

@@ -80,7 +80,7 @@ SESSIONS = (
     Session("onward deployments delete nightly", "Deletes a deployment."),
     Session("onward ui", "The addresses of the servers."),
     Session("onward down", "Stops the servers; a deployed run saves a checkpoint first."),
-    Session("onward gc --days 0", "What could be removed; --yes removes it."),
+    Session("onward gc", "What nobody needs any more; --yes removes it."),
     Session("onward clean", "Deletes local copies of remote files."),
     Session(
         "onward reference squeezenet --num-classes 10 --image-size 32 -o squeezenet.onnx", "Writes a reference model."

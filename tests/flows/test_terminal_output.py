@@ -97,6 +97,17 @@ def test_the_terminal_has_onwards_lines_and_warnings_and_flow_log_what_train_log
     ]
 
 
+def test_what_each_trial_of_a_sweep_finds_alike_is_on_the_terminal_once(tmp_path: Path) -> None:
+    log, shown = logging.getLogger("onward.tasks.shard_data"), io.StringIO()
+    with contextlib.redirect_stderr(shown), flow_log(RunDir(tmp_path / "sweep")):
+        for trial in ("1", "2"):
+            log.info("trial %s of 2", trial)
+            with flow_log(RunDir(tmp_path / trial)):
+                log.info("90 rows, written in %.1f s", float(trial))
+            assert "90 rows" in (tmp_path / trial / "flow.log").read_text()
+    assert shown.getvalue().splitlines() == ["trial 1 of 2", "90 rows, written in 1.0 s", "trial 2 of 2"]
+
+
 def test_the_beginning_of_a_phase_is_no_line_of_a_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="onward"):
         for phase in get_args(Phase):

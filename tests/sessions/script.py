@@ -69,7 +69,7 @@ SESSIONS = (
         "Makes a run for each value, and exports the best.",
     ),
     Session(
-        "onward chaos table/table.toml train.num_epochs=4 --kinds rank-kill --faults 1 --mtbf 1s",
+        "onward chaos table/table.toml train.num_epochs=4 checkpoint.period=20 --kinds rank-kill --faults 1 --mtbf 1s",
         "Kills a rank of a run, and compares what comes of it with an undisturbed run.",
     ),
     Session("onward deploy table/table.toml --name nightly --cron '0 2 * * *'", "Makes a deployment."),

@@ -21,6 +21,7 @@ from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
 
 if TYPE_CHECKING:
+    from onward.flows.machine.findings import MachineReport
     from onward.flows.run_status import RunOutcome, RunStatus
     from onward.trainer.config.loading import Override
     from onward.trainer.config.run_config import RunConfig
@@ -150,6 +151,20 @@ def runs() -> list[RunStatus]:
     from onward.flows.runs import all_runs
 
     return described_runs(all_runs())
+
+
+def examine(hostfile: AnyPath = "") -> MachineReport:
+    """Return what an examination of this machine has found, and with `hostfile` of its hosts: MPI, disks, servers ...
+
+    Starts ranks under mpirun, and takes some seconds. Call from the main thread. Raises ConfigError when there is no
+    such hostfile; what else is wrong is in the record.
+    """
+    path = os.fspath(hostfile) and Path(hostfile).resolve()
+    if path and not path.is_file():
+        raise ConfigError(f"there is no hostfile {path}")
+    with prefect_at_home():
+        from onward.flows.machine.examine import examine as examine_machine
+    return examine_machine(str(path or ""))
 
 
 def plan(config: Config, overrides: Overrides = (), /, *, profile: str = "", **sections: Any) -> Plan:

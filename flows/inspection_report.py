@@ -1,4 +1,4 @@
-"""Print the results of `onward doctor`, `onward init`, `onward diff` and `onward plan` as tables."""
+"""Print the results of `onward doctor`, `onward init` and `onward diff` as tables, and the layout of `onward plan`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from onward.flows.report import as_toml, table
 
 if TYPE_CHECKING:
+    from onward.flows.machine.findings import MachineReport
     from onward.trainer.diagnostics.difference import Difference, TensorChange
     from onward.trainer.diagnostics.doctor import Diagnosis, Operator, Unsupported, Weight
     from onward.trainer.parallel.plan_record import Plan
@@ -214,6 +215,23 @@ def _some(rows: Sequence[tuple[str, ...]], heads: tuple[str, ...], *, everything
 
 def _title(text: str) -> None:
     print(f"\n{text}")
+
+
+# -- the machine
+
+
+def show_machine(found: MachineReport) -> None:
+    """Print the findings about a machine, problems with what to do, and a last line with their number."""
+    for finding in found.findings:
+        what, *more = finding.what.splitlines()
+        print(_wrapped(f"{finding.check}: {what}", f"{finding.level:8}"))
+        for line in more:  # the output of another program
+            print(f"{'':8}{line}")
+        if finding.fix:
+            print(_wrapped(finding.fix, f"{'':8}-> "))
+    number = {level: sum(each.level == level for each in found.findings) for level in ("problem", "note")}
+    kinds = [f"{count} {level}{'s' * (count != 1)}" for level, count in number.items()]
+    print(f"\n{found.host}: {' and '.join(kinds)}, found in {found.elapsed_s:.1f} s")
 
 
 # -- proposals

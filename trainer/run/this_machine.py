@@ -29,6 +29,25 @@ def free_host_memory() -> int:
     return max(0, min(free))
 
 
+def memory_limit(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the bytes that the container of this process may use; None without a limit."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number
+            return int((group / name).read_text())
+    return None
+
+
+def core_limit(group: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Return the cores whose time the container of this process gets, such as 1.5; None without a limit."""
+    with contextlib.suppress(OSError, ValueError):  # "max" is not a number
+        quota, period = (group / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        quota_us = int((group / "cpu/cpu.cfs_quota_us").read_text())
+        return quota_us / int((group / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
+    return None
+
+
 def most_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> tuple[int | None, str]:
     """Return how many GPUs torch can find here at most, and why, as a clause; None = not known without torch.
 

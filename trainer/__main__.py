@@ -207,10 +207,16 @@ def make_plan(folder: RunDir) -> int:
     """Estimate the layout for `config.json` in `folder`, and write plan.json there."""
     die_with_parent()
     from onward.trainer.export import export
+    from onward.trainer.model.fixed_batch import choose_fixed_batch
+    from onward.trainer.model.teacher import open_with_teacher
     from onward.trainer.parallel.planner import plan
+    from onward.trainer.rehearsal.needs import least_needs
 
     with export.exit_with_refusal(folder.root):
-        write_record(folder.root / "plan.json", plan(read_config(folder)))
+        config, _ = choose_fixed_batch(read_config(folder))
+        module = open_with_teacher(config).module
+        needs = least_needs(module, config)  # before the planner divides the module
+        write_record(folder.root / "plan.json", plan(config, module).model_copy(update={"needs": needs}))
     return 0
 
 

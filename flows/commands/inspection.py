@@ -129,22 +129,33 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     profile: Profile = "",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Train some steps on the ranks, and keep how long they took.")
+    ] = False,
+    steps: Annotated[int, typer.Option(help="How many steps --measure measures.", min=1)] = 10,
     everything: All = False,
     as_json: Json = False,
 ) -> None:
-    """Estimate the layout, memory and messages of a run.
+    """Show the layout of a run, and what it takes: memory, messages, steps, time and disk.
 
     Shows the stages, the memory of one rank at its peak, what each mesh axis sends, and which layers are tensor
-    parallel. With parallel.sizes="auto" it compares the possible layouts and chooses one. Starts no ranks.
+    parallel. With parallel.sizes="auto" it compares the possible layouts and chooses one.
+
+    The time of a step is what --measure has measured for such a run on this machine, else that of a finished run, else
+    an estimate from counted FLOPs; the output says which. --measure starts the ranks in a directory that is deleted,
+    without Prefect and MLflow; without it no ranks are started.
     """
     from onward.flows.inspection_report import show_plan
 
     files, changes = layers_of(config, overrides)
-    found = api.plan(files, changes, profile=profile)
+    found = api.plan(files, changes, profile=profile, measure=steps if measure else 0)
     if as_json:
         print_json(found.model_dump(mode="json") | {"num_ranks": found.num_ranks})
     else:
+        from onward.flows.planning.shown import show_run_plan
+
         show_plan(found, everything=everything)
+        show_run_plan(found)
 
 
 def diff(

@@ -27,9 +27,10 @@ from onward.trainer.config.sections.metrics import StopConfig
 from onward.trainer.config.sections.training import ScheduleConfig
 from onward.trainer.data.storage.row_counts import cached_shards
 from onward.trainer.data.storage.sharding import make_training_shards
+from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir, onward_home, read_config
-from onward.trainer.run.local_copies import LocalCopies
+from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.pace import Pace, pace_of
 from onward.trainer.run.records import write_record
 from onward.trainer.run.time_account import read_events_of
@@ -47,8 +48,10 @@ def measure(config: RunConfig, copies: LocalCopies, *, steps: int) -> tuple[RunC
 
     Raises ConfigError or RuntimeUnavailable for a run that would be refused, and the errors of its ranks.
     """
+    config = with_columns(config, with_copies(config, copies))
     if missing := machine_problems(dict(config), resumed=True):  # resumed: no MLflow server is needed
         raise RuntimeUnavailable(missing)
+    load = os.getloadavg()[0]
     with _directory() as run:
         if config.quantize.aware:
             quantize(run, config, copies)
@@ -62,7 +65,7 @@ def measure(config: RunConfig, copies: LocalCopies, *, steps: int) -> tuple[RunC
         if (pace := pace_of(read_events_of(run), batch=batch, first_steps=FIRST_STEPS)) is None:
             raise TrainingFailed(f"no step was made in {60 * LONGEST_H:g} minutes, so that nothing was measured")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        facts = {"measured_at": now, "host": socket.gethostname(), "data": config.data.source}
+        facts = {"measured_at": now, "host": socket.gethostname(), "data": config.data.source, "load": load}
         return chosen, pace.model_copy(update={**facts, "evaluation_rows": rows})
 
 

@@ -52,7 +52,9 @@ def _times(time: TimeNeeded) -> Iterator[tuple[str, str]]:
     if time.evaluations and time.evaluation_s is not None:
         parts.append(f"{time.evaluations} evaluations {duration(time.evaluations * time.evaluation_s)}")
     if time.checkpoints and time.checkpoint_s is not None:
-        parts.append(f"{time.checkpoints} checkpoints {duration(time.checkpoints * time.checkpoint_s)}")
+        parts.append(
+            f"{time.checkpoints} checkpoint{'s' * (time.checkpoints > 1)} {duration(time.checkpoints * time.checkpoint_s)}"
+        )
     if time.setup_s:
         parts.append(f"loading {duration(time.setup_s)}")
     yield "in all", f"{about}{duration(time.total_s or 0.0)} ({', '.join(parts)})"

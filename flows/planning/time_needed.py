@@ -29,6 +29,8 @@ from onward.trainer.run.records import Record, RuntimeReport, read_record
 from onward.trainer.run.this_machine import machine_text
 from onward.trainer.run.time_account import read_events_of
 
+BUSY = 0.7
+"""Load average before a measurement, from which on other programs have taken a part of the cores."""
 TRIED_RUNS = 200
 """Newest runs in which a pace is looked for."""
 
@@ -134,8 +136,8 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
     if pace is None:
         per_second = batch / plan.step_s if plan.step_s else 0.0
         guessed.append(
-            "the time of a step is estimated from counted FLOPs and the usual rate of the device, and be wrong by a "
-            "large factor, above all for small models; `onward plan --measure` measures it"
+            "the time of a step is estimated from counted FLOPs and the usual rate of the device, and may be "
+            "wrong by a large factor, above all for small models; `onward plan --measure` measures it"
         )
         steps_s = steps * plan.step_s if steps else None
         return TimeNeeded(
@@ -150,6 +152,11 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
         )
     if pace.data and pace.data != config.data.source:
         guessed.append(f"the time of a step is that of other data, {pace.data}: reading this one may take longer")
+    if pace.load > BUSY:
+        guessed.append(
+            f"other programs were computing when it was measured (load average {pace.load:.1f}); measure again when the "
+            "machine is free, if it will be during the run"
+        )
     evaluations = number_of_evaluations(config, rows)
     evaluation_s = pace.evaluation_s * rows.evaluation / pace.evaluation_rows if pace.evaluation_rows else None
     evaluation_s = evaluation_s if rows.evaluation else None

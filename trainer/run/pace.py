@@ -65,6 +65,8 @@ class Pace(Record):
     host: str = ""
     data: str = ""
     """The data source."""
+    load: float = 0.0
+    """Processes that waited for the cores of this host before the measurement (its load average of a minute)."""
     run: str = ""
     """The name of the run that was measured; "" = `onward plan --measure`."""
 

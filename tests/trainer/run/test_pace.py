@@ -97,7 +97,7 @@ KEY = key_of("structure", config(), "machine")
         {"model": {"freeze": ("a*",)}},
         {"lora": {"weights": ("a*",)}},
         {"data": {"image_size": 64}},
-        {"average": {"kind": "exponential"}},
+        {"average": {"kind": "ema"}},
     ],
     ids=str,
 )
@@ -110,7 +110,7 @@ def test_what_changes_the_time_of_a_step_changes_the_key(sections: dict[str, dic
     [
         {"train": {"num_steps": 400, "seed": 3, "log_period": 10, "evaluation_period": 7}},
         {"optimizer": {"learning_rate": 0.5, "weight_decay": 0.1}},
-        {"schedule": {"warmup_ratio": 0.5}},
+        {"schedule": {"mode": "cosine", "warmup_ratio": 0.5}},
         {"checkpoint": {"period": 7}},
         {"export": {"variants": ("fp16",)}},
         {"data": {"source": "other.npz"}},

@@ -10,7 +10,7 @@ from importlib import metadata
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
-from onward.flows.machine.findings import Finding
+from onward.flows.machine.findings import Finding, Level
 from onward.trainer.extras import how_to_install
 
 NEEDED_EXTRAS = ("", "flow", "mpi")
@@ -20,12 +20,13 @@ NEEDED_EXTRAS = ("", "flow", "mpi")
 def packages() -> Iterator[Finding]:
     """Compare the versions that are installed with those in Onward's metadata."""
     try:
-        declared, python = metadata.requires("onward") or [], metadata.metadata("onward").get("Requires-Python") or ""
+        declared = metadata.requires("onward") or []
+        python = metadata.metadata("onward").json.get("requires_python", "")
     except metadata.PackageNotFoundError:
         what = "Onward was not installed by pip, so the ranges of its packages are not known"
         yield Finding(check="packages", level="note", what=what, fix="pip install -e . in the directory of its source")
         return
-    yield from compared(declared, python, installed_version)
+    yield from compared(declared, str(python), installed_version)
 
 
 def installed_version(name: str) -> str | None:
@@ -52,7 +53,7 @@ def compared(declared: Iterable[str], python: str, version: Callable[[str], str 
         if found is None:
             absent[extra].append(requirement.name)
         elif not requirement.specifier.contains(found, prereleases=True):
-            level = "problem" if extra in NEEDED_EXTRAS else "note"
+            level: Level = "problem" if extra in NEEDED_EXTRAS else "note"
             what = f"{requirement.name} {found} is installed, and Onward needs {requirement.specifier}"
             fix = f"pip install '{requirement.name}{requirement.specifier}'"
             yield Finding(check="packages", level=level, what=what, fix=fix, numbers={requirement.name: found})

@@ -52,9 +52,8 @@ def _times(time: TimeNeeded) -> Iterator[tuple[str, str]]:
     if time.evaluations and time.evaluation_s is not None:
         parts.append(f"{time.evaluations} evaluations {duration(time.evaluations * time.evaluation_s)}")
     if time.checkpoints and time.checkpoint_s is not None:
-        parts.append(
-            f"{time.checkpoints} checkpoint{'s' * (time.checkpoints > 1)} {duration(time.checkpoints * time.checkpoint_s)}"
-        )
+        several = "s" * (time.checkpoints > 1)
+        parts.append(f"{time.checkpoints} checkpoint{several} {duration(time.checkpoints * time.checkpoint_s)}")
     if time.setup_s:
         parts.append(f"loading {duration(time.setup_s)}")
     yield "in all", f"{about}{duration(time.total_s or 0.0)} ({', '.join(parts)})"

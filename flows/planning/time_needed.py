@@ -154,8 +154,8 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
         guessed.append(f"the time of a step is that of other data, {pace.data}: reading this one may take longer")
     if pace.load > BUSY:
         guessed.append(
-            f"other programs were computing when it was measured (load average {pace.load:.1f}); measure again when the "
-            "machine is free, if it will be during the run"
+            f"other programs were computing when it was measured (load average {pace.load:.1f}); measure again when "
+            "the machine is free, if it will be during the run"
         )
     evaluations = number_of_evaluations(config, rows)
     evaluation_s = pace.evaluation_s * rows.evaluation / pace.evaluation_rows if pace.evaluation_rows else None

@@ -141,7 +141,8 @@ def flop_counter() -> FlopCounterMode:
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     # the arguments are shapes
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+    flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+    return flops
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -163,13 +164,14 @@ def _convolution_backward(
     **kwargs: Any,
 ) -> int:
     # torch's formula takes the weight gradient of grouped convolutions for that of ungrouped ones
-    forward: int = conv_flop_count(x, weight, grad, transposed=transposed)
-    return forward * (output_mask[0] + output_mask[1])
+    each: int = conv_flop_count(x, weight, grad, transposed=transposed)
+    return each * sum(map(bool, output_mask[:2]))
 
 
 def _recurrence(x: Any, w: Any, r: Any, *args: Any, **kwargs: Any) -> int:
     # x: [steps, batch, features]; w, r: [gates x hidden, features or hidden]
-    return 2 * math.prod(x[:2]) * (math.prod(w) + math.prod(r))
+    steps, batch = x[:2]
+    return int(2 * steps * batch * (math.prod(w) + math.prod(r)))
 
 
 def _recurrence_backward(x: Any, w: Any, r: Any, *args: Any, **kwargs: Any) -> int:

@@ -4,14 +4,15 @@
     step_s, data_wait                 time of an update; share of it in which ranks waited for samples, their mean
     tflops                            model FLOPs of the updates / time / 1e12, of all ranks together (flops.py)
     mfu                               tflops / peak of all ranks: model FLOPs utilisation (peak.py)
-    memory_bytes                      of the rank with most: peak of its process, or of what torch allocated on its GPU
+    memory_bytes                      of the rank with most: peak of its process, or of what torch allocated on its GPU;
+                                      looked at once a second
 
 MFU: Chowdhery et al. 2022, PaLM, appendix B (https://arxiv.org/abs/2204.02311).
 """
 
 from __future__ import annotations
 
-import logging
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,8 @@ from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.parallel.sample_flops import SampleFlops
 
-log = logging.getLogger(__name__)
+MEMORY_PERIOD_S = 1.0
+"""Longest time between two looks at the memory, which cost a message between the ranks."""
 
 
 class Throughput:
@@ -45,6 +47,7 @@ class Throughput:
     ) -> None:
         self._flops, self._peak, self._mpi = flops, peak_flops_per_s, mpi
         self._counts, self._is_text = counts, is_text
+        self._memory, self._memory_at = 0.0, -math.inf
         self.begin(step)
 
     def begin(self, step: int) -> None:
@@ -52,20 +55,30 @@ class Throughput:
         self._since, self._step = time.monotonic(), step
         self._samples = self._done = self._tokens = self.wait_s = 0.0
 
-    def work_of(self, batches: Sequence[Batch]) -> tuple[float, float]:
-        """Return the FLOPs and the tokens of this rank's micro-batches, to be summed over all ranks."""
-        if not self._counts:
-            return 0.0, 0.0
-        return self._flops.of(batches) if self._flops else 0.0, float(sum(batch.num_tokens for batch in batches))
+    def work_of(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
+        """Return FLOPs and tokens of this rank's micro-batches, and whether memory is due, to be summed over all ranks.
 
-    def add(self, num_samples: int, flops: float, num_tokens: float) -> None:
-        """Add the work of one update, of all ranks."""
+        By the clock of rank 0, as all ranks must decide alike.
+        """
+        due = float(self._mpi.rank == 0 and time.monotonic() - self._memory_at >= MEMORY_PERIOD_S)
+        if not self._counts:
+            return 0.0, 0.0, due
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        return self._flops.of(batches) if self._flops else 0.0, float(num_tokens), due
+
+    def add(self, num_samples: int, flops: float, num_tokens: float, memory_is_due: float) -> None:
+        """Add the work of one update, of all ranks, and look at the memory if it is due.
+
+        Collective: every rank of the world, with the same numbers.
+        """
         self._samples += num_samples
         self._done += flops
         self._tokens += num_tokens
+        if memory_is_due:
+            self._memory, self._memory_at = self._greatest(peak_memory(self._mpi.device)), time.monotonic()
 
     def values(self, step: int) -> dict[str, float]:
-        """Return the scalars of the line of a step. Collective: every rank of the world."""
+        """Return the scalars of the line of a step."""
         elapsed_s = time.monotonic() - self._since
         found = {
             "samples_per_s": self._samples / elapsed_s,
@@ -78,9 +91,10 @@ class Throughput:
             found["tflops"] = self._done / elapsed_s / 1e12
             if self._peak:
                 found["mfu"] = self._done / elapsed_s / self._peak
-        return found | {"memory_bytes": self._most(peak_memory(self._mpi.device))}
+        return found | {"memory_bytes": self._memory}
 
-    def _most(self, number: float) -> float:
+    def _greatest(self, number: float) -> float:
+        """Return the greatest number of all ranks."""
         most = torch.tensor(number, dtype=torch.float64)
         if self._mpi.world_size > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX)

@@ -22,13 +22,14 @@ from onward.trainer.extras import how_to_install
 
 if TYPE_CHECKING:
     from onward.flows.live_view.view import LiveView
+    from onward.flows.machine.findings import MachineReport
+    from onward.flows.planning.whole_run import RunPlan
     from onward.flows.run_status import RunOutcome, RunStatus
     from onward.trainer.config.loading import Override
     from onward.trainer.config.run_config import RunConfig
     from onward.trainer.diagnostics.difference import Difference
     from onward.trainer.diagnostics.doctor import Diagnosis
     from onward.trainer.onnx_import.imported_graph import ImportedGraph
-    from onward.trainer.parallel.plan_record import Plan
 
 __all__ = ["checked_config", "config", "origins"]  # beside what is defined here
 
@@ -166,19 +167,46 @@ def runs() -> list[RunStatus]:
     return described_runs(all_runs())
 
 
-def plan(config: Config, overrides: Overrides = (), /, *, profile: str = "", **sections: Any) -> Plan:
-    """Return how a run would be divided over its ranks, and the memory and messages of each; takes what `run` takes.
+def examine(hostfile: AnyPath = "") -> MachineReport:
+    """Return what an examination of this machine has found, and with `hostfile` of its hosts: MPI, disks, servers ...
 
-    With `parallel = "auto"` the sizes are chosen. Raises ConfigError or UnsupportedModel when no such division exists.
+    Starts ranks under mpirun, and takes some seconds. Call from the main thread. Raises ConfigError when there is no
+    such hostfile; what else is wrong is in the record.
+    """
+    path = os.fspath(hostfile) and Path(hostfile).resolve()
+    if path and not path.is_file():
+        raise ConfigError(f"there is no hostfile {path}")
+    with prefect_at_home():
+        from onward.flows.machine.examine import examine as examine_machine
+    return examine_machine(str(path or ""))
+
+
+def plan(
+    config: Config, overrides: Overrides = (), /, *, profile: str = "", measure: int = 0, **sections: Any
+) -> RunPlan:
+    """Return how a run would be divided over its ranks, and what it takes: memory, messages, steps, time, disk.
+
+        onward.plan("config.toml", measure=10).time.total_s
+
+    Takes what `run` takes. With `parallel = "auto"` the sizes are chosen. `measure`: first train so many steps on the
+    ranks, in a directory that is deleted, without Prefect and MLflow, and keep how long they took, also for later
+    plans; the main thread must call it then. Raises ConfigError or UnsupportedModel when no such division exists.
     """
     require_flow("onward.plan")
     with prefect_at_home():
-        from onward.tasks.configure import plan as make_plan
+        from onward.flows.planning.whole_run import plan_run
         from onward.tasks.registered_models import with_registered
+    from onward.trainer.config.flat_settings import origins_of
     from onward.trainer.data.reading.fetching import fetch
 
-    resolved = checked_config(config, overrides, profile=profile, **sections)
-    return make_plan(resolved, fetch(resolved, with_registered(resolved))[0])
+    given = Given.of(config, overrides, sections, profile=profile)
+    resolved = given.load(given.check)
+    copies, _ = fetch(resolved, with_registered(resolved))
+    where = origins_of(resolved, given.layered().origins)
+    if not measure:
+        return plan_run(resolved, copies, origins=where)
+    with exit_on_sigterm():
+        return plan_run(resolved, copies, measured_steps=measure, origins=where)
 
 
 # -- models

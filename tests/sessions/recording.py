@@ -33,7 +33,7 @@ from tests.support.workshop import until
 COLUMNS, LINES = 80, 50
 UNWRAPPED = 500
 """Columns of the screen that is read: lines that a terminal of COLUMNS would wrap stay one line."""
-HOME, FOLDER, HOST = "/home/ada/.onward", "/home/ada/work", "node-1"
+HOME, FOLDER, HOST = "/home/ada/.onward", "/home/ada/models", "node-1"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ class Terminal:
 
     def _with_short_paths(self, text: str) -> str:
         text = text.replace(str(self.home), HOME).replace(str(self.folder), FOLDER)
+        text = text.replace(tempfile.gettempdir(), "/tmp")
         return re.sub(rf"\bon {re.escape(socket.gethostname())}\b", f"on {HOST}", text)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The progress of a training, computed from its event log; used by the monitor and by the terminal's progress bar."""
+"""The progress of a training, computed from its event log; used by the monitor and by the live view in the terminal."""
 
 from __future__ import annotations
 

@@ -449,15 +449,12 @@ def test_the_summary_has_the_median_of_the_waits_for_data() -> None:
 
 
 COSTS = {"tokens_per_s": 5000.0, "tflops": 0.25, "mfu": 0.31, "memory_bytes": 2.0**31}
+SPEED = {"samples_per_s": 10.0, **COSTS}
 
 
 def test_the_progress_and_the_summary_say_what_training_costs() -> None:
     lines = [
-        (
-            step,
-            "scalars",
-            {"values": {"train/samples_per_s": 10.0, **{f"train/{k}": v * part for k, v in COSTS.items()}}},
-        )
+        (step, "scalars", {"values": {f"train/{name}": part * value for name, value in SPEED.items()}})
         for step, part in ((1, 0.5), (2, 1.0), (3, 1.0))
     ]
     stalls = [(2, "times", {"seconds": {"checkpoint": 1.0}}), (3, "times", {"seconds": {"checkpoint": 2.5}})]

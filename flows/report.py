@@ -69,6 +69,7 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([("promotion", facts["promotion"])] if facts.get("promotion") else []),
         ("Prefect", str(facts["prefect_url"])),
         ("steps", f"{facts['step']} in {facts['elapsed_s']:.1f} s, {facts['attempts']} attempt(s)"),
+        *([("throughput", facts["throughput"])] if facts.get("throughput") else []),
         ("to look at it", "onward ui"),
     ]
 

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import io
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,8 +67,8 @@ class FlowLog(logging.FileHandler):
 class _Printed(io.TextIOBase):
     """What is printed on stderr, which goes into the log."""
 
-    def __init__(self, log: FlowLog, terminal: TextIO) -> None:
-        self.terminal = terminal
+    def __init__(self, log: FlowLog, terminal: TextIO, said: set[str]) -> None:
+        self.terminal, self.said = terminal, said
         self._log = log
 
     def write(self, text: str) -> int:
@@ -116,16 +117,19 @@ def flow_log(run: RunDir) -> Iterator[TextIO]:
 
     run.root.mkdir(parents=True, exist_ok=True)
     # of a trial, whose log is inside that of its sweep, it is the sweep's terminal
-    shown = sys.stderr.terminal if isinstance(sys.stderr, _Printed) else sys.stderr
+    sweep = sys.stderr if isinstance(sys.stderr, _Printed) else None
+    shown, said = (sweep.terminal, sweep.said) if sweep else (sys.stderr, set[str]())
     log_file = FlowLog(run.root / "flow.log", shown)
     terminal = logging.StreamHandler(shown)
     terminal.setFormatter(logging.Formatter("%(message)s"))
     terminal.addFilter(_is_for_the_terminal)
+    if sweep:  # whose trials have the same data, machine and warnings
+        terminal.addFilter(lambda record: _is_new(record, said))
     root = logging.getLogger()
     before, root.handlers = root.handlers, [log_file, terminal]  # this removes Prefect's console handler
     logging.getLogger("onward").setLevel(logging.INFO)
     try:
-        with contextlib.redirect_stderr(_Printed(log_file, shown)):
+        with contextlib.redirect_stderr(_Printed(log_file, shown, said)):
             try:
                 yield shown
             finally:
@@ -140,3 +144,11 @@ def flow_log(run: RunDir) -> Iterator[TextIO]:
 def _is_for_the_terminal(record: logging.LogRecord) -> bool:
     beside = hasattr(record, "of_onward") and record.levelno >= logging.WARNING
     return (record.name.startswith("onward.") or beside) and getattr(record, "also_in", "") != "result"
+
+
+def _is_new(record: logging.LogRecord, said: set[str]) -> bool:
+    """Return whether no trial has said the same, but for the seconds that it took."""
+    text = re.sub(r"\b\d+\.\d+ s\b", "", record.getMessage())
+    is_new = text not in said
+    said.add(text)
+    return is_new

@@ -147,7 +147,8 @@ def _meanings(section: type[Section], name: str) -> dict[str, str]:
 def as_toml(value: Any) -> str:
     # JSON's strings, numbers and booleans are valid TOML; only tables and arrays are written differently.
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {as_toml(item)}" for key, item in value.items()) + " }"
+        known = {key: item for key, item in value.items() if item is not None}  # TOML has no null
+        return "{ " + ", ".join(f"{json.dumps(key)} = {as_toml(item)}" for key, item in known.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(as_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False)

@@ -34,7 +34,6 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.rules.ranks import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.section import Section
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.signature import model_digest
 from onward.trainer.data.tables.chosen_columns import with_columns
@@ -92,7 +91,9 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
         config = saved.model_copy(update={"stop": config.stop})
         if config != saved:
             write_record(run.config, config)
-            log.info("[stop] was %s, and is now %s", _table(saved.stop), _table(config.stop))
+            for name, before in saved.stop:
+                if (value := getattr(config.stop, name)) != before:
+                    log.info("stop.%s was %s, and is now %s", name, before, value)
         _write_copies(run, copies)
     else:
         if missing := machine_problems(dict(config)):
@@ -136,10 +137,6 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
             [f"{key} was {before.get(key)!r} when the run began, now {now.get(key)!r}" for key in changed]
             + ["a run keeps the configuration that it began with: resume it without changes, or start a new run"]
         )
-
-
-def _table(section: Section) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in section.model_dump(mode="json").items()) or "empty"
 
 
 def quantize(run: RunDir, config: RunConfig, copies: LocalCopies = NONE) -> None:

@@ -92,7 +92,9 @@ def _as_text(value: Any) -> str:
     """Return a value as people write it: lists and tables without the brackets of Python."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {_as_text(each)}" for key, each in value.items())
-    return ", ".join(map(_as_text, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_as_text, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def print_json(facts: dict[str, Any]) -> None:

@@ -133,7 +133,9 @@ def status(
     facts["cause"], facts["class"] = facts.pop("error"), facts.pop("kind")
     first = {key: facts.pop(key) for key in ("name", "state", "cause", "class", "to_do")}
     shown = [
-        (key.replace("_", " "), str(value)) for key, value in (first | facts).items() if value not in ("", 0, None)
+        (key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
+        for key, value in (first | facts).items()
+        if value not in ("", 0, None)
     ]
     table([*shown, *((key, f"{value:.6g}") for key, value in values.items())])
 

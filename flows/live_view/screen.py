@@ -39,7 +39,7 @@ LABEL = 12
 TWO_COLUMNS = 110
 """Width from which facts stand side by side."""
 BARS = "▁▂▃▄▅▆▇█"
-MEGABYTE, GIGABYTE = 1e6, 1e9
+MEGABYTE, GIBIBYTE = 1e6, 2**30
 
 
 class Screen:
@@ -250,12 +250,12 @@ def _memory(facts: LiveFacts) -> list[str]:
     """Return what the ranks use, if the log has it, and the fullest node and GPU."""
     parts = []
     if (used := facts.values.get("memory_bytes")) is not None:
-        parts.append(f"{used / GIGABYTE:.3g} GB per rank")
+        parts.append(f"{used / GIBIBYTE:.3g} GiB a rank")
     kinds = (("memory_usage", "GPU"), ("system_memory_usage", "node"))
     for key, what in kinds:
         fullest = max((found for node in facts.usage.values() for found in _shares(node, key)), default=None)
         if fullest:
-            parts.append(f"{what} {fullest[1] * MEGABYTE / GIGABYTE:.3g} GB ({fullest[0]:.0f}%)")
+            parts.append(f"{what} {fullest[1] * MEGABYTE / GIBIBYTE:.3g} GiB ({fullest[0]:.0f}%)")
     return parts
 
 

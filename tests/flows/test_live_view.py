@@ -24,7 +24,7 @@ from onward.trainer.run.directory import RunDir
 from onward.trainer.run.phases import Phase, enter_phase, phases
 from tests.support.terminals import Terminal
 
-NEW = {"tokens_per_s": 12345.0, "tflops": 1.5, "mfu": 0.31, "memory_bytes": 2.5e9}
+NEW = {"tokens_per_s": 12345.0, "tflops": 1.5, "mfu": 0.31, "memory_bytes": 2.5 * 2**30}
 
 
 def events_of(run: RunDir, attempt: int = 1) -> EventWriter:
@@ -42,14 +42,14 @@ def training(run: RunDir, *, more: dict[str, float] | None = None) -> None:
     events.emit("evaluation", 40, values={"evaluation/loss": 0.25, "evaluation/accuracy": 0.9375})
     events.emit("checkpoint", 40, path="step-000000040")
     events.close()
-    usage = {"system_memory_usage_megabytes": 4200.0, "system_memory_usage_percentage": 17.0}
+    usage = {"system_memory_usage_megabytes": 4295.0, "system_memory_usage_percentage": 17.0}
     node = EventWriter(run.usage_of(0), attempt=1, rank=0)
     node.emit("usage", 1, node="a", values=usage)
     node.emit(
         "usage",
         2,
         node="a",
-        values=usage | {"gpu_0_memory_usage_megabytes": 9e3, "gpu_0_memory_usage_percentage": 60.0},
+        values=usage | {"gpu_0_memory_usage_megabytes": 9664.0, "gpu_0_memory_usage_percentage": 60.0},
     )
     node.close()
 
@@ -73,12 +73,12 @@ def test_the_view_fits_into_60_80_and_120_columns_and_shows_all_facts(columns: i
         *("digits-14  train ", "configure 0:00", "export", "40/100  40%", " left"),
         *("loss        0.05  ", "% in 8 steps", "evaluation  step 40  loss 0.25  accuracy 0.9375"),
         *("1.60 of 4  learning rate 0.0003", "3200 samples/s  12.3k tokens/s", "1.5 TFLOP/s  MFU 31.0%"),
-        *("2.0% of the time", "2.5 GB per rank  GPU 9 GB (60%)", "checkpoint  step 40, saved 0:0"),
+        *("2.0% of the time", "2.5 GiB a rank  GPU 9 GiB (60%)", "checkpoint  step 40, saved 0:0"),
     ):
         assert fact in shown
     # a view that wraps has more lines than it has drawn, and leaves some of them on the terminal
     assert len(shown.splitlines()) == len(lines(facts_of(run), columns))
-    assert ("node 4.2 GB (17%)" in shown) == (columns == 80)  # the least important, where there is room
+    assert ("node 4 GiB (17%)" in shown) == (columns == 80)  # the least important, where there is room
     assert terminal.close() == ""
 
 
@@ -117,7 +117,7 @@ def test_a_run_without_the_newer_metrics_shows_no_row_for_them(tmp_path: Path) -
     training(RunDir(tmp_path))
     shown = "\n".join(line.plain for line in lines(facts_of(RunDir(tmp_path)), 80))
     assert "3200 samples/s" in shown
-    assert not re.search("tokens|TFLOP|MFU|per rank", shown)
+    assert not re.search("tokens|TFLOP|MFU|a rank", shown)
 
 
 def test_a_damaged_log_is_named_and_the_view_goes_on(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import re
+import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,8 +18,10 @@ from onward.flows import cli
 from onward.flows.commands import servers
 from onward.flows.commands.common import print_facts
 from onward.flows.flow_log import flow_log
+from onward.flows.report import changed_lines
 from onward.infra import services
 from onward.tasks.task_logger import IN_RESULT, IN_TRAIN_LOG
+from onward.trainer.config.loading import build_config
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.phases import Phase, enter_phase, phases
@@ -34,6 +37,15 @@ def test_facts_are_printed_without_the_brackets_of_python(capsys: pytest.Capture
         "training",
         "path      /a b",
     ]
+
+
+def test_changed_settings_are_toml_without_what_is_not_set() -> None:
+    metrics = [{"name": "f1"}, {"name": "f_beta", "beta": 2.0}]
+    sections = {"model": {"path": "/m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 20}}
+    config = build_config({"name": "a", "metrics": metrics, **sections})
+    (line,) = (line for line in changed_lines(config, {}) if line.startswith("metrics"))
+    assert "null" not in line
+    assert build_config({**sections, **tomllib.loads(line)}).metrics == config.metrics
 
 
 def test_no_help_text_has_words_in_brackets_which_the_help_would_leave_out() -> None:
@@ -83,6 +95,17 @@ def test_the_terminal_has_onwards_lines_and_warnings_and_flow_log_what_train_log
         "prefect.task_runs configure: Finished",
         "prefect.task_runs export: Finished",
     ]
+
+
+def test_what_each_trial_of_a_sweep_finds_alike_is_on_the_terminal_once(tmp_path: Path) -> None:
+    log, shown = logging.getLogger("onward.tasks.shard_data"), io.StringIO()
+    with contextlib.redirect_stderr(shown), flow_log(RunDir(tmp_path / "sweep")):
+        for trial in ("1", "2"):
+            log.info("trial %s of 2", trial)
+            with flow_log(RunDir(tmp_path / trial)):
+                log.info("90 rows, written in %.1f s", float(trial))
+            assert "90 rows" in (tmp_path / trial / "flow.log").read_text()
+    assert shown.getvalue().splitlines() == ["trial 1 of 2", "90 rows, written in 1.0 s", "trial 2 of 2"]
 
 
 def test_the_beginning_of_a_phase_is_no_line_of_a_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import os
 import pty
 import re
 import shlex
+import socket
 import struct
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from tests.support.workshop import until
 COLUMNS, LINES = 80, 50
 UNWRAPPED = 500
 """Columns of the screen that is read: lines that a terminal of COLUMNS would wrap stay one line."""
-HOME, FOLDER = "/home/ada/.onward", "/home/ada/work"
+HOME, FOLDER, HOST = "/home/ada/.onward", "/home/ada/models", "node-1"
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ class Terminal:
         return any(event.kind == "scalars" for path in new for event, _ in read_events(RunDir(path).events))
 
     def _with_short_paths(self, text: str) -> str:
-        return text.replace(str(self.home), HOME).replace(str(self.folder), FOLDER)
+        text = text.replace(str(self.home), HOME).replace(str(self.folder), FOLDER)
+        return re.sub(rf"\bon {re.escape(socket.gethostname())}\b", f"on {HOST}", text)
 
     def close(self) -> None:
         """Stop the servers of the home, and whatever else it has left."""

@@ -70,7 +70,9 @@ SESSIONS = (
     ),
     Session(
         "onward chaos table/table.toml train.num_epochs=4 --kinds rank-kill --faults 1 --mtbf 1s",
-        "Kills a rank of a run, and compares what comes of it with an undisturbed run.",
+        "Injects faults into a run. One without checkpoints is refused: it would begin again after every fault. "
+        "[Test a machine with faults](../how-to/test-a-machine-with-faults.md) has the account of a run.",
+        status=2,
     ),
     Session("onward deploy table/table.toml --name nightly --cron '0 2 * * *'", "Makes a deployment."),
     Session("onward deployments list", "Lists them."),
@@ -80,7 +82,7 @@ SESSIONS = (
     Session("onward deployments delete nightly", "Deletes a deployment."),
     Session("onward ui", "The addresses of the servers."),
     Session("onward down", "Stops the servers; a deployed run saves a checkpoint first."),
-    Session("onward gc --days 0", "What could be removed; --yes removes it."),
+    Session("onward gc", "What nobody needs any more; --yes removes it."),
     Session("onward clean", "Deletes local copies of remote files."),
     Session(
         "onward reference squeezenet --num-classes 10 --image-size 32 -o squeezenet.onnx", "Writes a reference model."

@@ -1,8 +1,11 @@
 """The log of a flow: Onward's own lines on the terminal, and everything in RUN_DIR/flow.log.
 
-    onward.* -----------------------> terminal (stderr)
-    onward.*, Prefect, MLflow, ... -> flow.log, with tracebacks
-    what libraries print on stderr -> flow.log
+    onward.*, warnings of tasks beside the training -> terminal (stderr)
+    onward.*, Prefect, MLflow, ... -----------------> flow.log, with tracebacks
+    what libraries print on stderr -----------------> flow.log
+
+What is said once is not said again: a record with `also_in` = "train.log" is not in flow.log, and one with "result",
+which the table at the end shows, not on the terminal. Prefect's page of the run has both.
 
 On a full disk flow.log has a gap, and the terminal one line that says so.
 """
@@ -10,6 +13,7 @@ On a full disk flow.log has a gap, and the terminal one line that says so.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import sys
@@ -20,12 +24,23 @@ from typing import TextIO
 from onward.trainer.run.directory import RunDir
 
 
+class NamedFormatter(logging.Formatter):
+    """Names the module or the task that a record of a task run is from, and not Prefect's one logger for all tasks."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the name is logging's
+        task = getattr(record, "task_run_name", "") if record.name == "prefect.task_runs" else ""
+        named = copy.copy(record)
+        named.name = getattr(record, "of_onward", f"{record.name} {task}".rstrip())
+        return super().formatMessage(named)
+
+
 class FlowLog(logging.FileHandler):
     """Writes flow.log. A line that cannot be written is left out, and the first of them is reported once."""
 
     def __init__(self, path: Path, terminal: TextIO) -> None:
         super().__init__(path, errors="replace")
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(NamedFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.addFilter(lambda record: getattr(record, "also_in", "") != "train.log")
         self._terminal = terminal
         self._complete = True
 
@@ -73,12 +88,13 @@ class _Printed(io.TextIOBase):
 @contextlib.contextmanager
 def own_log(run: RunDir) -> Iterator[None]:
     """Write the log of a flow that no command has opened: of a run of a deployment, which a worker has started."""
-    root = logging.getLogger()
+    root, own = logging.getLogger(), logging.getLogger("onward")
     if any(isinstance(handler, FlowLog) for handler in root.handlers):
         yield
         return
-    log_file = FlowLog(run.root / "flow.log", sys.stderr)
+    log_file, level = FlowLog(run.root / "flow.log", sys.stderr), own.level
     root.addHandler(log_file)
+    own.setLevel(logging.INFO)
     try:
         yield
     except Exception as error:
@@ -88,6 +104,7 @@ def own_log(run: RunDir) -> Iterator[None]:
         log_file.handle(record)
         raise
     finally:
+        own.setLevel(level)
         root.removeHandler(log_file)
         log_file.close()
 
@@ -103,7 +120,7 @@ def flow_log(run: RunDir) -> Iterator[TextIO]:
     log_file = FlowLog(run.root / "flow.log", shown)
     terminal = logging.StreamHandler(shown)
     terminal.setFormatter(logging.Formatter("%(message)s"))
-    terminal.addFilter(lambda record: record.name.startswith("onward."))
+    terminal.addFilter(_is_for_the_terminal)
     root = logging.getLogger()
     before, root.handlers = root.handlers, [log_file, terminal]  # this removes Prefect's console handler
     logging.getLogger("onward").setLevel(logging.INFO)
@@ -118,3 +135,8 @@ def flow_log(run: RunDir) -> Iterator[TextIO]:
     finally:
         root.handlers = before
         log_file.close()
+
+
+def _is_for_the_terminal(record: logging.LogRecord) -> bool:
+    beside = hasattr(record, "of_onward") and record.levelno >= logging.WARNING
+    return (record.name.startswith("onward.") or beside) and getattr(record, "also_in", "") != "result"

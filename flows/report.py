@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import math
+import textwrap
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,19 @@ def table(rows: Iterable[tuple[str, ...]], *, heads: tuple[str, ...] = ()) -> No
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def wrapped(text: str, mark: str) -> str:
+    """Return a text in lines of at most 116 characters, the first one behind `mark` and the others below it."""
+    deeper = " " * len(mark)
+    return textwrap.fill(
+        text,
+        116,
+        initial_indent=mark,
+        subsequent_indent=deeper,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -55,6 +69,7 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([("promotion", facts["promotion"])] if facts.get("promotion") else []),
         ("Prefect", str(facts["prefect_url"])),
         ("steps", f"{facts['step']} in {facts['elapsed_s']:.1f} s, {facts['attempts']} attempt(s)"),
+        *([("throughput", facts["throughput"])] if facts.get("throughput") else []),
         ("to look at it", "onward ui"),
     ]
 

@@ -24,6 +24,7 @@ from prefect.settings import get_current_settings
 from onward.infra import mlflow_store, tracking
 from onward.infra.git import commit_of
 from onward.infra.tracking import page_on_own_server
+from onward.tasks.import_check import import_problems
 from onward.tasks.machine_check import machine_problems
 from onward.tasks.registered_models import store_of, with_registered
 from onward.tasks.shown_in_mlflow import first_tags, parameters
@@ -79,7 +80,8 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
             return list(error.problems)
         if "parallel" in sections and not run.config.exists():
             problems += sizes_beside_auto(sections["parallel"])
-        return [*problems, *check_local_files(with_copies(sections, copies))]
+        local = with_copies(sections, copies)
+        return [*problems, *check_local_files(local), *import_problems(local)]
 
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
     config = build_config(dict(settings), check=check)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from markupsafe import Markup
 
 from onward.flows.run_reports.curves import COLOURS, Line, draw
-from onward.flows.run_reports.facts import EVALUATION, NAMES, RunFacts, Series, flat_settings
+from onward.flows.run_reports.facts import EVALUATION, NAMES, RunFacts, Series, settings_as_text
 from onward.flows.run_reports.page import MOST_EVALUATED, TIME_COLOURS, Drawing, duration, median, render, short_number
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.run.time_account import PARTS
@@ -17,6 +17,8 @@ TITLES = {
     "learning_rate": "Learning rate",
     "gradient_norm": "Gradient norm",
     "samples_per_s": "Samples per second",
+    "tokens_per_s": "Tokens per second",
+    "mfu": "MFU (share of the peak)",
 }
 Row = tuple[str, list[str], int | None]
 """What it is, the value of each run, and which run has the best one."""
@@ -62,6 +64,7 @@ def fact_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
         "steps": lambda facts: f"{facts.log.last_step:,} of {facts.log.num_steps:,}",
         "attempts": lambda facts: str(len(facts.attempts) or len(facts.log.starts)),
         "samples/s": lambda facts: f"{median(speed):.4g}" if (speed := facts.log.curve("samples_per_s")) else "",
+        "MFU": lambda facts: f"{median(mfu):.1%}" if (mfu := facts.log.curve("mfu")) else "",
         "ranks": lambda facts: str(facts.config.world_size) if facts.config else "",
         "parity": lambda facts: short_number(facts.exported.parity) if facts.exported else "",
         "registered": lambda facts: (
@@ -80,7 +83,7 @@ def fact_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
 
 def differing_settings(runs: Sequence[RunFacts]) -> list[Row]:
     """Return the settings in which the runs differ, with the value of each."""
-    flat = [flat_settings(facts.config) if facts.config else {} for facts in runs]
+    flat = [settings_as_text(facts.config) if facts.config else {} for facts in runs]
     names = dict.fromkeys(name for own in flat for name in own)
     return [
         (name, [own.get(name, "") for own in flat], None) for name in names if len({own.get(name) for own in flat}) > 1

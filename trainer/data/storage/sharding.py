@@ -140,7 +140,7 @@ def make_shards(
     `check_space`.
     """
     stored = stored_columns(data, columns)
-    key = _cache_key(data, stored, computers)
+    key = cache_key(data, stored, computers)
     final = cache / key
     if manifest := _intact_manifest(final, explain=True):
         return final, manifest, True
@@ -202,7 +202,7 @@ def stored_columns(
     return [stored_column(schema[name], kind, exact=exact, ragged=ragged) for name, kind in types.items()]
 
 
-def _cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[ColumnComputer]) -> str:
+def cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[ColumnComputer]) -> str:
     """Digest all that decides the content of the shards: file names and contents, settings, columns, computed ones."""
     located = sources.all_sources(data)
     formats = {source.format for source in located}

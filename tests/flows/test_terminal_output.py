@@ -1,0 +1,93 @@
+"""What commands print for people: no Python brackets, no lost words, a word before they are silent."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from typer.core import TyperGroup as Group
+from typer.main import get_command
+
+from onward.flows import cli
+from onward.flows.commands import servers
+from onward.flows.commands.common import print_facts
+from onward.flows.flow_log import flow_log
+from onward.infra import services
+from onward.tasks.task_logger import IN_RESULT, IN_TRAIN_LOG
+from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.phases import Phase, enter_phase, phases
+from tests.flows.test_cli import walk
+
+
+def test_facts_are_printed_without_the_brackets_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"before": {"loss": 0.5, "accuracy": 1}, "inputs": ["image", "mask"], "training": [], "path": Path("/a b")}
+    print_facts(facts, as_json=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "before    loss 0.5, accuracy 1",
+        "inputs    image, mask",
+        "training",
+        "path      /a b",
+    ]
+
+
+def test_no_help_text_has_words_in_brackets_which_the_help_would_leave_out() -> None:
+    root: Any = get_command(cli.app)
+    assert isinstance(root, Group)
+    for name, command in walk(root):
+        for text in (command.help, *(getattr(each, "help", "") for each in command.params)):
+            assert not re.search(r"\[[a-z][^\]]*\]", text or ""), f"{name}: {text}"
+
+
+def test_a_command_that_starts_servers_says_so_before_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
+
+    def up(home: Path, names: tuple[str, ...]) -> dict[str, str]:
+        said = capsys.readouterr().err
+        assert said == "onward: starting prefect, mlflow, worker, which may take a minute\n"
+        raise services.ServiceError("no port is free")
+
+    monkeypatch.setattr(services, "up", up)
+    with pytest.raises(RuntimeUnavailable, match="no port is free"):
+        servers.up()
+
+
+def test_the_terminal_has_onwards_lines_and_warnings_and_flow_log_what_train_log_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_module, of_task = logging.getLogger("onward.tasks.export"), logging.getLogger("prefect.task_runs")
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown), flow_log(RunDir(tmp_path)):
+        monkeypatch.setattr(of_task, "handlers", [])  # which sends to a server
+        of_module.info("both")
+        of_module.info("in the table of the result", extra=IN_RESULT)
+        of_task.setLevel(logging.INFO)
+        of_task.info("of a task", extra={"of_onward": "onward.tasks.monitor"})
+        of_task.info("of a rank", extra={"of_onward": "onward.tasks.monitor", **IN_TRAIN_LOG})
+        of_task.warning("a warning", extra={"of_onward": "onward.tasks.checkpoint"})
+        for name in ("configure", "export"):
+            of_task.info("Finished", extra={"task_run_name": name})
+    assert shown.getvalue().splitlines() == ["both", "a warning"]
+    lines = [line.partition(" INFO ")[2] for line in (tmp_path / "flow.log").read_text().splitlines()]
+    assert [line for line in lines if line] == [
+        "onward.tasks.export: both",
+        "onward.tasks.export: in the table of the result",
+        "onward.tasks.monitor: of a task",
+        "prefect.task_runs configure: Finished",
+        "prefect.task_runs export: Finished",
+    ]
+
+
+def test_the_beginning_of_a_phase_is_no_line_of_a_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="onward"):
+        for phase in get_args(Phase):
+            enter_phase(RunDir(tmp_path), phase)
+    assert caplog.messages == []
+    assert [each.phase for each in phases(RunDir(tmp_path))] == list(get_args(Phase))

@@ -220,6 +220,19 @@ def test_the_error_for_a_server_that_cannot_start_contains_the_end_of_its_log(tm
         services.ensure(tmp_path, ["prefect"])
 
 
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [("", r"log .*prefect\.log is empty, as on a machine with too much to do"), ("no disk\n", r"shows why:\nno disk$")],
+)
+def test_the_error_for_a_server_that_is_not_there_in_time_says_what_is_known(
+    log: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (service_state.directory(tmp_path) / "prefect.log").write_text(log)
+    monkeypatch.setattr(services, "START_TIMEOUT_S", 0.0)
+    with pytest.raises(services.ServiceError, match=why):
+        services.ensure(tmp_path, ["prefect"])
+
+
 def test_an_unreachable_configured_server_is_an_error_with_a_remedy() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound, not listening: refused

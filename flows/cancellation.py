@@ -22,6 +22,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 from prefect import runtime
@@ -40,6 +41,9 @@ from onward.tasks.prefect_server import prefect_answers
 from onward.trainer.errors import Stopped
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.sweeps import membership
+
+if TYPE_CHECKING:
+    from prefect._flow_run_suspension import FlowRunSuspensionRequest
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +106,10 @@ class StopRequest:
         # from the context: Prefect's `runtime.deployment` may ask the server, which may be away
         context = FlowRunContext.get()
         self._deployment = context.flow_run.deployment_id if context and context.flow_run else None
-        self._observed = context.flow_run_suspension_request if context and self._deployment else None
+        # what Prefect's own observer has seen, in versions that have one
+        observed = getattr(context, "flow_run_suspension_request", None) if self._deployment else None
+        self._observed: FlowRunSuspensionRequest | None = observed
+        self._suspended_state: State[object] | None = None
         # Prefect's worker sets this for the process of a flow run
         self._patience_s = WORKER_S if "PREFECT__FLOW_RUN_ID" in os.environ else 0.0
         # elsewhere SIGTERM would end the process: Prefect catches it in the main thread alone
@@ -114,13 +121,17 @@ class StopRequest:
         self._thread = threading.Thread(target=watch, args=(self._watch,), name="stop request", daemon=True)
 
     def __str__(self) -> str:
-        suspended = self.suspended or bool(self._observed and self._observed.is_requested())
+        suspended = self.suspended or self._is_observed()
         what = "suspended in Prefect: Resume there continues it, Retry after its time limit" if suspended else ""
         return f"{what or 'cancelled in Prefect'}; {how_to_continue(self._run)}"
 
     def pause(self) -> Pause:
         """Return what ends the flow and leaves the state of its run in Prefect as it is."""
-        return Pause(str(self), state=self._observed.get_state() if self._observed else None)
+        seen = self._observed.get_state() if self._observed else None
+        return Pause(str(self), state=seen or self._suspended_state)
+
+    def _is_observed(self) -> bool:
+        return self._observed is not None and self._observed.is_requested()
 
     def start(self) -> None:
         """Begin to watch."""
@@ -143,7 +154,7 @@ class StopRequest:
         asked_at = time.monotonic()
         while not self._closed.wait(min(LOOK_S, PERIOD_S)):
             # also if the run was resumed meanwhile: then another process waits for this one's end
-            if self._observed and self._observed.is_requested():
+            if self._is_observed():
                 self._suspend()
                 return
             if time.monotonic() - asked_at < PERIOD_S:
@@ -167,8 +178,7 @@ class StopRequest:
                 found = []
         states = [state for _, state in found]
         if suspended and self._deployment:
-            if self._observed:
-                self._observed.mark_requested(next(state for state in states if is_suspended(state)))
+            self._suspended_state = next(filter(is_suspended, states))
             return self._suspend()
         if suspended or any(map(self._cancelled, states)):
             self.seen = True

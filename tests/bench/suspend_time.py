@@ -71,7 +71,7 @@ def main() -> None:
         workshop = Workshop.made(Path(folder))
         try:
             server = signed_in(workshop.onward("up")["prefect"], workshop.home)
-            words = (str(workshop.root / "config.toml"), "train.num_steps=100000", "checkpoint.period=0")
+            words = (str(workshop.root / "config.toml"), "train.num_steps=100000", "launch.rehearsal='off'")
             deployment = workshop.onward("deploy", *words, "--name", "buttons")["deployment_id"]
             found = {
                 name: [times(workshop, server, deployment, press) for _ in range(given.rounds)]

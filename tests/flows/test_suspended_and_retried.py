@@ -16,12 +16,15 @@ import pytest
 from onward.flows.runs import holder_of, is_running
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import ending_of
-from onward.trainer.run.records import RunIdentity, read_record
+from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
 from tests.support.workshop import Workshop, api, ranks_of, reached, signed_in, until
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.usefixtures("only_servers")]
 
-STEPS = ("train.num_steps=5000", "checkpoint.period=400", "launch.retries=0")
+STEPS = (
+    *("train.num_steps=3000", "train.evaluation_period=1000", "checkpoint.period=400"),
+    *("launch.retries=0", "launch.rehearsal='off'"),
+)
 RETRY = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}, "force": True}
 CANCEL = {"state": {"type": "CANCELLING", "name": "Cancelling"}}
 
@@ -140,7 +143,7 @@ def test_a_deployed_run_that_is_interrupted_frees_its_ranks_says_so_and_goes_on_
     after = read_record(run.identity, RunIdentity)
     assert (after.mlflow_run_id, after.name, after.created_at) == (before.mlflow_run_id, before.name, before.created_at)
     assert [each.info.status for each in workshop.mlflow_runs(run)] == ["FINISHED"]
-    assert workshop.onward("verify", begun)["sha256"] == undisturbed
+    assert read_record(run.exported, ExportedModel).sha256 == undisturbed
 
 
 def test_prefect_refuses_to_suspend_a_run_without_a_deployment_and_a_forced_one_is_cancelled_and_says_why(

@@ -44,6 +44,8 @@ from onward.infra.supervisor import DRAIN_TIMEOUT_S, RESTARTS, START_TIMEOUT_S, 
 
 WATCH_PERIOD_S = 2.0
 """Seconds between two checks of a user that the supervisor of its server runs."""
+LEAVING_TIMEOUT_S = 15.0
+"""Longest time from the end of the worker to that of the processes of its runs, which have saved by then."""
 
 
 class ServiceError(Exception):
@@ -114,13 +116,14 @@ def up(home: Path, names: Iterable[str] = tuple(SERVICES)) -> dict[str, str]:
 def down(home: Path) -> tuple[list[str], list[str]]:
     """Stop all services; return the names of those stopped and of those that a run still uses.
 
-    The worker is stopped first, and its runs get time to save. Takes at most about a minute.
+    The worker is stopped first, and its runs get time to save and to leave. Takes at most about a minute.
     """
     unpin(home)
     # in this order, because the worker's runs report their end to the other two
     found = [name for name in ("worker", "mlflow", "prefect") if is_supervised(home, name)]
+    leaving_s = LEAVING_TIMEOUT_S if "worker" in found else 0.0
     for name in found:
-        if name != "prefect" or not _has_users(home):
+        if name != "prefect" or _is_unused(home, limit_s=leaving_s):
             _stop_supervisor(home, name)
     left = [name for name in found if is_supervised(home, name)]
     return [name for name in found if name not in left], left
@@ -153,9 +156,13 @@ def check_reachable(url: str) -> None:
         ) from None
 
 
-def _has_users(home: Path) -> bool:
+def _is_unused(home: Path, *, limit_s: float) -> bool:
+    """Return whether the servers have no user, or lose the last one within the limit."""
+    deadline = time.monotonic() + limit_s
     with open_lock_file(home, "lease") as file:
-        return not try_lock(file)
+        while not (unused := try_lock(file)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    return unused
 
 
 def _start_if_needed(home: Path, name: str) -> str:

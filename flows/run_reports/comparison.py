@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from markupsafe import Markup
 
 from onward.flows.run_reports.curves import COLOURS, Line, draw
-from onward.flows.run_reports.facts import EVALUATION, NAMES, RunFacts, Series, flat_settings
+from onward.flows.run_reports.facts import EVALUATION, NAMES, RunFacts, Series, settings_as_text
 from onward.flows.run_reports.page import MOST_EVALUATED, TIME_COLOURS, Drawing, duration, median, render, short_number
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.run.time_account import PARTS
@@ -80,7 +80,7 @@ def fact_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
 
 def differing_settings(runs: Sequence[RunFacts]) -> list[Row]:
     """Return the settings in which the runs differ, with the value of each."""
-    flat = [flat_settings(facts.config) if facts.config else {} for facts in runs]
+    flat = [settings_as_text(facts.config) if facts.config else {} for facts in runs]
     names = dict.fromkeys(name for own in flat for name in own)
     return [
         (name, [own.get(name, "") for own in flat], None) for name in names if len({own.get(name) for own in flat}) > 1

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from onward.flows.run_status import State, ended_state
 from onward.flows.runs import is_running
 from onward.tasks.class_tables import ClassTable
+from onward.trainer.config.flat_settings import changed_settings, flat_settings
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.diagnostics.difference import Difference
@@ -245,17 +246,10 @@ def _tokens_per_sample(
 # -- settings
 
 
-def flat_settings(section: BaseModel, *, only_changed: bool = False) -> dict[str, str]:
+def settings_as_text(config: RunConfig, *, only_changed: bool = False) -> dict[str, str]:
     """Return `section.key` -> value as text. only_changed: those that differ from the defaults."""
-    return {name: _text(value) for name, value in _flat(section.model_dump(mode="json", exclude_defaults=only_changed))}
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    found = changed_settings(config) if only_changed else flat_settings(config)
+    return {key: _text(value) for key, value in found.items()}
 
 
 def _text(value: Any) -> str:

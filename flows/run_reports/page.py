@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from onward.flows.report import config_lines
 from onward.flows.run_reports.curves import COLOURS, Line, Marks, draw, draw_counts, draw_scatter
-from onward.flows.run_reports.facts import EVALUATION, RunFacts, Series, flat_settings
+from onward.flows.run_reports.facts import EVALUATION, RunFacts, Series, settings_as_text
 from onward.flows.run_reports.summary import results, verdict
 from onward.trainer.diagnostics.difference import TensorChange
 from onward.trainer.run.time_account import PARTS, TimeAccount
@@ -82,7 +82,7 @@ def page_of(facts: RunFacts) -> str:
         losses=_losses_of_rows(facts),
         changes=_changes(facts),
         environment=environment_rows(facts),
-        changed=flat_settings(config, only_changed=True) if config else {},
+        changed=settings_as_text(config, only_changed=True) if config else {},
         toml="\n".join(line for line in config_lines(config) if not line.startswith("#")) if config else "",
     )
 

@@ -47,8 +47,8 @@ def leader(folder: Path) -> psutil.Process:
     return next(p for p in processes(folder) if os.getsid(p.pid) == p.pid)
 
 
-def until(condition: Callable[[], Any], limit_s: float = 15.0) -> Any:
-    """Wait until the condition is true; return its value."""
+def until(condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
+    """Wait until the condition is true; return its value. The limit is for processes that start on a busy machine."""
     deadline = time.monotonic() + limit_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {limit_s} s"

@@ -99,6 +99,23 @@ def test_two_users_share_one_server_that_stops_after_the_last_of_them(shared_hom
     assert until(lambda: not of_home(shared_home), limit_s=15), of_home(shared_home)
 
 
+LEASE = """
+import sys
+from pathlib import Path
+from onward.infra import services
+with services.lease(Path(sys.argv[1])):
+    print("holds it", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_servers_whose_last_user_is_just_leaving_count_as_unused(tmp_path: Path) -> None:
+    with user(tmp_path, LEASE) as (process, _):
+        assert not services._is_unused(tmp_path, limit_s=0.3)
+        threading.Timer(0.3, process.terminate).start()
+        assert services._is_unused(tmp_path, limit_s=60.0)
+
+
 @pytest.mark.slow
 def test_a_server_ends_with_its_killed_supervisor_and_the_next_user_starts_another(shared_home: Path) -> None:
     with user(shared_home):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from onward.trainer.config.run_config import RunConfig
@@ -12,43 +12,35 @@ from onward.trainer.config.section import Section
 def flat_settings(config: RunConfig) -> dict[str, Any]:
     """Return `section.key` -> value, plain as in JSON; of a table in a section `data.image.size`, of one of several
     losses `loss.1.weight`."""
-    return {key.lstrip("."): value for key, value in _settings_of(config, "").items()}
-
-
-def _settings_of(section: Section, name: str) -> dict[str, Any]:
-    plain, flat = section.model_dump(mode="json"), dict[str, Any]()
-    for key, value in section:
-        if isinstance(value, Section):
-            flat |= _settings_of(value, f"{name}.{key}")
-        elif key == "loss" and isinstance(value, tuple):
-            for place, entry in enumerate(value):
-                flat |= _settings_of(entry, f"{name}.{key}" if len(value) == 1 else f"{name}.{key}.{place}")
-        else:
-            flat[f"{name}.{key}"] = plain[key]
+    flat = dict[str, Any]()
+    for prefix, table, keys in _tables(config):
+        plain = table.model_dump(mode="json", include=keys)
+        flat |= {f"{prefix}{key}": plain[key] for key in plain}
     return flat
 
 
 def changed_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings whose values differ from their defaults; those without a default are among them."""
-    defaults = {key.lstrip("."): value for key, value in _defaults_of(config, "").items()}
+    defaults = dict[str, Any]()
+    for prefix, table, keys in _tables(config):
+        optional = {key: field.default for key, field in type(table).model_fields.items() if not field.is_required()}
+        plain = type(table).model_construct(**optional).model_dump(mode="json", include=keys & optional.keys())
+        defaults |= {f"{prefix}{key}": plain[key] for key in plain}
     return {key: value for key, value in flat_settings(config).items() if key not in defaults or defaults[key] != value}
 
 
-def _defaults_of(section: Section, name: str) -> dict[str, Any]:
-    """Return `section.key` -> default, of the tables that `section` has."""
-    flat = dict[str, Any]()
-    fields = type(section).model_fields
-    optional = {key: each.default for key, each in fields.items() if not each.is_required()}
-    plain = type(section).model_construct(**optional).model_dump(mode="json", include=set(optional))
-    for key, value in section:
+def _tables(table: Section, prefix: str = "") -> Iterator[tuple[str, Section, set[str]]]:
+    """Yield (prefix, table, keys that are no tables) of a configuration, and the same of each table inside."""
+    inner = dict[str, tuple[tuple[str, Section], ...]]()
+    for key, value in table:
         if isinstance(value, Section):
-            flat |= _defaults_of(value, f"{name}.{key}")
+            inner[key] = ((f"{prefix}{key}.", value),)
         elif key == "loss" and isinstance(value, tuple):
-            for place, entry in enumerate(value):
-                flat |= _defaults_of(entry, f"{name}.{key}" if len(value) == 1 else f"{name}.{key}.{place}")
-        elif key in plain:
-            flat[f"{name}.{key}"] = plain[key]
-    return flat
+            numbered = [f"{prefix}{key}.{place}." for place in range(len(value))]
+            inner[key] = tuple(zip(numbered if len(value) > 1 else [f"{prefix}{key}."], value, strict=False))
+    yield prefix, table, {key for key, _ in table} - inner.keys()
+    for name, each in (found for tables in inner.values() for found in tables):
+        yield from _tables(each, name)
 
 
 def origins_of(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:

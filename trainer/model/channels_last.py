@@ -11,6 +11,9 @@ file.
 
 from __future__ import annotations
 
+import math
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
@@ -22,15 +25,15 @@ CONVOLUTIONS = (F.conv2d, F.conv_transpose2d)
 
 
 def use_channels_last(
-    module: fx.GraphModule, config: GraphConfig, device: torch.device, *, weights: bool = True
+    module: fx.GraphModule, config: GraphConfig, device: torch.device, *, rows: int, weights: bool = True
 ) -> None:
     """Convert images and weights of a graph's convolutions where it is configured, in place. Call before compiling.
 
-    `auto` converts on GPUs. On CPUs oneDNN has its own format, and conversions cost more. weights: false leaves the
+    `auto` converts on GPUs, and on CPUs where it pays. rows: samples of a micro-batch. weights: false leaves the
     conversion of weights to the convolutions.
     """
-    wanted = config.memory_format == "channels_last" or (config.memory_format == "auto" and device.type == "cuda")
-    images = _images(module.graph) if wanted else []
+    automatic = config.memory_format == "auto" and (device.type == "cuda" or _pays_on_cpu(module, rows))
+    images = _images(module.graph) if automatic or config.memory_format == "channels_last" else []
     for image in images:
         with module.graph.inserting_after(image):
             converted = module.graph.call_method("contiguous", (image,), {"memory_format": torch.channels_last})
@@ -43,23 +46,51 @@ def use_channels_last(
         module.recompile()
 
 
+def _pays_on_cpu(module: fx.GraphModule, rows: int) -> bool:
+    """Return whether the convolutions of a micro-batch have more results than weights that have to be converted.
+
+    Pooling and activations are faster in channels-last format, and conversions take time for each element of a weight
+    whose kernel is larger than 1 x 1, in every step. Measured by tests/bench/memory_format.py: a ResNet-18 at 64 x 64
+    has 0.2 results a weight for each row, and gains from 5 rows on.
+    """
+    results, converted = 0.0, 0
+    for node in _convolutions(module.graph):
+        weight = _stored(module, _weight_read(node)[1])
+        if isinstance(weight, torch.Tensor) and math.prod(weight.shape[2:]) > 1:
+            converted += weight.numel()
+        probes = node.meta.get("probes")
+        if probes and isinstance(probes[0], torch.Tensor):
+            first, second = probes
+            if first.shape[2:] != second.shape[2:]:
+                return True  # images of any size, which are usually large
+            results += first.numel() * (rows / len(first) if len(first) != len(second) else 1)
+    return results > converted
+
+
+def _convolutions(graph: fx.Graph) -> list[fx.Node]:
+    return [node for target in CONVOLUTIONS for node in graph.find_nodes(op="call_function", target=target)]
+
+
 def _convert_weights(module: fx.GraphModule) -> None:
     """Put a `half` node with the format before each convolution, once for all that read one parameter."""
     made: dict[fx.Node, fx.Node] = {}
-    for node in [
-        node for target in CONVOLUTIONS for node in module.graph.find_nodes(op="call_function", target=target)
-    ]:
-        cast = node.args[1]
-        read = cast.args[0] if isinstance(cast, fx.Node) and cast.target is half else cast
-        if not isinstance(read, fx.Node) or not isinstance(_stored(module, read), nn.Parameter):
+    for node in _convolutions(module.graph):
+        given, read = _weight_read(node)
+        if not isinstance(_stored(module, read), nn.Parameter):
             continue
         if read not in made:
             with module.graph.inserting_after(read):
                 made[read] = module.graph.call_function(half, (read, torch.channels_last))
             made[read].meta.update({key: value for key, value in read.meta.items() if key != "probes"})
         node.update_arg(1, made[read])
-        if isinstance(cast, fx.Node) and cast is not read and not cast.users:
-            module.graph.erase_node(cast)
+        if given is not read and not given.users:
+            module.graph.erase_node(given)
+
+
+def _weight_read(convolution: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Return the node that gives a convolution its weight, and the node before it if that is a cast; else it again."""
+    given = cast("fx.Node", convolution.args[1])
+    return given, cast("fx.Node", given.args[0]) if given.target is half else given
 
 
 def _stored(module: fx.GraphModule, node: fx.Node) -> object:

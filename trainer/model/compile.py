@@ -53,12 +53,13 @@ class CompileChoice:
     regions: Literal["whole", "repeated"] = "whole"
 
 
-def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device) -> nn.Module:
+def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device, *, rows: int = 1) -> nn.Module:
     """Return one imported graph in channels-last format and compiled, as configured; its weights are the same tensors.
 
-    `auto` is dynamic shapes and one graph. Raises ConfigError where there is no compiler.
+    rows: samples of a micro-batch. `auto` of the compiler is dynamic shapes and one graph. Raises ConfigError where
+    there is no compiler.
     """
-    use_channels_last(module, config, device)
+    use_channels_last(module, config, device, rows=rows)
     if not config.compile:
         return module
     choice = CompileChoice(

@@ -175,7 +175,8 @@ def build_rank_model(
         for part in stage.chain.parts:
             # FSDP2 has weights at other addresses in each pass: what would be kept of a step are copies of all
             complete = not config.parallel.zero
-            use_channels_last(cast("ImportedGraph", part.module), config.graph, mpi.device, weights=complete)
+            graph, rows = cast("ImportedGraph", part.module), config.micro_batch_size
+            use_channels_last(graph, config.graph, mpi.device, rows=rows, weights=complete)
     weights = layout.weights(own, here)
     recompute_units(layout, own, config, example, pipeline=here.pipeline)
     # the recomputation, too: the compiler then skips what the gradients do not need

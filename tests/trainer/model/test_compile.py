@@ -20,6 +20,7 @@ from onward.trainer.model import compile as accelerate_module
 from onward.trainer.model.compile import accelerate
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.weight_casts import casts_kept, insert_casts
+from onward.trainer.onnx_graph.small_models import build_resnet18
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.run.this_machine import missing_compiler
@@ -85,9 +86,9 @@ def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, 
     missing_compiler.cache_clear()
 
 
-def converted(module: ImportedGraph, memory_format: str, device: torch.device) -> int:
+def converted(module: ImportedGraph, memory_format: str, device: torch.device, *, rows: int = 1) -> int:
     before = len(module.graph.nodes)
-    accelerate(module, GraphConfig(memory_format=memory_format), device)  # type: ignore[arg-type]
+    accelerate(module, GraphConfig(memory_format=memory_format), device, rows=rows)  # type: ignore[arg-type]
     return len(module.graph.nodes) - before
 
 
@@ -96,12 +97,25 @@ def test_images_have_their_channels_last_where_it_is_asked_or_pays() -> None:
         return to_module(graphs.tiny_conv_net())
 
     found = [
-        converted(conv(), *which)
+        converted(conv(), *which, rows=4)
         for which in (("channels_last", CPU), ("auto", CUDA), ("auto", CPU), ("contiguous", CUDA))
     ]
     convolutions = 1 + len(conv().graph.find_nodes(op="call_function", target=F.conv2d))
-    assert found == [convolutions, convolutions, 0, 0]  # the images, and the weight of each convolution
+    assert found == [convolutions, convolutions, convolutions, 0]  # the images, and the weight of each convolution
     assert converted(to_module(graphs.tiny_transformer()), "channels_last", CPU) == 0
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_on_a_cpu_channels_last_is_chosen_where_results_outnumber_the_weights_to_convert(compute: str) -> None:
+    def large_kernels_on_small_images() -> ImportedGraph:
+        module = to_module(build_resnet18(num_classes=4, image_size=8, width=16))
+        insert_casts(module, PrecisionConfig(compute=compute))  # type: ignore[arg-type]
+        return module
+
+    few, many = (converted(large_kernels_on_small_images(), "auto", CPU, rows=rows) for rows in (1, 256))
+    assert few == 0
+    assert many > 0
+    assert converted(large_kernels_on_small_images(), "auto", CUDA, rows=1) == many
 
 
 @pytest.mark.parametrize("name", ["tiny_conv_net", "tiny_resnet", "tiny_conv_net_with_batch_norm"])

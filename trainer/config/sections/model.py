@@ -97,7 +97,9 @@ class GraphConfig(Section):
     """What is compiled as one: the `whole` graph, or each kind of `repeated` block (layer) once, which takes less time
     to compile. `auto` = whole."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
-    """Memory format of images inside the graph; `auto` = channels_last for convolution graphs on a GPU."""
+    """Memory format of images inside the graph. `auto` = channels_last for convolutions on a GPU; on a CPU if their
+    results in a micro-batch outnumber the weights to convert in each step, which is so unless many weights with large
+    kernels read a few small images."""
     dropout: Decay = 0.0
     """Probability of dropout that is added where exporters remove it: on embeddings, residual branches and attention
     weights of the fused graph. The exported file never contains it."""

@@ -71,8 +71,9 @@ def constants(kind):
         **{name: kind(value) for name, value in (("z", 7), ("z2", 3), ("yz", 11))},
         **{"ws": np.float32([0.01, 0.02, 0.005]), "wz": np.zeros(3, np.int8)},
         **{"c": some(4), "m": np.array([True, False, True, True])},
-        "w": rng.integers(-128, 127, (3, 4), np.int8, endpoint=True),
-        "k": rng.integers(-128, 127, (3, 4, 2, 3), np.int8, endpoint=True),
+        # of 7 bits: without VNNI, onnxruntime's kernels for x86 add two products of u8 x s8 in 16 bits, which saturate
+        "w": rng.integers(-64, 63, (3, 4), np.int8, endpoint=True),
+        "k": rng.integers(-64, 63, (3, 4, 2, 3), np.int8, endpoint=True),
         **{"b": np.array([300, -2000, 5], np.int32), "bs": np.float32([0.0503 * 0.01, 0.0503 * 0.02, 0.0503 * 0.005])},
     }
 
@@ -187,7 +188,7 @@ def test_products_of_dynamic_quantization_are_those_of_onnxruntime(operator):
           r = com.microsoft.MatMulIntegerToFloat(q, wt, qs, ws1, qz, wz1, fb)"""
     model = parser.parse_model(HEAD.format(shape="4", out="n, 3") + "{ " + body + " }")
     stored = {
-        "wt": np.random.default_rng(0).integers(-128, 127, (4, 3), np.int8),
+        "wt": np.random.default_rng(0).integers(-64, 63, (4, 3), np.int8),
         **{"ws1": np.float32([0.01]), "wz1": np.int8([3]), "fb": np.float32([1, -2, 3])},
     }
     model.graph.initializer.extend(numpy_helper.from_array(v, name) for name, v in stored.items())

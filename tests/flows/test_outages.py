@@ -126,23 +126,24 @@ def points_of_the_logs(run: RunDir) -> dict[str, dict[int, tuple[float, int]]]:
     return found
 
 
+@pytest.mark.timeout(3600)
 def test_an_mlflow_server_that_is_killed_and_started_again_has_every_point_of_the_event_log_once(
     workshop: Workshop,
 ) -> None:
     server = Server(workshop.root / "server")
     server.start()
     try:
-        given = (f"monitor.tracking_uri={server.uri}", "train.num_steps=3000", "checkpoint.period=100")
+        given = (f"monitor.tracking_uri='{server.uri}'", "train.num_steps=3000", "checkpoint.period=100")
         process = workshop.start("run", str(workshop.root / "config.toml"), *given)
-        run = workshop.new_run()
-        until(lambda: reached(run, 150), limit_s=300)
+        run = workshop.new_run(limit_s=600)
+        until(lambda: reached(run, 150), limit_s=600)
         server.kill()
-        until(lambda: reached(run, 250), limit_s=300)
+        until(lambda: reached(run, 250), limit_s=600)
         ranks_of(run)[1].kill()  # so that steps are made again while the server is away
-        until(lambda: reached(run, 400, attempt=2), limit_s=300)
+        until(lambda: reached(run, 400, attempt=2), limit_s=600)
         assert not run.closed.exists(), "the run was to go on with its server"
         server.start()
-        facts = finished(process)
+        facts = finished(process, limit_s=1500)
         assert (facts["state"], facts["attempts"]) == ("exported", 2)
 
         identity = read_record(run.identity, RunIdentity)

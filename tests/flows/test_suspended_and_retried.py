@@ -19,7 +19,7 @@ from onward.trainer.run.ending import ending_of
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
 from tests.support.workshop import Workshop, api, ranks_of, reached, signed_in, until
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.usefixtures("only_servers")]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.usefixtures("only_servers")]
 
 STEPS = (
     *("train.num_steps=3000", "train.evaluation_period=1000", "checkpoint.period=400"),

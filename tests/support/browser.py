@@ -25,36 +25,48 @@ SCREENS = Path(__file__).resolve().parents[2] / "docs" / "screens"
 
 
 @contextlib.contextmanager
-def browser(profile: Path, *, login: str = "", width: int = 1200, height: int = 800) -> Iterator[Any]:
-    """A page of a Chromium with a fresh profile that asks no host but 127.0.0.1; fails without one.
-
-    login: `user:password`, with which it answers a server that asks for one, as its user would.
-    """
-    executable = next(filter(None, map(shutil.which, NAMES)), None)
-    assert executable is not None, f"no Chromium is installed; {INSTALL}"
+def driver() -> Iterator[Any]:
+    """What starts browsers, of which a process may have one; fails without Chromium or playwright."""
+    executable()
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
         raise AssertionError(f"playwright is not installed; {INSTALL}") from None
-    user, _, password = login.partition(":")
     with sync_playwright() as playwright:
-        context = playwright.chromium.launch_persistent_context(
-            str(profile),
-            executable_path=executable,
-            headless=True,
-            args=list(FLAGS),
-            viewport={"width": width, "height": height},
-            http_credentials={"username": user, "password": password} if login else None,
-            color_scheme="light",
-            locale="en-GB",
-            timezone_id="UTC",
-        )
-        context.set_default_timeout(LIMIT_MS)
-        context.route("**/*", _only_from_here)
-        try:
-            yield context.pages[0]
-        finally:
-            context.close()
+        yield playwright
+
+
+def executable() -> str:
+    """The path of the system's Chromium; fails without one."""
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    assert found is not None, f"no Chromium is installed; {INSTALL}"
+    return found
+
+
+@contextlib.contextmanager
+def browser(driver: Any, profile: Path, *, login: str = "", width: int = 1200, height: int = 800) -> Iterator[Any]:
+    """A page of a Chromium with a fresh profile that asks no host but 127.0.0.1.
+
+    login: `user:password`, with which it answers a server that asks for one, as its user would.
+    """
+    user, _, password = login.partition(":")
+    context = driver.chromium.launch_persistent_context(
+        str(profile),
+        executable_path=executable(),
+        headless=True,
+        args=list(FLAGS),
+        viewport={"width": width, "height": height},
+        http_credentials={"username": user, "password": password} if login else None,
+        color_scheme="light",
+        locale="en-GB",
+        timezone_id="UTC",
+    )
+    context.set_default_timeout(LIMIT_MS)
+    context.route("**/*", _only_from_here)
+    try:
+        yield context.pages[0]
+    finally:
+        context.close()
 
 
 def _only_from_here(route: Any) -> None:
@@ -80,4 +92,4 @@ def shot(page: Any, name: str, folder: Path) -> Path:
 def shows(page: Any, *texts: str) -> None:
     """Wait until a page shows each text, anywhere in it."""
     for text in texts:
-        page.get_by_text(text, exact=False).first.wait_for(state="visible", timeout=LIMIT_MS)
+        page.get_by_text(text).filter(visible=True).first.wait_for(timeout=LIMIT_MS)

@@ -117,9 +117,7 @@ def opened_in_mlflow(page: Any, shop: Shop, path: str, *texts: str) -> Any:
 
 
 def test_prefect_lists_the_runs(page: Any, shop: Shop, tmp_path: Path) -> None:
-    opened(
-        page, f"{shop.prefect}/v2/runs", "2 Flow runs", "shapes-1", "shapes-2", "Completed", "7 Task runs", "nightly"
-    )
+    opened(page, f"{shop.prefect}/v2/runs", "2 Flow runs", "shapes-1", "shapes-2", "Completed", "7 Task runs")
     shot(page, "prefect-runs", tmp_path)
 
 

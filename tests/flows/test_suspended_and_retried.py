@@ -132,6 +132,9 @@ def test_a_deployed_run_that_is_interrupted_frees_its_ranks_says_so_and_goes_on_
         assert run.checkpoint(described["step"]).is_dir(), "the ranks have saved where they stopped"
         assert f"onward resume {described['name']}" in described["to_do"]
 
+    if how is with_cancel:  # until then Prefect's worker would cancel the retried run, too
+        said = f"Cancelled flow run '{before.name}'"
+        until(lambda: said in (workshop.home / "services" / "worker.log").read_text(), limit_s=300)
     if state == "Suspended":
         assert "Resume there continues it" in ending.problems[0]
         assert api(server, f"/flow_runs/{begun}/resume", {})["status"] == "ACCEPT"

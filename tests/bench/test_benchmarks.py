@@ -30,6 +30,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "reduction": ("--sizes-kib", "64", "--rounds", "3"),
     "sharding_memory": ("2", "4"),
     "soaks": ("--layouts", "one rank", "--faults", "1", "--kinds", "rank-kill"),
+    "suspend_time": ("--rounds", "1"),
     "update_time": ("--rounds", "1"),
 }
 """Benchmark -> its arguments for the least work."""

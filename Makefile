@@ -7,7 +7,7 @@ MODELS := models/squeezenet-digits.onnx models/gpt2-stdlib.onnx
 # Images often set it. Then each process compiles torch, Prefect and MLflow anew, which doubles the time of its imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick slow check gpu bench compatibility sessions docs sbom licenses audit clean
+.PHONY: demo test quick slow check gpu bench compatibility sessions docs screenshots sbom licenses audit clean
 
 demo: .venv/ready models/squeezenet-digits.onnx
 	$(BIN)/onward run flows/configs/squeezenet-digits.toml
@@ -48,6 +48,12 @@ sessions: .venv/ready
 docs: .venv/ready
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f .mkdocs.yml
+
+# docs/screens: Prefect's and MLflow's pages and the report after real runs, in a Chromium of the system without a window
+screenshots: .venv/ready
+	command -v chromium >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e ".[browser]"
+	ONWARD_SCREENSHOTS=1 $(BIN)/python -m pytest tests/browser
 
 # build/sbom.json: every installed package, as a CycloneDX document
 sbom: .venv/ready

@@ -22,7 +22,8 @@ Trains `{model}` on `{data}` with {ranks} ranks and writes the same ONNX file wi
 
 - **Run** starts it now; the form shows the configuration and the meaning of every setting.
 - **Retry** of a failed run continues from its newest checkpoint, in the same run directory and MLflow run.
-- **Cancel** saves a checkpoint and stops; `onward resume RUN` continues.
+- **Suspend** saves a checkpoint and frees the ranks within seconds; **Resume** continues from it, to the same weights.
+- **Cancel** saves a checkpoint and stops; **Retry** or `onward resume RUN` continues.
 - A scheduled run that cannot start within an hour is skipped.
 - One run at a time. Of scheduled runs that wait for it, the newest starts.
 - Runs are stored under `{home}/runs`; `onward ui` prints the links.

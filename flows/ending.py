@@ -2,6 +2,7 @@
 
     an error                         RUN_DIR/ending.json: failed       Prefect: Failed       MLflow: FAILED
     Ctrl-C, SIGTERM, Cancel          RUN_DIR/ending.json: cancelled    Prefect: Cancelled    MLflow: KILLED
+    Suspend                          RUN_DIR/ending.json: suspended    Prefect: Suspended    MLflow: KILLED
     the process is killed            no record                         the next command sets Crashed and KILLED
 
 The space for the record is taken when the flow begins, so that a full disk has its record, too.
@@ -16,7 +17,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from prefect import State, runtime
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import Pause, TerminationSignal
 from prefect.states import Cancelled
 
 from onward.flows.runs import end_mlflow_run, how_to_continue
@@ -70,6 +71,10 @@ class Ending:
         elif isinstance(error, (Stopped, *SIGNALLED)):
             self._cancel(error)
             return True
+        elif isinstance(error, Pause):  # raised further: Prefect then leaves the state Suspended as it is
+            log.warning("%s", error)
+            self._write("suspended", Stopped(str(error)))
+            end_mlflow_run(self._run, "KILLED")
         elif isinstance(error, Exception):
             own = own_error(error, self._run)
             self._write("failed", own)

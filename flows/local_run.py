@@ -193,9 +193,9 @@ def _how_it_ended(flow_run_id: UUID, run: RunDir) -> tuple[State[object], Status
     message = "; ".join(ending.problems)
     if ending.status == "completed":
         return Completed(message=message), "FINISHED"
-    return (
-        (Cancelled(message=message), "KILLED") if ending.status == "cancelled" else (Failed(message=message), "FAILED")
-    )
+    if ending.status in ("cancelled", "suspended"):
+        return Cancelled(message=message), "KILLED"
+    return Failed(message=message), "FAILED"
 
 
 def _may_be_orphan(flow_run: FlowRun, run: RunDir) -> bool:

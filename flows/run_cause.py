@@ -91,7 +91,7 @@ def _kind_and_sentence(run: RunDir) -> tuple[str, str]:
     if ending is None:
         return _of_a_killed_flow(run)
     sentence = "; ".join(ending.problems)
-    if ending.status == "cancelled":
+    if ending.status in ("cancelled", "suspended"):
         return "stopped", sentence or "it was stopped"
     if attempt is not None:
         return attempt.kind, attempt.sentence

@@ -160,7 +160,8 @@ def is_running(run: RunDir) -> bool:
 def end_mlflow_run(run: RunDir, status: Status) -> None:
     """Set the final status of the run's MLflow run, and upload the report, if MLflow can be reached."""
     if run.identity.exists() and (identity := identity_of(run)) and identity.mlflow_run_id:
-        with contextlib.suppress(TrackingError):  # Prefect and the run directory have the state too
+        # Prefect and the run directory have the state too; a signal may have interrupted the import of MLflow
+        with contextlib.suppress(TrackingError, ImportError, AttributeError):
             tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
             tracker.set_status(status)
             if (report := run.root / "report.html").exists():

@@ -27,6 +27,7 @@ from onward.flows.cancellation import stopped_from_prefect
 from onward.flows.deployment_limits import check_limits
 from onward.flows.ending import Ending
 from onward.flows.flow_log import own_log
+from onward.flows.form import Closed, settings_of
 from onward.flows.run_reports.at_the_end import reported
 from onward.flows.runs import command_to_continue, end_mlflow_run, how_to_continue, locked, run_directory_of
 from onward.infra.tracking import Status
@@ -40,7 +41,6 @@ from onward.tasks.shard_data import shard_data
 from onward.tasks.train import train as train_model
 from onward.trainer.checkpoint.retention import announced
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import MetricConfig, StopConfig
 from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
@@ -102,28 +102,29 @@ def name_of_flow_run() -> str:
     on_cancellation=[end_mlflow_run_as("KILLED")],
 )
 def train_onnx(
-    # in the order of Prefect's form: what most runs set comes first
+    # In the order of Prefect's form: the sections with the settings that most runs set, which are marked COMMON; then
+    # the others, which are closed there.
     model: ModelConfig,
     data: DataConfig,
     train: TrainConfig,
-    name: str = "onward",
     optimizer: OptimizerConfig = OptimizerConfig(),
-    schedule: ScheduleConfig = ScheduleConfig(),
-    precision: PrecisionConfig = PrecisionConfig(),
     parallel: ParallelConfig = ParallelConfig(),
-    checkpoint: CheckpointConfig = CheckpointConfig(),
-    stop: StopConfig = StopConfig(),
-    export: ExportConfig = ExportConfig(),
+    name: str = "onward",
+    schedule: Closed[ScheduleConfig] = None,
+    precision: Closed[PrecisionConfig] = None,
+    checkpoint: Closed[CheckpointConfig] = None,
+    stop: Closed[StopConfig] = None,
+    export: Closed[ExportConfig] = None,
     metrics: tuple[MetricConfig, ...] = (),
     loss: tuple[LossConfig, ...] = (),
-    lora: LoraConfig = LoraConfig(),
-    average: AverageConfig = AverageConfig(),
-    teacher: TeacherConfig = TeacherConfig(),
-    quantize: QuantizeConfig = QuantizeConfig(),
-    graph: GraphConfig = GraphConfig(),
-    recompute: RecomputeConfig = RecomputeConfig(),
-    launch: LaunchConfig = LaunchConfig(),
-    monitor: MonitorConfig = MonitorConfig(),
+    lora: Closed[LoraConfig] = None,
+    average: Closed[AverageConfig] = None,
+    teacher: Closed[TeacherConfig] = None,
+    quantize: Closed[QuantizeConfig] = None,
+    graph: Closed[GraphConfig] = None,
+    recompute: Closed[RecomputeConfig] = None,
+    launch: Closed[LaunchConfig] = None,
+    monitor: Closed[MonitorConfig] = None,
     resume: str = "",
 ) -> ExportedModel | State[Any]:
     """Train an ONNX model on MPI ranks and return the same file with trained weights, verified.
@@ -135,10 +136,8 @@ def train_onnx(
         resume: The id of a run to continue, with the configuration it began with; empty = a new run. A trial of a
             sweep begins in the directory that the sweep has made.
     """
-    # The parameters above are the only list of sections here; a section of RunConfig that is missing is a KeyError.
-    parameters = dict(locals())
+    settings = settings_of(dict(locals()))  # the parameters above are the only list of sections here
     explain_errors()
-    settings = {field: parameters[field] for field in RunConfig.model_fields}
     if is_missed(runtime.flow_run.get_scheduled_start_time(), tags=runtime.flow_run.get_tags()):
         return Cancelled(message=f"skipped: the scheduled start was over {MISSED_AFTER} ago")
     if deployment := runtime.deployment.get_id():
@@ -166,8 +165,10 @@ def train_onnx(
             trained = train_model.with_options(retries=MOST_ATTEMPTS)(run, return_state=True)
         finally:
             run.close_log()  # ends monitor and checkpoint, however training ended
-            monitoring.wait()
-            keeping.wait()
+            try:
+                monitoring.wait()
+            finally:  # of a suspended run, `wait` raises Pause
+                keeping.wait()
         if isinstance(error := monitoring.result(raise_on_failure=False), Exception):
             log.error(
                 "the monitor failed, and MLflow lacks the newest metrics; `%s` sends them: %s: %s",

@@ -219,7 +219,11 @@ def _show(run: RunDir, registry: Registry, version: RegisteredVersion, decision:
 
 def markdown(version: RegisteredVersion, decision: Promotion) -> str:
     """Return the decision, and the metrics of both files in a table."""
-    heading = {"served": f"is the {decision.alias}", "candidate": "stays a candidate", "waiting": "waits for approval"}
+    heading = {
+        "served": f"took the alias {decision.alias}",
+        "candidate": "stays a candidate",
+        "waiting": "waits for approval",
+    }
     lines = [f"**Version {version.version} of {version.name} {heading[decision.status]}**: {decision.reason}", ""]
     if found := decision.comparison:
         lines += [f"| | {decision.alias} (version {found.version}) | version {version.version} |", "|---|---|---|"]

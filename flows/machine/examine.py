@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from onward.flows.machine.clock import clock, hosts, steps
@@ -42,13 +43,13 @@ CHECKS: Mapping[str, Check] = {
 
 
 def examine(hostfile: str = "", checks: Mapping[str, Check] = CHECKS, limit_s: float = LIMIT_S) -> MachineReport:
-    """Examine this machine, and with a hostfile its hosts. Call from the main thread."""
+    """Examine this machine, and with a hostfile its hosts. Call from the main thread.
+
+    A home that does not exist is made for it, and removed again.
+    """
     began, began_at = time.time(), time.monotonic()
-    running = dict(checks) | ({"hosts": partial(hosts, hostfile)} if hostfile else {})
-    threads = {subject: _Bounded(subject, check) for subject, check in running.items()}
-    found = _findings("MPI", partial(mpi, hostfile))
-    for thread in threads.values():
-        found += thread.result(limit_s - (time.monotonic() - began_at))
+    with _home():
+        found = _found(hostfile, checks, limit_s)
     elapsed_s = time.monotonic() - began_at
     found += steps(time.time() - began, elapsed_s)
     return MachineReport(
@@ -58,6 +59,31 @@ def examine(hostfile: str = "", checks: Mapping[str, Check] = CHECKS, limit_s: f
         elapsed_s=elapsed_s,
         findings=tuple(found),
     )
+
+
+@contextlib.contextmanager
+def _home() -> Iterator[None]:
+    """Let the home exist inside: its file system is tried there, and nowhere else is anything written."""
+    home = onward_home()
+    missing = [each for each in (home, *home.parents) if not each.exists()]
+    with contextlib.suppress(OSError):  # that it cannot be made is a finding
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        for each in missing:
+            with contextlib.suppress(OSError):  # something is in it by now
+                each.rmdir()
+
+
+def _found(hostfile: str, checks: Mapping[str, Check], limit_s: float) -> list[Finding]:
+    began_at = time.monotonic()
+    running = dict(checks) | ({"hosts": partial(hosts, hostfile)} if hostfile else {})
+    threads = {subject: _Bounded(subject, check) for subject, check in running.items()}
+    found = _findings("MPI", partial(mpi, hostfile))
+    for thread in threads.values():
+        found += thread.result(limit_s - (time.monotonic() - began_at))
+    return found
 
 
 class _Bounded(threading.Thread):

@@ -53,7 +53,7 @@ def reported(run: RunDir) -> Iterator[None]:
 def _report(run: RunDir) -> None:
     run.report.unlink(missing_ok=True)  # of an earlier flow of the run
     ending = ending_of(run)
-    limit_s = STOPPED_LIMIT_S if ending and ending.status == "cancelled" else LIMIT_S
+    limit_s = STOPPED_LIMIT_S if ending and ending.status in ("cancelled", "suspended") else LIMIT_S
     with tempfile.TemporaryDirectory(prefix="onward-report-") as name:
         folder = Path(name)
         summary = folder / "summary.md"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 from prefect import State
-from prefect.states import Cancelled, Cancelling, Paused, Running
+from prefect._flow_run_suspension import FlowRunSuspensionRequest
+from prefect.exceptions import Pause
+from prefect.states import Cancelled, Cancelling, Paused, Running, Suspended
 
 from onward.flows import cancellation
 from onward.flows.cancellation import StopRequest, stopped_from_prefect
@@ -38,13 +41,18 @@ class FakeServer:
     def read_flow_run(self, _: object) -> FakeServer:
         return self
 
+    def set_flow_run_state(self, _: object, state: State[object], *, force: bool) -> None:
+        assert force, "Prefect refuses a state of a suspended run that cannot be scheduled"
+        self.state = state
+
 
 @pytest.fixture
 def show(monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
     """Let the server show a state; SIGTERM is what it is in a command."""
 
     def show(state: State[object]) -> None:
-        monkeypatch.setattr(cancellation, "get_client", lambda sync_client: FakeServer(state))
+        server = FakeServer(state)
+        monkeypatch.setattr(cancellation, "get_client", lambda sync_client: server)
 
     monkeypatch.setattr(cancellation, "prefect_answers", lambda: True)
     monkeypatch.setattr(cancellation, "PERIOD_S", 0.05)
@@ -90,7 +98,54 @@ def test_while_ranks_train_they_save_and_then_nothing_further_is_begun(
     assert stopped == [run.root], "it is asked once"
 
 
-def test_a_suspended_run_ends_while_it_trains_and_a_paused_one_may_wait_for_an_answer(
+def deployed(request: StopRequest) -> FlowRunSuspensionRequest:
+    """Make the run of a request, which has not begun to look, one of a deployment; return what Prefect's observer has
+    seen."""
+    observed = FlowRunSuspensionRequest()
+    request._deployment, request._observed = uuid.uuid4(), observed
+    return observed
+
+
+@pytest.mark.parametrize("seen_by", ["the run", "Prefect's observer"])
+@pytest.mark.parametrize("doing", ["training", "exporting", "failing"])
+def test_a_suspended_run_of_a_deployment_stops_whatever_it_does_and_stays_suspended(
+    doing: str, seen_by: str, run: RunDir, show: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = threading.Event()
+    monkeypatch.setattr("onward.infra.mpirun.stop_running", lambda root: doing != "exporting" and not ranks.set())
+    monkeypatch.setattr(cancellation, "waits_for_all", lambda _: True)
+    show(Suspended() if seen_by == "the run" else Running())
+    start = StopRequest.start
+
+    def started(request: StopRequest) -> None:
+        observed = deployed(request)
+        if seen_by == "Prefect's observer":  # also of a run that was resumed at once
+            observed.mark_requested(Suspended())
+        start(request)
+
+    monkeypatch.setattr(StopRequest, "start", started)
+
+    def work() -> None:
+        if doing == "exporting":
+            time.sleep(10)
+        assert ranks.wait(timeout=10)
+        if doing == "failing":
+            raise ValueError("of something else")
+
+    with pytest.raises(Pause, match=r"suspended in Prefect: Resume .*onward"), stopped_from_prefect(run):
+        work()
+
+
+def test_a_run_without_a_deployment_that_is_suspended_is_cancelled_and_says_why(
+    run: RunDir, show: Show, caplog: pytest.LogCaptureFixture
+) -> None:
+    show(Suspended())
+    with pytest.raises(Stopped, match="cancelled in Prefect"), stopped_from_prefect(run):
+        time.sleep(10)
+    assert "a run without a deployment is cancelled and not suspended" in caplog.text
+
+
+def test_a_paused_run_ends_while_it_trains_and_may_wait_for_an_answer(
     run: RunDir, show: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Path] = []

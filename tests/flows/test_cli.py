@@ -266,8 +266,11 @@ def test_the_table_of_a_run_shows_before_and_after() -> None:
         "step": 5,
         "elapsed_s": 2.0,
         "attempts": 1,
+        "throughput": "640 samples/s",
     }
     rows = dict(outcome(facts))
+    assert rows["throughput"] == "640 samples/s"
+    assert "throughput" not in dict(outcome({**facts, "throughput": ""})), "of a run of an earlier version"
     assert rows["accuracy"] == "0.1000 -> 0.9800"
     assert rows["test accuracy"] == "0.9700"
     assert rows["MLflow"] == "run abc, digits version 1"

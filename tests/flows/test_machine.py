@@ -45,7 +45,6 @@ def worst(found: Iterable[Finding], level: str = "problem") -> list[str]:
 
 @pytest.mark.mpi
 def test_this_machine_can_run_onward(capsys: pytest.CaptureFixture[str], home: Path) -> None:
-    home.mkdir(mode=0o700)
     with pytest.raises(SystemExit) as end:
         cli.app(["doctor", "--json"])
     printed = json.loads(capsys.readouterr().out)
@@ -59,7 +58,8 @@ def test_this_machine_can_run_onward(capsys: pytest.CaptureFixture[str], home: P
     assert "2 ranks" in found["MPI"].what
     assert found["ranks"].numbers["ranks"] == 2
     assert "rename over a file, fsync of files and directories, flock, symbolic links" in found["file system"].what
-    assert list(home.iterdir()) == [], "something was left"
+    assert found["home"].what == f"{home} is for its owner alone (mode 0700)"
+    assert not home.exists(), "it was made for the examination alone"
 
 
 @pytest.mark.mpi

@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from onward.infra import service_state
-from onward.infra.tracking import Tracker
-from onward.trainer.events import read_events
+from onward.infra.tracking import Tracker, metric_name
+from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record
-from tests.support.stores import free_port, points
-from tests.support.workshop import Workshop, api, reached, until
+from tests.support.stores import Server, client, free_port, points
+from tests.support.workshop import Workshop, api, finished, ranks_of, reached, until
 
 pytestmark = [
     pytest.mark.usefixtures("only_servers"),
@@ -95,6 +95,74 @@ def test_a_run_ends_with_its_result_and_few_lines_while_mlflow_is_away_and_a_res
     assert "Traceback" not in error
     workshop.onward("resume", run.root.name)
     sent_once(run)
+
+
+def points_of_the_logs(run: RunDir) -> dict[str, dict[int, tuple[float, int]]]:
+    """Metric -> step -> (value, ms since 1970) in the event log and in those of the nodes, under MLflow's names.
+
+    Of a step that was made again after a failure, the first values.
+    """
+    groups = {"samples_per_s": "perf", "step_s": "perf", "data_wait": "perf"}
+    found: dict[str, dict[int, tuple[float, int]]] = {}
+
+    def add(name: str, value: object, event: Event) -> None:
+        if isinstance(value, int | float):
+            found.setdefault(name, {}).setdefault(event.step, (float(value), event.at_ms))
+
+    for path in (run.events, *run.nodes.glob("*.jsonl")):
+        for event, _ in read_events(path):
+            if event.kind in ("scalars", "evaluation"):
+                for key, value in event.fields["values"].items():
+                    add(
+                        f"{groups.get(key.partition('/')[2], key.partition('/')[0])}/{key.partition('/')[2]}",
+                        value,
+                        event,
+                    )
+            elif event.kind == "usage":
+                for key, value in event.fields["values"].items():
+                    add(f"system/{event.fields['node']}/{key}", value, event)
+            elif event.kind == "times" and "checkpoint" in event.fields["seconds"]:
+                add("perf/checkpoint_stall_s", event.fields["seconds"]["checkpoint"], event)
+    return found
+
+
+@pytest.mark.timeout(3600)
+def test_an_mlflow_server_that_is_killed_and_started_again_has_every_point_of_the_event_log_once(
+    workshop: Workshop,
+) -> None:
+    server = Server(workshop.root / "server")
+    server.start()
+    try:
+        given = (f"monitor.tracking_uri='{server.uri}'", "train.num_steps=3000", "checkpoint.period=100")
+        process = workshop.start("run", str(workshop.root / "config.toml"), *given)
+        run = workshop.new_run(limit_s=600)
+        until(lambda: reached(run, 150), limit_s=600)
+        server.kill()
+        until(lambda: reached(run, 250), limit_s=600)
+        ranks_of(run)[1].kill()  # so that steps are made again while the server is away
+        until(lambda: reached(run, 400, attempt=2), limit_s=600)
+        assert not run.closed.exists(), "the run was to go on with its server"
+        server.start()
+        facts = finished(process, limit_s=1500)
+        assert (facts["state"], facts["attempts"]) == ("exported", 2)
+
+        identity = read_record(run.identity, RunIdentity)
+        tracker, logged = Tracker(identity.tracking_uri, identity.mlflow_run_id), points_of_the_logs(run)
+        assert tracker.tracking_uri == server.uri
+        assert {name.partition("/")[0] for name in logged} == {"train", "evaluation", "perf", "system"}
+        steps = sorted(logged["train/loss"])
+        assert steps[-1] == 3000
+        asked = client(tracker)
+        shown = asked.get_run(tracker.run_id)
+        assert shown.info.status == "FINISHED"
+        for name, points_of_it in logged.items():
+            history = asked.get_metric_history(tracker.run_id, metric_name(name))
+            found = sorted((each.step, each.value, each.timestamp) for each in history)
+            assert found == [(step, *points_of_it[step]) for step in sorted(points_of_it)], name
+        others = set(shown.data.metrics) - {metric_name(name) for name in logged}
+        assert {name.partition("/")[0] for name in others} <= {"exported"}, others
+    finally:
+        server.kill()
 
 
 def test_a_run_whose_own_prefect_server_is_killed_goes_on_and_is_shown_as_completed(workshop: Workshop) -> None:

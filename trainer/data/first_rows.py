@@ -20,7 +20,8 @@ from onward.trainer.data.fitted import Fitted, all_fitted, complete_rows
 from onward.trainer.data.permutation import permutation
 from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Signature
-from onward.trainer.data.storage.sharding import fit_to_source, infer_schema, stored_columns
+from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.storage.sharding import fit_to_source, stored_columns
 from onward.trainer.errors import DataError
 
 COUNTED_BYTES = 16 << 20

@@ -27,7 +27,8 @@ from onward.trainer.data.input_columns import computed_columns
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.signature import Signature, model_bytes, model_digest, read_training_signature
-from onward.trainer.data.storage.sharding import infer_schema, try_first_rows
+from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.storage.sharding import try_first_rows
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems

@@ -95,9 +95,10 @@ class Throughput:
 
     def _greatest(self, number: float) -> float:
         """Return the greatest number of all ranks."""
-        most = torch.tensor(number, dtype=torch.float64)
-        if self._mpi.world_size > 1:
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        if self._mpi.world_size == 1:
+            return number
+        most = torch.tensor(number, dtype=torch.float64)  # on the host: a device is not waited for
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return float(most)
 
 

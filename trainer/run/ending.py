@@ -14,7 +14,8 @@ from onward.trainer.run.reserved import reserve, write_reserved
 class RunEnding(Record):
     """How a flow of a run ended. There is none while it runs, and none after its process was killed."""
 
-    status: Literal["completed", "cancelled", "failed"]
+    status: Literal["completed", "cancelled", "suspended", "failed"]
+    """`suspended`: cancelled so that Prefect's Resume continues it."""
     exit_status: int = 0
     """Of `onward run` and `onward resume`: 130 after Ctrl-C, 143 after SIGTERM, else the error's."""
     error: str = ""

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from onward.trainer.config.section import Section
+from onward.trainer.config.section import COMMON, Section
 from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.config.sections.tables import TableConfig
@@ -35,7 +35,7 @@ class SourceConfig(Section):
 class DataConfig(Section):
     """Where samples come from, and which column feeds which input of the model."""
 
-    source: Location
+    source: Annotated[Location, COMMON]
     """A file, a directory or a glob, also by URL; or `digits` (scikit-learn's 1,797 images), or `stdlib` (the text of
     Python's standard library). Relative to the config file; on the command line, to the working directory."""
     format: Literal[
@@ -64,7 +64,7 @@ class DataConfig(Section):
     """Graph input -> its column, or several columns stacked into one vector. Inputs not named here read
     the column of their own name. A glob pattern, such as "f*", stands for the columns that it matches, in the order of
     the file, and "!f2" leaves columns out; the saved configuration has the columns."""
-    label: str | tuple[str, ...] = "label"
+    label: Annotated[str | tuple[str, ...], COMMON] = "label"
     """The column (or columns) the loss compares with; unused when the loss is a graph output. Short for
     `loss.label`."""
     classes: Literal["auto", "sorted"] | tuple[str, ...] = "auto"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from onward.trainer.config.section import Decay, Section
+from onward.trainer.config.section import COMMON, Decay, Section
 from onward.trainer.config.urls import FilePath
 
 AcceptedWarning = Literal["merged", "separated", "removed"]
@@ -26,10 +26,10 @@ LossName = Literal[
 class ModelConfig(Section):
     """The ONNX file to train, which of its weights, and the loss."""
 
-    path: FilePath
+    path: Annotated[FilePath, COMMON]
     """The ONNX file to train: a path, relative to the config file (on the command line: to the working directory), or a
     URL (s3, gs, az, hf, http, https), as everywhere that a path is taken."""
-    loss: LossName = "cross_entropy"
+    loss: Annotated[LossName, COMMON] = "cross_entropy"
     """Cross-entropy, mean squared or absolute error, binary cross-entropy on logits, `output` (the graph computes its
     own scalar loss), `teacher` (none against labels: the outputs of [teacher] are learnt alone), or another one of
     [loss], which has their settings. Short for `loss.name`."""

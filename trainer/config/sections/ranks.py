@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from onward.trainer.config.section import Section
+from onward.trainer.config.section import COMMON, Section
 from onward.trainer.config.urls import Location
 
 
@@ -17,7 +17,7 @@ class ParallelConfig(Section):
     sizes: Literal["given", "auto"] = "given"
     """`auto` = choose data, tensor, pipeline, zero, recomputation and micro-batches for `launch.num_ranks` ranks
     and `memory_gib`; `parallel = "auto"` is short for it."""
-    data: PositiveInt = 1
+    data: Annotated[PositiveInt, COMMON] = 1
     """Data parallelism: replicas of the model, each with its share of every batch."""
     tensor: PositiveInt = 1
     """Tensor parallelism: ranks that divide single layers, wherever the graph allows it."""

@@ -7,20 +7,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from onward.trainer.config.section import Decay, Fraction, Section, plain_word
+from onward.trainer.config.section import COMMON, Decay, Fraction, Section, plain_word
 from onward.trainer.config.update_rules import UPDATE_RULES, OptimizerName
 
 
 class TrainConfig(Section):
     """How long to train, with which batch size, and how often to evaluate and log."""
 
-    global_batch_size: PositiveInt = 32
+    global_batch_size: Annotated[PositiveInt, COMMON] = 32
     """Samples in one step (one weight update), over all replicas and micro-batches."""
     gradient_accumulation_steps: PositiveInt = 1
     """Micro-batches that one replica runs in one step. More of them need less memory and give the same result."""
-    num_steps: NonNegativeInt = 0
+    num_steps: Annotated[NonNegativeInt, COMMON] = 0
     """Weight updates to make; 0 = as many as `num_epochs` takes."""
-    num_epochs: NonNegativeFloat = 0.0
+    num_epochs: Annotated[NonNegativeFloat, COMMON] = 0.0
     """Passes over the training data (a fraction is allowed); 0 = `num_steps` decides."""
     shuffle: bool = True
     """Shuffle the samples anew in each epoch; false = the order of the data."""
@@ -127,10 +127,10 @@ class MuonConfig(Section):
 class OptimizerConfig(Section):
     """The update rule. Formulas: the docstrings of trainer/optim/rules/."""
 
-    name: OptimizerName = "adamw"
+    name: Annotated[OptimizerName, COMMON] = "adamw"
     """Adam (see `weight_decay_mode`), AdamW, LAMB, SGD with momentum, NAdam, RAdam, RMSprop, Adagrad, Lion,
     Adafactor, or Muon for matrices with AdamW for the rest."""
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: Annotated[PositiveFloat, COMMON] = 1e-3
     """The learning rate that the learning-rate schedule scales. Usual: Lion 1e-4, a tenth of Adam's; NAdam 2e-3;
     RMSprop, Adagrad and Adafactor 1e-2; Muon 0.02. `onward run` warns where a rule needs another order of magnitude."""
     alpha: Decay = 0.9

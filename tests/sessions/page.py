@@ -18,6 +18,8 @@ compares, with ids, times, rates, measured values, ports and versions left out. 
 is wide are not wrapped here.
 """
 VARYING = (
+    (r"\blayout +id$", "layout"),  # the last column of `onward runs` fits or not, as times are long or short
+    (r"(\dx\dx\d) +[0-9a-f]{8}$", r"\1"),
     (r"[━─]+", "BAR"),
     (r"[▁▂▃▄▅▆▇█]+", "CURVE"),
     (r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", "ID"),

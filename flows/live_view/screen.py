@@ -131,7 +131,7 @@ def _head(facts: LiveFacts, width: int) -> Text:
     again = f"attempt {facts.attempt}, " if facts.attempt > 1 and phase == "train" else ""
     total = clock(sum(seconds for _, seconds in facts.elapsed_s()))
     name = facts.name or "onward"
-    line = Text(name, style="bold")
+    line = Text().append(name, style="bold")
     rest = fitted([f"{again}{NAMES.get(phase, phase)}", *meaning], width - len(name) - len(total) - 3, ": ")
     line.append(f"  {rest}", style="cyan")
     line.truncate(width - len(total) - 1)
@@ -167,11 +167,16 @@ def _bar(facts: LiveFacts, width: int, *, ascii_only: bool) -> Text:
     size = max(8, width - len(numbers) - 2)
     done = min(size, int(size * progress.percent / 100))
     full, empty = ("#", "-") if ascii_only else ("━", "─")
-    return Text(full * done, style="green").append(empty * (size - done), style="dim").append(f"  {numbers}", style="")
+    return (
+        Text()
+        .append(full * done, style="green")
+        .append(empty * (size - done), style="dim")
+        .append(f"  {numbers}", style="")
+    )
 
 
 def _row(label: str, parts: list[str], width: int) -> Text:
-    return Text(label.ljust(LABEL), style="dim").append(fitted(parts, width - LABEL), style="not dim")
+    return Text().append(label.ljust(LABEL), style="dim").append(fitted(parts, width - LABEL))
 
 
 def _rows(facts: LiveFacts, *, ascii_only: bool) -> list[tuple[str, list[str]]]:

@@ -7,7 +7,7 @@ MODELS := models/squeezenet-digits.onnx models/gpt2-stdlib.onnx
 # Images often set it. Then each process compiles torch, Prefect and MLflow anew, which doubles the time of its imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick slow check gpu bench compatibility docs screenshots sbom licenses audit clean
+.PHONY: demo test quick slow check gpu bench compatibility sessions docs screenshots sbom licenses audit clean
 
 demo: .venv/ready models/squeezenet-digits.onnx
 	$(BIN)/onward run flows/configs/squeezenet-digits.toml
@@ -39,6 +39,10 @@ bench: .venv/ready
 compatibility: .venv/ready
 	$(BIN)/python -m tests.compatibility $(ENTRIES)
 	$(BIN)/python docs/generate.py
+
+# docs/reference/terminal-sessions.md: every command, typed into a real terminal
+sessions: .venv/ready
+	$(BIN)/python -m tests.sessions
 
 # the generated pages, then the site in build/site
 docs: .venv/ready

@@ -21,13 +21,15 @@ from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
 
 if TYPE_CHECKING:
+    from onward.flows.live_view.view import LiveView
+    from onward.flows.machine.findings import MachineReport
+    from onward.flows.planning.whole_run import RunPlan
     from onward.flows.run_status import RunOutcome, RunStatus
     from onward.trainer.config.loading import Override
     from onward.trainer.config.run_config import RunConfig
     from onward.trainer.diagnostics.difference import Difference
     from onward.trainer.diagnostics.doctor import Diagnosis
     from onward.trainer.onnx_import.imported_graph import ImportedGraph
-    from onward.trainer.parallel.plan_record import Plan
 
 __all__ = ["checked_config", "config", "origins"]  # beside what is defined here
 
@@ -49,9 +51,13 @@ def run(config: Config, overrides: Overrides = (), /, *, profile: str = "", **se
     the other errors of `onward.OnwardError` for a run that ended without an exported file.
     """
     require_flow("onward.run")
-    print("onward: checking the configuration, the model and the data", file=sys.stderr, flush=True)
-    given = Given.of(config, overrides, sections, profile=profile)
-    return _train(given.checked_here(), origins=given.layered().origins)
+    from onward.flows.live_view.view import live_view
+
+    asked_ms = time.time_ns() // 1_000_000
+    with live_view() as view:
+        print("onward: checking the configuration, the model and the data", file=sys.stderr, flush=True)
+        given = Given.of(config, overrides, sections, profile=profile)
+        return _train(given.checked_here(), view, origins=given.layered().origins, asked_ms=asked_ms)
 
 
 def resume(run: str = "last", overrides: Overrides = (), /, *, from_start: bool = False) -> RunOutcome:
@@ -66,40 +72,49 @@ def resume(run: str = "last", overrides: Overrides = (), /, *, from_start: bool 
     from the main thread like it.
     """
     require_flow("onward.resume")
+    from onward.flows.live_view.view import live_view
     from onward.flows.resuming import checked_run, outcome_if_finished
     from onward.trainer.run.directory import read_settings
     from onward.trainer.run.local_copies import LocalCopies
     from onward.trainer.run.records import read_record
 
+    asked_ms = time.time_ns() // 1_000_000
     changes: list[Override] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
     found = checked_run(run, changes, from_start=from_start)
     if outcome := outcome_if_finished(found, changes):
         return outcome
     known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
-    saved = Given(read_settings(found), changes, lambda sections: problems_of(sections, known, resumed=True))
-    resolved = saved.checked_here(resumed=True)
-    return _train(resolved, resume=found.root.name)
+    with live_view() as view:
+        saved = Given(read_settings(found), changes, lambda sections: problems_of(sections, known, resumed=True))
+        resolved = saved.checked_here(resumed=True)
+        return _train(resolved, view, resume=found.root.name, asked_ms=asked_ms)
 
 
-def _train(config: RunConfig, *, resume: str = "", origins: Mapping[str, str] = MappingProxyType({})) -> RunOutcome:
+def _train(
+    config: RunConfig,
+    view: LiveView,
+    *,
+    resume: str = "",
+    origins: Mapping[str, str] = MappingProxyType({}),
+    asked_ms: int,
+) -> RunOutcome:
     from onward.flows.flow_log import flow_log
     from onward.flows.local_run import close_flow_run, create_flow_run, prefect_server, run_to_end
     from onward.flows.run_status import outcome_of
     from onward.flows.runs import how_to_continue, may_continue
     from onward.trainer.run.origins import record_origins
 
-    asked_ms = time.time_ns() // 1_000_000
+    grace_s = config.launch.stop_grace_s
     # the signal handler first: starting the server takes seconds, in which the process may be stopped
-    with exit_on_sigterm(), acknowledged_interrupt(config.launch.stop_grace_s), prefect_server():
+    with exit_on_sigterm(), acknowledged_interrupt(grace_s, say=view.say), prefect_server():
         print("onward: opening the flow in Prefect", file=sys.stderr, flush=True)
-        from onward.flows.progress import live_progress  # imports Prefect, which reads its environment then
-
         run, flow_run = create_flow_run(config, resume=resume, asked_ms=asked_ms)
         print(f"onward: run {flow_run.name} in {run.root}", file=sys.stderr)
         if not resume:
             record_origins(run, config, origins)
         try:
-            with flow_log(run) as terminal, live_progress(run, stream=terminal):
+            with flow_log(run):
+                view.attach(run, flow_run.name)
                 exported = run_to_end(flow_run, config, resume=resume)
         except BaseException as error:
             close_flow_run(flow_run, error)
@@ -152,19 +167,46 @@ def runs() -> list[RunStatus]:
     return described_runs(all_runs())
 
 
-def plan(config: Config, overrides: Overrides = (), /, *, profile: str = "", **sections: Any) -> Plan:
-    """Return how a run would be divided over its ranks, and the memory and messages of each; takes what `run` takes.
+def examine(hostfile: AnyPath = "") -> MachineReport:
+    """Return what an examination of this machine has found, and with `hostfile` of its hosts: MPI, disks, servers ...
 
-    With `parallel = "auto"` the sizes are chosen. Raises ConfigError or UnsupportedModel when no such division exists.
+    Starts ranks under mpirun, and takes some seconds. Call from the main thread. Raises ConfigError when there is no
+    such hostfile; what else is wrong is in the record.
+    """
+    path = os.fspath(hostfile) and Path(hostfile).resolve()
+    if path and not path.is_file():
+        raise ConfigError(f"there is no hostfile {path}")
+    with prefect_at_home():
+        from onward.flows.machine.examine import examine as examine_machine
+    return examine_machine(str(path or ""))
+
+
+def plan(
+    config: Config, overrides: Overrides = (), /, *, profile: str = "", measure: int = 0, **sections: Any
+) -> RunPlan:
+    """Return how a run would be divided over its ranks, and what it takes: memory, messages, steps, time, disk.
+
+        onward.plan("config.toml", measure=10).time.total_s
+
+    Takes what `run` takes. With `parallel = "auto"` the sizes are chosen. `measure`: first train so many steps on the
+    ranks, in a directory that is deleted, without Prefect and MLflow, and keep how long they took, also for later
+    plans; the main thread must call it then. Raises ConfigError or UnsupportedModel when no such division exists.
     """
     require_flow("onward.plan")
     with prefect_at_home():
-        from onward.tasks.configure import plan as make_plan
+        from onward.flows.planning.whole_run import plan_run
         from onward.tasks.registered_models import with_registered
+    from onward.trainer.config.flat_settings import origins_of
     from onward.trainer.data.reading.fetching import fetch
 
-    resolved = checked_config(config, overrides, profile=profile, **sections)
-    return make_plan(resolved, fetch(resolved, with_registered(resolved))[0])
+    given = Given.of(config, overrides, sections, profile=profile)
+    resolved = given.load(given.check)
+    copies, _ = fetch(resolved, with_registered(resolved))
+    where = origins_of(resolved, given.layered().origins)
+    if not measure:
+        return plan_run(resolved, copies, origins=where)
+    with exit_on_sigterm():
+        return plan_run(resolved, copies, measured_steps=measure, origins=where)
 
 
 # -- models

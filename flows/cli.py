@@ -134,9 +134,16 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
         (collection.gc, notes("onward gc", "onward gc --days 7 --keep 3 --yes", exits=(0, 2))),
     ],
     "Inspect": [
-        (inspection.doctor, notes("onward doctor model.onnx", exits=(0, 2))),
+        (inspection.doctor, notes("onward doctor", "onward doctor model.onnx", exits=(0, 2, 3))),
         (inspection.config, notes("onward config digits.toml optimizer.learning_rate=3e-4", exits=(0, 2))),
-        (inspection.plan, notes("onward plan digits.toml parallel.tensor=2", exits=(0, 2, 3))),
+        (
+            inspection.plan,
+            notes(
+                "onward plan digits.toml parallel.tensor=2",
+                "onward plan digits.toml --measure",
+                exits=(0, 2, 3, 6, 7, 70, 75),
+            ),
+        ),
         (inspection.diff, notes("onward diff model.onnx trained.onnx", exits=(0, 1, 2))),
     ],
     "Models": [

@@ -139,12 +139,17 @@ def checked_config(config: Config, overrides: Overrides = (), /, *, profile: str
 
 def problems_of(sections: Mapping[str, Any], known: LocalCopies | None = None, *, resumed: bool = False) -> list[str]:
     """Return what is wrong with the files and the data of a configuration; what is named by URL is fetched first."""
+    from onward.tasks.import_check import import_problems
     from onward.tasks.registered_models import with_registered
     from onward.trainer.config.rules.ranks import sizes_beside_auto
-    from onward.trainer.diagnostics.config_check import check_files_and_data
+    from onward.trainer.data.reading.fetching import fetch
+    from onward.trainer.diagnostics.config_check import check_local_files
+    from onward.trainer.run.local_copies import with_copies
 
     problems = [] if resumed or "parallel" not in sections else list(sizes_beside_auto(sections["parallel"]))
     try:
-        return [*problems, *check_files_and_data(sections, with_registered(sections, known))]
+        copies, absent = fetch(sections, with_registered(sections, known))
+        local = with_copies(sections, copies)
+        return [*problems, *absent, *check_local_files(local), *import_problems(local)]
     except ConfigError as error:
         return [*problems, *error.problems]

@@ -1,8 +1,11 @@
 """The log of a flow: Onward's own lines on the terminal, and everything in RUN_DIR/flow.log.
 
-    onward.* -----------------------> terminal (stderr)
-    onward.*, Prefect, MLflow, ... -> flow.log, with tracebacks
-    what libraries print on stderr -> flow.log
+    onward.*, warnings of tasks beside the training -> terminal (stderr)
+    onward.*, Prefect, MLflow, ... -----------------> flow.log, with tracebacks
+    what libraries print on stderr -----------------> flow.log
+
+What is said once is not said again: a record with `also_in` = "train.log" is not in flow.log, and one with "result",
+which the table at the end shows, not on the terminal. Prefect's page of the run has both.
 
 On a full disk flow.log has a gap, and the terminal one line that says so.
 """
@@ -10,8 +13,10 @@ On a full disk flow.log has a gap, and the terminal one line that says so.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +25,23 @@ from typing import TextIO
 from onward.trainer.run.directory import RunDir
 
 
+class NamedFormatter(logging.Formatter):
+    """Names the module or the task that a record of a task run is from, and not Prefect's one logger for all tasks."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the name is logging's
+        task = getattr(record, "task_run_name", "") if record.name == "prefect.task_runs" else ""
+        named = copy.copy(record)
+        named.name = getattr(record, "of_onward", f"{record.name} {task}".rstrip())
+        return super().formatMessage(named)
+
+
 class FlowLog(logging.FileHandler):
     """Writes flow.log. A line that cannot be written is left out, and the first of them is reported once."""
 
     def __init__(self, path: Path, terminal: TextIO) -> None:
         super().__init__(path, errors="replace")
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(NamedFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.addFilter(lambda record: getattr(record, "also_in", "") != "train.log")
         self._terminal = terminal
         self._complete = True
 
@@ -51,8 +67,8 @@ class FlowLog(logging.FileHandler):
 class _Printed(io.TextIOBase):
     """What is printed on stderr, which goes into the log."""
 
-    def __init__(self, log: FlowLog, terminal: TextIO) -> None:
-        self.terminal = terminal
+    def __init__(self, log: FlowLog, terminal: TextIO, said: set[str]) -> None:
+        self.terminal, self.said = terminal, said
         self._log = log
 
     def write(self, text: str) -> int:
@@ -73,12 +89,13 @@ class _Printed(io.TextIOBase):
 @contextlib.contextmanager
 def own_log(run: RunDir) -> Iterator[None]:
     """Write the log of a flow that no command has opened: of a run of a deployment, which a worker has started."""
-    root = logging.getLogger()
+    root, own = logging.getLogger(), logging.getLogger("onward")
     if any(isinstance(handler, FlowLog) for handler in root.handlers):
         yield
         return
-    log_file = FlowLog(run.root / "flow.log", sys.stderr)
+    log_file, level = FlowLog(run.root / "flow.log", sys.stderr), own.level
     root.addHandler(log_file)
+    own.setLevel(logging.INFO)
     try:
         yield
     except Exception as error:
@@ -88,6 +105,7 @@ def own_log(run: RunDir) -> Iterator[None]:
         log_file.handle(record)
         raise
     finally:
+        own.setLevel(level)
         root.removeHandler(log_file)
         log_file.close()
 
@@ -99,16 +117,19 @@ def flow_log(run: RunDir) -> Iterator[TextIO]:
 
     run.root.mkdir(parents=True, exist_ok=True)
     # of a trial, whose log is inside that of its sweep, it is the sweep's terminal
-    shown = sys.stderr.terminal if isinstance(sys.stderr, _Printed) else sys.stderr
+    sweep = sys.stderr if isinstance(sys.stderr, _Printed) else None
+    shown, said = (sweep.terminal, sweep.said) if sweep else (sys.stderr, set[str]())
     log_file = FlowLog(run.root / "flow.log", shown)
     terminal = logging.StreamHandler(shown)
     terminal.setFormatter(logging.Formatter("%(message)s"))
-    terminal.addFilter(lambda record: record.name.startswith("onward."))
+    terminal.addFilter(_is_for_the_terminal)
+    if sweep:  # whose trials have the same data, machine and warnings
+        terminal.addFilter(lambda record: _is_new(record, said))
     root = logging.getLogger()
     before, root.handlers = root.handlers, [log_file, terminal]  # this removes Prefect's console handler
     logging.getLogger("onward").setLevel(logging.INFO)
     try:
-        with contextlib.redirect_stderr(_Printed(log_file, shown)):
+        with contextlib.redirect_stderr(_Printed(log_file, shown, said)):
             try:
                 yield shown
             finally:
@@ -118,3 +139,16 @@ def flow_log(run: RunDir) -> Iterator[TextIO]:
     finally:
         root.handlers = before
         log_file.close()
+
+
+def _is_for_the_terminal(record: logging.LogRecord) -> bool:
+    beside = hasattr(record, "of_onward") and record.levelno >= logging.WARNING
+    return (record.name.startswith("onward.") or beside) and getattr(record, "also_in", "") != "result"
+
+
+def _is_new(record: logging.LogRecord, said: set[str]) -> bool:
+    """Return whether no trial has said the same, but for the seconds that it took."""
+    text = re.sub(r"\b\d+\.\d+ s\b", "", record.getMessage())
+    is_new = text not in said
+    said.add(text)
+    return is_new

@@ -1,15 +1,15 @@
-"""Print the results of `onward doctor`, `onward init`, `onward diff` and `onward plan` as tables."""
+"""Print the results of `onward doctor`, `onward init` and `onward diff` as tables, and the layout of `onward plan`."""
 
 from __future__ import annotations
 
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from onward.flows.report import as_toml, table
+from onward.flows.report import as_toml, table, wrapped
 
 if TYPE_CHECKING:
+    from onward.flows.machine.findings import MachineReport
     from onward.trainer.diagnostics.difference import Difference, TensorChange
     from onward.trainer.diagnostics.doctor import Diagnosis, Operator, Unsupported, Weight
     from onward.trainer.parallel.plan_record import Plan
@@ -49,9 +49,9 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
         if entries:
             _title(title)
         for what, remedy in entries:
-            print(_wrapped(what, "  - "))
+            print(wrapped(what, "  - "))
             if remedy:
-                print(_wrapped(remedy, "    -> "))
+                print(wrapped(remedy, "    -> "))
     if found.trials:
         show_trials(found.trials, everything=everything)
 
@@ -63,13 +63,13 @@ def show_trials(found: PreprocessingTrials, *, everything: bool) -> None:
     _some(rows, (found.measure, "loss", "rows", "settings"), everything=everything)
     best = found.trials[0]
     if found.model_classes:
-        print(_wrapped(_labels(found), "  - "))
+        print(wrapped(_labels(found), "  - "))
     if found.other_order:
-        print(_wrapped(_other_order(found), "  - "))
+        print(wrapped(_other_order(found), "  - "))
     elif not found.better_than_chance:
         guess = "always naming the most frequent class" if found.measure == "accuracy" else "always naming the mean"
         print(
-            _wrapped(
+            wrapped(
                 f"none is better than chance: {guess} gives {found.chance:.3f}. The head is not trained for these "
                 "labels, the labels are in another column or order, or the preprocessing is none of these",
                 "  - ",
@@ -125,18 +125,6 @@ def _importable(found: Diagnosis) -> str:
     if not found.importable:
         return f"no: {len(found.unsupported)} problems, listed below"
     return "yes" if found.runtime.opens else "yes, but onnxruntime rejects the file"
-
-
-def _wrapped(text: str, mark: str) -> str:
-    deeper = " " * len(mark)
-    return textwrap.fill(
-        text,
-        116,
-        initial_indent=mark,
-        subsequent_indent=deeper,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _how(use: Operator) -> str:
@@ -216,6 +204,23 @@ def _title(text: str) -> None:
     print(f"\n{text}")
 
 
+# -- the machine
+
+
+def show_machine(found: MachineReport) -> None:
+    """Print the findings about a machine, problems with what to do, and a last line with their number."""
+    for finding in found.findings:
+        what, *more = finding.what.splitlines()
+        print(wrapped(f"{finding.check}: {what}", f"{finding.level:8}"))
+        for line in more:  # the output of another program
+            print(f"{'':8}{line}")
+        if finding.fix:
+            print(wrapped(finding.fix, f"{'':8}-> "))
+    number = {level: sum(each.level == level for each in found.findings) for level in ("problem", "note")}
+    kinds = [f"{count} {level}{'s' * (count != 1)}" for level, count in number.items()]
+    print(f"\n{found.host}: {' and '.join(kinds)}, found in {found.elapsed_s:.1f} s")
+
+
 # -- proposals
 
 
@@ -223,20 +228,20 @@ def show_proposed(found: Proposed, to_train: str) -> None:
     """Print what was guessed and why, the open questions, the proof, and the next command."""
     table([(f"{guess.setting} = {guess.value}", guess.reason) for guess in found.guesses])
     for note in found.notes:
-        print(_wrapped(note, "  - "))
+        print(wrapped(note, "  - "))
     if found.questions:
         _title(f'decide these in {found.path}, where they are "?"')
         for question in found.questions:
-            print(_wrapped(f"{question.setting}: {question.what}", "  - "))
+            print(wrapped(f"{question.setting}: {question.what}", "  - "))
     if found.proof:
         _title("proof")
         print(found.proof.summary)
         if found.proof.loss_after > found.proof.loss_before:
-            print(_wrapped("the loss has not fallen: optimizer.learning_rate may be too high or too low", "  - "))
+            print(wrapped("the loss has not fallen: optimizer.learning_rate may be too high or too low", "  - "))
     if found.refused:
         _title(f"{found.path} does not train yet")
         for problem in found.refused:
-            print(_wrapped(problem, "  - "))
+            print(wrapped(problem, "  - "))
     _title("written")
     print(found.path)
     _title("then" if found.questions or found.refused else "next")
@@ -285,7 +290,7 @@ def show_plan(found: Plan, *, everything: bool) -> None:
     if found.considered:
         _title("considered")
         for line in _few([(line,) for line in found.considered], everything=everything):
-            print(_wrapped(line[0], "  - "))
+            print(wrapped(line[0], "  - "))
 
 
 def _division(found: Plan) -> Iterator[tuple[str, str]]:

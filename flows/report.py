@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import math
+import textwrap
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,19 @@ def table(rows: Iterable[tuple[str, ...]], *, heads: tuple[str, ...] = ()) -> No
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def wrapped(text: str, mark: str) -> str:
+    """Return a text in lines of at most 116 characters, the first one behind `mark` and the others below it."""
+    deeper = " " * len(mark)
+    return textwrap.fill(
+        text,
+        116,
+        initial_indent=mark,
+        subsequent_indent=deeper,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -55,6 +69,7 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([("promotion", facts["promotion"])] if facts.get("promotion") else []),
         ("Prefect", str(facts["prefect_url"])),
         ("steps", f"{facts['step']} in {facts['elapsed_s']:.1f} s, {facts['attempts']} attempt(s)"),
+        *([("throughput", facts["throughput"])] if facts.get("throughput") else []),
         ("to look at it", "onward ui"),
     ]
 
@@ -132,7 +147,8 @@ def _meanings(section: type[Section], name: str) -> dict[str, str]:
 def as_toml(value: Any) -> str:
     # JSON's strings, numbers and booleans are valid TOML; only tables and arrays are written differently.
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {as_toml(item)}" for key, item in value.items()) + " }"
+        known = {key: item for key, item in value.items() if item is not None}  # TOML has no null
+        return "{ " + ", ".join(f"{json.dumps(key)} = {as_toml(item)}" for key, item in known.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(as_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False)

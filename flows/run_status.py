@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from onward.flows.costs import cost_line
 from onward.flows.report import bits_per_byte
 from onward.flows.run_cause import cause_of
 from onward.flows.runs import identity_of, is_running, reference_to
@@ -27,6 +28,7 @@ from onward.trainer.run.ending import ending_of
 from onward.trainer.run.records import (
     AttemptResult,
     ExportedModel,
+    MetricsSummary,
     Record,
     Rehearsal,
     RunIdentity,
@@ -123,6 +125,8 @@ class RunOutcome(RunStatus):
     """What became of `export.alias`, and why; "" without an alias."""
     registered: str
     """Name and version in MLflow's model registry; "" if it is not registered."""
+    throughput: str = ""
+    """What the training has cost: samples, tokens and FLOPs in a second, MFU, memory, data wait, checkpoint stall."""
 
 
 def describe(run: RunDir) -> RunStatus:
@@ -212,6 +216,7 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
         sha256=exported.sha256,
         variants=exported.variants,
         promotion=f"{exported.promotion.status}: {exported.promotion.reason}" if exported.promotion else "",
+        throughput=cost_line(read_record(run.metrics, MetricsSummary) if run.metrics.exists() else None),
         registered=f"{exported.registered_as} version {exported.version}" if exported.registered_as else "",
     )
 

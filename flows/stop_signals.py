@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from onward.trainer.errors import RuntimeUnavailable
 
@@ -33,9 +33,13 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def acknowledged_interrupt(grace_s: float) -> Iterator[None]:
-    """Say at once what follows on Ctrl-C inside: the first one saves, the next one does not wait for that."""
+def acknowledged_interrupt(grace_s: float, *, say: Callable[[str], object] | None = None) -> Iterator[None]:
+    """Say at once what follows on Ctrl-C inside: the first one saves, the next one does not wait for that.
+
+    say: prints a line, and may be called in a signal handler; None = on stderr.
+    """
     before, number = signal.getsignal(signal.SIGINT), 0
+    say = say or _written
 
     def interrupt(signum: int, frame: object) -> None:
         nonlocal number
@@ -46,7 +50,7 @@ def acknowledged_interrupt(grace_s: float) -> Iterator[None]:
             if number == 1
             else "stopping at once, without saving"
         )
-        os.write(2, f"\nonward: {said}\n".encode())  # not print, which this signal may have interrupted
+        say(f"onward: {said}")
         raise KeyboardInterrupt
 
     if before is not signal.default_int_handler:  # ignored, or handled by a program that calls this one
@@ -57,3 +61,8 @@ def acknowledged_interrupt(grace_s: float) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _written(text: str) -> None:
+    """Write a line to stderr: not with print, which a signal may have interrupted."""
+    os.write(2, f"\n{text}\n".encode())

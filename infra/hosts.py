@@ -1,4 +1,4 @@
-"""The hosts of an MPI hostfile: read them, and ask over ssh, as mpirun does, which of them answer."""
+"""The hosts of an MPI hostfile: read them, and ask over ssh, as mpirun does, which of them answer, and the time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import re
 import shlex
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from onward.infra.mpirun import environment_of_ranks
@@ -49,21 +51,60 @@ def silence(silent: Mapping[str, str]) -> str:
     return f"{len(silent)} host{'s do' if len(silent) > 1 else ' does'} not answer: {named}"
 
 
+@dataclass(frozen=True)
+class Skew:
+    """How much the clock of a host differs from the one here."""
+
+    seconds: float
+    """Positive if it is ahead."""
+    uncertain_s: float
+    """Half of the time that the question took."""
+
+
+def clock_skews(hosts: Sequence[str], users: Mapping[str, str] = os.environ) -> dict[str, Skew | None]:
+    """Return the skew of each host; None where its clock could not be read. They are asked at the same time."""
+    if not hosts:
+        return {}
+    with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as threads:
+        return dict(zip(hosts, threads.map(lambda host: _skew(host, users), hosts), strict=True))
+
+
+def _skew(host: str, users: Mapping[str, str]) -> Skew | None:
+    if _is_here(host):
+        return Skew(0.0, 0.0)
+    asked_at = time.time()
+    said, problem = _ask(host, users, "date +%s.%N")
+    answered_at = time.time()
+    try:
+        return None if problem else Skew(float(said) - (asked_at + answered_at) / 2, (answered_at - asked_at) / 2)
+    except ValueError:
+        return None
+
+
 def _problem(host: str, users: Mapping[str, str]) -> str:
     """Return why a host does not answer; "" if it does."""
-    if host in ("localhost", "127.0.0.1", socket.gethostname()):
-        return ""
+    return "" if _is_here(host) else _ask(host, users, "true")[1]
+
+
+def _is_here(host: str) -> bool:
+    return host in ("localhost", "127.0.0.1", socket.gethostname())
+
+
+def _ask(host: str, users: Mapping[str, str], question: str) -> tuple[str, str]:
+    """Return what a command on a host printed, and why it could not be run; "" if it could."""
     environment = environment_of_ranks(users)
     # several agents are separated by colons, and mpirun takes the first that it finds
     agent = shlex.split(environment.get("PRTE_MCA_plm_ssh_agent", "ssh").split(":")[0])
-    command = [*agent, *shlex.split(environment["PRTE_MCA_plm_ssh_args"]), host, "true"]
+    command = [*agent, *shlex.split(environment["PRTE_MCA_plm_ssh_args"]), host, question]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S, env=environment
         )
     except subprocess.TimeoutExpired:
-        return f"no answer in {PROBE_S:g} s"
+        return "", f"no answer in {PROBE_S:g} s"
     except OSError as error:
-        return f"{command[0]} cannot be started: {error.strerror}"
+        return "", f"{command[0]} cannot be started: {error.strerror}"
     said = " ".join(done.stderr.split())
-    return "" if done.returncode == 0 else said[-300:] or f"{command[0]} ended with status {done.returncode}"
+    if done.returncode == 0:
+        return done.stdout.strip(), ""
+    return "", said[-300:] or f"{command[0]} ended with status {done.returncode}"

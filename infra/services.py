@@ -177,10 +177,12 @@ def _start_if_needed(home: Path, name: str) -> str:
         if supervisor is not None and supervisor.poll() and not is_supervised(home, name):
             break
         time.sleep(0.1)
-    raise ServiceError(
-        f"the {name} server does not start (time limit {START_TIMEOUT_S:g} s); the end of its log "
-        f"{directory(home) / name}.log shows why:\n{log_tail(home, name, 2000)}"
-    )
+    log, path = log_tail(home, name, 2000).strip(), f"{directory(home) / name}.log"
+    if not log:  # it has failed at nothing yet
+        why = f"its log {path} is empty, as on a machine with too much to do; try again when less runs on it"
+    else:
+        why = f"the end of its log {path} shows why:\n{log}"
+    raise ServiceError(f"the {name} server does not start (time limit {START_TIMEOUT_S:g} s); {why}")
 
 
 def _start_supervisor(home: Path, name: str, *, port: int = 0) -> subprocess.Popen[bytes]:

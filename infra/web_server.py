@@ -31,6 +31,8 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 HOSTS = ("127.0.0.1", "localhost")
+BACKLOG = 2048
+"""Connections that may wait; uvicorn's own number."""
 HEALTH = ("/health", "/api/health")
 """Paths that answer without a login, to those who wait for the server."""
 
@@ -76,10 +78,15 @@ class RequestCheck:
 
 
 def main(name: str, home: Path, port: int) -> None:
-    """Run a server until SIGTERM. The port is bound before the application is made, which takes seconds."""
+    """Run a server until SIGTERM. The port is taken before the application is made, which takes seconds.
+
+    Who connects meanwhile waits for the answer.
+    """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
+        # at once: several sockets can be bound to a port until one of them listens, and all others fail then
+        listener.listen(BACKLOG)
         checked = RequestCheck(_prefect()) if name == "prefect" else RequestCheck(_mlflow(home), login=login(home))
         server = uvicorn.Server(uvicorn.Config(checked, log_level="warning"))
         server.run(sockets=[listener])

@@ -24,6 +24,7 @@ from prefect.settings import get_current_settings
 from onward.infra import mlflow_store, tracking
 from onward.infra.git import commit_of
 from onward.infra.tracking import page_on_own_server
+from onward.tasks.import_check import import_problems
 from onward.tasks.machine_check import machine_problems
 from onward.tasks.registered_models import store_of, with_registered
 from onward.tasks.shown_in_mlflow import first_tags, parameters
@@ -33,7 +34,6 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.rules.ranks import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.section import Section
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.signature import model_digest
 from onward.trainer.data.tables.chosen_columns import with_columns
@@ -79,7 +79,8 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
             return list(error.problems)
         if "parallel" in sections and not run.config.exists():
             problems += sizes_beside_auto(sections["parallel"])
-        return [*problems, *check_local_files(with_copies(sections, copies))]
+        local = with_copies(sections, copies)
+        return [*problems, *check_local_files(local), *import_problems(local)]
 
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
     config = build_config(dict(settings), check=check)
@@ -90,7 +91,9 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
         config = saved.model_copy(update={"stop": config.stop})
         if config != saved:
             write_record(run.config, config)
-            log.info("[stop] was %s, and is now %s", _table(saved.stop), _table(config.stop))
+            for name, before in saved.stop:
+                if (value := getattr(config.stop, name)) != before:
+                    log.info("stop.%s was %s, and is now %s", name, before, value)
         _write_copies(run, copies)
     else:
         if missing := machine_problems(dict(config)):
@@ -134,10 +137,6 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
             [f"{key} was {before.get(key)!r} when the run began, now {now.get(key)!r}" for key in changed]
             + ["a run keeps the configuration that it began with: resume it without changes, or start a new run"]
         )
-
-
-def _table(section: Section) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in section.model_dump(mode="json").items()) or "empty"
 
 
 def quantize(run: RunDir, config: RunConfig, copies: LocalCopies = NONE) -> None:

@@ -30,6 +30,7 @@ from onward.tasks.prefect_results import show_result
 from onward.tasks.promotion import promote
 from onward.tasks.shown_in_mlflow import result_tags, version_tags
 from onward.tasks.subprocesses import run_module
+from onward.tasks.task_logger import IN_RESULT
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.urls import redacted, url_of
@@ -158,7 +159,7 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
     name = config.export.register_as or config.name
     tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
     version = _register_with_retries(tracker, file, name)
-    log.info("registered %s as version %s of %s", exported.path, version, name)
+    log.info("registered %s as version %s of %s", exported.path, version, name, extra=IN_RESULT)
     registered = exported.model_copy(update={"registered_as": name, "version": version})
     write_record(run.exported, registered)
     _show_result(run, registered, tracker)

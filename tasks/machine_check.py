@@ -48,7 +48,7 @@ def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
     if resumed:
         return problems
     if monitor := sections.get("monitor"):
-        problems += _store_problems(store_of(monitor))
+        problems += store_problems(store_of(monitor))
     if {"model", "train", "checkpoint", "monitor", "export", "parallel", "launch"} <= sections.keys():
         problems += _space_problems(RunConfig.model_construct(**dict(sections)))
     return problems
@@ -102,7 +102,7 @@ def _hostfile_problems(launch: LaunchConfig, ranks: int) -> Iterator[str]:
         )
 
 
-def _store_problems(uri: str) -> Iterator[str]:
+def store_problems(uri: str) -> Iterator[str]:
     """Yield why nothing listens where the MLflow server should be."""
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https") or not parts.hostname:

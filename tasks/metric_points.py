@@ -3,7 +3,8 @@
 train/        loss, learning rate, gradient norm, norms of weights
 evaluation/   an evaluation's metrics; the same points belong to the checkpoint and to the exported file of the step
 test/         the exported file's metrics on data.test_source
-perf/         samples_per_s, step_s, data_wait, checkpoint_stall_s: what the training costs
+perf/         what training costs: samples_per_s, tokens_per_s, step_s, data_wait, tflops, mfu, memory_bytes
+              (trainer/parallel/throughput.py), and checkpoint_stall_s
 system/       processor, memory, disk and GPU of each node (trainer/run/node_usage.py)
 exported/     what only the exported file has, such as its parity
 """
@@ -18,7 +19,7 @@ from onward.infra.tracking import Point, metric_name
 from onward.trainer.config.sections.metrics import AVERAGE_METRICS
 from onward.trainer.events import Event, read_events
 
-PERFORMANCE = ("samples_per_s", "step_s", "data_wait")
+PERFORMANCE = ("samples_per_s", "tokens_per_s", "step_s", "data_wait", "tflops", "mfu", "memory_bytes")
 """Scalars that the event log has as `train/NAME`."""
 SAME = 1e-3
 """Greatest relative difference between onnxruntime's value of a metric and the trained module's."""

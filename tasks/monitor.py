@@ -28,7 +28,7 @@ from onward.tasks.prefect_events import emit
 from onward.tasks.prefect_results import show_curve
 from onward.tasks.prefect_server import prefect_answers
 from onward.tasks.pruning import MedianRule
-from onward.tasks.task_logger import Log, task_logger
+from onward.tasks.task_logger import IN_TRAIN_LOG, Log, task_logger
 from onward.tasks.training_progress import Periodic, Progress
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
@@ -112,7 +112,10 @@ def _outcome(run: RunDir) -> Literal["FINISHED", "FAILED", "KILLED"]:
 
 
 class LogLines:
-    """Logs each resume, evaluation and checkpoint and an early end, and the progress every LOG_PERIOD_S."""
+    """Logs each resume, evaluation and checkpoint and an early end, and the progress every LOG_PERIOD_S.
+
+    Evaluations and checkpoints are in train.log already; these lines are for Prefect's page of the run.
+    """
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -126,11 +129,11 @@ class LogLines:
             log("attempt %d %s", event.attempt, event.fields["resumed"])
         elif self._live and event.kind == "evaluation":
             values = (f"{key} {value:.4g}" for key, value in event.fields["values"].items())
-            self._log.info("step %d: %s", event.step, ", ".join(values))
+            self._log.info("step %d: %s", event.step, ", ".join(values), extra=IN_TRAIN_LOG)
         elif self._live and event.kind == "bad_values":
             self._log.warning("step %d: %s", event.step, event.fields["text"])
         elif self._live and event.kind == "checkpoint":
-            self._log.info("step %d: saved %s", event.step, event.fields["path"])
+            self._log.info("step %d: saved %s", event.step, event.fields["path"], extra=IN_TRAIN_LOG)
         elif self._live and event.kind == "end" and event.fields.get("ended_early"):
             self._log.info("step %d: the run ends early: %s", event.step, event.fields["ended_early"])
 

@@ -31,6 +31,7 @@ from onward.tasks.prefect_events import emit
 from onward.tasks.prefect_server import prefect_answers
 from onward.tasks.shown_in_mlflow import about_version
 from onward.tasks.subprocesses import run_module
+from onward.tasks.task_logger import IN_RESULT
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.directory import RunDir, comparison_in, onward_home, read_config
@@ -66,7 +67,7 @@ def promote(run: RunDir, exported: ExportedModel, *, approved: bool | None = Non
         ) from error
     exported = exported.model_copy(update={"promotion": decision})
     write_record(run.exported, exported)
-    log.info("version %s of %s: %s", version.version, version.name, decision.reason)
+    log.info("version %s of %s: %s", version.version, version.name, decision.reason, extra=IN_RESULT)
     what = {"model": version.name, "version": version.version, "alias": decision.alias, "reason": decision.reason}
     emit("promotion", run, what | {"status": decision.status}, about=decision.status)
     return exported

@@ -14,6 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from onward.infra.mlflow_store import TrackingError
 from onward.infra.tracking import DataSplit, Port, Tracker
 from onward.tasks.shown_in_mlflow import digests_of
+from onward.tasks.task_logger import IN_RESULT
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
@@ -63,9 +64,9 @@ def shard_data(run: RunDir) -> ShardManifest:
     if manifest.test:
         log.info("%d rows are kept for the test of the exported file", manifest.rows("test"))
     if manifest.preprocessing:
-        log.info("%s", manifest.preprocessing)
+        log.info("%s", manifest.preprocessing, extra=IN_RESULT)
     if masks := describe_masks(config, manifest.fitted):
-        log.info("%s", masks)
+        log.info("%s", masks, extra=IN_RESULT)
     if manifest.skipped:
         rows = "; ".join(manifest.skipped_rows[:5])
         log.warning("%d bad rows were left out (data.bad_rows = 'skip'): %s", manifest.skipped, rows)

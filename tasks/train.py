@@ -65,7 +65,8 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         wait_until_ready(run, config)
         config = read_config(run)  # a retry may have changed it
         attempt = Attempt.begin(run, config)
-        log.info("attempt %d: %d ranks, log: %s", attempt.number, config.world_size, run.log(attempt.number))
+        ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
+        log.info("attempt %d: %s, log: %s", attempt.number, ranks, run.log(attempt.number))
         with attempt.recorded_if_interrupted(config):
             outcome = mpi_job(run, config, attempt=attempt.number).run()
     except mpirun.LaunchError as error:

@@ -1,4 +1,4 @@
-"""The progress of a training, computed from its event log; used by the monitor and by the terminal's progress bar."""
+"""The progress of a training, computed from its event log; used by the monitor and by the live view in the terminal."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Literal
 
 from onward.trainer.events import Event
 from onward.trainer.run.records import MetricsSummary
+
+COSTS = ("tokens_per_s", "tflops", "mfu", "memory_bytes")
+"""Scalars of a line that it need not have."""
 
 
 class Progress:
@@ -21,6 +24,8 @@ class Progress:
         self._samples_per_step = math.nan
         self._speeds: list[float] = []
         self._waits: list[float] = []
+        self._costs: dict[str, list[float]] = {}
+        self._stalls: dict[int, float] = {}
         self._first: dict[str, float] = {}
         self._last: tuple[int, dict[str, float]] = (-1, {})
 
@@ -43,6 +48,11 @@ class Progress:
             if (wait := values.get("train/data_wait")) is not None:
                 self.data_wait = wait
                 self._waits.append(wait)
+            for name in COSTS:
+                if cost := values.get(f"train/{name}"):
+                    self._costs.setdefault(name, []).append(cost)
+        elif event.kind == "times":  # of an attempt so far
+            self._stalls[event.attempt] = event.fields.get("seconds", {}).get("checkpoint", 0.0)
         elif event.kind == "evaluation":
             if event.step == 0 and not self._first:
                 self._first = values
@@ -66,6 +76,10 @@ class Progress:
         parts = [] if math.isnan(self.loss) else [f"loss {self.loss:.4g}"]
         if not math.isnan(self.samples_per_s):
             parts.append(f"{self.samples_per_s:.4g} samples/s")
+        if "tokens_per_s" in self._costs:
+            parts.append(f"{self._costs['tokens_per_s'][-1]:.4g} tokens/s")
+        if "mfu" in self._costs:
+            parts.append(f"MFU {self._costs['mfu'][-1]:.1%}")
         if not math.isnan(self.data_wait):
             parts.append(f"data wait {self.data_wait:.1%}")
         if not math.isnan(self.remaining_s):
@@ -83,8 +97,15 @@ class Progress:
             last=self._last[1],
             samples_per_s=statistics.median(self._speeds or [0.0]),
             data_wait=statistics.median(self._waits or [0.0]),
+            costs=self._summed_costs(),
             ended_early=self.ended_early,
         )
+
+    def _summed_costs(self) -> dict[str, float]:
+        medians = {name: statistics.median(values) for name, values in self._costs.items()}
+        memory = {"memory_bytes": max(self._costs["memory_bytes"])} if "memory_bytes" in medians else {}
+        stall = {"checkpoint_stall_s": sum(self._stalls.values())} if self._stalls else {}
+        return medians | memory | stall
 
 
 class Periodic:

@@ -9,6 +9,7 @@
     python -m onward.trainer plan FOLDER                       estimate the layout: plan.json, or refused.json
     python -m onward.trainer quantize FOLDER                   insert QuantizeLinear: quantized/, or refused.json
     python -m onward.trainer rehearse FOLDER                   run a few rows: rehearsal.json, or refused.json
+    python -m onward.trainer try-import FOLDER                 run converters, look for cuts: imported.json
 
 All settings are in RUN_DIR/config.json. Exit status: 0 done, 75 stopped after saving a checkpoint, 70 failed
 (RUN_DIR/errors has the reason), 72 a newer attempt has taken over RUN_DIR, 78 refused: a retry would fail again.
@@ -206,10 +207,16 @@ def make_plan(folder: RunDir) -> int:
     """Estimate the layout for `config.json` in `folder`, and write plan.json there."""
     die_with_parent()
     from onward.trainer.export import export
+    from onward.trainer.model.fixed_batch import choose_fixed_batch
+    from onward.trainer.model.teacher import open_with_teacher
     from onward.trainer.parallel.planner import plan
+    from onward.trainer.rehearsal.needs import least_needs
 
     with export.exit_with_refusal(folder.root):
-        write_record(folder.root / "plan.json", plan(read_config(folder)))
+        config, _ = choose_fixed_batch(read_config(folder))
+        module = open_with_teacher(config).module
+        needs = least_needs(module, config)  # before the planner divides the module
+        write_record(folder.root / "plan.json", plan(config, module).model_copy(update={"needs": needs}))
     return 0
 
 
@@ -234,6 +241,15 @@ def make_rehearsal(folder: RunDir) -> int:
     return 0
 
 
+def make_import(folder: RunDir) -> int:
+    """Try what import.json in `folder` asks for, and write imported.json there."""
+    die_with_parent()
+    from onward.trainer.rehearsal.try_import import try_import
+
+    try_import(folder)
+    return 0
+
+
 def main() -> int:
     """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(
@@ -250,6 +266,7 @@ def main() -> int:
         ("plan", "estimate the layout of a run"),
         ("quantize", "insert QuantizeLinear and DequantizeLinear into a float model"),
         ("rehearse", "run a few micro-batches forward and backward, and compare the file with onnxruntime"),
+        ("try-import", "run converters, and look for cuts in the imported graph"),
     ):
         command = commands.add_parser(name, help=summary)
         command.add_argument("run", type=lambda path: RunDir(Path(path).resolve()))
@@ -272,6 +289,8 @@ def main() -> int:
         return make_quantized(arguments.run)
     if arguments.command == "rehearse":
         return make_rehearsal(arguments.run)
+    if arguments.command == "try-import":
+        return make_import(arguments.run)
     if arguments.command == "variant":
         return make_variant(arguments.run, arguments.what, folder=arguments.folder or arguments.run.export)
     if arguments.command == "compare":

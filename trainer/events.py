@@ -1,19 +1,22 @@
 """The event log: one JSON line per event, appended by rank 0; and the heartbeat that shows a job's progress.
 
-MLflow, TensorBoard and the progress bar are filled from the log. A line is
+MLflow, TensorBoard and the live view are filled from the log. A line is
 
     {"at_ms": 1767225600000, "attempt": 1, "step": 12, "kind": "scalars", "values": {"train/loss": 0.5}}
 
 Kinds: `start` (an attempt begins at `step`; `num_steps`, `num_samples`, `num_parameters`, `compute`: the type of the
-products; `resumed`: from which checkpoint and what is made again, in a sentence, else ""; `damaged`: newer checkpoints
-that were not used; `certificate`: the digest of the one that was), `scalars` (`values`), `evaluation` (`values`),
-`confusion` (`loss`: its output if there are several, else ""; `counts`: targets by [class][predicted class], of
-yes-or-no labels by [label][is][predicted]), `histogram` (`name`, `counts`, `edges`), `bad_values` (`text`: where an
-evaluation loss became NaN or infinite), `checkpoint` (`path`; `certificate`: its digests), `times` (`seconds`: what the
-attempt has spent its time on so far, see run/time_spent.py), `end` (`status`; `ended_early`: why, if [stop] ended the
-run before its last step, else "").
-Among the scalars are paces since the line before: `train/samples_per_s`, `train/step_s`, and `train/data_wait`, the
-share of the time in which ranks waited for their next samples, the mean over the ranks.
+products; `num_rows`: the samples of an epoch; `flops_per_sample`: forward and backward, of a sample of mean length,
+null if they cannot be counted; `peak_flops_per_s`: of all ranks, null if it is not known; `resumed`: from which
+checkpoint and what is made again, in a sentence, else ""; `damaged`: newer checkpoints that were not used;
+`certificate`: the digest of the one that was), `scalars` (`values`), `evaluation` (`values`), `confusion` (`loss`: its
+output if there are several, else ""; `counts`: targets by [class][predicted class], of yes-or-no labels by
+[label][is][predicted]), `histogram` (`name`, `counts`, `edges`), `bad_values` (`text`: where an evaluation loss became
+NaN or infinite), `checkpoint` (`path`; `certificate`: its digests), `times` (`seconds`: what the attempt has spent its
+time on so far, see run/time_spent.py), `end` (`status`; `ended_early`: why, if [stop] ended the run before its last
+step, else "").
+Among the scalars is what training has cost since the line before (parallel/throughput.py): `train/samples_per_s`,
+`train/step_s`, `train/data_wait`, the share of the time in which ranks waited for their next samples, the mean over the
+ranks; and, where they are known, `train/tokens_per_s`, `train/tflops`, `train/mfu`, `train/memory_bytes`.
 A resumed attempt repeats the steps after its checkpoint; readers keep the first line of each (key, step). A line that a
 crash cut off is removed when the next attempt opens the log.
 """
@@ -52,10 +55,14 @@ class Event:
 
 
 class EventWriter:
-    """Appends events to the log on rank 0; on the other ranks its methods do nothing."""
+    """Appends events to the log on rank 0; on the other ranks its methods do nothing.
 
-    def __init__(self, path: Path, *, attempt: int, rank: int) -> None:
-        self._attempt = attempt
+    announces: whether train.log gets a sentence for those of them that have one. Files of other events, which have the
+    same form, have none.
+    """
+
+    def __init__(self, path: Path, *, attempt: int, rank: int, announces: bool = True) -> None:
+        self._attempt, self._announces = attempt, announces
         self._file: IO[bytes] | None = _open_for_appending(path) if rank == 0 else None
 
     def emit(self, kind: str, step: int, **fields: Any) -> None:
@@ -66,7 +73,7 @@ class EventWriter:
             self._file.write(json.dumps(line, separators=(",", ":"), default=float).encode() + b"\n")
             # the monitor reads the log while training runs; fsync, which is slow, is left to `sync`
             self._file.flush()
-            if text := sentence(kind, step, fields):
+            if self._announces and (text := sentence(kind, step, fields)):
                 log.info("%s", text)
 
     def scalars(self, step: int, **values: float) -> None:

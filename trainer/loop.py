@@ -47,8 +47,11 @@ from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_le
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.optim.state import load_optimizer_parts, optimizer_parts, optimizer_shapes
 from onward.trainer.parallel.nonfinite.replay import BadValues
+from onward.trainer.parallel.peak import peak_of_ranks
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.rank_model import build_rank_model
+from onward.trainer.parallel.sample_flops import count_sample_flops
+from onward.trainer.parallel.throughput import Throughput
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult
 from onward.trainer.run.stopping import is_out_of_time, reason_to_end
@@ -94,15 +97,10 @@ def train(
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
     example, one_shape, beat = batches.example().inputs, batches.one_shape, heartbeat.beat
-    model = build_rank_model(
-        open_with_teacher(config, cached=bool(rows.soft_labels)),
-        config,
-        mesh,
-        mpi,
-        example=example,
-        one_shape=one_shape,
-        beat=beat,
-    )
+    trainable = open_with_teacher(config, cached=bool(rows.soft_labels))
+    flops = count_sample_flops(trainable.module, config, example, batches, mpi, beat=beat)  # before it is divided
+    model = build_rank_model(trainable, config, mesh, mpi, example=example, one_shape=one_shape, beat=beat)
+    del trainable  # what the graph still refers to would be kept
     reducer, trained = model.reducer, model.trained
     pipeline = Pipeline(
         model.stages,
@@ -197,7 +195,10 @@ def train(
         scaler.restore(state.scaler)
         checkpoints.previous = checkpoint.certificate
     compare_copies(state.step)  # nothing is broadcast: every rank has read its own parts
-    shown = {"num_samples": num_samples, "num_parameters": model.num_parameters, "compute": config.precision.compute}
+    peak = peak_of_ranks(config, mpi)
+    sizes = {"num_samples": num_samples, "num_rows": batches.num_rows, "num_parameters": model.num_parameters}
+    costs = {"flops_per_sample": flops.mean if flops else None, "peak_flops_per_s": peak}
+    shown = sizes | costs | {"compute": config.precision.compute}
     from_where = {"resumed": resumed, "damaged": damaged, "certificate": checkpoints.previous}
     events.emit("start", state.step, num_steps=num_steps, **shown, **from_where)
     spent.lap("setup")
@@ -213,7 +214,8 @@ def train(
         return trained_before_s + time.monotonic() - started_at if counts else 0.0
 
     # -- 6. One iteration is one weight update; after an fp16 overflow the same step is tried at half the scale
-    timed_from, timed_step, timed_samples, timed_wait_s = time.monotonic(), state.step, 0, 0.0
+    is_first = here.tensor == here.pipeline == 0  # of the ranks of its replica
+    pace = Throughput(flops, peak, mpi, counts=is_first, is_text=batches.counts.is_text, step=state.step)
     trained_before_s = state.stop.trained_s
     stopping, reason = False, reason_to_end(state.stop, config)  # an attempt may have ended before it could say so
     while state.step < num_steps and not stopping and not reason:
@@ -234,9 +236,9 @@ def train(
         # one all-reduce and one read of the device for all: ranks must take the same branch and stop at the same step;
         # whole numbers are ranks that were asked to stop, and the half is that of rank 0, whose clock says "save"
         asked = stop_requested() + 0.5 * checkpoints.is_due()
-        sums = reducer.sum(own_squares, part, asked, batches.wait_s, trained_s())
-        squares, loss, asked, waits_s, seconds = sums
-        timed_wait_s += waits_s / mpi.world_size
+        sums = reducer.sum(own_squares, part, asked, batches.wait_s, trained_s(), *pace.work_of(micro_batches))
+        squares, loss, asked, waits_s, seconds, *work = sums
+        pace.wait_s += waits_s / mpi.world_size
         norm = math.sqrt(squares) / scaler.scale
         passed_over = step in config.train.skip_steps
         overflowed = passed_over or not math.isfinite(norm + loss)
@@ -271,12 +273,10 @@ def train(
         if every(config.train.desync_check_period, step):
             compare_copies(step)
 
-        timed_samples += size
+        pace.add(size, *work)
         if not overflowed and (every(config.train.log_period, step) or stopping or ending):
-            timed_s = time.monotonic() - timed_from
-            pace = {"samples_per_s": timed_samples / timed_s, "data_wait": timed_wait_s / timed_s}
-            pace["step_s"] = timed_s / (step - timed_step)
-            events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **pace)
+            cost = pace.values(step)
+            events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **cost)
         spent.lap("steps", wait_s=waits_s / mpi.world_size)
         evaluates = evaluation_is_due(config.train.evaluation_period, state, size, num_rows=batches.num_rows)
         if evaluates or ending:
@@ -292,7 +292,7 @@ def train(
         spent.emit(step)
         # after evaluation and checkpoint, whose time does not count as training time
         if every(config.train.log_period, step):
-            timed_from, timed_step, timed_samples, timed_wait_s = time.monotonic(), step, 0, 0.0
+            pace.begin(step)
 
     # -- 7. Leave nothing half-written
     checkpoints.close(heartbeat.beat)

@@ -32,13 +32,13 @@ Overrides = Annotated[
 ]
 Profile = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Also take the tables [profiles.NAME] of the files.", show_default=False),
+    typer.Option(metavar="NAME", help="Also take the tables profiles.NAME of the files.", show_default=False),
 ]
 StopOverrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="STOP.KEY=VALUE",
-        help="Settings of [stop] that replace those of the run, for example stop.max_hours=16.",
+        help="Settings of the table stop that replace those of the run, for example stop.max_hours=16.",
         show_default=False,
     ),
 ]
@@ -85,7 +85,16 @@ def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
         return
     from onward.flows.report import table
 
-    table((key.replace("_", " "), str(value)) for key, value in facts.items())
+    table((key.replace("_", " "), _as_text(value)) for key, value in facts.items())
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as people write it: lists and tables without the brackets of Python."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_as_text(each)}" for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_as_text, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def print_json(facts: dict[str, Any]) -> None:

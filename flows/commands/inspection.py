@@ -18,13 +18,18 @@ from onward.flows.commands.common import (
     layers_of,
     print_json,
 )
+from onward.trainer.errors import ConfigError, RuntimeUnavailable
 
 
 def doctor(
     model: Annotated[
-        Path,
-        typer.Argument(metavar="MODEL.onnx|CONFIG", help="The ONNX file, or a run's TOML file.", show_default=False),
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="MODEL.onnx|CONFIG",
+            help="The ONNX file, or a run's TOML file. Without one this machine is examined.",
+            show_default=False,
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Argument(
@@ -38,10 +43,13 @@ def doctor(
         list[Path] | None,
         typer.Option(help="A Python file with your own operator rules, as in model.converters. Repeatable."),
     ] = None,
+    hostfile: Annotated[
+        str, typer.Option(help="Without MODEL: also examine the hosts of this MPI hostfile.", show_default=False)
+    ] = "",
     everything: All = False,
     as_json: Json = False,
 ) -> None:
-    """Diagnose an ONNX file before training.
+    """Diagnose an ONNX file before training; without one, this machine.
 
     Lists every weight with its role and the reason (trained weight, running statistic, constant), how each operator is
     imported, what is not supported, and what the exporter has lost, with the export that keeps it. Also says whether
@@ -49,10 +57,20 @@ def doctor(
 
     With DATA it also runs the model on some labelled rows under the preprocessings that models are usually trained with
     (scales, means, order of channels and classes, crops, special tokens), and prints the settings of the best.
+
+    Without MODEL it examines this machine: MPI with real ranks, compilers, GPUs, disks and their file systems, memory,
+    limits, servers, packages, clock. The status is 3 if there is a problem; a note is none.
     """
     from onward.flows.inspection_report import show_diagnosis
 
     changes = list(overrides or ())
+    if model is None or str(model).startswith("launch.hostfile="):
+        # as a setting, the hosts are named as in a run
+        named = "" if model is None else str(model).partition("=")[2].strip("'\"")
+        _examine(hostfile or named, others=[*([data] if data else []), *changes], as_json=as_json)
+        return
+    if hostfile:
+        raise ConfigError("--hostfile is for the examination of a machine; leave it out, or leave MODEL out")
     if data is not None and re.match(r"\w+(\.\w+)+=", data):  # a setting, after a configuration that names the data
         changes, data = [data, *changes], None
     found = api.doctor(model, data, changes, label=label, rows=rows, converters=converters or ())
@@ -62,6 +80,21 @@ def doctor(
         show_diagnosis(found, everything=everything)
     if not found.importable or not found.runtime.valid:
         raise typer.Exit(2)
+
+
+def _examine(hostfile: str, *, others: list[str], as_json: bool) -> None:
+    """Examine the machine; raises typer.Exit with the status of a machine that cannot run it."""
+    from onward.flows.inspection_report import show_machine
+
+    if others:
+        raise ConfigError(f"without MODEL there is no {others[0]!r}: give only --hostfile or launch.hostfile=FILE")
+    found = api.examine(hostfile)
+    if as_json:
+        print_json(found.model_dump(mode="json") | {"problems": len(found.problems)})
+    else:
+        show_machine(found)
+    if found.problems:
+        raise typer.Exit(RuntimeUnavailable.exit_code)
 
 
 def config(
@@ -96,22 +129,33 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     profile: Profile = "",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Train some steps on the ranks, and keep how long they took.")
+    ] = False,
+    steps: Annotated[int, typer.Option(help="How many steps --measure measures.", min=1)] = 10,
     everything: All = False,
     as_json: Json = False,
 ) -> None:
-    """Estimate the layout, memory and messages of a run.
+    """Show the layout of a run, and what it takes: memory, messages, steps, time and disk.
 
     Shows the stages, the memory of one rank at its peak, what each mesh axis sends, and which layers are tensor
-    parallel. With parallel.sizes="auto" it compares the possible layouts and chooses one. Starts no ranks.
+    parallel. With parallel.sizes="auto" it compares the possible layouts and chooses one.
+
+    The time of a step is what --measure has measured for such a run on this machine, else that of a finished run, else
+    an estimate from counted FLOPs; the output says which. --measure starts the ranks in a directory that is deleted,
+    without Prefect and MLflow; without it no ranks are started.
     """
     from onward.flows.inspection_report import show_plan
 
     files, changes = layers_of(config, overrides)
-    found = api.plan(files, changes, profile=profile)
+    found = api.plan(files, changes, profile=profile, measure=steps if measure else 0)
     if as_json:
         print_json(found.model_dump(mode="json") | {"num_ranks": found.num_ranks})
     else:
+        from onward.flows.planning.shown import show_run_plan
+
         show_plan(found, everything=everything)
+        show_run_plan(found)
 
 
 def diff(

@@ -48,7 +48,7 @@ def resume(
     """Continue a run from its newest complete checkpoint.
 
     For a run that was killed, stopped or failed. It continues with its saved configuration, in the same run directory
-    and the same MLflow run. A run that ended early by [stop] goes on if its limit is raised.
+    and the same MLflow run. A run that a limit of the table stop has ended early goes on if that is raised.
     """
     _show(api.resume(run, overrides or (), from_start=from_start), as_json=as_json)
 
@@ -112,15 +112,18 @@ def status(
 ) -> None:
     """Show the state of a run; of one without a result why, of which class that is, and what to do.
 
-    With `--follow` the progress is shown until the run ends, and then its state: a bar in a terminal, else a line for
-    each change, at most every 10 s. Ctrl-C ends the command, and not the run.
+    With `--follow` the run is shown until it ends, and then its state: a live view in a terminal, else a line whenever
+    there is something new, at most every 10 s. Ctrl-C ends the command, and not the run.
     """
     from onward.flows.report import table
 
     if follow:
-        from onward.flows.progress import follow as follow_run
+        from onward.flows.live_view.view import follow as follow_run
+        from onward.flows.runs import find_run
 
-        run = follow_run(run)
+        found = find_run(run)
+        follow_run(found)
+        run = found.root.name
     facts = api.status(run).model_dump(mode="json")
     if as_json:
         print_json(facts)
@@ -130,7 +133,9 @@ def status(
     facts["cause"], facts["class"] = facts.pop("error"), facts.pop("kind")
     first = {key: facts.pop(key) for key in ("name", "state", "cause", "class", "to_do")}
     shown = [
-        (key.replace("_", " "), str(value)) for key, value in (first | facts).items() if value not in ("", 0, None)
+        (key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
+        for key, value in (first | facts).items()
+        if value not in ("", 0, None)
     ]
     table([*shown, *((key, f"{value:.6g}") for key, value in values.items())])
 

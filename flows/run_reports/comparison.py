@@ -17,6 +17,8 @@ TITLES = {
     "learning_rate": "Learning rate",
     "gradient_norm": "Gradient norm",
     "samples_per_s": "Samples per second",
+    "tokens_per_s": "Tokens per second",
+    "mfu": "MFU (share of the peak)",
 }
 Row = tuple[str, list[str], int | None]
 """What it is, the value of each run, and which run has the best one."""
@@ -62,6 +64,7 @@ def fact_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
         "steps": lambda facts: f"{facts.log.last_step:,} of {facts.log.num_steps:,}",
         "attempts": lambda facts: str(len(facts.attempts) or len(facts.log.starts)),
         "samples/s": lambda facts: f"{median(speed):.4g}" if (speed := facts.log.curve("samples_per_s")) else "",
+        "MFU": lambda facts: f"{median(mfu):.1%}" if (mfu := facts.log.curve("mfu")) else "",
         "ranks": lambda facts: str(facts.config.world_size) if facts.config else "",
         "parity": lambda facts: short_number(facts.exported.parity) if facts.exported else "",
         "registered": lambda facts: (

@@ -45,7 +45,8 @@ NAMES = {
     "gradient_norm": ("train/gradient_norm", "optimizer/gradient_norm"),
     "samples_per_s": ("perf/samples_per_s", "train/samples_per_s"),
     "tokens_per_s": ("perf/tokens_per_s", "train/tokens_per_s"),
-    "mfu": ("perf/mfu",),
+    "tflops": ("perf/tflops", "train/tflops"),
+    "mfu": ("perf/mfu", "train/mfu"),
     "data_wait": ("perf/data_wait", "train/data_wait"),
 }
 """What is drawn -> the metrics of the event log that it may be called; the first that the log has is taken."""

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from onward.flows.costs import cost_line
 from onward.flows.report import config_lines
 from onward.flows.run_reports.curves import COLOURS, Line, Marks, draw, draw_counts, draw_scatter
 from onward.flows.run_reports.facts import EVALUATION, RunFacts, Series, settings_as_text
@@ -37,6 +38,13 @@ TIME_COLOURS: Mapping[str, str] = {
     "approval": "#d4a72c",
 }
 """Part of the time -> the colour of its bar."""
+COSTS: Mapping[str, str] = {
+    "tokens_per_s": "Tokens per second",
+    "tflops": "TFLOP/s of all ranks",
+    "mfu": "MFU (share of the peak)",
+    "data_wait": "Share of data wait",
+}
+"""Curve of what the training costs -> its title."""
 RARE = ("compile", "approval", "lost work", "recovery")
 """Parts that are shown only if they took a part of the time that is not rounded to nothing."""
 
@@ -111,7 +119,7 @@ def drawings(facts: RunFacts) -> list[Drawing]:
             tokens = median(speed) * facts.tokens_per_sample
             note += f", or {tokens:.4g} tokens/s at {facts.tokens_per_sample:.4g} tokens a sample"
         found.append(_drawing("Samples per second", [Line(speed, COLOURS[2])], marks, note=note, from_zero=True))
-    for what, title in (("tokens_per_s", "Tokens per second"), ("mfu", "MFU"), ("data_wait", "Share of data wait")):
+    for what, title in COSTS.items():
         if curve := log.curve(what):
             note = f"median {median(curve):.4g}"
             found.append(_drawing(title, [Line(curve, COLOURS[2])], marks, note=note, from_zero=True))
@@ -236,6 +244,8 @@ def environment_rows(facts: RunFacts) -> list[tuple[str, str]]:
         parallel = facts.config.parallel
         sizes = f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
         rows.append(("layout", f"{sizes}, ZeRO {parallel.zero}, computed in {facts.log.compute or 'fp32'}"))
+    if line := cost_line(facts.metrics):
+        rows.append(("throughput", line))
     if facts.manifest:
         rows.append(("data", _rows_of(facts)))
     if identity := facts.identity:

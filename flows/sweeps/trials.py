@@ -10,7 +10,7 @@ from typing import Any
 from prefect import State
 
 from onward.flows.flow_log import flow_log
-from onward.flows.progress import live_progress
+from onward.flows.live_view.view import live_view
 from onward.flows.sweeps.choice import choose_settings
 from onward.flows.train_onnx import train_onnx
 from onward.tasks.export import choose
@@ -68,7 +68,7 @@ def train(trial: Trial, plan: Sweep, identity: RunIdentity, *, exports: bool = F
         sweep_id=plan.sweep_id, number=trial.number, mlflow_run_id=identity.mlflow_run_id, exports=exports
     )
     write_record(run.trial, member)
-    with flow_log(run) as terminal, live_progress(run, stream=terminal):
+    with flow_log(run) as terminal, live_view(run, stream=terminal):
         config = trial_config(plan, trial)
         state: State[Any] = train_onnx(**dict(config), resume=trial.run_id, return_state=True)
     return state

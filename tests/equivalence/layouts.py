@@ -190,6 +190,18 @@ def norms(run: RunDir) -> dict[str, float]:
     return {name: value for each in values for name, value in each.items() if "_norm/" in name}
 
 
+def counted_flops(run: RunDir) -> float:
+    """What a step costs by the count on the graph."""
+    (start,) = events(run, "start")
+    return float(start.fields["flops_per_sample"]) * read_config(run).train.global_batch_size
+
+
+def flops_of_steps(run: RunDir) -> list[float]:
+    """What the event log says that each step has cost."""
+    values = [event.fields["values"] for event in events(run, "scalars")]
+    return [each["train/tflops"] * each["train/step_s"] * 1e12 for each in values if "train/tflops" in each]
+
+
 def exported(run: RunDir) -> dict[str, Array]:
     """The weights of the file that comes out, proven under onnxruntime, by name."""
     loaded = tensors(run, NUM_STEPS, "model/")

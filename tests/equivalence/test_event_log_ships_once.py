@@ -70,7 +70,8 @@ def write_log(run: RunDir, pause_s: float) -> None:
         events = EventWriter(run.events, attempt=attempt, rank=0)  # cuts off what the last one left unfinished
         events.emit("start", resumed, num_steps=STEPS, num_samples=32 * STEPS, num_parameters=1)
         for step in range(resumed + 1, reached + 1):
-            events.scalars(step, loss=dice.random(), learning_rate=1e-3, samples_per_s=dice.random())
+            cost = {"samples_per_s": dice.random(), "tflops": dice.random(), "mfu": dice.random(), "memory_bytes": 1e9}
+            events.scalars(step, loss=dice.random(), learning_rate=1e-3, **cost)
             if step % 50 == 0:
                 events.emit("evaluation", step, values={"evaluation/loss": dice.random()})
             time.sleep(pause_s)

@@ -21,7 +21,17 @@ from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.run.directory import RunDir, read_config
 from tests.equivalence import layouts
-from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, exported, make_case, trained
+from tests.equivalence.layouts import (
+    ALONE,
+    MODELS,
+    NUM_STEPS,
+    TOLERANCE,
+    Case,
+    differences,
+    exported,
+    make_case,
+    trained,
+)
 from tests.support import graphs
 from tests.support.quantized import quantized
 from tests.support.ranks import run_ranks
@@ -49,6 +59,8 @@ def test_every_kind_of_parallelism_trains_what_one_rank_trains(tmp_path: Path) -
         wanted = layouts.norms(runs[Case(case.model, ALONE)])
         least = 1e-3 * max(value for name, value in wanted.items() if "gradient_norm/" in name)
         assert layouts.norms(runs[case]) == pytest.approx(wanted, rel=5 * TOLERANCE, abs=5 * TOLERANCE * least), case
+        assert layouts.counted_flops(runs[case]) == layouts.counted_flops(runs[Case(case.model, ALONE)]) > 0
+        assert layouts.flops_of_steps(runs[case]) == pytest.approx([layouts.counted_flops(runs[case])] * NUM_STEPS)
 
 
 def assert_exported_alike(runs: dict[Case, RunDir], cases: Iterable[Case]) -> None:

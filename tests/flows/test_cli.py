@@ -23,6 +23,7 @@ from typer.main import get_command
 from onward.flows import cli
 from onward.flows.examples.folders import FOLDERS
 from onward.flows.local_run import prefect_server
+from onward.flows.planning.whole_run import RunPlan
 from onward.flows.report import bits_per_byte, config_lines, meanings, outcome, table
 from onward.flows.run_status import describe, held_out_text
 from onward.flows.runs import all_runs, command_to_continue, find_run, locked
@@ -37,7 +38,6 @@ from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 from onward.trainer.events import EventWriter
-from onward.trainer.parallel.plan_record import Plan
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, RankError, RunIdentity, TrainResult, write_record
 from tests.support.graphs import tiny_transformer
@@ -266,8 +266,11 @@ def test_the_table_of_a_run_shows_before_and_after() -> None:
         "step": 5,
         "elapsed_s": 2.0,
         "attempts": 1,
+        "throughput": "640 samples/s",
     }
     rows = dict(outcome(facts))
+    assert rows["throughput"] == "640 samples/s"
+    assert "throughput" not in dict(outcome({**facts, "throughput": ""})), "of a run of an earlier version"
     assert rows["accuracy"] == "0.1000 -> 0.9800"
     assert rows["test accuracy"] == "0.9700"
     assert rows["MLflow"] == "run abc, digits version 1"
@@ -329,11 +332,14 @@ def test_plan_shows_stages_memory_and_messages(capsys: pytest.CaptureFixture[str
         "sent and received",
         "sharded over tensor-parallel ranks",
         "replicated on every tensor-parallel rank",
+        "steps and time of the training",
+        "disk, at most at a time",
+        "settings that differ from the defaults",
     ):
         assert f"\n{title}" in shown
     found = json.loads(onward(capsys, "plan", str(small), *layout, "--json"))
     assert found["num_ranks"] == 8
-    assert Plan.model_validate({key: value for key, value in found.items() if key != "num_ranks"}).num_ranks == 8
+    assert RunPlan.model_validate({key: value for key, value in found.items() if key != "num_ranks"}).num_ranks == 8
 
 
 @pytest.mark.slow  # how it weighs them: tests/trainer/parallel/test_planner.py

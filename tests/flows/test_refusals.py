@@ -91,6 +91,9 @@ def refused(workshop: Path, *overrides: str, status: int = 2) -> list[str]:
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 
 
+PIPELINE = ["parallel.data=1", "parallel.pipeline=2", "train.gradient_accumulation_steps=2"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -109,6 +112,9 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": os
         (["parallel.sizes=auto", "launch.num_ranks=2"], "'auto' chooses the sizes, but given is parallel.data = 2"),
         (["model.freeze=['features.0.wieght']"], "no weight of the model matches 'features.0.wieght'; did you mean"),
         (["optimizer.weights=[{pattern='x*',alpha=0.5}]"], "optimizer.weights: no weight of the model matches 'x*'"),
+        ([*PIPELINE, "parallel.cuts=['features/9']"], "parallel.cuts: the graph computes no tensor features/9"),
+        (["model.converters=['absent.py']"], "model.converters: there is no file"),
+        (["model.converters=['model.onnx']"], "model.onnx: it is not a Python file; its name must end with .py"),
         (["optimizer.lr=1"], "unknown key optimizer.lr; did you mean optimizer.learning_rate?"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -168,6 +174,27 @@ def test_all_problems_are_reported_at_once(workshop: Path) -> None:
         workshop, "launch.num_ranks=3", "train.num_setps=7", "model.path=absent.onnx", "data.source=absent.csv"
     )
     assert len(problems) == 4
+
+
+def test_converters_that_do_not_run_are_reported_with_everything_else(workshop: Path) -> None:
+    (workshop / "runs.py").write_text("from onnx2torch import convert\n")
+    (workshop / "fails.py").write_text("import a_library_that_is_not_installed\n")
+    (workshop / "syntax.py").write_text("def\n")
+    problems, _ = run_refused(workshop, "model.converters=['runs.py', 'fails.py', 'syntax.py']", "optimizer.lr=1")
+    key, syntax, converter = problems
+    assert syntax == f"model.converters: {workshop / 'syntax.py'}: SyntaxError: invalid syntax (syntax.py, line 1)"
+    assert key.startswith("unknown key optimizer.lr")
+    assert converter == (
+        f"model.converters: {workshop / 'fails.py'}: ModuleNotFoundError: No module named "
+        "'a_library_that_is_not_installed'"
+    )
+
+
+def test_cuts_that_the_import_may_make_are_looked_for_in_the_imported_graph(workshop: Path) -> None:
+    problems, _ = run_refused(workshop, *PIPELINE, "parallel.cuts=['pooled_']", "data.label=absent")
+    label, cut = problems
+    assert label.startswith("data.label reads column 'absent'")
+    assert cut.startswith("parallel.cuts: the graph computes no tensor pooled_; did you mean ")
 
 
 def test_metrics_that_cannot_be_measured_are_reported_at_once(workshop: Path) -> None:

@@ -56,10 +56,13 @@ def test_a_report_shows_every_record_of_the_run(tmp_path: Path) -> None:
         "2.5e-07 of the largest output; the limit is 0.001",
         "refused: it is 0.1 off",
         "torch 2.13",
+        "TFLOP/s of all ranks median 0.25",
+        "MFU (share of the peak) median 0.5",
+        "throughput 120 samples/s, 0.25 TFLOP/s, MFU 50.0%, 3 GiB a rank, data wait 0.0%, checkpoint stall 0.5 s",
         "data.source digits",
     ):
         assert text in page.text
-    assert page.tags.count("svg") == 6  # loss, accuracy, rate, norm, speed, losses of rows
+    assert page.tags.count("svg") == 8  # loss, accuracy, rate, norm, speed, FLOPs, MFU, losses of rows
     assert ("img", "src", "data:image/png;base64,") in [(tag, name, value[:22]) for tag, name, value in page.attributes]
 
 
@@ -104,7 +107,7 @@ def test_a_regression_shows_its_residuals(tmp_path: Path) -> None:
     page = Page(page_of(read_facts(run)))
     assert "residuals" in page.sections
     assert "Predicted over target 50 rows" in page.text
-    assert page.tags.count("svg") == 8
+    assert page.tags.count("svg") == 10
 
 
 def test_the_shares_of_the_time_are_a_hundred_percent(tmp_path: Path) -> None:
@@ -161,7 +164,7 @@ def test_several_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     assert "metrics name = accuracy; name = f1, average = macro" in page.text
     assert "name digits fast" in page.text
     assert "train.num_steps" not in page.text  # it is the same
-    assert page.tags.count("svg") == 6  # loss, two metrics, rate, norm, speed
+    assert page.tags.count("svg") == 7  # loss, two metrics, rate, norm, speed, MFU
 
 
 def test_the_best_of_several_runs_is_marked_by_the_direction_of_the_metric(tmp_path: Path) -> None:

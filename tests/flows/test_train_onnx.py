@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import inspect
 import json
+import re
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -28,7 +29,8 @@ from onward.trainer.run.preprocessing_record import Preprocessing
 from onward.trainer.run.records import RunIdentity, read_record
 from onward.trainer.run.time_account import time_account
 from tests.support.report_runs import Page
-from tests.support.workshop import Workshop, finished, ranks_of, reached, until
+from tests.support.terminals import Terminal
+from tests.support.workshop import Workshop, finished, ranks_of, reached, repeated, until
 
 pytestmark = pytest.mark.usefixtures("only_servers")
 
@@ -48,9 +50,22 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(workshop: Workshop) -> dict[str, Any]:
+def terminal() -> Terminal:
+    """The terminal that the run `undisturbed` was started in."""
+    return Terminal(80)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workshop: Workshop, terminal: Terminal) -> dict[str, Any]:
     """The result of a run that is not interrupted."""
-    return workshop.onward("run", str(workshop.root / "config.toml"), "monitor.report=true")
+    config = str(workshop.root / "config.toml")
+    process = workshop.start("run", config, "monitor.report=true", stderr=terminal.stream)
+    try:
+        return finished(process)
+    except AssertionError as error:
+        raise AssertionError(terminal.screen) from error
+    finally:
+        terminal.close()
 
 
 def check_report(workshop: Workshop, run: RunDir, *texts: str) -> Page:
@@ -96,6 +111,35 @@ def test_a_run_writes_the_same_graph_with_better_weights(workshop: Workshop, und
     recipe = read_record(Path(undisturbed["model"]).with_name("preprocessing.json"), Preprocessing)
     assert (recipe.model, recipe.sha256) == (Path(undisturbed["model"]).name, undisturbed["sha256"])
     until(lambda: gone(workshop), limit_s=15)
+
+
+@whole
+def test_a_run_shows_its_phases_and_its_training_in_a_terminal_and_leaves_no_line_twice(
+    terminal: Terminal, undisturbed: dict[str, Any]
+) -> None:
+    # `undisturbed` is what stood on stdout, one JSON object, while stderr had the view
+    assert undisturbed["state"] == "exported"
+    for shown in (
+        *("onward  start: settings and servers", "config-1  configure: rehearsal", "config-1  preflight"),
+        *("train: the ranks load the model", "config-1  export: the file is written", "config-1  report"),
+        *("evaluation", "loss ", "learning rate 0.001", "samples/s", "of the time", "node ", "checkpoint", " left"),
+    ):
+        assert shown in terminal.text, shown
+    left = terminal.screen
+    assert repeated(left) == []
+    assert "attempt 1 ended at step 600: the run is done" in left
+    assert not re.search("━|samples/s|checkpoint  step", left)  # the view is gone
+    assert "step 0:" not in left
+
+
+@whole
+def test_the_logs_of_a_run_have_no_line_twice(undisturbed: dict[str, Any]) -> None:
+    run = RunDir(Path(undisturbed["directory"]))
+    flow, ranks = (run.root / "flow.log").read_text(), run.log(1).read_text()
+    assert "INFO onward.tasks.checkpoint: step 600: step-000000600 is complete" in flow
+    assert "step 600: saved step-000000600" in ranks
+    assert "begins at step 0 of 600; it is a new run" in ranks
+    assert repeated(flow + ranks) == []  # as `onward logs` prints them
 
 
 @whole
@@ -151,7 +195,12 @@ def test_after_a_killed_rank_the_flow_tries_again_and_after_a_killed_flow_resume
     ranks_of(run)[1].kill()
     until(lambda: run.current_attempt == 2 and reached(run, 200, attempt=2), limit_s=300)
     process.kill()  # of which no process is left
-    process.communicate()
+    _, said = process.communicate()
+    assert repeated(said) == []
+    # without a terminal there are lines, each when something is new
+    assert re.search(r"^onward: configure: rehearsal on the first rows$", said, re.M)
+    assert re.search(r"^attempt 2: 2 ranks, log: ", said, re.M)
+    assert "\x1b" not in said
     until(lambda: gone(workshop), limit_s=15)
     assert workshop.onward("status", run.root.name)["state"] in ("stopped", "interrupted")
     facts = workshop.onward("resume", run.root.name[:8])

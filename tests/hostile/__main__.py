@@ -19,12 +19,12 @@ arguments = parser.parse_args()
 
 import_all()
 start, failed, statuses = time.monotonic(), 0, Counter[tuple[str, int]]()
-greatest, slowest = 0, 0.0
+greatest, slowest = 0, (0.0, "")
 for name in arguments.family:
     for seed in range(arguments.first, arguments.first + arguments.cases):
         result = try_case(name, FAMILIES[name], seed)
         statuses[name, result.status] += 1
-        greatest, slowest = max(greatest, result.memory_bytes), max(slowest, result.elapsed_s)
+        greatest, slowest = max(greatest, result.memory_bytes), max(slowest, (result.cpu_s, f"{name} {seed}"))
         if result.problems:
             failed += 1
             shown = str(result)
@@ -37,5 +37,6 @@ number = sum(statuses.values())
 summary = {f"{name} {status}": count for (name, status), count in sorted(statuses.items())}
 print(json.dumps(summary, indent=1))
 print(
-    f"{number} cases, {failed} failed, {time.monotonic() - start:.0f} s, {greatest >> 20} MB, slowest {slowest:.1f} s"
+    f"{number} cases, {failed} failed, {time.monotonic() - start:.0f} s, {greatest >> 20} MB, "
+    f"slowest {slowest[1]}: {slowest[0]:.1f} s of processor time"
 )

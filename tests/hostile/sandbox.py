@@ -28,8 +28,10 @@ from typing import Any
 MOST_BYTES = 1 << 30
 """What a case may take beyond the imports."""
 CPU_S = 20
-WALL_S = 90.0
-"""More than the CPU time: other processes may have the processors."""
+WAIT_S = 60.0
+"""Seconds that a case may wait: sleep, or wait for a lock, a file or a process. While other processes have the
+processors it does not wait."""
+LOOK_S = 0.25
 SECRET = "the-content-of-a-private-file"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CREATES, OPENS = 0x100, 0x20
@@ -61,6 +63,7 @@ class Result:
     """The exit status, or minus the signal."""
     output: str
     elapsed_s: float
+    cpu_s: float
     memory_bytes: int
     """The peak of the resident memory, beyond that of the parent at the fork."""
     command: str
@@ -155,16 +158,19 @@ def _fork(name: str, seed: int, case: Case, inside: Path, root: Path) -> Result:
             sys.stderr.flush()
             os._exit(status)
     resident = _resident_bytes(child)
-    _, status, usage = _wait(child, start)
+    waited, status, usage = _wait(child)
     code = os.waitstatus_to_exitcode(status)
-    elapsed_s = time.monotonic() - start
+    elapsed_s, cpu_s = time.monotonic() - start, usage.ru_utime + usage.ru_stime
     text = output.read_bytes().decode(errors="replace") if output.exists() else ""
     for log in sorted((inside / ".tmp").glob("onward-error-*.log"))[:1]:
         text += log.read_text(errors="replace")
     taken = max(0, usage.ru_maxrss * 1024 - resident)
     problems = []
     if code < 0:
-        problems.append(f"ended by signal {-code} ({signal.Signals(-code).name}) after {elapsed_s:.1f} s")
+        problems.append(
+            f"ended by signal {-code} ({signal.Signals(-code).name}) after {elapsed_s:.1f} s, "
+            f"{cpu_s:.1f} s of processor time and {waited:.0f} s of waiting"
+        )
     if "Traceback (most recent call last)" in text:
         problems.append("a traceback")
     if code == 1 and "diff" not in case.command[:1]:
@@ -175,17 +181,27 @@ def _fork(name: str, seed: int, case: Case, inside: Path, root: Path) -> Result:
         problems.append("was accepted")
     if taken > MOST_BYTES:
         problems.append(f"took {taken >> 20} MB")
-    return Result(name, seed, code, text, elapsed_s, taken, " ".join(case.command), tuple(problems))
+    return Result(name, seed, code, text, elapsed_s, cpu_s, taken, " ".join(case.command), tuple(problems))
 
 
-def _wait(child: int, start: float) -> tuple[int, int, resource.struct_rusage]:
+def _wait(child: int) -> tuple[float, int, resource.struct_rusage]:
+    """Wait for a process, which is killed once it has waited for WAIT_S; return that time, its status and usage."""
     descriptor = os.pidfd_open(child)
+    waited, used, looked = 0.0, -1, time.monotonic()
     try:
-        if not select.select([descriptor], [], [], max(0.0, start + WALL_S - time.monotonic()))[0]:
-            os.kill(child, signal.SIGKILL)
+        while not select.select([descriptor], [], [], LOOK_S)[0]:
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            before, used = used, int(fields[11]) + int(fields[12])
+            now = time.monotonic()
+            # of several threads the first one may wait for the others
+            waited += now - looked if fields[0] != "R" and used == before else 0.0
+            looked = now
+            if waited > WAIT_S:
+                os.kill(child, signal.SIGKILL)
+                break
     finally:
         os.close(descriptor)
-    return os.wait4(child, 0)
+    return waited, *os.wait4(child, 0)[1:]
 
 
 def _resident_bytes(process: int) -> int:

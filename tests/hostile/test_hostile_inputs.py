@@ -11,6 +11,7 @@ import pytest
 
 from onward.flows.runs import run_directory_of
 from onward.trainer.errors import ConfigError
+from tests.hostile import sandbox
 from tests.hostile.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,12 +31,27 @@ def _try(*arguments: str, timeout_s: float) -> str:
     return ended.stdout + ended.stderr[-3000:]
 
 
+@pytest.mark.timeout(1500)  # each case has limits of its own, which do not depend on what else the machine does
 def test_no_family_of_hostile_inputs_gives_a_traceback_hangs_or_takes_a_gigabyte() -> None:
-    printed = _try("--cases", "4", timeout_s=300)
+    printed = _try("--cases", "4", timeout_s=1400)
     assert f"{4 * len(FAMILIES)} cases, 0 failed" in printed, printed
 
 
+@pytest.mark.parametrize(
+    ("program", "ended_by"),
+    [("import time; time.sleep(600)", 9), ("import time\nwhile time.process_time() < 1.5: pass", 0)],
+)
+def test_a_case_that_waits_is_ended_and_one_that_computes_is_not(
+    program: str, ended_by: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "WAIT_S", 1.0)
+    child = os.posix_spawn(sys.executable, [sys.executable, "-ISc", program], os.environ)
+    waited, status, _ = sandbox._wait(child)
+    assert (status, waited > 1.0) == (ended_by, ended_by != 0)
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(7300)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ten_thousand_hostile_inputs_are_refused_or_read(family: str) -> None:
     number = -(-10_000 // len(FAMILIES))

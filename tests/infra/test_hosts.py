@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from onward.infra.hosts import read_hostfile, silence, silent_hosts, write_hostfile
+from onward.infra.hosts import Skew, clock_skews, read_hostfile, silence, silent_hosts, write_hostfile
 
 AGENT = """#!/bin/sh
 # stands in for ssh: agent -o option... host command
@@ -33,3 +33,18 @@ def test_hosts_that_do_not_answer_are_named_with_what_the_agent_said(tmp_path: P
     assert silence(silent) == "1 host does not answer: h1 (ssh: connect to host h1 port 22: No route to host)"
     absent = {"PRTE_MCA_plm_ssh_agent": str(tmp_path / "absent")}
     assert silent_hosts(["h0"], absent) == {"h0": f"{tmp_path}/absent cannot be started: No such file or directory"}
+
+
+def test_the_clocks_of_hosts_are_compared_with_the_one_here(tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    # h0 is 1000 s ahead, h1 does not answer, and h2 has no such command
+    agent.write_text(
+        AGENT.rpartition('[ "$2"')[0] + '[ "$1" = h0 ] && date -d "+1000 seconds" +%s.%N || echo "date: not found"\n'
+    )
+    agent.chmod(0o755)
+    users = {"PATH": "/bin:/usr/bin", "PRTE_MCA_plm_ssh_agent": str(agent)}
+    skews = clock_skews(["h0", "h1", "h2", "localhost"], users)
+    ahead = skews.pop("h0")
+    assert ahead is not None
+    assert abs(ahead.seconds - 1000) <= ahead.uncertain_s + 0.1
+    assert skews == {"h1": None, "h2": None, "localhost": Skew(0.0, 0.0)}

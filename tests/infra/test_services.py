@@ -166,9 +166,8 @@ if len(Path("starts").read_text()) > 3 * len("once more"):
     sys.exit("enough")
 server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Answering)
 server.handle_request()
-server.handle_request()
 """
-"""A server that ends by itself after two answers, and the fourth time before the first one."""
+"""A server that ends by itself once its supervisor has found it healthy, and the fourth time before that."""
 
 
 def test_a_server_that_ends_at_once_when_it_is_started_again_is_given_up(
@@ -181,17 +180,7 @@ def test_a_server_that_ends_at_once_when_it_is_started_again_is_given_up(
     monkeypatch.setattr(supervisor, "SERVICES", {"prefect": service})
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(supervisor, "_sleep", lambda seconds, *, stop: None)
-    asked = threading.Event()
-
-    def ask() -> None:  # until the server has ended
-        while not asked.wait(0.1):
-            service_state.responds(f"http://127.0.0.1:{service.port}/")
-
-    with services.lease(tmp_path), contextlib.closing(contextlib.ExitStack()) as stack:
-        thread = threading.Thread(target=ask)
-        thread.start()
-        stack.callback(thread.join)
-        stack.callback(asked.set)
+    with services.lease(tmp_path):
         assert supervisor.supervise(tmp_path, "prefect") == 1
     assert (tmp_path / "starts").read_text() == 4 * "once more"
     assert "enough" in (tmp_path / "services" / "prefect.log").read_text()
@@ -228,6 +217,19 @@ def test_a_port_that_another_program_takes_just_before_the_server_is_replaced(
 def test_the_error_for_a_server_that_cannot_start_contains_the_end_of_its_log(tmp_path: Path) -> None:
     (tmp_path / "prefect").write_text("a file where the server's directory should be")
     with services.lease(tmp_path), pytest.raises(services.ServiceError, match=r"(?s)prefect .*unable to open database"):
+        services.ensure(tmp_path, ["prefect"])
+
+
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [("", r"log .*prefect\.log is empty, as on a machine with too much to do"), ("no disk\n", r"shows why:\nno disk$")],
+)
+def test_the_error_for_a_server_that_is_not_there_in_time_says_what_is_known(
+    log: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (service_state.directory(tmp_path) / "prefect.log").write_text(log)
+    monkeypatch.setattr(services, "START_TIMEOUT_S", 0.0)
+    with pytest.raises(services.ServiceError, match=why):
         services.ensure(tmp_path, ["prefect"])
 
 

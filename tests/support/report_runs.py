@@ -18,6 +18,7 @@ from onward.trainer.run.phases import enter_phase
 from onward.trainer.run.records import (
     AttemptResult,
     ExportedModel,
+    MetricsSummary,
     Promotion,
     RankReport,
     RunIdentity,
@@ -66,7 +67,8 @@ def _write_events(run: RunDir, num_steps: int) -> None:
         events.emit("start", first, num_steps=num_steps, num_samples=8 * num_steps, num_parameters=123, compute="fp32")
         events.emit("times", first, seconds=seconds)
         for step in range(first + 1, last + 1):
-            events.scalars(step, loss=2 / step, learning_rate=1e-3, gradient_norm=step / 7, samples_per_s=100.0 + step)
+            cost = {"samples_per_s": 100.0 + step, "tflops": 0.25, "mfu": 0.5, "memory_bytes": 3e8}
+            events.scalars(step, loss=2 / step, learning_rate=1e-3, gradient_norm=step / 7, **cost)
             if step % 10 == 0:
                 values = {"evaluation/loss": 1 / step, "evaluation/accuracy": step / num_steps}
                 events.emit("evaluation", step, values=values)
@@ -95,6 +97,16 @@ def _write_records(run: RunDir, num_steps: int) -> None:
     result = {"status": "done", "step": num_steps, "samples_seen": 8, "metrics": {}, "elapsed_s": 1.0}
     write_record(run.train, TrainResult.model_validate({**result, "attempts": 2}))
     write_record(run.result(2), AttemptResult.model_validate({**result, "attempt": 2}))
+    costs = {"tflops": 0.25, "mfu": 0.5, "memory_bytes": 3 * 2.0**30, "checkpoint_stall_s": 0.5}
+    summary = {
+        "status": "FINISHED",
+        "step": num_steps,
+        "num_events": 9,
+        "first": {},
+        "last": {},
+        "samples_per_s": 120.0,
+    }
+    write_record(run.metrics, MetricsSummary.model_validate({**summary, "costs": costs}))
     run.begin_attempt(), run.begin_attempt()
     made = Variant(kind="fp16", path=run.export / "v.onnx", bytes=10, size_ratio=0.5, latency_ratio=0.75, metrics={})
     refused = made.model_copy(update={"kind": "int8_static", "path": None, "refused": "it is 0.1 off"})

@@ -55,6 +55,8 @@ def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array],
             # the default, an evaluation after each epoch, is tested in test_loop.py: these data have few rows
             "train": {"evaluation_period": 0} | sections.get("train", {}),
             "launch": fast | {"device": "cpu"} | sections.get("launch", {}),
+            # measured in test_loop.py and in flows; it takes each rank a tenth of a second
+            "monitor": {"cpu_peak": False} | sections.get("monitor", {}),
         }
     )
     run = RunDir(folder / "run")

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -14,10 +15,11 @@ import time
 import urllib.error
 import urllib.request
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -93,7 +95,7 @@ class Workshop:
         # OpenMP's threads spin while they wait, and beside other tests a rank of two threads is then 20 times slower
         return {**cleared, "ONWARD_HOME": str(self.home), "GOMP_SPINCOUNT": "0"}
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, stderr: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
         """`onward WORDS --json`, started. A run writes no report, unless WORDS ask for one."""
         if words[0] == "run" and not any(word.startswith("monitor.report") for word in words):
             words = (*words, "monitor.report=false")
@@ -102,7 +104,7 @@ class Workshop:
             [sys.executable, "-m", "onward.flows.cli", *words, "--json"],
             env=self.environment,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
 
@@ -174,9 +176,15 @@ class Workshop:
 def finished(process: subprocess.Popen[str], *, status: int = 0, limit_s: float = 600.0) -> dict[str, Any]:
     """The JSON object a command printed, once it has ended with `status`."""
     out, error = process.communicate(timeout=limit_s)
-    assert process.returncode == status, f"exit status {process.returncode}: {error[-3000:]}"
+    assert process.returncode == status, f"exit status {process.returncode}: {(error or '')[-3000:]}"
     found: dict[str, Any] = json.loads(out) if out else {}
     return found
+
+
+def repeated(text: str) -> list[str]:
+    """The lines that a log or a terminal has more than once, without the time at their beginning."""
+    lines = [re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", "", line).strip() for line in text.splitlines()]
+    return [line for line, number in Counter(filter(None, lines)).items() if number > 1]
 
 
 def reached(run: RunDir, step: int, *, attempt: int = 1) -> bool:

@@ -16,7 +16,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.causes import memory_advice
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.records import Needs, RankReport, RuntimeReport, read_record, write_record
+from onward.trainer.run.records import Needs, RankError, RankReport, RuntimeReport, read_record, write_record
 from tests.support.graphs import tiny_transformer
 
 MODEL_BYTES = 1_000_000
@@ -71,6 +71,26 @@ def test_a_rank_without_a_gpu_is_refused_by_name(run: RunDir, monkeypatch: pytes
     assert "no GPU for rank 0: it is local rank 0 of 2 on its host, which has 0 GPUs" in str(refused.value)
     assert "no GPU for rank 1: it is local rank 1 of 2 on its host, which has 0 GPUs" in str(refused.value)
     assert not run.runtime.exists()
+
+
+def test_each_line_of_a_refusal_names_the_rank_that_it_is_about(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank reports for all; its own number does not stand in front of what is said of another."""
+    cause = "RuntimeUnavailable: no GPU for rank 0: it has none\nno GPU for rank 1: it has none\nthe clock is wrong"
+
+    def refused(job: mpirun.MpiJob) -> mpirun.Outcome:
+        error = RankError(attempt=0, rank=1, host="h1", step=0, cause=cause, traceback="", at_ms=1)
+        write_record(run.rank_error(0, 1), error)
+        return mpirun.Outcome(1, "exited", 0.0, 1)
+
+    monkeypatch.setattr(mpirun.MpiJob, "run", refused)
+    write_record(run.config, config(run.root / "model.onnx"))
+    with pytest.raises(RuntimeUnavailable) as found:
+        init_runtime.fn(run)
+    assert found.value.problems == (
+        "no GPU for rank 0: it has none",
+        "no GPU for rank 1: it has none",
+        "rank 1 on h1: the clock is wrong",
+    )
 
 
 @pytest.mark.mpi

@@ -23,6 +23,9 @@ def test_each_metric_is_in_the_group_of_what_it_measures() -> None:
         "perf/data_wait": 0.01,
         "perf/step_s": 0.05,
     }
+    costs = ("tokens_per_s", "tflops", "mfu", "memory_bytes")
+    found = names("scalars", values={f"train/{name}": 1.0 for name in costs})
+    assert found == {f"perf/{name}": 1.0 for name in costs}
     assert names("evaluation", values={"evaluation/loss": 0.5, "evaluation/note": "x"}) == {"evaluation/loss": 0.5}
     assert names("times", seconds={"steps": 9.0, "checkpoint": 1.5}) == {"perf/checkpoint_stall_s": 1.5}
     assert names("checkpoint", path="step-5") == {}

@@ -17,6 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util.tensor_util import make_ndarray
 
+from onward.flows.costs import cost_line
 from onward.flows.run_status import describe
 from onward.infra.mlflow_store import TrackingUnavailable
 from onward.infra.tracking import Point, Tracker
@@ -445,6 +446,27 @@ def test_progress_as_text_and_percent(progress: Progress, text: str, percent: fl
 def test_the_summary_has_the_median_of_the_waits_for_data() -> None:
     lines = [(step, "scalars", {"values": {"train/data_wait": step / 100}}) for step in (1, 2, 90)]
     assert events_of(START, *lines).summary("FINISHED").data_wait == 0.02
+
+
+COSTS = {"tokens_per_s": 5000.0, "tflops": 0.25, "mfu": 0.31, "memory_bytes": 2.0**31}
+SPEED = {"samples_per_s": 10.0, **COSTS}
+
+
+def test_the_progress_and_the_summary_say_what_training_costs() -> None:
+    lines = [
+        (step, "scalars", {"values": {f"train/{name}": part * value for name, value in SPEED.items()}})
+        for step, part in ((1, 0.5), (2, 1.0), (3, 1.0))
+    ]
+    stalls = [(2, "times", {"seconds": {"checkpoint": 1.0}}), (3, "times", {"seconds": {"checkpoint": 2.5}})]
+    found = events_of(START, *lines, *stalls)
+    assert "10 samples/s, 5000 tokens/s, MFU 31.0%," in found.pace()
+    summary = found.summary("FINISHED")
+    assert summary.costs == {**COSTS, "checkpoint_stall_s": 2.5}, "medians, the greatest memory, the last sum"
+    line = "10 samples/s, 5000 tokens/s, 0.25 TFLOP/s, MFU 31.0%, 2 GiB a rank, data wait 0.0%, checkpoint stall 2.5 s"
+    assert cost_line(summary) == line
+    # a run of an earlier version has none of these, and one that was refused before its first line has nothing to say
+    assert cost_line(summary.model_copy(update={"costs": {}})) == "10 samples/s, data wait 0.0%"
+    assert cost_line(events_of(START).summary("FAILED")) == cost_line(None) == ""
 
 
 # -- Prefect

@@ -55,6 +55,7 @@ def test_a_run_with_several_evaluations_reads_the_signature_of_the_model_once(tm
         model={"loss": "mse"},
         train={"global_batch_size": 8, "num_steps": 3, "evaluation_period": 1, "deterministic": True},
         precision={"compute": "auto"},
+        monitor={"cpu_peak": True},
     )
     (parsed,) = run_ranks(1, "tests.trainer.test_loop:parsed_models", str(run.root), timeout_s=120)
     assert len(events(run, "evaluation")) == 4, "before the first step, and after each of three"
@@ -64,6 +65,15 @@ def test_a_run_with_several_evaluations_reads_the_signature_of_the_model_once(tm
     waits = [event.fields["values"]["train/data_wait"] for event in events(run, "scalars")]
     assert len(waits) == 3
     assert all(0 < wait < 1 for wait in waits), "every line has the share of the time in which the rank had no data"
+    (start,) = events(run, "start")
+    assert start.fields["peak_flops_per_s"] > 1e8
+    for event in events(run, "scalars"):
+        values = {name.removeprefix("train/"): value for name, value in event.fields["values"].items()}
+        per_step = values["tflops"] * 1e12 * values["step_s"]
+        assert per_step == pytest.approx(8 * start.fields["flops_per_sample"], rel=1e-6)
+        assert values["mfu"] == pytest.approx(values["tflops"] * 1e12 / start.fields["peak_flops_per_s"], rel=1e-6)
+        assert values["memory_bytes"] > 1e8, "torch alone takes more than 100 MB"
+        assert "tokens_per_s" not in values, "these columns are no text"
 
 
 @pytest.mark.mpi
@@ -76,7 +86,7 @@ def test_the_defaults_evaluate_each_epoch_and_save_by_time_and_neither_changes_a
         "label": rows.normal(size=40).astype(np.float32),
     }
 
-    def trained(name: str, period: int | str, minutes: float) -> RunDir:
+    def trained(name: str, period: int | str, minutes: float, *, measures: bool) -> RunDir:
         run = make_run(
             tmp_path / name,
             graphs.tiny_mlp(),
@@ -85,11 +95,12 @@ def test_the_defaults_evaluate_each_epoch_and_save_by_time_and_neither_changes_a
             train={"global_batch_size": 6, "num_steps": 13, "evaluation_period": period, "seed": 3},
             parallel={"data": 2},
             checkpoint={"minutes": minutes, "keep_newest": 20},
+            monitor={"cpu_peak": measures},
         )
         assert train_run(run).step == 13
         return run
 
-    plain, often = trained("plain", 0, 0.0), trained("often", "epoch", 1e-9)
+    plain, often = trained("plain", 0, 0.0, measures=False), trained("often", "epoch", 1e-9, measures=True)
     assert (TrainConfig().evaluation_period, CheckpointConfig().minutes) == ("epoch", 10.0)
     steps = {kind: [event.step for event in events(often, kind)] for kind in ("evaluation", "checkpoint")}
     # 32 rows: an epoch ends in steps 6 (36 samples) and 11 (66), not at a whole number of steps
@@ -99,6 +110,11 @@ def test_the_defaults_evaluate_each_epoch_and_save_by_time_and_neither_changes_a
     found, expected = final_tensors(often), final_tensors(plain)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    peaks = [events(run, "start")[0].fields["peak_flops_per_s"] for run in (plain, often)]
+    assert peaks[0] is None
+    assert peaks[1] > 1e8
+    assert all("train/mfu" in event.fields["values"] for event in events(often, "scalars"))
+    assert not any("train/mfu" in event.fields["values"] for event in events(plain, "scalars"))
 
 
 @pytest.mark.parametrize(

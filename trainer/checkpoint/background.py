@@ -131,7 +131,8 @@ class CheckpointWriter:
         if self._refusal is None:
             self._refusal = background_refusal(self._config, self._mpi, num_bytes)
             how = f"while training waits: {self._refusal}" if self._refusal else "in the background"
-            log.info("rank %d: checkpoints (%.3g GiB) are written %s", self._mpi.rank, num_bytes / 2**30, how)
+            if self._mpi.rank == 0:  # which speaks for all: they have agreed
+                log.info("checkpoints (%.3g GiB of rank 0) are written %s", num_bytes / 2**30, how)
         return bool(self._refusal)
 
 

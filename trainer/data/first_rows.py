@@ -20,7 +20,8 @@ from onward.trainer.data.fitted import Fitted, all_fitted, complete_rows
 from onward.trainer.data.permutation import permutation
 from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Signature
-from onward.trainer.data.storage.sharding import fit_to_source, infer_schema, stored_columns
+from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.storage.sharding import fit_to_source, stored_columns
 from onward.trainer.errors import DataError
 
 COUNTED_BYTES = 16 << 20
@@ -78,7 +79,7 @@ def read_first_rows(
     # a small table may name many large files
     is_table = not {each.format for each in sources.all_sources(data)} & {"images", "webdataset", "audio"}
     names_files = is_table and any(column.dtype == BYTES for column in stored)
-    is_small = not spread and _source_bytes(data) <= COUNTED_BYTES
+    is_small = not spread and source_bytes(data) <= COUNTED_BYTES
     is_counted = is_small and packer is None and divider_of(computers) is None and not names_files
     fit_to_source(computers, data, stored, most_blocks=None if is_counted or spread else FITTED_BLOCKS)
     texts = [column.name for column in stored if column.dtype in (TEXT, WORDS)]
@@ -167,7 +168,8 @@ def _spread(blocks: Iterable[tuple[Block, Array]], num_rows: int, most: int) -> 
             yield replace(block, index=block.index[chosen], cells=cells, bad={}), held_out[chosen]
 
 
-def _source_bytes(data: DataConfig) -> int:
+def source_bytes(data: DataConfig) -> int:
+    """Return the size of all files of the source."""
     return sum(path.stat().st_size for source in sources.all_sources(data) for _, path in source.files)
 
 

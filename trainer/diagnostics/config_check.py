@@ -27,7 +27,8 @@ from onward.trainer.data.input_columns import computed_columns
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.signature import Signature, model_bytes, model_digest, read_training_signature
-from onward.trainer.data.storage.sharding import infer_schema, try_first_rows
+from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.storage.sharding import try_first_rows
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
@@ -43,6 +44,7 @@ from onward.trainer.onnx_graph.loss_files import (
     unknown_shape,
 )
 from onward.trainer.onnx_graph.model_files import read_model
+from onward.trainer.onnx_graph.named_cuts import tensors_of, unknown_cuts, unknown_tensors
 from onward.trainer.onnx_graph.quantizing import quantizing_problems
 from onward.trainer.run.delivered import not_ours
 from onward.trainer.run.directory import onward_home
@@ -65,7 +67,8 @@ def check_local_files(sections: Sections) -> list[str]:
     model, data = sections.get("model"), sections.get("data")
     model_problems = _model(model) if model else []
     source_problems = _data(data) if data else []
-    problems = [*model_problems, *source_problems, *_paths(sections), *_metrics(sections)]
+    converter_problems = _converters(model) if model else ()
+    problems = [*model_problems, *converter_problems, *source_problems, *_paths(sections), *_metrics(sections)]
     absent = [setting for setting, _ in urls_in(sections) if setting.startswith(("model.", "data."))]
     if model and data and "loss" in sections and not absent and not model_problems and not source_problems:
         try:
@@ -77,7 +80,7 @@ def check_local_files(sections: Sections) -> list[str]:
             made = frozenset[str]().union(*(each.makes for each in open_fitted(config, signature, schema)))
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
             misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
-            misfits += [*_quantizing(config), *_patterns(config)]
+            misfits += [*_quantizing(config), *_patterns(config), *_cuts(config)]
             if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
                 found, fitted = try_first_rows(config, signature)
                 misfits = data_problems(config, found, signature, fitted=fitted)
@@ -139,6 +142,37 @@ def _patterns(config: RunConfig) -> Iterator[str]:
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 yield f"{setting}: no weight of the model matches {pattern!r}{did_you_mean(pattern, stored)}"
+
+
+def _cuts(config: RunConfig) -> Iterator[str]:
+    """Yield the cuts that name no tensor: those that neither the file has nor the import can make."""
+    if config.quantize.aware or not config.parallel.cuts:
+        return  # the model with QuantizeLinear has tensors of its own
+    model = read_model(config.model.path)
+    for names in () if model.functions else unknown_cuts(model, config.parallel.cuts):
+        # nodes that the import makes are named by identifiers; tasks/import_check.py asks for those
+        if certain := [name for name in names if not name.isidentifier()]:
+            yield unknown_tensors(certain, tensors_of(model))
+
+
+def _converters(model: ModelConfig) -> Iterator[str]:
+    """Yield the files of converters that are absent or no Python; whether they run, tasks/import_check.py finds out."""
+    for path in model.converters:
+        if not url_of(path) and (problem := converter_problem(path)):  # why one could not be fetched is known
+            yield f"model.converters: {problem}"
+
+
+def converter_problem(path: Path) -> str:
+    """Return why a file cannot be run as Python, found without running it; "" if it can."""
+    if not path.is_file():
+        return f"there is no file {path}"
+    if importlib.util.spec_from_file_location("converters", path) is None:
+        return f"{path}: it is not a Python file; its name must end with .py"
+    try:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"{path}: {type(error).__name__}: {error}"
+    return ""
 
 
 def _metrics(sections: Sections) -> list[str]:

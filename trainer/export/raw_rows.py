@@ -18,7 +18,8 @@ from onward.trainer.data.columns import TEXT, WORDS, Array, Block, Cells, fit_bl
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Signature
-from onward.trainer.data.storage.sharding import fit_to_source, infer_schema, stored_columns
+from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.storage.sharding import fit_to_source, stored_columns
 from onward.trainer.data.storage.shards import ShardManifest
 
 

@@ -3,12 +3,7 @@
 The graph runs once on fake tensors (torch._subclasses.fake_tensor), which have shapes and types but no data, under the
 autocast of training. So the costs are those of the operators that training calls, fused and tensor-parallel ones too.
 
-    linear [B, I] x [I, O]       2 B I O FLOPs        source: torch.utils.flop_counter, where a multiplication and an
-    convolution                  2 B C_out H W k^2 C_in          addition are two operations
-    attention                    4 B h T^2 d
-    everything else              0
-    backward pass                2 x forward, one product for the gradient of each factor
-
+FLOPs are counted by the formulas of flops.py, where the backward pass of a trained layer is twice its forward pass.
 Kept memory is what autograd saves (torch.autograd.graph.saved_tensors_hooks), each storage once, without weights and
 their casts to half precision.
 """
@@ -29,10 +24,10 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.model.weight_casts import half, half_with_own_backward
+from onward.trainer.parallel.flops import flop_counter
 
 Autocast = Callable[[], AbstractContextManager[object]]
 
@@ -88,10 +83,7 @@ class _CostInterpreter(fx.Interpreter):
         # saved tensors stay alive, because the address of a freed storage could be given to another one
         self._alive: list[Any] = []
         self._kept_bytes = 0
-        self._flops = FlopCounterMode(
-            display=False,
-            custom_mapping={torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops},
-        )
+        self._flops = flop_counter()
 
     def estimate(self, inputs: Sequence[Tensor]) -> dict[str, NodeCost]:
         with saved_tensors_hooks(self._count_saved, lambda packed: packed), self._flops, self._autocast():
@@ -160,9 +152,3 @@ def _meta_like(tensor: Tensor) -> Tensor:
     with unset_fake_temporarily():
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return meta.requires_grad_(tensor.requires_grad)
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    # torch has no formula for the attention kernel of CPUs; the arguments are shapes
-    flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
-    return flops

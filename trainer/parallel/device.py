@@ -6,11 +6,13 @@ needs beside the tensors of the model.
     time of the messages       bytes / link + messages x message_s
 
 The numbers of a GPU are those of NVIDIA's data sheets (peak rates without sparsity; the link in one direction), times
-the shares below. They rank layouts against each other; they do not predict the time of a step.
+the shares below. They rank layouts against each other; they do not predict the time of a step. MFU is relative to the
+peak rates themselves (throughput.py).
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,27 +35,46 @@ class Peak(NamedTuple):
     """GB/s in one direction to another GPU of its host: NVLink, or PCIe where the card is usually without."""
 
 
+# NVIDIA's data sheets, https://www.nvidia.com/en-us/data-center/ (h200, h100, a100, ..., hgx, gb200-nvl72) and
+# https://www.nvidia.com/en-us/products/workstations/; half of the rates that one names with sparsity only. Of GeForce
+# the architecture papers of GA102, Ada and RTX Blackwell: half precision with sums in fp32.
 GPUS: dict[str, Peak] = {
+    "GB300": Peak(80, 1250, 2500, 900),
+    "GB200": Peak(80, 1250, 2500, 900),
     "B300": Peak(75, 1100, 2250, 900),
     "B200": Peak(75, 1100, 2250, 900),
     "H200": Peak(67, 494, 989, 450),
     "GH200": Peak(67, 494, 989, 450),
     "H800": Peak(67, 494, 989, 200),
     "H100 PCIe": Peak(51, 378, 756, 64),
+    "H100 NVL": Peak(60, 417, 835, 300),
     "H100": Peak(67, 494, 989, 450),
     "A100-PCIE": Peak(19.5, 156, 312, 32),
+    "A100 80GB PCIe": Peak(19.5, 156, 312, 32),
     "A100": Peak(19.5, 156, 312, 300),
     "A800": Peak(19.5, 156, 312, 200),
     "A40": Peak(37.4, 74.8, 149.7, 32),
     "A30": Peak(10.3, 82, 165, 32),
     "A10": Peak(31.2, 62.5, 125, 32),
+    "A2": Peak(4.5, 9, 18, 8),
     "L40S": Peak(91.6, 183, 362, 32),
     "L40": Peak(90.5, 90.5, 181, 32),
     "L4": Peak(30.3, 60, 121, 32),
+    "V100S": Peak(16.4, 16.4, 130, 16),
+    "V100-PCIE": Peak(14, 14, 112, 16),
     "V100": Peak(15.7, 15.7, 125, 150),
     "T4": Peak(8.1, 8.1, 65, 16),
+    "RTX PRO 6000 Blackwell Workstation Edition$": Peak(125, 250, 500, 64),
+    "RTX 6000 Ada Generation$": Peak(91.1, 182.1, 364.2, 32),
+    "RTX 5000 Ada Generation$": Peak(65.3, 130.6, 261.1, 32),
+    "RTX A6000$": Peak(38.7, 77.4, 154.8, 32),
+    "RTX A5000$": Peak(27.8, 55.6, 111.1, 32),
+    "RTX A4000$": Peak(19.2, 38.3, 76.7, 32),
+    "RTX 5090$": Peak(104.8, 104.8, 209.5, 64),
+    "RTX 4090$": Peak(82.6, 82.6, 165.2, 32),
+    "RTX 3090$": Peak(35.6, 35.6, 71.2, 32),
 }
-"""Part of the name that torch.cuda.get_device_properties reports -> peak rates. The first match counts."""
+"""Words of the name that torch.cuda.get_device_properties reports, $ = its end -> peak rates. The first one counts."""
 TYPICAL = "A100"
 """Taken for a GPU that is not in the table, and for decisions that ranks with different GPUs must make alike."""
 COMPUTE_SHARE, LINK_SHARE = 0.6, 0.8
@@ -103,19 +124,35 @@ def describe(device: torch.device, compute: str) -> Device:
 
 def gpu(name: str, compute: str) -> Device:
     """Return what is known of a GPU of this name; of an unknown one, what is known of TYPICAL."""
-    known = next((key for key in GPUS if key in name), TYPICAL)
-    peak = GPUS[known]
-    rate = {"fp32": peak.fp32, "tf32": peak.tf32}.get(compute, peak.half)
+    known = _known(name)
+    peak = GPUS[known or TYPICAL]
     return Device(
-        name=name if known in name else f"{name} (taken for {known})",
+        name=name if known else f"{name} (taken for {TYPICAL})",
         type="cuda",
-        flops_per_s=rate * 1e12 * COMPUTE_SHARE,
+        flops_per_s=_rate(peak, compute) * 1e12 * COMPUTE_SHARE,
         link_bytes_per_s=peak.link * 1e9 * LINK_SHARE,
         network_bytes_per_s=min(peak.link, NETWORK) * 1e9 * LINK_SHARE,
         # NCCL's latency within a host, and Python, dispatcher and launches of about three kernels
         message_s=20e-6,
         call_s=30e-6,
     )
+
+
+def peak_flops_per_s(name: str, compute: str) -> float | None:
+    """Return the peak rate of a GPU in this type by its data sheet; None for one that is not in the table.
+
+    A part of a GPU (MIG) is not known: its name says how much memory it has, and its rate is no fixed share.
+    """
+    known = _known(name)
+    return None if known is None or " MIG " in name else _rate(GPUS[known], compute) * 1e12
+
+
+def _known(name: str) -> str | None:
+    return next((key for key in GPUS if re.search(rf"\b{key}(?!\w)", name)), None)
+
+
+def _rate(peak: Peak, compute: str) -> float:
+    return {"fp32": peak.fp32, "tf32": peak.tf32}.get(compute, peak.half)
 
 
 def typical(device_type: str, compute: str) -> Device:

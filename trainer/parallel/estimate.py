@@ -225,6 +225,7 @@ class Estimate:
             replicated=tuple((name, why) for name, why in reasons.items() if name not in layout.placements),
             traffic=tuple(self.traffic()),
             bubble=self.bubble,
+            step_s=self.step_s(),
             considered=tuple(considered),
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import ParallelConfig, RecomputeConfig
-from onward.trainer.run.records import Record
+from onward.trainer.run.records import Needs, Record
 
 
 class Memory(Record):
@@ -117,6 +117,11 @@ class Plan(Record):
     traffic: tuple[Traffic, ...]
     bubble: float
     """The share of a step in which a pipeline rank waits, if all stages take equally long."""
+    step_s: float = 0.0
+    """Seconds of a step, estimated from counted FLOPs and the rates of `device`: they rank layouts against each other,
+    and the real time may be several times as long. 0 = not estimated."""
+    needs: Needs | None = None
+    """The sizes of a checkpoint and of the exported file; None in a plan that a rehearsal makes."""
     rates: tuple[PlannedRate, ...] = ()
     """Of each trained weight, in the order of the graph; () without `optimizer.layer_decay`."""
     considered: tuple[str, ...] = ()

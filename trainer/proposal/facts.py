@@ -17,7 +17,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import BYTES, TEXT, Array, Column, Schema, Values, fit
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES, check_size
 from onward.trainer.data.reading import sources
-from onward.trainer.data.storage.sharding import infer_schema
+from onward.trainer.data.storage.inferred_schema import infer_schema
 from onward.trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -137,8 +137,11 @@ def read_facts(data: DataConfig) -> Facts:
             # a JSON key that no row of this block has
             cells = block.cells.get(name, [None] * count)
             values, bad = fit(cells, schema[name], Path(block.file).parent)
-            good = np.setdiff1d(np.arange(count), np.array(list(bad), np.int64))
-            parts[name].append([values[at] for at in good] if isinstance(values, list) else values[good])
+            good = np.ones(count, bool)
+            good[list(bad)] = False
+            parts[name].append(
+                [values[at] for at in np.flatnonzero(good)] if isinstance(values, list) else values[good]
+            )
             missing[name] += len(bad)
             num_bytes += count * math.prod(schema[name].shape) * 8
         num_rows += count

@@ -16,7 +16,7 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.columns import BYTES, TEXT, Schema
 from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Signature, read_training_signature
-from onward.trainer.data.storage.sharding import infer_schema
+from onward.trainer.data.storage.inferred_schema import infer_schema
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import DataError
 

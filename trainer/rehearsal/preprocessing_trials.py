@@ -30,7 +30,7 @@ from onward.trainer.data.first_rows import FirstRows, read_first_rows
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.permutation import permutation
 from onward.trainer.data.signature import Signature, read_training_signature
-from onward.trainer.data.storage.sharding import infer_schema
+from onward.trainer.data.storage.inferred_schema import infer_schema
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.export.export import trained_part
 from onward.trainer.export.model_file import ModelFile

@@ -49,7 +49,7 @@ def recorded_usage(run: RunDir, *, attempt: int, rank: int, local_rank: int, hos
 
 def _record(path: Path, attempt: int, host: str, done: threading.Event) -> None:
     with contextlib.suppress(OSError):
-        writer = EventWriter(path, attempt=attempt, rank=0)
+        writer = EventWriter(path, attempt=attempt, rank=0, announces=False)
         line, usage, period_s = sum(1 for _ in read_events(path)), NodeUsage(path.parent), FIRST_S
         ended = False
         while not ended:

@@ -32,7 +32,7 @@ class PhaseStart:
 def enter_phase(run: RunDir, phase: Phase, *, at_ms: int | None = None) -> None:
     """Record that a phase begins. at_ms: when it has begun; None = now. A full disk is no error."""
     with contextlib.suppress(OSError):
-        writer = EventWriter(run.phases, attempt=0, rank=0)
+        writer = EventWriter(run.phases, attempt=0, rank=0, announces=False)
         earlier = {} if at_ms is None else {"began_ms": at_ms}
         writer.emit(phase, 0, pid=os.getpid(), **earlier)
         writer.close()

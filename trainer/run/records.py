@@ -160,9 +160,9 @@ class MetricsSummary(Record):
     """The evaluation before the first step."""
     last: dict[str, float]
     samples_per_s: float
-    """The median over the lines of the event log."""
-    data_wait: float = 0.0
-    """Share of the training time in which ranks waited for samples: the median over the lines of the event log."""
+    data_wait: float = 0.0  # both are medians over the lines of the event log, those of `costs` as well
+    costs: dict[str, float] = {}
+    """tokens_per_s, tflops, mfu, if known; the greatest memory_bytes; checkpoint_stall_s, which attempts waited."""
     ended_early: str = ""
     """Why the run was done before its last step ([stop]); else empty."""
 
@@ -325,8 +325,7 @@ class Rehearsal(Record):
     without_gradient: tuple[str, ...] = ()
     """The weights among them whose gradient is zero on these rows, or that the loss does not depend on."""
     parity: float = math.nan
-    """Greatest difference of onnxruntime from the imported, untrained module, relative to the output's largest value;
-    NaN if they were not compared."""
+    """Difference of onnxruntime from the imported module, of the output's largest value; NaN if not compared."""
     judged_by: str = ""
     """The runtime that ran the file."""
     warnings: tuple[ExporterWarning, ...] = ()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import math
 import os
+import platform
 import re
 import shutil
+import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,25 @@ def free_host_memory() -> int:
         with contextlib.suppress(OSError, ValueError):  # "max" is not a number: no limit
             free.append(int((group / limit).read_text()) - int((group / used).read_text()))
     return max(0, min(free))
+
+
+def memory_limit(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the bytes that the container of this process may use; None without a limit."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number
+            return int((group / name).read_text())
+    return None
+
+
+def core_limit(group: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Return the cores whose time the container of this process gets, such as 1.5; None without a limit."""
+    with contextlib.suppress(OSError, ValueError):  # "max" is not a number
+        quota, period = (group / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        quota_us = int((group / "cpu/cpu.cfs_quota_us").read_text())
+        return quota_us / int((group / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
+    return None
 
 
 def most_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> tuple[int | None, str]:
@@ -60,6 +82,27 @@ def _torch_version() -> str:
         return Path(found.origin).with_name("version.py").read_text()
     except OSError:
         return ""
+
+
+def machine_text() -> str:
+    """Return what decides how fast this machine computes: its name, processor, usable cores, GPUs, and torch."""
+    found = None
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    cores = min(len(os.sched_getaffinity(0)), core_limit() or math.inf)
+    cards = sorted(_gpu_names())
+    parts = [socket.gethostname(), found[1] if found else platform.machine(), f"{cores:g} cores", *cards]
+    version = re.search(r"__version__ = '(.*)'", _torch_version())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    parts += [f"CUDA_VISIBLE_DEVICES={visible}"] if visible is not None else []
+    return ", ".join([*parts, f"torch {version[1] if version else 'unknown'}"])
+
+
+def _gpu_names(cards: Path = Path("/proc/driver/nvidia/gpus")) -> Iterator[str]:
+    for path in cards.glob("*/information"):
+        with contextlib.suppress(OSError):
+            if found := re.search(r"^Model:\s*(.*)$", path.read_text(), re.MULTILINE):
+                yield found[1]
 
 
 @functools.cache

@@ -17,7 +17,8 @@ from onward.trainer.data.columns import BLOCK_BYTES, ColumnType
 from onward.trainer.data.reading import tables
 from onward.trainer.data.reading.csv_dialect import dialect_of
 from onward.trainer.data.reading.sources import locate, read
-from onward.trainer.data.storage.sharding import infer_schema, make_shards
+from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import DataError
 

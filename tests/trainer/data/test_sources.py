@@ -20,7 +20,8 @@ from onward.trainer.data.columns import Column, ColumnType, Values
 from onward.trainer.data.reading import sources, tables
 from onward.trainer.data.storage import arrow_files as arrowfile
 from onward.trainer.data.storage import tensorproto_files as protofile
-from onward.trainer.data.storage.sharding import infer_schema, make_shards
+from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.errors import DataError
 

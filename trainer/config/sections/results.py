@@ -50,6 +50,9 @@ class MonitorConfig(Section):
     """The MLflow store; empty = MLFLOW_TRACKING_URI, else Onward's own under its home directory."""
     tensorboard: bool = True
     """Write TensorBoard files from the event log."""
+    cpu_peak: bool = True
+    """Measure at the start of each attempt, for a tenth of a second, how fast the ranks' CPUs multiply matrices: the
+    peak that the MFU of a training on CPUs is relative to. false = no MFU there. The peak of GPUs is a data sheet's."""
     report: bool = True
     """Write the report of the run, report.html in its directory, when its flow ends."""
     histograms: tuple[str, ...] = ()

@@ -73,11 +73,17 @@ class AudioClips(FittedComputer):
 
     def describe(self, values: Mapping[str, Values]) -> None:
         """Find the shape from the first rows. Raises DataError if none of them can be decoded."""
-        results, failed = self.compute(values, len(values[self._name]))
-        good = [each for at, each in enumerate(results[self._name]) if at not in failed]
+        varies = not self._config.seconds
+        good, failed = list[Array](), list[str]()
+        for content in values[self._name]:
+            try:
+                good.append(self._clip(content))
+            except NotAudio as error:
+                failed.append(f"{self._name} {error}")
+            if good and not varies:
+                break  # all have this shape, and a file may last for hours
         if not good:
             raise DataError(f"{failed[0]} (and so do all of the first rows)")
-        varies = not self._config.seconds
         shape = (max(map(len, good)),) if varies else good[0].shape
         self.columns = (Column(name=self._name, dtype="float32", shape=shape, variable=varies),)
 
@@ -86,15 +92,15 @@ class AudioClips(FittedComputer):
         found, failed = [], {}
         for at, content in enumerate(rows[self._name]):
             try:
-                found.append(self._features(fit_length(self._decoded(content), self._config.length)))
+                found.append(self._clip(content))
             except NotAudio as error:
                 failed[at] = f"{self._name} {error}"
                 found.append(self._features(np.zeros(self._config.length or 1, np.float32)))
         return {self._name: np.stack(found) if self._config.seconds else found}, failed
 
-    def _decoded(self, content: object) -> Array:
+    def _clip(self, content: object) -> Array:
         assert isinstance(content, bytes)
-        return decode_audio(content, self._config.sample_rate)
+        return self._features(fit_length(decode_audio(content, self._config.sample_rate), self._config.length))
 
     def _features(self, wave: Array) -> Array:
         config = self._config

@@ -50,16 +50,18 @@ def decode_audio(content: bytes, sample_rate: int) -> Array:
             if (resampled := count * sample_rate // rate) > AUDIO_SAMPLES.most:
                 raise NotAudio(f"has, at {sample_rate} Hz, {AUDIO_SAMPLES.exceeded(resampled)}")
             wave: Array = np.empty(count, np.float32)
-            read = 0
+            read, is_finite = 0, True
             for block in _blocks(file):
-                wave[read : read + len(block)] = block.mean(axis=1, dtype=np.float32)
+                channel = block[:, 0] if block.shape[1] == 1 else block.mean(axis=1, dtype=np.float32)
+                is_finite &= bool(np.isfinite(channel).all())
+                wave[read : read + len(block)] = channel
                 read += len(block)
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError, MemoryError) as error:
         raise NotAudio(f"is no audio that libsndfile reads: {error}") from None
     wave = wave[:read]
     if not len(wave):
         raise NotAudio("holds no sample")
-    if not np.isfinite(wave).all():
+    if not is_finite:
         raise NotAudio("holds samples that are not finite")
     if rate != sample_rate:
         from scipy.signal import resample_poly  # imported here: it takes a second

@@ -28,6 +28,8 @@ from onward.trainer.data.batches.balanced_order import BalancedOrder, Stream
 from onward.trainer.data.batches.batch_computations import open_batch_transforms
 from onward.trainer.data.batches.batch_transforms import Samples
 from onward.trainer.data.batches.device_copies import DeviceCopies
+from onward.trainer.data.batches.row_counts import RowCounts
+from onward.trainer.data.batches.row_padding import longest_row, padded_rows
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.batches.step_shares import divide, end_of_share
 from onward.trainer.data.columns import Array, Schema, Values
@@ -68,6 +70,10 @@ class Batch:
     group: int = 0
     """Consecutive batches with one group number go through the pipeline together. In a pipeline they have one shape,
     and every replica uses the same group numbers, so that all ranks run the same passes in the same order."""
+    lengths: Array = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    """int64 [B, inputs whose rows vary in length]: the lengths before padding; no rows for a padding micro-batch."""
+    num_tokens: int = 0
+    """The tokens of text in it, without padding (`RowCounts.tokens`)."""
 
     def own_rows(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return outputs without the results of rows that only fill the inputs up: [rows x m, ...] -> [B x m, ...]."""
@@ -129,6 +135,7 @@ class Batches:
             self._stream = BalancedOrder(self._stream, lengths, step=train.global_batch_size, seed=train.seed)
         self.one_shape = self._collate.one_shape
         """Whether the inputs of all samples have one shape."""
+        self.counts = self._collate.counts
         self._train = config.train
         self._micro_batch_size = config.micro_batch_size
         self._num_samples = config.total_samples(shards.num_rows)
@@ -165,6 +172,13 @@ class Batches:
         batch = self._collate(Samples(self.rows(0, self._micro_batch_size)))
         self._collate.finish([batch])
         return batch
+
+    def first_lengths(self, most: int) -> Array:
+        """Return the lengths of the first rows of the data, the same on every rank: int64 [rows, varying inputs]."""
+        if not self.counts.places:
+            return np.empty((0, 0), np.int64)
+        count = min(most, self.num_rows)
+        return self.counts.lengths(self._shards.read(np.arange(count)), count)
 
     def rows(self, position: int, count: int) -> Array:
         """Return the row numbers at `count` positions of the stream from `position` on: int64 [count]."""
@@ -303,6 +317,7 @@ class _Collate:
                 self._pad_values |= dict.fromkeys(loss.columns, loss.ignored)
         self._pad_values |= {**shards.pad_values, **config.data.pad_values}
         self._pad_left = {name for name, found in shards.fitted.items() if found.pad_left}
+        self.counts = RowCounts(inputs, shards.columns, config, signature, shards.pad_values)
 
     def __call__(self, samples: Samples, *, is_padding: bool = False, group: int = 0) -> Batch:
         filled = samples
@@ -319,7 +334,7 @@ class _Collate:
         # pipeline stages receive into buffers of one shape for all micro-batches of a pass
         lengths: dict[str, int] = {}
         for name in self._pad_values if same_length else ():
-            lengths[name] = max((_longest(values[name]) for values in columns), default=0)
+            lengths[name] = max((longest_row(values[name]) for values in columns), default=0)
         pairs = zip(parts, columns, strict=True)
         return [self._batch(samples.rows, values, lengths, group=group) for samples, values in pairs]
 
@@ -365,11 +380,13 @@ class _Collate:
             is_padding=is_padding,
             filled_to=len(tensors[0]) if len(tensors[0]) > len(rows) else 0,
             group=group,
+            lengths=self.counts.lengths(columns, 0 if is_padding else len(rows)),
+            num_tokens=self.counts.tokens(columns, 0 if is_padding else len(rows)),
         )
 
     def _tensor(self, feed: Feed, columns: Mapping[str, Values], lengths: Mapping[str, int]) -> Tensor:
         arrays = [
-            _padded(columns[name], self._pad_values[name], lengths.get(name, 0), left=name in self._pad_left)
+            padded_rows(columns[name], self._pad_values[name], lengths.get(name, 0), left=name in self._pad_left)
             for name in feed.columns
         ]
         array = np.stack(arrays, axis=-1) if feed.stacked else arrays[0]
@@ -378,23 +395,3 @@ class _Collate:
         # transforms may make probabilities of classes: mixed labels (MixUp, CutMix)
         dtype = "float32" if feed.scores is not None and array.dtype.kind == "f" else feed.tensor_dtype
         return torch.from_numpy(array).to(getattr(torch, dtype))
-
-
-def _longest(values: Values) -> int:
-    """Return the length of the longest row; 0 for arrays, whose rows have one length."""
-    return 0 if isinstance(values, np.ndarray) else max(map(len, values), default=0)
-
-
-def _padded(values: Values, pad_value: float, least: int, *, left: bool) -> Array:
-    """Pad rows of varying length to the longest, and to at least `least`: [B, length]. Arrays are returned as is.
-
-    left: in front of the values, not behind them.
-    """
-    if isinstance(values, np.ndarray):
-        return values
-    longest = max(_longest(values), least)
-    padded = np.full((len(values), longest), pad_value, values[0].dtype if values else np.float32)
-    for row, value in zip(padded, values, strict=True):
-        first = longest - len(value) if left else 0
-        row[first : first + len(value)] = value
-    return padded

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.bounds import CSV_COLUMNS, CSV_ROW_BYTES, JSON_ROW_BYTES, Limit
+from onward.trainer.bounds import CSV_COLUMNS, CSV_ROW_BYTES, JSON_CELLS, JSON_ROW_BYTES, Limit
 from onward.trainer.config.sections.tables import TableConfig
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Cells
 from onward.trainer.data.reading.csv_dialect import MISSING, Bytes, Dialect, dialect_of, opened
@@ -79,9 +79,13 @@ def _json_blocks(path: Path, file: Bytes, names: Sequence[str] | None) -> Iterat
             else:
                 bad[number] = f"is not a JSON object but {str(row)[:40]!r}"
         keys = dict.fromkeys(key for row in rows for key in row)
-        cells: dict[str, Cells] = {
-            key: [row.get(key) for row in rows] for key in (keys if names is None else [n for n in names if n in keys])
-        }
+        chosen = list(keys) if names is None else [name for name in names if name in keys]
+        if (number := len(chosen) * len(rows)) > JSON_CELLS.most:  # each row may have keys of its own
+            raise DataError(
+                f"{path}, lines {index[0] + 1} to {index[-1] + 1}: {len(rows):,} rows have {len(chosen):,} different "
+                f"keys, which make {JSON_CELLS.exceeded(number)}; store what varies as values, not as keys"
+            )
+        cells: dict[str, Cells] = {key: [row.get(key) for row in rows] for key in chosen}
         yield Block(str(path), np.array(index, np.int64), cells, bad, unit="line")
 
 
@@ -199,7 +203,8 @@ def _plain(piece: bytes, header: list[str], names: list[str], text: Collection[s
     if numeric := [name for name in names if name not in text]:
         kind: dict[str, Any] = {"dtype": str, "na_filter": False} if dialect.is_localised else {}
         frame = pd.read_csv(io.BytesIO(rows), usecols=numeric, skipinitialspace=True, **kind, **common)
-        cells |= {name: _cells(frame[name], dialect) for name in numeric}
+        known = _of_numbers(frame)
+        cells |= {name: known[name] if name in known else _cells(frame[name], dialect) for name in numeric}
     if texts := [name for name in names if name in text]:
         frame = pd.read_csv(io.BytesIO(rows), usecols=texts, dtype=str, na_filter=False, **common)
         cells |= {name: _texts(frame[name]) for name in texts}
@@ -245,6 +250,18 @@ def _ragged(found: int, header: list[str]) -> str:
 def _texts(series: Any) -> Cells:
     """Return a pandas column of text; as bytes the cells whose bytes are not UTF-8, so that they are reported."""
     return [text.encode() if "\ufffd" in text else text for text in series]
+
+
+def _of_numbers(frame: Any) -> dict[str, Array]:
+    """Return the columns of a pandas frame that hold numbers only.
+
+    Those of one type are taken out together: taken one by one, 20,000 columns of one row take a second.
+    """
+    found, kinds = dict[str, Array](), frame.dtypes.to_numpy()
+    for kind in {kind for kind in kinds if kind.kind in "biuf"}:
+        chosen = kinds == kind
+        found |= dict(zip(frame.columns[chosen], frame.loc[:, chosen].to_numpy().T, strict=True))
+    return found
 
 
 def _cells(series: Any, dialect: Dialect) -> Cells:

@@ -17,7 +17,8 @@ from onward.trainer.data.columns import TEXT, WORDS, fit_block
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Signature
-from onward.trainer.data.storage.sharding import infer_schema, stored_columns
+from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.storage.sharding import stored_columns
 from onward.trainer.data.storage.shards import Shards, Split
 
 

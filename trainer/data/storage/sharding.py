@@ -47,9 +47,9 @@ from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_c
 from onward.trainer.data.images.image_sources import COLUMN_OF
 from onward.trainer.data.losses_from_data import count_classes, counted_columns
 from onward.trainer.data.reading import sources
-from onward.trainer.data.reading.digits import digits_schema
 from onward.trainer.data.signature import Signature, read_training_signature
-from onward.trainer.data.storage.described_columns import infer, merge, stored_column
+from onward.trainer.data.storage.described_columns import merge, stored_column
+from onward.trainer.data.storage.inferred_schema import infer_schema
 from onward.trainer.data.storage.shard_space import check_space
 from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Shards, damaged_files
 from onward.trainer.data.storage.split_writer import SplitWriter
@@ -61,8 +61,6 @@ log = logging.getLogger(__name__)
 
 MAX_NAMED_ROWS = 20
 """Bad rows that a message names; the others are counted."""
-SAMPLE_BYTES = 8 << 20
-"""`infer_schema` stops after about this many bytes."""
 STALE_S = 86400.0
 """A partial directory that is older than this was left by a process that died."""
 
@@ -128,42 +126,6 @@ def try_first_rows(config: RunConfig, signature: Signature) -> tuple[Schema, Map
     return schema, {}
 
 
-def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
-    """Infer the columns from the first rows of the source, or of each of several. Raises DataError."""
-    schemas = [_infer_schema(data, number, max_rows) for number in range(len(data.mixture))]
-    found = schemas[0]
-    for number, other in enumerate(schemas[1:], start=1):
-        if different := sorted(found.keys() ^ other.keys()):
-            names = [data.mixture[0].source, data.mixture[number].source]
-            raise DataError(f"{names[0]} and {names[1]} do not both have column {', '.join(different)}")
-        found = {name: merge(column, other[name]) for name, column in found.items()}
-    return found
-
-
-def _infer_schema(data: DataConfig, number: int, max_rows: int) -> dict[str, Column]:
-    source = data.mixture[number].source
-    if sources.locate(source, data).format == "digits":
-        return digits_schema(data)
-    found: dict[str, Column] = {}
-    rows, size, bad = 0, 0, list[str]()
-    for block in sources.first_blocks(data, number=number):
-        bad += [f"{block.where(row)}: {why}" for row, why in block.bad.items()]
-        for name, cells in block.cells.items() if len(block.index) else ():
-            column = infer(name, cells[: max_rows - rows])
-            found[name] = merge(found[name], column) if name in found else column
-        rows += len(block.index)
-        size += len(block.index) * sum(_row_bytes(column) for column in found.values())
-        if rows >= max_rows or size >= SAMPLE_BYTES:
-            break
-    if not rows:
-        raise DataError([f"{source} holds no row that can be read", *bad[:MAX_NAMED_ROWS]])
-    return found
-
-
-def _row_bytes(column: Column) -> int:
-    return 0 if not column.holds_numbers else int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize
-
-
 def make_shards(
     data: DataConfig,
     columns: Mapping[str, ColumnType] | None,
@@ -178,7 +140,7 @@ def make_shards(
     `check_space`.
     """
     stored = stored_columns(data, columns)
-    key = _cache_key(data, stored, computers)
+    key = cache_key(data, stored, computers)
     final = cache / key
     if manifest := _intact_manifest(final, explain=True):
         return final, manifest, True
@@ -240,7 +202,7 @@ def stored_columns(
     return [stored_column(schema[name], kind, exact=exact, ragged=ragged) for name, kind in types.items()]
 
 
-def _cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[ColumnComputer]) -> str:
+def cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[ColumnComputer]) -> str:
     """Digest all that decides the content of the shards: file names and contents, settings, columns, computed ones."""
     located = sources.all_sources(data)
     formats = {source.format for source in located}

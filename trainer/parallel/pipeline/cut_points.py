@@ -14,14 +14,14 @@ narrow cuts are those between layers. Rematerialised values (rematerialise.py) n
 
 from __future__ import annotations
 
-import difflib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.named_cuts import names_of_cut, unknown_tensors
 from onward.trainer.parallel.cost import NodeCost
 from onward.trainer.parallel.pipeline.rematerialise import partitioned_nodes, tensors_read
 
@@ -91,23 +91,17 @@ def cuts_by_name(
 ) -> list[CutPoint]:
     """Return the cut for each entry of `parallel.cuts`: the first place that the named tensors cross, and no others.
 
-    Tensors without a gradient, such as masks, may cross unnamed. An entry is one tensor, several, or a cut list of ONNX
-    Runtime's `cut_group_info`: edges joined by `:`, each a tensor name that may be followed by `-consumer1/consumer2`.
-    Raises ConfigError with every entry for which there is no such place.
+    Tensors without a gradient, such as masks, may cross unnamed. How an entry is read: `names_of_cut`. Raises
+    ConfigError with every entry for which there is no such place.
     """
-    # a tensor name of the file wins over an equal name of an fx node: exporters use names such as "relu"
-    node_names = {node.name: node.name for node in graph.nodes}
-    node_names |= {name: node.name for node in graph.nodes for name in node.meta.get("onnx", ())}
+    node_names = names_that_cuts_may_use(graph)
     file_names = {node.name: (*node.meta.get("onnx", ()), node.name)[0] for node in graph.nodes}
     cuts, problems = [], []
     for entry in entries:
-        # a name in the file may itself hold a colon
-        edges = entry if not isinstance(entry, str) else [entry] if entry in node_names else entry.split(":")
-        names = [edge if edge in node_names else edge.rpartition("-")[0] or edge for edge in edges]
+        names = names_of_cut(entry, node_names)
         shown = " and ".join(names)
         if unknown := [name for name in names if name not in node_names]:
-            close = _close_matches(unknown[0], node_names)
-            problems.append(f"parallel.cuts: the graph computes no tensor {', '.join(unknown)}{close}")
+            problems.append(unknown_tensors(unknown, node_names))
             continue
         wanted = {node_names[name] for name in names}
         places = [point for point in points if wanted <= {*point.crossing}]
@@ -130,6 +124,8 @@ def cuts_by_name(
     return cuts
 
 
-def _close_matches(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.3)
-    return f"; did you mean {', '.join(close)}?" if close else ""
+def names_that_cuts_may_use(graph: fx.Graph) -> dict[str, str]:
+    """Return name -> fx node: the names of the nodes, and those of the file, which win over equal ones of a node."""
+    # exporters use names such as "relu"
+    node_names = {node.name: node.name for node in graph.nodes}
+    return node_names | {name: node.name for node in graph.nodes for name in node.meta.get("onnx", ())}

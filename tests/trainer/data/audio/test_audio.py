@@ -19,6 +19,7 @@ from scipy.signal import resample_poly
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.audio import AudioConfig
+from onward.trainer.data.audio import audio_clips
 from onward.trainer.data.audio.audio_clips import AudioClips
 from onward.trainer.data.audio.decoding import NotAudio, decode_audio, fit_length
 from onward.trainer.data.audio.log_mel import log_mel
@@ -232,6 +233,28 @@ def test_clips_may_keep_their_own_lengths(tmp_path: Path) -> None:
     results, failed = clips.compute({"audio": np.array([*contents, b"corrupt"], object)}, 3)
     assert [len(each) for each in results["audio"]][:2] == [80, 240]
     assert list(failed) == [2]
+
+
+def test_a_shape_that_the_settings_fix_is_found_with_the_first_file_that_can_be_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other files may last for hours, and are decoded when they are stored."""
+    decoded = list[bytes]()
+
+    def counted(content: bytes, sample_rate: int) -> Array:
+        decoded.append(content)
+        return decode_audio(content, sample_rate)
+
+    monkeypatch.setattr(audio_clips, "decode_audio", counted)
+    rows = [b"no audio", *(encoded(tone(440, seconds)) for seconds in (0.1, 0.2, 0.3))]
+    fixed = AudioClips(AudioConfig(sample_rate=RATE, seconds=0.1))
+    fixed.describe({"audio": np.array(rows, object)})
+    assert (fixed.columns[0].shape, len(decoded)) == ((RATE // 10,), 2)
+    own = AudioClips(AudioConfig(sample_rate=RATE))
+    own.describe({"audio": np.array(rows, object)})
+    assert (own.columns[0].shape, len(decoded)) == ((int(0.3 * RATE),), 6)
+    with pytest.raises(DataError, match="all of the first rows"):
+        fixed.describe({"audio": np.array(rows[:1], object)})
 
 
 def test_files_in_a_folder_for_each_class_are_read(tmp_path: Path) -> None:

@@ -1,0 +1,210 @@
+"""LiveFacts: what is known of a run while it runs, read from the files of its directory.
+
+    phases.jsonl    phases and their times
+    events.jsonl    steps, loss, evaluations, speed, checkpoints
+    nodes/*.jsonl   memory of each node
+    identity.json   name
+
+Each call of `read` reads what was added since the one before, so that the log of a long run is read once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from onward.tasks.training_progress import Progress
+from onward.trainer.errors import OnwardError
+from onward.trainer.events import Event, read_events
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.phases import Phase
+from onward.trainer.run.records import RunIdentity, read_record
+
+MOST_POINTS = 2048
+"""Losses that are kept: beyond it every second one is dropped, so that the curve goes back to the first step."""
+PACE_S = 60.0
+"""The time left is computed from the steps of this many seconds, with their evaluations and checkpoints."""
+USAGE_PERIOD_S = 5.0
+USAGE_BYTES = 1 << 14
+"""Bytes at the end of a node's file that have its newest line."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """How the loss has changed: the mean of its newest fifth compared with that of the fifth before."""
+
+    ratio: float
+    """Such as -0.1: it is a tenth lower."""
+    steps: int
+    """Steps between the middles of the two."""
+
+
+class LiveFacts:
+    """What is known of a run. now_s: the clock, in seconds since 1970."""
+
+    def __init__(self, *, now_s: Callable[[], float] = time.time) -> None:
+        self.now_s = now_s
+        self.name = ""
+        self.phases: list[tuple[Phase, float]] = [("start", now_s())]
+        """Each phase of the newest flow, and when it began, in seconds since 1970."""
+        self.progress = Progress()
+        self.attempt = 0
+        """The newest attempt, whose ranks may still load the model and the data."""
+        self.values: dict[str, float] = {}
+        """The newest training metrics, without `train/`."""
+        self.losses: list[tuple[int, float]] = []
+        self.evaluation: tuple[int, Mapping[str, float]] | None = None
+        self.checkpoint: tuple[int, float] | None = None
+        """Step and time of the newest one."""
+        self.usage: dict[str, Mapping[str, float]] = {}
+        """Node -> what is used of it."""
+        self.epochs = 0.0
+        """Of the whole run; 0 as long as it is not known."""
+        self.note = ""
+        """What this process does just now, such as a download with its progress; else ""."""
+        self.problem = ""
+        """Why the files could not be read at the last attempt; else ""."""
+        self._run: RunDir | None = None
+        self._owner: int | None = None
+        self._begun_attempt = 0
+        self._offsets: dict[Path, int] = {}
+        self._steps: deque[tuple[float, int]] = deque()
+        self._usage_due_at = -math.inf
+
+    def attach(self, run: RunDir, name: str = "") -> None:
+        """Read a run from now on. name: its name, which its directory may not have yet."""
+        self._run, self.name = run, name or run.root.name[-8:]
+
+    @property
+    def phase(self) -> Phase:
+        return self.phases[-1][0]
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the ranks of the newest attempt are ready, or have been."""
+        return 0 < self.attempt == self._begun_attempt
+
+    def elapsed_s(self) -> list[tuple[Phase, float]]:
+        """Return each phase that has begun, and the seconds that it has taken; the last one goes on."""
+        ends = [*(at for _, at in self.phases[1:]), self.now_s()]
+        return [(phase, max(0.0, end - at)) for (phase, at), end in zip(self.phases, ends, strict=True)]
+
+    @property
+    def epoch(self) -> float:
+        progress = self.progress
+        return self.epochs * progress.step / progress.num_steps if progress.num_steps else 0.0
+
+    def remaining_s(self) -> float:
+        """Return the seconds until the last step at the pace of the last minute; NaN while there is none."""
+        if len(self._steps) > 1:
+            (began_s, first), (ended_s, last) = self._steps[0], self._steps[-1]
+            if last > first and ended_s > began_s:
+                return (self.progress.num_steps - self.progress.step) * (ended_s - began_s) / (last - first)
+        return self.progress.remaining_s
+
+    def change(self) -> Change | None:
+        """Return the trend of the loss; None for fewer than four losses."""
+        size = len(self.losses) // 5 or len(self.losses) // 2
+        if size < 2:
+            return None
+        before, newest = self.losses[-2 * size : -size], self.losses[-size:]
+        levels = [statistics.fmean(loss for _, loss in part) for part in (before, newest)]
+        middles = [statistics.fmean(step for step, _ in part) for part in (before, newest)]
+        if not levels[0] or not all(map(math.isfinite, levels)):
+            return None
+        return Change((levels[1] - levels[0]) / abs(levels[0]), round(middles[1] - middles[0]))
+
+    def read(self) -> None:
+        """Read what was written since the last call. An error is no error of the view: `problem` has it."""
+        if self._run is None:
+            return
+        try:
+            self._read(self._run)
+            self.problem = ""
+        except (OnwardError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            self.problem = f"{type(error).__name__}: {error}"
+
+    def _read(self, run: RunDir) -> None:
+        if run.identity.exists():
+            with contextlib.suppress(OnwardError):  # it is damaged, which `onward status` says
+                self.name = read_record(run.identity, RunIdentity).name
+        self.attempt = run.current_attempt
+        for event in self._new(run.phases):
+            self._add_phase(event)
+        for event in self._new(run.events):
+            self._add(event)
+        if time.monotonic() >= self._usage_due_at:
+            self._usage_due_at = time.monotonic() + USAGE_PERIOD_S
+            self.usage = dict(filter(None, map(_newest_usage, sorted(run.nodes.glob("rank-*.jsonl")))))
+
+    def _new(self, path: Path) -> list[Event]:
+        found = list(read_events(path, self._offsets.get(path, 0)))
+        self._offsets[path] = found[-1][1] if found else self._offsets.get(path, 0)
+        return [event for event, _ in found]
+
+    def _add_phase(self, event: Event) -> None:
+        """Add a phase. The first one of another process, or behind an end, begins a flow of its own."""
+        if event.kind not in get_args(Phase):
+            return
+        owner, at_s = event.fields.get("pid"), event.fields.get("began_ms", event.at_ms) / 1e3
+        if owner != self._owner or self.phase == "end" or event.kind == "start":
+            self.phases, self._owner = [], owner
+        self.phases.append((cast(Phase, event.kind), at_s))
+
+    def _add(self, event: Event) -> None:
+        self.progress.add(event)
+        at_s = event.at_ms / 1e3
+        if event.kind == "start":
+            self._begun_attempt = event.attempt
+            self._steps.clear()
+            self.losses = [(step, loss) for step, loss in self.losses if step <= event.step]
+            rows = event.fields.get("num_rows", 0)
+            self.epochs = event.fields.get("num_samples", 0) / rows if rows else 0.0
+        elif event.kind == "scalars":
+            values: dict[str, Any] = event.fields.get("values", {})
+            self.values |= {name.removeprefix("train/"): value for name, value in values.items()}
+            self._add_loss(event.step, values.get("train/loss"))
+            self._steps.append((at_s, event.step))
+            while self._steps[0][0] < at_s - PACE_S:
+                self._steps.popleft()
+        elif event.kind == "evaluation":
+            self.evaluation = event.step, event.fields.get("values", {})
+        elif event.kind == "checkpoint":
+            self.checkpoint = event.step, at_s
+
+    def _add_loss(self, step: int, loss: float | None) -> None:
+        if loss is not None and math.isfinite(loss):
+            self.losses.append((step, loss))
+            if len(self.losses) > MOST_POINTS:
+                del self.losses[1:-1:2]
+
+
+def curve(losses: list[tuple[int, float]], width: int) -> list[float]:
+    """Return the mean loss in each of up to `width` equal parts of the steps; parts without a loss are left out."""
+    if not losses:
+        return []
+    first, last = losses[0][0], losses[-1][0]
+    parts = itertools.groupby(losses, lambda point: min(width - 1, (point[0] - first) * width // max(1, last - first)))
+    return [statistics.fmean(loss for _, loss in part) for _, part in parts]
+
+
+def _newest_usage(path: Path) -> tuple[str, Mapping[str, float]] | None:
+    """Return node and values of the newest line of a node's file."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - USAGE_BYTES))
+        lines = file.read().split(b"\n")[:-1]  # behind the last newline a line may be half-written
+    try:
+        line = json.loads(lines[-1])
+        return str(line["node"]), dict(line["values"])
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None

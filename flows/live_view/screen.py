@@ -1,0 +1,266 @@
+"""Draw the live view in any width; and say the same in one line, where there is no terminal.
+
+    digits-14  train                                              2:31
+    start 0:49  configure 0:52  preflight 0:10  data 0:01  train 0:39  export
+    ━━━━━━━━━━━━━━━━━━━━────────────────────────  214/899  24%  1:39 left
+    loss        0.5026  ▇▆▅▄▃▂▁  -54% in 120 steps
+    ...
+
+What does not fit is left out at the end of a line, never wrapped: a line that wraps would break the view.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from onward.flows.live_view.facts import LiveFacts, curve
+from onward.trainer.run.phases import Phase
+
+SHOWN: tuple[Phase, ...] = ("start", "configure", "preflight", "data", "train", "export")
+"""Phases that every run has; the others are shown once they begin."""
+NAMES: Mapping[Phase, str] = {"end": "report"}
+MEANING: Mapping[Phase, str] = {
+    "start": "settings and servers",
+    "configure": "rehearsal on the first rows",
+    "preflight": "hosts, devices, messages",
+    "data": "shards",
+    "train": "the ranks load the model",
+    "export": "the file is written and verified",
+    "approval": "waits for an answer in Prefect",
+    "end": "an HTML file",
+}
+"""Phase -> what happens in it; of `train` only until the first step, after which there are numbers."""
+LABEL = 12
+"""Width of the labels."""
+TWO_COLUMNS = 110
+"""Width from which facts stand side by side."""
+BARS = "▁▂▃▄▅▆▇█"
+MEGABYTE, GIBIBYTE = 1e6, 2**30
+
+
+class Screen:
+    """Draws the facts as they are when it is printed."""
+
+    def __init__(self, facts: LiveFacts) -> None:
+        self._facts = facts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in lines(self._facts, options.max_width, ascii_only=options.ascii_only):
+            line.truncate(options.max_width)
+            line.no_wrap = True
+            yield line
+
+
+def lines(facts: LiveFacts, width: int, *, ascii_only: bool = False) -> list[Text]:
+    """Return the lines of the view, each at most `width` wide."""
+    drawn = [_head(facts, width), *_phases(facts, width)]
+    if facts.progress.num_steps:
+        drawn.append(_bar(facts, width, ascii_only=ascii_only))
+    known = [(label, [each for each in parts if each]) for label, parts in _rows(facts, ascii_only=ascii_only)]
+    known = [(label, parts) for label, parts in known if parts]
+    if width < TWO_COLUMNS:
+        return [*drawn, *(_row(label, parts, width) for label, parts in known)]
+    half = (width - 2) // 2
+    for left, right in zip(known[::2], [*known[1::2], None], strict=False):
+        line = _row(*left, half)
+        if right:
+            line.pad_right(half + 2 - line.cell_len)
+            line.append_text(_row(*right, half))
+        drawn.append(line)
+    return drawn
+
+
+def sentence(facts: LiveFacts) -> str:
+    """Return the state of the run in one line, without what changes by itself, such as the time that has passed."""
+    progress = facts.progress
+    again = f"attempt {facts.attempt}: " if facts.attempt > 1 and facts.phase == "train" else ""
+    if _is_busy_otherwise(facts):
+        return f"{again}{NAMES.get(facts.phase, facts.phase)}: {MEANING[facts.phase]}"
+    parts = [
+        f"{again}step {progress.step}/{progress.num_steps}",
+        f"epoch {facts.epoch:.2f}/{facts.epochs:.4g}" if facts.epochs else "",
+        "" if math.isnan(progress.loss) else f"loss {progress.loss:.4g}",
+        *_speed(facts),
+        *_compute(facts),
+        "" if math.isnan(progress.data_wait) else f"data wait {progress.data_wait:.0%}",
+        _time_left(facts),
+    ]
+    text = ", ".join(filter(None, parts))
+    if facts.evaluation:
+        values = ", ".join(f"{name} {value}" for name, value in _evaluated(facts))
+        text += f"; evaluation of step {facts.evaluation[0]}: {values}"
+    return f"{text}; checkpoint of step {facts.checkpoint[0]}" if facts.checkpoint else text
+
+
+def clock(seconds: float) -> str:
+    """Return a time such as `1:39`, `2:05:00` or `3 d 02:05:00`."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours:02d}:{minutes:02d}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def amount(value: float) -> str:
+    """Return a number with three or four digits, such as `221.5`, `12.3k` or `4.1M`."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
+    return f"{value:.4g}"
+
+
+def fitted(parts: Iterable[str], width: int, between: str = "  ") -> str:
+    """Return as many of the parts, from the first on, as fit into the width; the first one is there in any case."""
+    shown = ""
+    for part in parts:
+        longer = f"{shown}{between}{part}" if shown else part
+        if shown and len(longer) > width:
+            break
+        shown = longer
+    return shown
+
+
+def _head(facts: LiveFacts, width: int) -> Text:
+    phase = facts.phase
+    meaning = [MEANING[phase]] if _is_busy_otherwise(facts) else []
+    again = f"attempt {facts.attempt}, " if facts.attempt > 1 and phase == "train" else ""
+    total = clock(sum(seconds for _, seconds in facts.elapsed_s()))
+    name = facts.name or "onward"
+    line = Text(name, style="bold")
+    rest = fitted([f"{again}{NAMES.get(phase, phase)}", *meaning], width - len(name) - len(total) - 3, ": ")
+    line.append(f"  {rest}", style="cyan")
+    line.truncate(width - len(total) - 1)
+    line.pad_right(width - len(total) - line.cell_len)
+    return line.append(total)
+
+
+def _phases(facts: LiveFacts, width: int) -> list[Text]:
+    """Return one line or two with every phase: those before with their time, the present one, and those to come."""
+    begun = facts.elapsed_s()
+    # every run goes through this one, and most without a question
+    begun = [(phase, s) for phase, s in begun if phase != "approval" or s >= 1 or phase == facts.phase]
+    known = {phase for phase, _ in begun}
+    last = max((SHOWN.index(phase) for phase in known if phase in SHOWN), default=0)
+    to_come = [phase for phase in SHOWN[last + 1 :] if phase not in known and facts.phase != "end"]
+    parts = [
+        *((f"{NAMES.get(phase, phase)} {clock(seconds)}", "") for phase, seconds in begun[:-1]),
+        *((f"{NAMES.get(phase, phase)} {clock(seconds)}", "bold cyan") for phase, seconds in begun[-1:]),
+        *((phase, "dim") for phase in to_come),
+    ]
+    drawn = [Text()]
+    for text, style in parts:
+        if drawn[-1] and drawn[-1].cell_len + 2 + len(text) > width:
+            drawn.append(Text())
+        drawn[-1].append("  " if drawn[-1] else "").append(text, style=style)
+    return drawn
+
+
+def _bar(facts: LiveFacts, width: int, *, ascii_only: bool) -> Text:
+    progress = facts.progress
+    counts = [f"{progress.step}/{progress.num_steps}", f"{progress.percent:.0f}%", _time_left(facts)]
+    numbers = fitted(filter(None, counts), width - 12)
+    size = max(8, width - len(numbers) - 2)
+    done = min(size, int(size * progress.percent / 100))
+    full, empty = ("#", "-") if ascii_only else ("━", "─")
+    return Text(full * done, style="green").append(empty * (size - done), style="dim").append(f"  {numbers}", style="")
+
+
+def _row(label: str, parts: list[str], width: int) -> Text:
+    return Text(label.ljust(LABEL), style="dim").append(fitted(parts, width - LABEL), style="not dim")
+
+
+def _rows(facts: LiveFacts, *, ascii_only: bool) -> list[tuple[str, list[str]]]:
+    """Return each fact: its name, and its parts, the most important one first."""
+    values, progress = facts.values, facts.progress
+    rate, norm = values.get("learning_rate"), values.get("gradient_norm")
+    step, saved_s = facts.checkpoint or (0, 0.0)
+    begun, evaluated = bool(progress.num_steps), f"step {facts.evaluation[0]}" if facts.evaluation else ""
+    return [
+        ("loss", _loss(facts, ascii_only=ascii_only)),
+        ("evaluation", [evaluated, *map(" ".join, _evaluated(facts))]),
+        (
+            "epoch" if facts.epochs else "updates",
+            [
+                f"{facts.epoch:.2f} of {facts.epochs:.4g}" if facts.epochs else "",
+                "" if rate is None else f"learning rate {rate:.3g}",
+                "" if norm is None else f"gradient norm {norm:.3g}",
+            ],
+        ),
+        ("speed", _speed(facts)),
+        ("compute", _compute(facts)),
+        ("data wait", ["" if math.isnan(progress.data_wait) else f"{progress.data_wait:.1%} of the time"]),
+        ("memory", _memory(facts)),
+        (
+            "checkpoint",
+            [f"step {step}, saved {clock(facts.now_s() - saved_s)} ago" if facts.checkpoint else "none yet" * begun],
+        ),
+        ("now", [facts.note]),
+        ("problem", [facts.problem]),
+    ]
+
+
+def _loss(facts: LiveFacts, *, ascii_only: bool) -> list[str]:
+    if math.isnan(facts.progress.loss):
+        return []
+    change = facts.change()
+    levels = curve(facts.losses, 16)
+    low, high = min(levels, default=0.0), max(levels, default=0.0)
+    drawn = "".join(BARS[round((level - low) / (high - low) * (len(BARS) - 1))] for level in levels if high > low)
+    trend = "" if change is None else f"{change.ratio:+.1%} in {change.steps} steps"
+    return [f"{facts.progress.loss:.4g}", "" if ascii_only else drawn, trend]
+
+
+def _evaluated(facts: LiveFacts) -> list[tuple[str, str]]:
+    """Return name and value of each metric of the newest evaluation."""
+    values = facts.evaluation[1] if facts.evaluation else {}
+    return [(name.removeprefix("evaluation/").replace("_", " "), f"{value:.4g}") for name, value in values.items()]
+
+
+def _speed(facts: LiveFacts) -> list[str]:
+    shown = [(facts.values.get(f"{unit}_per_s"), unit) for unit in ("samples", "tokens")]
+    return [f"{amount(value)} {unit}/s" for value, unit in shown if value is not None and math.isfinite(value)]
+
+
+def _compute(facts: LiveFacts) -> list[str]:
+    tflops, mfu = facts.values.get("tflops"), facts.values.get("mfu")
+    return [
+        *([f"{tflops:.3g} TFLOP/s"] if tflops is not None and math.isfinite(tflops) else []),
+        *([f"MFU {mfu:.1%}"] if mfu is not None and math.isfinite(mfu) else []),
+    ]
+
+
+def _time_left(facts: LiveFacts) -> str:
+    """Return the time left of the training; "" as long as it is not known."""
+    progress, left = facts.progress, facts.remaining_s()
+    runs = not _is_busy_otherwise(facts) and 0 < progress.step < progress.num_steps
+    return f"{clock(left)} left" if runs and math.isfinite(left) else ""
+
+
+def _is_busy_otherwise(facts: LiveFacts) -> bool:
+    """Return whether no step is made now: in a phase before or behind the training, or as long as the ranks load."""
+    return facts.phase != "train" or not facts.is_training
+
+
+def _memory(facts: LiveFacts) -> list[str]:
+    """Return what the ranks use, if the log has it, and the fullest node and GPU."""
+    parts = []
+    if (used := facts.values.get("memory_bytes")) is not None:
+        parts.append(f"{used / GIBIBYTE:.3g} GiB a rank")
+    kinds = (("memory_usage", "GPU"), ("system_memory_usage", "node"))
+    for key, what in kinds:
+        fullest = max((found for node in facts.usage.values() for found in _shares(node, key)), default=None)
+        if fullest:
+            parts.append(f"{what} {fullest[1] * MEGABYTE / GIBIBYTE:.3g} GiB ({fullest[0]:.0f}%)")
+    return parts
+
+
+def _shares(values: Mapping[str, float], key: str) -> list[tuple[float, float]]:
+    """Return (percentage, megabytes) of the node's memory, or of the memory of each of its GPUs."""
+    own = key.startswith("system")
+    names = [name for name in values if name.endswith(f"{key}_percentage") and name.startswith("system") == own]
+    return [(values[name], values.get(name.replace("percentage", "megabytes"), 0.0)) for name in names]

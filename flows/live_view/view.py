@@ -1,0 +1,209 @@
+"""Show a run while it runs: the live view in a terminal, else a line whenever there is something new.
+
+It reads only files of the run directory, so it shows any run, wherever it was started. What else is printed meanwhile
+appears above the view.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, TextIO, cast
+
+from rich.console import Console, ConsoleDimensions
+from rich.live import Live
+from rich.text import Text
+
+from onward.flows.live_view.facts import LiveFacts
+from onward.flows.live_view.screen import Screen, sentence
+from onward.tasks.training_progress import Periodic
+from onward.trainer.run.directory import RunDir
+
+LINE_PERIOD_S = 10.0
+TICK_S = 0.25
+
+
+class LiveView:
+    """The view of one run, which may not have a directory yet. Use it inside of `live_view`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.console = Console(file=stream)
+        self.is_live = stream.isatty() and self.console.is_terminal and not self.console.is_dumb_terminal
+        self.facts = LiveFacts()
+        self._stream = stream
+        self._messages: list[str] = []
+        self._due = Periodic(LINE_PERIOD_S)
+        self._said = ""
+        self._is_attached = False
+        self._live: Live | None = None
+
+    def attach(self, run: RunDir, name: str = "") -> None:
+        """Show this run from now on."""
+        self.facts.attach(run, name)
+        self._is_attached = True
+
+    def say(self, text: str) -> None:
+        """Print a line, from a signal handler: the view prints it above itself at its next tick."""
+        if self.is_live:
+            self._messages.append(text)
+        else:
+            os.write(2, f"\n{text}\n".encode())  # not print, which the signal may have interrupted
+
+    def start(self) -> None:
+        """Show the view for the first time."""
+        if self.is_live:
+            self._fit()
+            shown = Screen(self.facts)
+            self._live = Live(
+                shown,
+                console=self.console,
+                auto_refresh=False,
+                transient=True,  # the table of the result takes its place
+                redirect_stdout=False,
+                redirect_stderr=False,
+                vertical_overflow="crop",
+            )
+            self._live.start(refresh=True)
+
+    def tick(self) -> None:
+        """Read what is new, and show it."""
+        self.facts.read()
+        while self._messages:
+            self.print(self._messages.pop(0))
+        if self._live is not None:
+            self._fit()
+            self._live.refresh()
+        elif self._is_attached and (text := sentence(self.facts)) != self._said and self._due():
+            self._said = text
+            print(f"onward: {text}", file=self._stream, flush=True)
+
+    def stop(self) -> None:
+        """Remove the view from the terminal."""
+        while self._messages:
+            self.print(self._messages.pop(0))
+        if self._live is not None:
+            self._live.stop()
+
+    def _fit(self) -> None:
+        """Take the size of the terminal, which may change; rich takes that of standard input, which may be another."""
+        with contextlib.suppress(OSError, ValueError):
+            self.console.size = ConsoleDimensions(*os.get_terminal_size(self._stream.fileno()))
+
+    def print(self, line: str) -> None:
+        """Print a line above the view, wrapped between words. No word is broken, so that paths can be copied."""
+        indent = " " * (len(line) - len(line.lstrip()))
+        lines = textwrap.wrap(
+            line,
+            self.console.width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        self.console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def live_view(
+    run: RunDir | None = None, *, stream: TextIO | None = None, name: str = "", tick_s: float = TICK_S
+) -> Iterator[LiveView]:
+    """Show a run on `stream` (default: stderr) while the body runs: a live view in a terminal, else lines.
+
+    run: None if it has no directory yet; `attach` names it then. What is printed on `stream` inside, and by log
+    handlers that write to it, appears above the view.
+    """
+    stream = stream or sys.stderr
+    view = LiveView(stream)
+    if run is not None:
+        view.attach(run, name)
+        view.facts.read()
+    done = threading.Event()
+
+    def update() -> None:
+        while not done.wait(tick_s):
+            view.tick()
+
+    thread = threading.Thread(target=update, name="live view", daemon=True)
+    with _printed_above(view, stream):
+        view.start()
+        thread.start()
+        try:
+            yield view
+        finally:
+            done.set()
+            thread.join()
+            view.stop()
+
+
+def follow(run: RunDir, *, tick_s: float = TICK_S) -> None:
+    """Show a run on stderr until no flow works on it any more."""
+    from onward.flows.runs import is_running
+
+    with live_view(run, tick_s=tick_s):
+        while is_running(run):
+            time.sleep(tick_s)
+
+
+class _Above:
+    """Stands for a terminal's stream while a view is on it: prints each complete line above the view.
+
+    A line that is written over and over, such as the progress of a download, is a row of the view.
+    """
+
+    def __init__(self, view: LiveView, stream: TextIO) -> None:
+        self._view, self._stream, self._begun = view, stream, ""
+
+    def write(self, text: str) -> int:
+        *complete, begun = (self._begun + text).split("\n")
+        for line in complete:
+            self._view.print(line.rpartition("\r")[2])
+        _, again, self._begun = begun.rpartition("\r")
+        if again or complete:
+            self._view.facts.note = Text.from_ansi(self._begun).plain.strip() if again else ""
+        return len(text)
+
+    def end(self) -> None:
+        """Print a line that has no end."""
+        if self._begun and not self._view.facts.note:
+            self.write("\n")
+
+    def flush(self) -> None:
+        """Do nothing: each complete line is printed at once."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)  # isatty, fileno, encoding: those of the terminal
+
+
+@contextlib.contextmanager
+def _printed_above(view: LiveView, stream: TextIO) -> Iterator[None]:
+    """Print above a live view what is written to `stream`: by print, and by the log handlers that have it."""
+    if not view.is_live:
+        yield
+        return
+    above = _Above(view, stream)
+    # handlers keep the stream they were made with, so each of them has to be redirected
+    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+    handlers = {
+        handler
+        for logger in loggers
+        for handler in logger.handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream is stream
+    }
+    is_stderr = sys.stderr is stream
+    try:
+        for handler in handlers:
+            handler.setStream(cast(TextIO, above))
+        if is_stderr:
+            sys.stderr = cast(TextIO, above)
+        yield
+    finally:
+        above.end()
+        for handler in handlers:
+            handler.setStream(stream)
+        if is_stderr:
+            sys.stderr = stream

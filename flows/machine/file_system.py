@@ -1,0 +1,166 @@
+"""Whether the file system of Onward's home does what durable files, locks and shards need. Each thing is tried."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from onward.flows.machine.findings import Finding, Level, gib
+from onward.trainer.run.directory import onward_home
+from onward.trainer.run.durable_files import fsync, write_durably
+
+SPARSE_BYTES = 64 << 20
+LEAST_BYTES, FEW_BYTES = 500 << 20, 5 << 30
+LEAST_INODES, FEW_INODES = 1_000, 20_000
+MOVE_HOME = "set ONWARD_HOME to a directory on a local disk, or on a file system that can"
+
+
+def home_directory() -> Iterator[Finding]:
+    """Find out whether the home belongs to this user alone, and can be written."""
+    home = onward_home()
+    if not home.exists():
+        nearest = _existing(home)
+        if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+            yield Finding(check="home", level="ok", what=f"{home} will be made by the first run, for its owner alone")
+        else:
+            fix = "set ONWARD_HOME to a directory of yours"
+            yield Finding(check="home", level="problem", what=f"{home} cannot be made: no right in {nearest}", fix=fix)
+        return
+    if not home.is_dir():
+        fix = "set ONWARD_HOME to a directory"
+        yield Finding(check="home", level="problem", what=f"{home} is no directory", fix=fix)
+        return
+    found = home.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if not os.access(home, os.W_OK | os.X_OK):
+        fix = f"`chmod u+rwx {home}`, or set ONWARD_HOME to a directory of yours"
+        yield Finding(check="home", level="problem", what=f"no right to write to {home} (mode {mode:04o})", fix=fix)
+    elif found.st_uid != os.getuid():
+        what = f"{home} belongs to user id {found.st_uid}, and you are {os.getuid()}"
+        yield Finding(check="home", level="note", what=what, fix="set ONWARD_HOME to a directory of yours")
+    elif mode & 0o077:
+        what = f"other users can enter {home} (mode {mode:04o}): data, weights and the login of the servers are in it"
+        yield Finding(check="home", level="note", what=what, fix=f"chmod 700 {home}")
+    else:
+        yield Finding(check="home", level="ok", what=f"{home} is for its owner alone (mode {mode:04o})")
+
+
+def disk_space() -> Iterator[Finding]:
+    """Compare the free bytes and inodes of the home and of the directory for temporary files with what is usual."""
+    places = {"disk of the home": onward_home(), "disk of TMPDIR": Path(tempfile.gettempdir())}
+    for check, path in places.items():
+        place = _existing(path)
+        found = os.statvfs(place)
+        free, total, inodes = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, found.f_favail
+        level: Level = "problem" if free < LEAST_BYTES else "note" if free < FEW_BYTES else "ok"
+        what = f"{gib(free)} of {gib(total)} are free at {place}"
+        if found.f_files:  # else it has no such limit
+            what += f", and {inodes:,} inodes"
+            few: Level = "problem" if inodes < LEAST_INODES else "note" if inodes < FEW_INODES else "ok"
+            level = max(level, few, key=("ok", "note", "problem").index)
+        variable = "TMPDIR" if check.endswith("TMPDIR") else "ONWARD_HOME"
+        fix = f"make room (`onward gc`), or set {variable} to a directory on a larger disk; `onward plan` says what a "
+        fix += "run writes"
+        numbers: dict[str, float | str] = {"free_bytes": free, "total_bytes": total}
+        if found.f_files:
+            numbers["free_inodes"] = inodes
+        yield Finding(check=check, level=level, what=what, fix="" if level == "ok" else fix, numbers=numbers)
+
+
+def file_system() -> Iterator[Finding]:
+    """Try each feature in a directory of its own in the home."""
+    parent = _existing(onward_home())
+    try:
+        folder = tempfile.TemporaryDirectory(dir=parent, prefix=".doctor-", ignore_cleanup_errors=True)
+    except OSError as error:
+        what = f"no directory can be made in {parent}: {error.strerror}"
+        yield Finding(check="file system", level="problem", what=what, fix=MOVE_HOME)
+        return
+    works = []
+    with folder as name:
+        for what, (level, needed, attempt) in FEATURES.items():
+            try:
+                wrong = attempt(Path(name))
+            except OSError as error:
+                wrong = str(error.strerror)
+            if wrong:
+                said = f"no {what} in {parent}: {wrong}; {needed}"
+                yield Finding(check="file system", level=level, what=said, fix=MOVE_HOME)
+            else:
+                works.append(what)
+    if works:
+        what = f"at {parent} works: {', '.join(works)}"
+        yield Finding(check="file system", level="ok", what=what)
+
+
+def _rename(folder: Path) -> str:
+    (folder / "a").write_text("old")
+    (folder / "b").write_text("new")
+    (folder / "b").rename(folder / "a")
+    return "" if (folder / "a").read_text() == "new" else "the old content is left"
+
+
+def _fsync(folder: Path) -> str:
+    write_durably(folder / "durable", bytes(4096))
+    fsync(folder)
+    return ""
+
+
+def _lock(folder: Path) -> str:
+    with (folder / "lock").open("wb") as one, (folder / "lock").open("wb") as other:
+        fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return "two processes would get the same lock"
+    return ""
+
+
+def _hard_link(folder: Path) -> str:
+    (folder / "linked").write_text("x")
+    os.link(folder / "linked", folder / "link")
+    return "" if (folder / "link").stat().st_nlink == 2 else "it is a copy"
+
+
+def _symbolic_link(folder: Path) -> str:
+    (folder / "to").symlink_to(folder, target_is_directory=True)
+    return "" if (folder / "to").is_dir() else "it leads nowhere"
+
+
+def _sparse(folder: Path) -> str:
+    path = folder / "sparse"
+    with path.open("wb") as file:
+        file.truncate(SPARSE_BYTES)
+    taken = path.stat().st_blocks * 512
+    path.unlink()
+    return f"an empty file of {SPARSE_BYTES >> 20} MiB takes {taken >> 20} MiB" if taken > SPARSE_BYTES // 2 else ""
+
+
+def _map(folder: Path) -> str:
+    path = folder / "mapped"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE) as mapped:
+        mapped[:4] = b"data"
+        mapped.flush()
+    return "" if path.read_bytes()[:4] == b"data" else "what was written through it is not in the file"
+
+
+FEATURES: dict[str, tuple[Level, str, Callable[[Path], str]]] = {
+    "rename over a file": ("problem", "each durable file is written so", _rename),
+    "fsync of files and directories": ("problem", "checkpoints would not survive a power cut", _fsync),
+    "flock": ("problem", "two processes could train in one run directory", _lock),
+    "symbolic links": ("problem", "a run finds its shards by one", _symbolic_link),
+    "memory mapping": ("problem", "shards and weights are read so", _map),
+    "hard links": ("problem", "the login of Onward's own servers is made so", _hard_link),
+    "sparse files": ("note", "files with gaps take more room than usual", _sparse),
+}
+"""What is tried -> level if it does not work, what needs it, and the attempt: it returns what is wrong, or raises."""
+
+
+def _existing(path: Path) -> Path:
+    return next(each for each in (path, *path.parents) if each.exists())

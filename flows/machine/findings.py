@@ -1,0 +1,47 @@
+"""The records of an examination of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from onward.trainer.run.records import Record
+
+Level = Literal["ok", "note", "problem"]
+"""`problem`: a run fails, or may damage something. `note`: a run works, but something is unusual or is missing that
+only some runs need."""
+
+
+class Finding(Record):
+    """What one check has found."""
+
+    check: str
+    """The subject, such as "MPI"."""
+    level: Level
+    what: str
+    """What was found, with the numbers."""
+    fix: str = ""
+    """What to do; "" if nothing is to be done."""
+    numbers: Mapping[str, float | str] = {}
+    """The numbers of `what`, by name."""
+
+
+class MachineReport(Record):
+    """What an examination of the machine has found."""
+
+    host: str
+    home: str
+    """Onward's home directory."""
+    examined_at: str
+    """ISO 8601, UTC."""
+    elapsed_s: float
+    findings: tuple[Finding, ...]
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        """Return the findings that prevent runs."""
+        return tuple(each for each in self.findings if each.level == "problem")
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"

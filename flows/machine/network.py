@@ -1,0 +1,99 @@
+"""Whether ranks and servers can reach each other on this machine, and whether the servers that are named answer."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator
+
+from onward.flows.machine.findings import Finding
+from onward.infra import services
+from onward.infra.service_definitions import SERVICES
+from onward.infra.service_state import is_supervised
+from onward.tasks.machine_check import store_problems
+from onward.tasks.registered_models import store_of
+from onward.trainer.config.sections.results import MonitorConfig
+from onward.trainer.config.urls import redacted
+from onward.trainer.extras import how_to_install
+from onward.trainer.run.directory import onward_home
+
+WAIT_S = 5.0
+LOOPBACK = "127.0.0.1"
+
+
+def loopback() -> Iterator[Finding]:
+    """Send bytes through a connection to this machine, look up its name, and look for proxies in the way."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            server.settimeout(WAIT_S)
+            port = server.getsockname()[1]
+            with socket.create_connection((LOOPBACK, port), WAIT_S) as client:
+                accepted, _ = server.accept()
+                with accepted:
+                    client.sendall(b"onward")
+                    accepted.settimeout(WAIT_S)
+                    sent = accepted.recv(6)
+    except OSError as error:
+        fix = "bring the interface lo up (`ip link set lo up`), and let the firewall pass what is local"
+        what = f"no connection to {LOOPBACK}: {error}"
+        yield Finding(check="loopback", level="problem", what=what, fix=fix)
+        return
+    yield Finding(check="loopback", level="ok" if sent == b"onward" else "problem", what=f"{LOOPBACK} answers")
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        what = f"the name of this machine, {name}, has no address ({error}); ranks of several hosts look it up"
+        yield Finding(check="loopback", level="note", what=what, fix=f"add `{LOOPBACK} {name}` to /etc/hosts")
+    else:
+        yield Finding(check="loopback", level="ok", what=f"{name} is {address}", numbers={"address": address})
+    proxies = sorted(key for key in os.environ if key.lower() in ("http_proxy", "all_proxy"))
+    excepted = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+    if proxies and not {LOOPBACK, "*"} & {each.strip() for each in excepted.split(",")}:
+        what = f"{', '.join(proxies)} would send Prefect's and MLflow's calls to {LOOPBACK} to a proxy"
+        fix = f"export NO_PROXY={LOOPBACK},localhost"
+        yield Finding(check="loopback", level="note", what=what, fix=fix)
+
+
+def servers() -> Iterator[Finding]:
+    """Report Onward's own servers, and whether a configured Prefect server and MLflow store answer."""
+    if missing := [name for name in ("prefect", "mlflow") if importlib.util.find_spec(name) is None]:
+        what = f"{' and '.join(missing)} not installed: `onward run` cannot work here, a compute node can"
+        yield Finding(check="servers", level="note", what=what, fix=how_to_install("flow"))
+    yield from _own_servers()
+    url = services.configured_prefect()
+    if not url:
+        yield Finding(check="Prefect", level="ok", what="none is configured: `onward run` uses Onward's own")
+    else:
+        try:
+            services.check_reachable(url)
+            yield Finding(check="Prefect", level="ok", what=f"{redacted(url)} answers")
+        except services.ServiceError as error:
+            what, _, fix = str(error).rpartition("; ")
+            yield Finding(check="Prefect", level="problem", what=what, fix=fix)
+    uri = store_of(MonitorConfig())
+    if problems := list(store_problems(uri)):
+        what, _, fix = problems[0].rpartition("; ")
+        yield Finding(check="MLflow", level="problem", what=what, fix=fix)
+    else:
+        is_remote = uri.startswith(("http:", "https:"))
+        what = f"{redacted(uri)} answers" if is_remote else f"runs are recorded in {redacted(uri)}"
+        yield Finding(check="MLflow", level="ok", what=what)
+
+
+def _own_servers() -> Iterator[Finding]:
+    home = onward_home()
+    if not (home / "services").is_dir():
+        yield Finding(check="servers", level="ok", what="Onward's own have not been started yet; `onward run` does it")
+        return
+    healthy = services.running(home)
+    for name in SERVICES:
+        if name in healthy:
+            yield Finding(check="servers", level="ok", what=f"{name} is running {healthy[name]}".rstrip())
+        elif is_supervised(home, name):
+            what = f"{name} was started and does not answer; the end of {home / 'services' / name}.log says why"
+            fix = "wait if it was started just now; else `onward down`, then `onward up`"
+            yield Finding(check="servers", level="problem", what=what, fix=fix)
+    if not healthy:
+        yield Finding(check="servers", level="ok", what="none of Onward's own is running; `onward run` starts them")

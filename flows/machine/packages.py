@@ -1,0 +1,91 @@
+"""Whether the installed packages are in the ranges that Onward declares, and torch and torchvision belong together."""
+
+from __future__ import annotations
+
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+
+from onward.flows.machine.findings import Finding, Level
+from onward.trainer.extras import how_to_install
+
+NEEDED_EXTRAS = ("", "flow", "mpi")
+"""Of these a version outside of its range is a problem; of the others only some runs need the package."""
+
+
+def packages() -> Iterator[Finding]:
+    """Compare the versions that are installed with those in Onward's metadata."""
+    try:
+        declared = metadata.requires("onward") or []
+        python = metadata.metadata("onward").json.get("requires_python", "")
+    except metadata.PackageNotFoundError:
+        what = "Onward was not installed by pip, so the ranges of its packages are not known"
+        yield Finding(check="packages", level="note", what=what, fix="pip install -e . in the directory of its source")
+        return
+    yield from compared(declared, str(python), installed_version)
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package; None without it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def compared(declared: Iterable[str], python: str, version: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Yield what does not fit. declared: requirements as in metadata. version: returns that of a package, or None."""
+    here = platform.python_version()
+    if python and here not in SpecifierSet(python, prereleases=True):
+        what = f"Python is {here}, and Onward needs {python}"
+        yield Finding(check="packages", level="problem", what=what, fix="make the environment anew with such a Python")
+    fitting, absent = 0, defaultdict[str, list[str]](list)
+    for line in declared:
+        requirement = Requirement(line)
+        extra = _extra(requirement)
+        if extra == "dev" or (requirement.marker and not requirement.marker.evaluate({"extra": extra})):
+            continue
+        found = version(requirement.name)
+        if found is None:
+            absent[extra].append(requirement.name)
+        elif not requirement.specifier.contains(found, prereleases=True):
+            level: Level = "problem" if extra in NEEDED_EXTRAS else "note"
+            what = f"{requirement.name} {found} is installed, and Onward needs {requirement.specifier}"
+            fix = f"pip install '{requirement.name}{requirement.specifier}'"
+            yield Finding(check="packages", level=level, what=what, fix=fix, numbers={requirement.name: found})
+        else:
+            fitting += 1
+    if lacking := absent.pop("", []):
+        what = f"not installed: {', '.join(lacking)}"
+        yield Finding(check="packages", level="problem", what=what, fix=f"pip install {' '.join(lacking)}")
+    yield from _pair(version)
+    extras = [extra for extra in absent if extra not in ("mpi",)]
+    also = f"; not installed: the extras {', '.join(extras)} ({how_to_install(','.join(extras))})" if extras else ""
+    yield Finding(
+        check="packages", level="ok", what=f"{fitting} are in their ranges{also}", numbers={"fitting": fitting}
+    )
+
+
+def _extra(requirement: Requirement) -> str:
+    """Return the extra that a requirement belongs to; "" for none."""
+    text = str(requirement.marker or "")
+    return text.partition("extra == ")[2].split('"')[1] if "extra == " in text else ""
+
+
+def _pair(version: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Yield a problem if torchvision was built for another torch: its operators then fail when they are called."""
+    torch, vision = version("torch"), version("torchvision")
+    if torch is None or vision is None:
+        return
+    try:
+        lines = metadata.requires("torchvision") or []
+        pins = [each for each in map(Requirement, lines) if each.name == "torch"]
+    except (metadata.PackageNotFoundError, InvalidRequirement):
+        return
+    if wrong := [pin for pin in pins if not pin.specifier.contains(torch, prereleases=True)]:
+        what = f"torchvision {vision} was built for torch {wrong[0].specifier}, but torch is {torch}"
+        yield Finding(check="packages", level="problem", what=what, fix="install both with one call of pip")

@@ -1,0 +1,91 @@
+"""Memory, cores, shared memory, open files and GPUs of this machine, and the limits of its container."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from onward.flows.machine.findings import Finding, Level, gib
+from onward.trainer.run.this_machine import core_limit, free_host_memory, memory_limit, most_gpus
+
+LEAST_MEMORY, LITTLE_MEMORY = 1 << 30, 4 << 30
+LITTLE_SHARED = 256 << 20
+LEAST_FILES, FEW_FILES = 256, 1024
+SHARED = Path("/dev/shm")
+
+
+def memory() -> Iterator[Finding]:
+    """Report the memory that is free, and the least of the limits of host and container."""
+    total, free, limit = psutil.virtual_memory().total, free_host_memory(), memory_limit()
+    level: Level = "problem" if free < LEAST_MEMORY else "note" if free < LITTLE_MEMORY else "ok"
+    what = f"{gib(free)} of {gib(min(total, limit or total))} are free"
+    what += f"; the container's limit is {gib(limit)}, the host has {gib(total)}" if limit and limit < total else ""
+    fix = "each rank takes about 0.5 GiB before the model: end other programs, or raise the container's limit"
+    numbers: dict[str, float | str] = {"free_bytes": free, "total_bytes": total}
+    if limit:
+        numbers["limit_bytes"] = limit
+    yield Finding(check="memory", level=level, what=what, fix="" if level == "ok" else fix, numbers=numbers)
+
+
+def cores() -> Iterator[Finding]:
+    """Compare the cores that this process may use with the share of time that its container gets."""
+    usable, all_cores, quota = len(os.sched_getaffinity(0)), os.cpu_count() or 1, core_limit()
+    numbers: dict[str, float | str] = {"usable": usable, "host": all_cores}
+    what = f"{usable} of {all_cores} cores may be used"
+    if quota and quota < usable:
+        what += f", but the container gets the time of {quota:g}"
+        fix = f"set launch.threads_per_rank, so that all ranks together have {max(1, int(quota))} threads"
+        yield Finding(check="cores", level="note", what=what, fix=fix, numbers={**numbers, "container": quota})
+    else:
+        yield Finding(check="cores", level="ok", what=what, numbers=numbers)
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Report the room of /dev/shm, through which NCCL sends tensors between the ranks of a host."""
+    fix = "NCCL sends tensors through it: start the container with --shm-size=1g or --ipc=host"
+    if not SHARED.is_dir():
+        yield Finding(check="/dev/shm", level="note", what="there is no /dev/shm", fix=fix)
+        return
+    found = os.statvfs(SHARED)
+    free, size = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    is_small = free < LITTLE_SHARED
+    numbers: dict[str, float | str] = {"free_bytes": free, "total_bytes": size}
+    what = f"{free / 2**20:,.0f} of {size / 2**20:,.0f} MiB are free"
+    yield Finding(check="/dev/shm", level="note" if is_small else "ok", what=what, fix=fix * is_small, numbers=numbers)
+
+
+def open_files() -> Iterator[Finding]:
+    """Report how many files and connections a process may have open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "no limit" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+        highest = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard}"
+        fix = f"`ulimit -n {highest if hard != soft else FEW_FILES}` before `onward`; shards, servers and the "
+        fix += "connections between ranks are open files"
+        level: Level = "problem" if soft < LEAST_FILES else "note"
+    else:
+        fix, level = "", "ok"
+    what = f"a process may have {most} open files"
+    yield Finding(check="open files", level=level, what=what, fix=fix, numbers={"soft": soft, "hard": hard})
+
+
+def gpus() -> Iterator[Finding]:
+    """Report how many GPUs torch can have here, and GPUs of the machine that this torch cannot use."""
+    number, why = most_gpus()
+    if number:
+        what = f"torch may use {number} GPU{'s' * (number > 1)}: {why}; the ranks of the MPI check report theirs"
+        yield Finding(check="GPUs", level="ok", what=what, numbers={"gpus": number})
+        return
+    present = shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    if number == 0 and present:
+        what = f"this machine seems to have GPUs, but torch finds none: {why}"
+        fix = "install a torch that is built for them, or give the container access to them; ranks compute on the CPU"
+        yield Finding(check="GPUs", level="note", what=what, fix=fix, numbers={"gpus": 0})
+        return
+    what = f"none, ranks compute on the CPU: {why}" if number == 0 else "not known before torch is asked"
+    yield Finding(check="GPUs", level="ok", what=what)

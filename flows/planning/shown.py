@@ -1,0 +1,76 @@
+"""Print what a run takes, as `onward plan` shows it below the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from onward.flows.planning.time_needed import TimeNeeded
+from onward.flows.planning.whole_run import RunPlan
+from onward.flows.report import as_toml, table, wrapped
+
+
+def show_run_plan(found: RunPlan) -> None:
+    """Print steps, time, disk and changed settings."""
+    print("\nsteps and time of the training")
+    table([*_steps(found), *_times(found.time)])
+    for text in found.time.guessed:
+        print(wrapped(text, "  - "))
+    print("\ndisk, at most at a time")
+    table([(each.what, _mb(each.bytes), each.place) for each in found.disk.shares])
+    print(f"{_mb(found.disk.total_bytes)} in all; a checkpoint has {_mb(found.disk.checkpoint_bytes)}; ", end="")
+    shards = f"the shards exist ({_mb(found.rows.shard_bytes)})" if found.rows.shard_bytes else "shards are not counted"
+    print(shards)
+    for problem in found.disk.problems:
+        print(wrapped(problem, "  - "))
+    print("\nsettings that differ from the defaults")
+    lines = {key: f"{key} = {as_toml(value)}" for key, value in found.changed.items() if value is not None}
+    table([(line, f"# {found.origins[key]}" if key in found.origins else "") for key, line in lines.items()])
+
+
+def _steps(found: RunPlan) -> Iterator[tuple[str, str]]:
+    if found.rows.train:
+        yield (
+            "rows",
+            f"{found.rows.train:,} to train on, {found.rows.evaluation:,} to evaluate on ({found.rows.source})",
+        )
+    else:
+        yield "rows", found.rows.source
+    if found.num_steps is None:
+        yield "steps", "one epoch has an unknown number of steps"
+    else:
+        epochs = f", {found.epochs:.4g} epochs" if found.epochs is not None else ""
+        yield "steps", f"{found.num_steps:,} of {found.num_samples or 0:,} samples{epochs}"
+
+
+def _times(time: TimeNeeded) -> Iterator[tuple[str, str]]:
+    about = "about " if time.source == "estimate" else ""
+    yield "a step", f"{about}{duration(time.step_s)}, {about}{time.samples_per_s:.4g} samples/s: {time.said}"
+    if time.steps_s is None:
+        yield "1000 samples", f"{about}{duration(time.per_1000_samples_s)}"
+        return
+    parts = [f"steps {duration(time.steps_s)}"]
+    if time.evaluations and time.evaluation_s is not None:
+        parts.append(f"{time.evaluations} evaluations {duration(time.evaluations * time.evaluation_s)}")
+    if time.checkpoints and time.checkpoint_s is not None:
+        several = "s" * (time.checkpoints > 1)
+        parts.append(f"{time.checkpoints} checkpoint{several} {duration(time.checkpoints * time.checkpoint_s)}")
+    if time.setup_s:
+        parts.append(f"loading {duration(time.setup_s)}")
+    yield "in all", f"{about}{duration(time.total_s or 0.0)} ({', '.join(parts)})"
+
+
+def duration(seconds: float) -> str:
+    """Return a time with two or three significant figures: 12 ms, 3.4 s, 5 min 20 s, 3 h 5 min, 2 d 4 h."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    for size, name, smaller, unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {name} {whole % size // smaller} {unit}"
+    raise AssertionError("a minute at least")
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"

@@ -1,0 +1,73 @@
+"""The plan of a whole run: its layout, steps, time and disk, and what differs from the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from onward.flows.planning.disk_needed import DiskNeeded, disk_needed
+from onward.flows.planning.time_needed import TimeNeeded, key_of_run, known_pace, number_of_steps, time_needed
+from onward.tasks.configure import plan as make_plan
+from onward.tasks.step_measurement import measure
+from onward.trainer.config.flat_settings import changed_settings
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.storage.row_counts import RowCount, count_rows
+from onward.trainer.data.tables.chosen_columns import with_columns
+from onward.trainer.parallel.plan_record import Plan, with_plan
+from onward.trainer.run.directory import onward_home
+from onward.trainer.run.local_copies import LocalCopies, with_copies
+from onward.trainer.run.pace import calibration_file
+from onward.trainer.run.private_home import make_private
+from onward.trainer.run.records import write_record
+
+
+class RunPlan(Plan):
+    """A layout, and what the whole run takes."""
+
+    rows: RowCount
+    num_steps: int | None
+    """Weight updates; None = not known before the data is sharded."""
+    num_samples: int | None
+    """Samples of the whole run, counted with repetition; None = not known."""
+    epochs: float | None
+    """Passes over the training rows; None = not known."""
+    time: TimeNeeded
+    disk: DiskNeeded
+    changed: Mapping[str, Any]
+    """The settings that differ from their defaults."""
+    origins: Mapping[str, str] = {}
+    """Where each of those came from."""
+
+
+def plan_run(
+    config: RunConfig, copies: LocalCopies, *, measured_steps: int = 0, origins: Mapping[str, str] | None = None
+) -> RunPlan:
+    """Return the plan of a run. measured_steps: train so many steps first, and keep their pace; 0 = do not.
+
+    Raises ConfigError or UnsupportedModel when there is no such layout, and the errors of `measure`.
+    """
+    local = with_columns(with_copies(config, copies))
+    layout = make_plan(config, copies)
+    chosen = with_plan(local, layout)
+    pace = None if measured_steps else known_pace(chosen)
+    if measured_steps:
+        make_private(onward_home())
+        # with the sizes that this plan shows, which `auto` might choose otherwise a second time
+        given = chosen.parallel.model_copy(update={"sizes": "given"})
+        _, pace = measure(chosen.model_copy(update={"parallel": given}), LocalCopies(), steps=measured_steps)
+        write_record(calibration_file(key_of_run(chosen)), pace)
+    rows = count_rows(local, onward_home() / "shards")
+    samples = chosen.total_samples(rows.train) if chosen.train.num_steps or rows.train else None
+    changed = changed_settings(config)
+    assert layout.needs is not None, "the process of a plan computes them"
+    return RunPlan(
+        **{name: getattr(layout, name) for name in Plan.model_fields},
+        rows=rows,
+        num_steps=number_of_steps(chosen, rows),
+        num_samples=samples,
+        epochs=samples / rows.train if samples is not None and rows.train else None,
+        time=time_needed(chosen, layout, rows, pace),
+        disk=disk_needed(chosen, layout.needs),
+        changed=changed,
+        origins={key: where for key, where in (origins or {}).items() if key in changed},
+    )

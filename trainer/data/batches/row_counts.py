@@ -1,0 +1,74 @@
+"""Count what the rows of a micro-batch hold before they are padded: the lengths of inputs, and the tokens of texts.
+
+    input_ids of two rows, as padded   [[5, 7, 9], [4, 8, -]]
+    lengths                            [[3], [2]]             one column for each input whose rows vary
+    tokens                             5
+
+What training costs is counted with these numbers (trainer/parallel/sample_flops.py, throughput.py), so padding is in
+none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.columns import Array, Schema, Values
+from onward.trainer.data.input_columns import Feed
+from onward.trainer.data.signature import Signature
+from onward.trainer.data.text.text_columns import text_columns
+
+PREDICTS_TOKENS = ("causal", "tokens")
+"""The tasks of text whose labels have one class for each token; those of `masked` have one for a few of them."""
+
+
+class RowCounts:
+    """Counts rows. inputs: the feeds of the graph's inputs, in their order. pad_values: of columns in stored rows."""
+
+    def __init__(
+        self,
+        inputs: Sequence[Feed],
+        columns: Schema,
+        config: RunConfig,
+        signature: Signature,
+        pad_values: Mapping[str, float],
+    ) -> None:
+        varying = {place: feed.columns[0] for place, feed in enumerate(inputs) if columns[feed.columns[0]].variable}
+        self.places = tuple(varying)
+        """The inputs whose rows have lengths of their own, by their places."""
+        self._varying, self._pad_values = tuple(varying.values()), pad_values
+        self._text = text = text_columns(config, signature)
+        """None: the data is no text, and has no tokens."""
+        self._mask = text.inputs["attention_mask"].name if text and "attention_mask" in text.inputs else ""
+
+    @property
+    def is_text(self) -> bool:
+        return self._text is not None and "input_ids" in self._text.inputs
+
+    def lengths(self, columns: Mapping[str, Values], num_rows: int) -> Array:
+        """Return the lengths of the first rows: int64 [num_rows, inputs whose rows vary]."""
+        found = [[len(row) for row in columns[name][:num_rows]] for name in self._varying]
+        return np.array(found, np.int64).reshape(len(found), num_rows).T
+
+    def tokens(self, columns: Mapping[str, Values], num_rows: int) -> int:
+        """Return the tokens of the first rows, without padding; 0 if the data is no text.
+
+        Those that the loss has as targets, where it predicts a class for each token, else those that the graph reads.
+        """
+        text = self._text
+        if text is None or not self.is_text:
+            return 0
+        if text.config.task in PREDICTS_TOKENS and text.label in columns:
+            return sum(int((np.asarray(row) != text.ignore_index).sum()) for row in columns[text.label][:num_rows])
+        name = text.inputs["input_ids"].name
+        ids = columns[name][:num_rows]
+        if not isinstance(ids, np.ndarray):  # rows as long as their texts
+            return sum(map(len, ids))
+        if text.is_packed:  # full windows
+            return ids.size
+        # of the length that the graph declares: padded when the shards were made
+        mask = columns.get(self._mask)
+        padded = ids == self._pad_values.get(name, 0) if mask is None else np.asarray(mask[:num_rows]) == 0
+        return int(ids.size - padded.sum())

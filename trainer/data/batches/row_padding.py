@@ -1,0 +1,31 @@
+"""Pad rows of varying length into one array.
+
+rows    [a b c]  [d]        [[a, b, c],          behind the values, or in front of them
+                             [d, -, -]]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onward.trainer.data.columns import Array, Values
+
+
+def longest_row(values: Values) -> int:
+    """Return the length of the longest row; 0 for arrays, whose rows have one length."""
+    return 0 if isinstance(values, np.ndarray) else max(map(len, values), default=0)
+
+
+def padded_rows(values: Values, pad_value: float, least: int, *, left: bool) -> Array:
+    """Pad rows of varying length to the longest, and to at least `least`: [B, length]. Arrays are returned as is.
+
+    left: in front of the values, not behind them.
+    """
+    if isinstance(values, np.ndarray):
+        return values
+    longest = max(longest_row(values), least)
+    padded = np.full((len(values), longest), pad_value, values[0].dtype if values else np.float32)
+    for row, value in zip(padded, values, strict=True):
+        first = longest - len(value) if left else 0
+        row[first : first + len(value)] = value
+    return padded

@@ -1,0 +1,71 @@
+"""Find out how many rows a run will train and evaluate on, without writing shards, as far as that is cheap.
+
+shards in the cache     their key is a digest of the source, which is computed if it has less than DIGESTED_BYTES
+a small source          its rows are counted (COUNTED_BYTES in first_rows.py)
+else                    not known before the data is sharded
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.computations import read_and_computed
+from onward.trainer.data.first_rows import read_first_rows, source_bytes
+from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.storage.sharding import cache_key, stored_columns
+from onward.trainer.data.storage.shards import ShardManifest
+from onward.trainer.errors import OnwardError
+from onward.trainer.run.records import Record, read_record
+
+DIGESTED_BYTES = 4 << 30
+"""A larger source is not read to find its shards."""
+
+
+class RowCount(Record):
+    """The rows of a run."""
+
+    train: int = 0
+    """0 = not known."""
+    evaluation: int = 0
+    source: str
+    """Where the numbers are from, or why they are not known."""
+    shard_bytes: int = 0
+    """Of the shards that exist; 0 = there are none, or they were not looked for."""
+
+
+def count_rows(config: RunConfig, cache: Path) -> RowCount:
+    """Return the numbers of rows. cache: the directory of shards. Raises DataError for a source that cannot be read."""
+    size = source_bytes(config.data)
+    if manifest := cached_shards(config, cache):
+        files = [file for split in (manifest.train, manifest.evaluation, manifest.test) for file in split]
+        return _evaluated(
+            config,
+            manifest.rows("train"),
+            manifest.rows("evaluation"),
+            f"the shards in the cache, {cache / manifest.key}",
+            shard_bytes=sum(file.bytes for file in files),
+        )
+    counts = read_first_rows(config, read_training_signature(config.model), 1).counts
+    if counts:
+        return _evaluated(config, *counts, "counted in the source")
+    why = f"its {size / 2**20:,.0f} MiB are counted while they are sharded, which a run does first"
+    return RowCount(source=f"not known: {why}")
+
+
+def _evaluated(config: RunConfig, train: int, evaluation: int, source: str, *, shard_bytes: int = 0) -> RowCount:
+    most = config.data.evaluation_rows or evaluation
+    return RowCount(train=train, evaluation=min(most, evaluation), source=source, shard_bytes=shard_bytes)
+
+
+def cached_shards(config: RunConfig, cache: Path) -> ShardManifest | None:
+    """Return the manifest of the shards that the run would use, if they exist and the source is not very large."""
+    if not cache.is_dir() or source_bytes(config.data) > DIGESTED_BYTES:
+        return None
+    columns, computers = read_and_computed(config, read_training_signature(config.model), infer_schema(config.data))
+    key = cache_key(config.data, stored_columns(config.data, columns), computers)
+    try:
+        return read_record(cache / key / "manifest.json", ShardManifest)
+    except (OnwardError, OSError):
+        return None

@@ -1,0 +1,111 @@
+"""Throughput: what training costs since the last line of the log, as scalars of its next line.
+
+    samples_per_s, tokens_per_s       samples of the updates; tokens without padding, where the data is text
+    step_s, data_wait                 time of an update; share of it in which ranks waited for samples, their mean
+    tflops                            model FLOPs of the updates / time / 1e12, of all ranks together (flops.py)
+    mfu                               tflops / peak of all ranks: model FLOPs utilisation (peak.py)
+    memory_bytes                      of the rank with most: peak of its process, or of what torch allocated on its GPU;
+                                      looked at once a second
+
+MFU: Chowdhery et al. 2022, PaLM, appendix B (https://arxiv.org/abs/2204.02311).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from onward.trainer.data.batches.batches import Batch
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.parallel.sample_flops import SampleFlops
+
+MEMORY_PERIOD_S = 1.0
+"""Longest time between two looks at the memory, which cost a message between the ranks."""
+
+
+class Throughput:
+    """Adds up the work of updates by the clock of this rank.
+
+    flops: None if they cannot be counted. peak_flops_per_s: of all ranks; None if it is not known. counts: whether this
+    rank counts its micro-batches, as one rank of each replica does. is_text: whether the data has tokens.
+    """
+
+    def __init__(
+        self,
+        flops: SampleFlops | None,
+        peak_flops_per_s: float | None,
+        mpi: MPIContext,
+        *,
+        counts: bool,
+        is_text: bool,
+        step: int,
+    ) -> None:
+        self._flops, self._peak, self._mpi = flops, peak_flops_per_s, mpi
+        self._counts, self._is_text = counts, is_text
+        self._memory, self._memory_at = 0.0, -math.inf
+        self.begin(step)
+
+    def begin(self, step: int) -> None:
+        """Begin anew after a step."""
+        self._since, self._step = time.monotonic(), step
+        self._samples = self._done = self._tokens = self.wait_s = 0.0
+
+    def work_of(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
+        """Return FLOPs and tokens of this rank's micro-batches, and whether memory is due, to be summed over all ranks.
+
+        By the clock of rank 0, as all ranks must decide alike.
+        """
+        due = float(self._mpi.rank == 0 and time.monotonic() - self._memory_at >= MEMORY_PERIOD_S)
+        if not self._counts:
+            return 0.0, 0.0, due
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        return self._flops.of(batches) if self._flops else 0.0, float(num_tokens), due
+
+    def add(self, num_samples: int, flops: float, num_tokens: float, memory_is_due: float) -> None:
+        """Add the work of one update, of all ranks, and look at the memory if it is due.
+
+        Collective: every rank of the world, with the same numbers.
+        """
+        self._samples += num_samples
+        self._done += flops
+        self._tokens += num_tokens
+        if memory_is_due:
+            self._memory, self._memory_at = self._greatest(peak_memory(self._mpi.device)), time.monotonic()
+
+    def values(self, step: int) -> dict[str, float]:
+        """Return the scalars of the line of a step."""
+        elapsed_s = time.monotonic() - self._since
+        found = {
+            "samples_per_s": self._samples / elapsed_s,
+            "data_wait": self.wait_s / elapsed_s,
+            "step_s": elapsed_s / (step - self._step),
+        }
+        if self._is_text:
+            found["tokens_per_s"] = self._tokens / elapsed_s
+        if self._flops:
+            found["tflops"] = self._done / elapsed_s / 1e12
+            if self._peak:
+                found["mfu"] = self._done / elapsed_s / self._peak
+        return found | {"memory_bytes": self._memory}
+
+    def _greatest(self, number: float) -> float:
+        """Return the greatest number of all ranks."""
+        if self._mpi.world_size == 1:
+            return number
+        most = torch.tensor(number, dtype=torch.float64)  # on the host: a device is not waited for
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return float(most)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes so far: allocated by torch on a GPU, or resident of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # not getrusage: its peak is at first that of the process that started this one
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])

@@ -1,0 +1,152 @@
+"""How long a step takes: measured, from the event log of a training, and what decides whether it holds for another run.
+
+    ONWARD_HOME/calibrations/KEY.json     Pace, measured by `onward plan --measure`
+
+KEY is a digest of the model's structure, of the settings that decide the time of a step, and of the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.events import Event
+from onward.trainer.run.directory import onward_home
+from onward.trainer.run.records import Record
+
+WITHOUT_TIME: Mapping[str, frozenset[str]] = {
+    "model": frozenset({"path", "accept"}),
+    "data": frozenset(
+        {"source", "sources", "evaluation_source", "test_source", "evaluation_rows", "evaluation_fraction", "bad_rows"}
+    ),
+    "parallel": frozenset({"sizes"}),
+    "train": frozenset(
+        {"num_steps", "num_epochs", "seed", "shuffle", "clip_norm", "skip_steps", "on_non_finite", "evaluation_period"}
+        | {"log_period"}
+    ),
+    "launch": frozenset(
+        {"num_ranks", "rehearsal", "rehearsal_timeout_s", "retries", "retry_delay_s", "on_out_of_memory"}
+        | {"on_host_lost", "storage_wait_s", "start_timeout_s", "heartbeat_timeout_s", "collective_timeout_s"}
+        | {"compile_timeout_s", "stop_grace_s"}
+    ),
+    "monitor": frozenset({"experiment", "tracking_uri", "tensorboard", "report"}),
+}
+"""Section -> its settings that do not change the time of a step. A new setting counts until it is listed here."""
+NO_SECTIONS = frozenset({"name", "schedule", "checkpoint", "stop", "export"})
+"""Sections of which nothing does."""
+
+
+class Pace(Record):
+    """How long the parts of a training took."""
+
+    step_s: float
+    """Seconds of a step: the median over the steps after the first ones."""
+    steps: int
+    """How many steps were measured."""
+    samples_per_s: float
+    data_wait: float = 0.0
+    """The share of the time in which ranks waited for samples."""
+    setup_s: float = 0.0
+    """From the first line of the training loop until the first evaluation."""
+    compile_s: float = 0.0
+    evaluation_s: float = 0.0
+    """Of the last evaluation; 0 = none was measured."""
+    evaluation_rows: int = 0
+    """The rows of that evaluation; 0 = not known."""
+    checkpoint_s: float = 0.0
+    """How long the training waited for a checkpoint, the mean."""
+    measured_at: str = ""
+    """ISO 8601, UTC."""
+    host: str = ""
+    data: str = ""
+    """The data source."""
+    load: float = 0.0
+    """Processes that waited for the cores of this host before the measurement (its load average of a minute)."""
+    run: str = ""
+    """The name of the run that was measured; "" = `onward plan --measure`."""
+
+
+def settings_of_pace(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that decide how long a step takes."""
+    found = {}
+    for name, section in config.model_dump(mode="json").items():
+        if name not in NO_SECTIONS:
+            without = WITHOUT_TIME.get(name, frozenset())
+            kept = isinstance(section, dict) and {key: each for key, each in section.items() if key not in without}
+            found[name] = kept or section
+    # rates, betas and decays are only numbers in the same computation
+    for name in ("optimizer", "average"):
+        found[name] = {key: each for key, each in found[name].items() if not isinstance(each, float)}
+    if config.recompute.mode == "none":  # with it, how much is recomputed depends on the memory
+        found["parallel"].pop("memory_gib", None)
+    return found
+
+
+def key_of(structure: str, config: RunConfig, machine: str) -> str:
+    """Return the key of a calibration. structure: the digest of the model's; machine: `machine_text`."""
+    content = [structure, settings_of_pace(config), machine]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def calibration_file(key: str) -> Path:
+    return onward_home() / "calibrations" / f"{key}.json"
+
+
+def pace_of(events: Iterable[Event], *, batch: int, first_steps: int = 1) -> Pace | None:
+    """Return the pace of the newest attempt in an event log; None without a measured step.
+
+    batch: samples of a step. first_steps: how many of its first steps are left out, as far as others were measured:
+    they allocate memory, compile kernels and fill caches.
+    """
+    attempt = _Attempt()
+    for event in events:
+        if event.kind == "start":
+            attempt = _Attempt(begin=event.step)
+        attempt.add(event)
+    return attempt.pace(batch=batch, first_steps=first_steps)
+
+
+class _Attempt:
+    """What the events of one attempt say of its time."""
+
+    def __init__(self, begin: int = 0) -> None:
+        self.begin, self.steps, self.waits = begin, list[tuple[int, float]](), list[float]()
+        self.evaluation_s = self._evaluation_sum_s = 0.0
+        self.checkpoints, self.seconds = 0, dict[str, float]()
+
+    def add(self, event: Event) -> None:
+        values = event.fields.get("values", {})
+        if event.kind == "scalars" and "train/step_s" in values:
+            self.steps.append((event.step, float(values["train/step_s"])))
+            self.waits.append(float(values.get("train/data_wait", 0.0)))
+        elif event.kind == "times":
+            self.seconds = {name: float(each) for name, each in event.fields["seconds"].items()}
+            total = self.seconds.get("evaluation", 0.0)
+            self.evaluation_s = total - self._evaluation_sum_s or self.evaluation_s
+            self._evaluation_sum_s = total
+        elif event.kind == "checkpoint":
+            self.checkpoints += 1
+
+    def pace(self, *, batch: int, first_steps: int) -> Pace | None:
+        if not self.steps:
+            return None
+        # a line of the log covers the steps since the one before
+        before = [self.begin, *(step for step, _ in self.steps)]
+        places = range(len(self.steps))
+        kept = [place for place in places if before[place] >= self.begin + first_steps] or [places[-1]]
+        step_s = statistics.median(self.steps[place][1] for place in kept)
+        return Pace(
+            step_s=step_s,
+            steps=self.steps[kept[-1]][0] - before[kept[0]],
+            samples_per_s=batch / step_s,
+            data_wait=statistics.median(self.waits[place] for place in kept),
+            setup_s=self.seconds.get("setup", 0.0),
+            compile_s=self.seconds.get("compile", 0.0),
+            evaluation_s=self.evaluation_s,
+            checkpoint_s=self.seconds.get("checkpoint", 0.0) / max(1, self.checkpoints),
+        )

@@ -55,6 +55,8 @@ CLIENT_SETTINGS: Mapping[str, str] = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    # With a server, MLflow would print its address on stdout, into the JSON of `onward run --json`.
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 """Environment for the use of any Prefect or MLflow server, Onward's own or not: no telemetry, no temporary servers."""
 

@@ -5,7 +5,7 @@
 Both sides are the same imported graph, with the same batch and AdamW, and differ in `graph.memory_format` alone. They
 run turn and turn about; the time is the processor time of the process, so that others on the machine hardly count. The
 ratio is channels_last over contiguous (below 1: channels_last is faster), the median over the rounds, and the least
-and the greatest. `graph.memory_format = "auto"` follows these figures.
+and the greatest. `graph.memory_format = "fastest"` follows these figures.
 """
 
 from __future__ import annotations

@@ -29,11 +29,14 @@ def use_channels_last(
 ) -> None:
     """Convert images and weights of a graph's convolutions where it is configured, in place. Call before compiling.
 
-    `auto` converts on GPUs, and on CPUs where it pays. rows: samples of a micro-batch. weights: false leaves the
+    `fastest` converts on GPUs, and on CPUs where it pays. rows: samples of a micro-batch. weights: false leaves the
     conversion of weights to the convolutions.
     """
-    automatic = config.memory_format == "auto" and (device.type == "cuda" or _pays_on_cpu(module, rows))
-    images = _images(module.graph) if automatic or config.memory_format == "channels_last" else []
+    format = config.memory_format
+    wanted = format == "channels_last" or (format in ("auto", "fastest") and device.type == "cuda")
+    if not wanted and format == "fastest":
+        wanted = _pays_on_cpu(module, rows)
+    images = _images(module.graph) if wanted else []
     for image in images:
         with module.graph.inserting_after(image):
             converted = module.graph.call_method("contiguous", (image,), {"memory_format": torch.channels_last})

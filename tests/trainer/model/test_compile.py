@@ -98,10 +98,11 @@ def test_images_have_their_channels_last_where_it_is_asked_or_pays() -> None:
 
     found = [
         converted(conv(), *which, rows=4)
-        for which in (("channels_last", CPU), ("auto", CUDA), ("auto", CPU), ("contiguous", CUDA))
+        for which in (("fastest", CUDA), ("fastest", CPU), ("channels_last", CPU), ("auto", CUDA), ("auto", CPU))
     ]
     convolutions = 1 + len(conv().graph.find_nodes(op="call_function", target=F.conv2d))
-    assert found == [convolutions, convolutions, convolutions, 0]  # the images, and the weight of each convolution
+    assert found == [*[convolutions] * 4, 0]  # the images, and the weight of each convolution
+    assert converted(conv(), "contiguous", CUDA) == 0
     assert converted(to_module(graphs.tiny_transformer()), "channels_last", CPU) == 0
 
 
@@ -112,10 +113,10 @@ def test_on_a_cpu_channels_last_is_chosen_where_results_outnumber_the_weights_to
         insert_casts(module, PrecisionConfig(compute=compute))  # type: ignore[arg-type]
         return module
 
-    few, many = (converted(large_kernels_on_small_images(), "auto", CPU, rows=rows) for rows in (1, 256))
+    few, many = (converted(large_kernels_on_small_images(), "fastest", CPU, rows=rows) for rows in (1, 256))
     assert few == 0
     assert many > 0
-    assert converted(large_kernels_on_small_images(), "auto", CUDA, rows=1) == many
+    assert converted(large_kernels_on_small_images(), "fastest", CUDA, rows=1) == many
 
 
 @pytest.mark.parametrize("name", ["tiny_conv_net", "tiny_resnet", "tiny_conv_net_with_batch_norm"])

@@ -96,10 +96,11 @@ class GraphConfig(Section):
     compile_regions: Literal["auto", "whole", "repeated"] = "auto"
     """What is compiled as one: the `whole` graph, or each kind of `repeated` block (layer) once, which takes less time
     to compile. `auto` = whole."""
-    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
-    """Memory format of images inside the graph. `auto` = channels_last for convolutions on a GPU; on a CPU if their
+    memory_format: Literal["fastest", "contiguous", "channels_last", "auto"] = "fastest"
+    """Memory format of images inside the graph. `fastest` = channels_last for convolutions on a GPU; on a CPU if their
     results in a micro-batch outnumber the weights to convert in each step, which is so unless many weights with large
-    kernels read a few small images."""
+    kernels read a few small images. `auto` = channels_last on a GPU, contiguous on a CPU, as in runs of earlier
+    versions."""
     dropout: Decay = 0.0
     """Probability of dropout that is added where exporters remove it: on embeddings, residual branches and attention
     weights of the fused graph. The exported file never contains it."""

@@ -29,11 +29,7 @@ def listed(as_json: Json = False) -> None:
         print_json({"deployments": [each.model_dump() for each in found]})
         return
     for each in found:
-        print(f"{each.name}: {'paused, ' if each.paused else ''}{each.schedule}")
-        if each.next_at and not each.paused:
-            print(f"  next run  {each.next_at}" + (f", {each.waiting} waiting" if each.waiting else ""))
-        if each.last_run:
-            print(f"  last run  {each.last_at}  {each.last_state}  {each.last_run}")
+        _print(each)
     if not found:
         print("there is no deployment; `onward deploy CONFIG --name NAME` makes one")
 
@@ -45,14 +41,14 @@ def pause(name: Name, as_json: Json = False) -> None:
     """
     from onward.flows.deployments import pause
 
-    _show(name, pause, as_json=as_json)
+    _change(name, pause, as_json=as_json)
 
 
 def resume(name: Name, as_json: Json = False) -> None:
     """Start the schedules of a paused deployment again."""
     from onward.flows.deployments import resume
 
-    _show(name, resume, as_json=as_json)
+    _change(name, resume, as_json=as_json)
 
 
 def delete(name: Name, as_json: Json = False) -> None:
@@ -62,7 +58,7 @@ def delete(name: Name, as_json: Json = False) -> None:
     """
     from onward.flows.deployments import delete
 
-    _show(name, delete, as_json=as_json)
+    _change(name, delete, as_json=as_json, done="deleted: ")
 
 
 def run(name: Name, as_json: Json = False) -> None:
@@ -81,10 +77,22 @@ def run(name: Name, as_json: Json = False) -> None:
     print_facts({"run": started, "url": page}, as_json=as_json)
 
 
-def _show(name: str, change: Callable[[str], DeploymentFacts], *, as_json: bool) -> None:
+def _change(name: str, change: Callable[[str], DeploymentFacts], *, as_json: bool, done: str = "") -> None:
     """Change a deployment, and print what it is now; of a deleted one, what it was."""
     api.require_flow("onward deployments")
     from onward.flows.local_run import prefect_server
 
     with prefect_server(start=False):
-        print_facts(change(name).model_dump(), as_json=as_json)
+        facts = change(name)
+    if as_json:
+        print_json(facts.model_dump())
+    else:
+        _print(facts, done)
+
+
+def _print(facts: DeploymentFacts, done: str = "") -> None:
+    print(f"{done}{facts.name}: {'paused, ' if facts.paused else ''}{facts.schedule}")
+    if facts.next_at and not facts.paused and not done:
+        print(f"  next run  {facts.next_at}" + (f", {facts.waiting} waiting" if facts.waiting else ""))
+    if facts.last_run:
+        print(f"  last run  {facts.last_at}  {facts.last_state}  {facts.last_run}")

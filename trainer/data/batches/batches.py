@@ -28,7 +28,7 @@ from onward.trainer.data.batches.balanced_order import BalancedOrder, Stream
 from onward.trainer.data.batches.batch_computations import open_batch_transforms
 from onward.trainer.data.batches.batch_transforms import Samples
 from onward.trainer.data.batches.device_copies import DeviceCopies
-from onward.trainer.data.batches.row_counts import RowCounts
+from onward.trainer.data.batches.row_lengths import RowLengths
 from onward.trainer.data.batches.row_padding import longest_row, padded_rows
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.batches.step_shares import divide, end_of_share
@@ -73,7 +73,7 @@ class Batch:
     lengths: Array = field(default_factory=lambda: np.empty((0, 0), np.int64))
     """int64 [B, inputs whose rows vary in length]: the lengths before padding; no rows for a padding micro-batch."""
     num_tokens: int = 0
-    """The tokens of text in it, without padding (`RowCounts.tokens`)."""
+    """The tokens of text in it, without padding (`RowLengths.tokens`)."""
 
     def own_rows(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return outputs without the results of rows that only fill the inputs up: [rows x m, ...] -> [B x m, ...]."""
@@ -317,7 +317,7 @@ class _Collate:
                 self._pad_values |= dict.fromkeys(loss.columns, loss.ignored)
         self._pad_values |= {**shards.pad_values, **config.data.pad_values}
         self._pad_left = {name for name, found in shards.fitted.items() if found.pad_left}
-        self.counts = RowCounts(inputs, shards.columns, config, signature, shards.pad_values)
+        self.counts = RowLengths(inputs, shards.columns, config, signature, shards.pad_values)
 
     def __call__(self, samples: Samples, *, is_padding: bool = False, group: int = 0) -> Batch:
         filled = samples

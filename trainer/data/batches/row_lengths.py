@@ -24,7 +24,7 @@ PREDICTS_TOKENS = ("causal", "tokens")
 """The tasks of text whose labels have one class for each token; those of `masked` have one for a few of them."""
 
 
-class RowCounts:
+class RowLengths:
     """Counts rows. inputs: the feeds of the graph's inputs, in their order. pad_values: of columns in stored rows."""
 
     def __init__(

@@ -85,4 +85,4 @@ def test_the_automation_of_the_page_calls_a_web_hook_when_a_run_fails_and_only_t
     assert failed.returncode == 6, said
     until(lambda: posted, limit_s=120)
     assert posted[0].startswith("config-2: Diverged: "), posted
-    assert "not finite" in posted[0]
+    assert "loss nan" in posted[0]

@@ -251,19 +251,13 @@ def test_the_flows_parameters_are_the_fields_of_the_configuration_and_resume() -
     assert set(parameters) == {*RunConfig.model_fields, "resume"}
     types = get_type_hints(train_onnx.fn)
     for name, field in RunConfig.model_fields.items():
-        assert types[name] == field.annotation
+        closed = parameters[name].default is None  # a section that the form shows closed (flows/form.py)
+        assert types[name] == (field.annotation | None if closed else field.annotation)  # type: ignore[operator]
         if name in ("model", "data", "train"):  # without a default, so that Prefect's form asks for them
             assert parameters[name].default is inspect.Parameter.empty
-        else:
+        elif not closed:
             assert parameters[name].default == field.get_default()
     assert parameters["resume"].default == ""
-
-
-def test_prefects_form_begins_with_what_most_runs_set() -> None:
-    shown = train_onnx.parameters.model_dump()["properties"]
-    assert sorted(shown, key=lambda name: shown[name]["position"])[:9] == [
-        *("model", "data", "train", "name", "optimizer", "schedule", "precision", "parallel", "checkpoint")
-    ]
 
 
 def test_the_parameters_of_a_deployed_run_are_few_and_give_the_whole_configuration_back() -> None:
@@ -286,6 +280,7 @@ def test_prefects_form_describes_every_section_and_every_setting() -> None:
         annotation = RunConfig.model_fields[section].annotation
         model = table_type(annotation) or get_args(annotation)[0]  # of several, such as [[loss]]
         shown = schema["properties"][section]
+        shown = shown["anyOf"][0] if "anyOf" in shown else shown
         assert shown.get("items", shown)["$ref"] == f"#/definitions/{model.__name__}"
         for table in tables:  # such as [data.image]
             model = table_type(model.model_fields[table].annotation)

@@ -10,7 +10,7 @@ from typing import Any
 from onward.tasks.class_tables import ClassRow, ClassTable
 from onward.trainer.config.loading import build_config
 from onward.trainer.diagnostics.difference import Difference, TensorChange
-from onward.trainer.events import EventWriter
+from onward.trainer.events import EventWriter, read_events
 from onward.trainer.run.attempt_endings import AttemptEnding
 from onward.trainer.run.directory import RunDir, changes_in, samples_in
 from onward.trainer.run.ending import RunEnding
@@ -84,7 +84,7 @@ def _write_records(run: RunDir, num_steps: int) -> None:
     rank = {"world_size": 1, "expected_world_size": 1, "pid": 1, "all_reduce": 0.0, "all_reduce_expected": 0.0}
     report = RankReport(rank=0, host="node-1", device="cpu", versions={"torch": "2.13"}, memory_bytes=10**9, **rank)
     write_record(run.runtime, RuntimeReport(ranks=(report,), launch_s=1.0, disk_free_bytes=1))
-    now = run.events.stat().st_mtime_ns // 1_000_000
+    last_ms = {event.attempt: event.at_ms for event, _ in read_events(run.events)}
     died = {
         "kind": "rank_lost",
         "step": 27,
@@ -92,7 +92,8 @@ def _write_records(run: RunDir, num_steps: int) -> None:
         "action": "it goes on from step 20",
     }
     for number, what in ((1, died), (2, {"kind": "done", "sentence": "the run is done", "action": ""})):
-        ending = {"attempt": number, "began_ms": now, "detected_ms": now, "ended_ms": now, "checkpoint": 20, **what}
+        times = dict.fromkeys(("began_ms", "detected_ms", "ended_ms"), last_ms[number])
+        ending = {"attempt": number, **times, "checkpoint": 20, **what}
         write_record(run.ending(number), AttemptEnding.model_validate(ending))
     result = {"status": "done", "step": num_steps, "samples_seen": 8, "metrics": {}, "elapsed_s": 1.0}
     write_record(run.train, TrainResult.model_validate({**result, "attempts": 2}))

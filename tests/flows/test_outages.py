@@ -102,7 +102,8 @@ def points_of_the_logs(run: RunDir) -> dict[str, dict[int, tuple[float, int]]]:
 
     Of a step that was made again after a failure, the first values.
     """
-    groups = {"samples_per_s": "perf", "step_s": "perf", "data_wait": "perf"}
+    costs = ("samples_per_s", "tokens_per_s", "step_s", "data_wait", "tflops", "mfu", "memory_bytes")
+    groups = dict.fromkeys(costs, "perf")
     found: dict[str, dict[int, tuple[float, int]]] = {}
 
     def add(name: str, value: object, event: Event) -> None:

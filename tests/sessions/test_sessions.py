@@ -35,8 +35,9 @@ def test_every_command_has_a_session_and_every_session_is_on_the_page() -> None:
 
 
 def test_what_varies_has_placeholders_and_what_a_reader_sees_has_not() -> None:
-    text = "table-1  exported  rmse 0.61  3 min ago  2 s  9f6ca8c8fc7d  http://127.0.0.1:36695/v2/runs"
-    other = "table-1  exported  rmse 1.25  just now  1 min 05 s  00c8c8fc7d11  http://127.0.0.1:4200/v2/runs"
+    text = "table-1  exported  rmse 0.61  3 min ago  2 s  9f6ca8c8fc7d  22a31ade  http://127.0.0.1:36695/v2/runs"
+    other = "table-1  exported  rmse 1.25  just now  1 min 05 s  00c8c8fc7d11  22031400  http://127.0.0.1:4200/v2/runs"
+    other += "\n  next run  2026-11-25T02:00:00+00:00"
     assert page.without_what_varies(text) == page.without_what_varies(other)
     assert "exported rmse" in page.without_what_varies(text)
     assert page.without_what_varies(text) != page.without_what_varies(text.replace("exported", "failed"))

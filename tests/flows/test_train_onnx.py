@@ -198,8 +198,8 @@ def test_after_a_killed_rank_the_flow_tries_again_and_after_a_killed_flow_resume
     process.kill()  # of which no process is left
     _, said = process.communicate()
     assert repeated(said) == []
-    # without a terminal there are lines, each when something is new
-    assert re.search(r"^onward: configure: rehearsal on the first rows$", said, re.M)
+    # without a terminal there are lines when something is new, at most every 10 s; which ones depends on the machine
+    assert re.search(r"^onward: (start|configure|preflight|data|train|attempt \d|step \d+/\d+)", said, re.M)
     assert re.search(r"^attempt 2: 2 ranks, log: ", said, re.M)
     assert "\x1b" not in said
     until(lambda: gone(workshop), limit_s=15)

@@ -109,16 +109,18 @@ def stands_still(run: RunDir) -> int:
     return _dies(run, "", stand_still)
 
 
-def runs_out_of_memory(run: RunDir) -> int:
+def runs_out_of_memory(run: RunDir, *, step: int = 9) -> int:
     """Rank 1 runs out of memory: in step 9, in every attempt."""
-    _error(run, "OutOfMemory: CUDA out of memory. Tried to allocate 2.00 GiB." if RANK else "peer", step=9)
+    # rank 0 ends after it has lost its peer; before, mpirun would end rank 1 for it
+    while not RANK and not run.rank_error(run.current_attempt, 1).exists():
+        time.sleep(0.02)
+    _error(run, "OutOfMemory: CUDA out of memory. Tried to allocate 2.00 GiB." if RANK else "peer", step=step)
     return 70
 
 
 def runs_out_of_memory_at_once(run: RunDir) -> int:
     """The same in step 1."""
-    _error(run, "OutOfMemory: CUDA out of memory. Tried to allocate 2.00 GiB." if RANK else "peer", step=1)
-    return 70
+    return runs_out_of_memory(run, step=1)
 
 
 def _tracebacks(run: RunDir) -> IO[str]:

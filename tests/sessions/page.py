@@ -24,6 +24,7 @@ VARYING = (
     (r"[▁▂▃▄▅▆▇█]+", "CURVE"),
     (r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", "ID"),
     (r"(?<![.\w])(\d{8}|(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,64})\b", "ID"),
+    (r"^promotion .*$", "promotion"),  # whether a run that the clock has stopped is better depends on the machine
     (r"^  next run  .*$", ""),  # Prefect creates the next run some seconds after its schedule
     (r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*(\+00:00|Z)?", "TIME"),
     (r"\b\d+(\.\d+)? (s|min|h|d)( \d+ (s|min|h|d))?( ago)?\b|\bjust now\b", "DURATION"),

@@ -37,7 +37,8 @@ class Peak(NamedTuple):
 
 # NVIDIA's data sheets, https://www.nvidia.com/en-us/data-center/ (h200, h100, a100, ..., hgx, gb200-nvl72) and
 # https://www.nvidia.com/en-us/products/workstations/; half of the rates that one names with sparsity only. Of GeForce
-# the architecture papers of GA102, Ada and RTX Blackwell: half precision with sums in fp32.
+# the architecture papers of GA102, Ada and RTX Blackwell: half precision with sums in fp32. Not every row has been
+# compared with its sheet yet.
 GPUS: dict[str, Peak] = {
     "GB300": Peak(80, 1250, 2500, 900),
     "GB200": Peak(80, 1250, 2500, 900),

@@ -226,6 +226,7 @@ def _run(case: Case, inside: Path, output: Path) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (used + 2 * MOST_BYTES, used + 2 * MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.dont_write_bytecode = True  # the first import of a module would write beside its source
     _stop_at_the_launch()
     _audit(inside)
     sys.argv = ["onward", *case.command]

@@ -173,9 +173,16 @@ def examine(hostfile: AnyPath = "") -> MachineReport:
     Starts ranks under mpirun, and takes some seconds. Call from the main thread. Raises ConfigError when there is no
     such hostfile; what else is wrong is in the record.
     """
+    from onward.infra.hosts import read_hostfile
+
     path = os.fspath(hostfile) and Path(hostfile).resolve()
-    if path and not path.is_file():
-        raise ConfigError(f"there is no hostfile {path}")
+    if path:
+        if not path.is_file():
+            raise ConfigError(f"there is no hostfile {path}")
+        try:
+            read_hostfile(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
     with prefect_at_home():
         from onward.flows.machine.examine import examine as examine_machine
     return examine_machine(str(path or ""))

@@ -102,17 +102,19 @@ def _train(
     from onward.flows.local_run import close_flow_run, create_flow_run, prefect_server, run_to_end
     from onward.flows.run_status import outcome_of
     from onward.flows.runs import how_to_continue, may_continue
+    from onward.tasks.rehearsing import begun_ahead
     from onward.trainer.run.origins import record_origins
 
     grace_s = config.launch.stop_grace_s
     # the signal handler first: starting the server takes seconds, in which the process may be stopped
-    with exit_on_sigterm(), acknowledged_interrupt(grace_s, say=view.say), prefect_server():
+    rehearsal = contextlib.nullcontext() if resume else begun_ahead(config)
+    with exit_on_sigterm(), acknowledged_interrupt(grace_s, say=view.say), rehearsal, prefect_server():
         print("onward: opening the flow in Prefect", file=sys.stderr, flush=True)
         run, flow_run = create_flow_run(config, resume=resume, asked_ms=asked_ms)
-        print(f"onward: run {flow_run.name} in {run.root}", file=sys.stderr)
-        if not resume:
-            record_origins(run, config, origins)
         try:
+            print(f"onward: run {flow_run.name} in {run.root}", file=sys.stderr)
+            if not resume:
+                record_origins(run, config, origins)
             with flow_log(run):
                 view.attach(run, flow_run.name)
                 exported = run_to_end(flow_run, config, resume=resume)

@@ -120,9 +120,7 @@ def create_flow_run(config: RunConfig, *, resume: str = "", asked_ms: int) -> tu
         with get_client(sync_client=True) as client:
             client.update_flow_run(flow_run.id, name=name)
         enter_phase(run, "start", at_ms=asked_ms)
-    except (
-        BaseException
-    ) as error:  # a signal, or a name that cannot be taken: Prefect would show a run that never begins
+    except BaseException as error:  # a signal, or no name: Prefect would show a run that never begins
         close_flow_run(flow_run, error)
         raise
     return run, flow_run.model_copy(update={"name": name})

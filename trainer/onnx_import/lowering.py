@@ -37,8 +37,8 @@ from onward.trainer.onnx_import.function_bodies import (
     local_body,
     outer_names_read,
 )
-from onward.trainer.onnx_import.registry import RULES, Call, run_rule
 from onward.trainer.onnx_import.origins import mark_origin
+from onward.trainer.onnx_import.registry import RULES, Call, run_rule
 from onward.trainer.onnx_import.runtime_node import LocalFunctions, NodeContext, RuntimeNode
 from onward.trainer.onnx_import.tracing import Tracer
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value

@@ -92,7 +92,9 @@ def _run_and_keep_frames(module: nn.Module, forward: Callable[..., Any], *values
         return forward(module, *values)
     except Exception as error:
         if is_out_of_memory(error):
-            vars(error).setdefault(GRAPH_FRAMES, []).extend(frame for frame, _ in traceback.walk_tb(error.__traceback__))
+            vars(error).setdefault(GRAPH_FRAMES, []).extend(
+                frame for frame, _ in traceback.walk_tb(error.__traceback__)
+            )
         raise
 
 
@@ -243,6 +245,6 @@ def _allocations(record: Path) -> str:
     path = record.with_suffix(".pickle")
     with contextlib.suppress(Exception):
         with durable_file(path) as partial:
-            torch.cuda.memory._dump_snapshot(str(partial))  # only torch's page reads it
+            torch.cuda.memory._dump_snapshot(str(partial))  # type: ignore[no-untyped-call]  # only torch's page reads it
         return path.name
     return ""

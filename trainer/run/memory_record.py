@@ -51,7 +51,6 @@ class MemorySnapshot(BaseModel):
     """The file beside this one with torch's record of the allocations, for pytorch.org/memory_viz; "" without one."""
 
 
-
 def snapshot_path(run: RunDir, attempt: int, rank: int) -> Path:
     """Return the path of the snapshot of a rank."""
     return run.memory / f"{attempt:03d}-rank-{rank:05d}.json"

@@ -122,4 +122,6 @@ def _mean(rows: Sequence[ProfileRow]) -> ProfileRow:
     def of(field: str) -> float:
         return float(sum(getattr(row, field) for row in rows)) / len(rows)
 
-    return rows[0].model_copy(update={field: of(field) for field in ("calls", "forward_ms", "backward_ms", "ms", "share")})
+    return rows[0].model_copy(
+        update={field: of(field) for field in ("calls", "forward_ms", "backward_ms", "ms", "share")}
+    )

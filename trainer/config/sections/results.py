@@ -12,8 +12,8 @@ from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.section import Section
 from onward.trainer.config.urls import Location
 
-
 MOST_PROFILED_STEPS = 50
+"""Most steps that are profiled."""
 
 
 class CheckpointConfig(Section):
@@ -75,7 +75,7 @@ class MonitorConfig(Section):
     @classmethod
     def _are_first_and_last(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
         if len(steps) not in (0, 2):
-            raise ValueError(f"give the first and the last step, such as [20, 24], or [] for none, not {len(steps)} steps")
+            raise ValueError(f"give the first and the last step, such as [20, 24], or [] for none; not {list(steps)}")
         if steps and steps[0] > steps[1]:
             raise ValueError(f"the first step {steps[0]} is after the last one, {steps[1]}")
         if steps and steps[1] - steps[0] >= MOST_PROFILED_STEPS:

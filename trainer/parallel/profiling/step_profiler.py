@@ -96,14 +96,16 @@ class StepProfiler:
             cuda = [ProfilerActivity.CUDA] * (self._mpi.device.type == "cuda")
             self._profile = profile(activities=[ProfilerActivity.CPU, *cuda])
             self._profile.start()
+            with record_function("first range"):  # which takes longer than all others
+                pass
         self._is_open = True
         self._steps.append(step)
         self._step.enter_context(self._ranges.installed(self._model.stages))
         losses = TimedLosses(self._model.losses, self._ranges)
         self._step.enter_context(self._pipeline.with_losses(losses))
         self._synchronize()
-        self._began_at = time.perf_counter()
         self._step.enter_context(record_function(f"step {step}"))
+        self._began_at = time.perf_counter()
         self.phase("data wait")
 
     def phase(self, what: LoopPhase) -> None:
@@ -132,8 +134,8 @@ class StepProfiler:
 
     def _leave(self) -> None:
         self._synchronize()
-        self._phase.close()
         self._seconds.append(time.perf_counter() - self._began_at)
+        self._phase.close()
         self._step.close()
         self._is_open = False
 

@@ -30,6 +30,10 @@ from onward.trainer.parallel.pipeline.stage import Stage
 
 LOSS = Origin("", "loss", "")
 """What stands for the loss among the nodes."""
+PHASES = ("data wait", "pipeline", "gradient reduction", "optimizer", "other")
+"""The ranges of the training loop, whose names no node may have."""
+STEP = "step "
+"""Before the number of a step, in the name of its range."""
 RECOMPUTED = " (recomputed)"
 """Behind the name of a node whose forward pass runs a second time, in the backward pass."""
 
@@ -38,12 +42,12 @@ class NodeRanges:
     """What the forward passes of the profiled steps have run."""
 
     def __init__(self) -> None:
-        self.origins: dict[str, Origin] = {}
+        self.origins: dict[str, Origin] = {LOSS.name: LOSS}
         """Name of a range -> its node. Names of nodes may be equal in a file; those of ranges are not."""
         self.fused: dict[Origin, dict[Origin, None]] = {}
         self.calls: Counter[Origin] = Counter()
         self.output_bytes: dict[Origin, int] = {}
-        self._names: dict[Origin, str] = {}
+        self._names: dict[Origin, str] = {LOSS: LOSS.name}
         self._begins: list[int] = []
         self._spans: list[tuple[int, Origin]] = []
         """(end, node) of the sequence numbers from each of `_begins` on, in order."""
@@ -60,7 +64,7 @@ class NodeRanges:
             yield
         finally:
             for module, forward in zip(graphs, before, strict=True):
-                vars(module).pop("forward", None)  # a search for bad values may have removed it already
+                del vars(module)["forward"]
                 if forward is not None:
                     vars(module)["forward"] = forward
 
@@ -78,9 +82,10 @@ class NodeRanges:
             self._spans.append((end, origin))
 
     def name_of(self, origin: Origin) -> str:
-        """Return the name of a node's range: its own, with its output where another node has the same."""
+        """Return the name of a node's range: its own, with its output where something else has the same."""
         if origin not in self._names:
-            name = origin.name if origin.name not in self.origins else f"{origin.name} -> {origin.output}"
+            taken = origin.name in (*self.origins, *PHASES) or origin.name.startswith((STEP, "FSDP::"))
+            name = f"{origin.name} -> {origin.output}" if taken else origin.name
             self._names[origin], self.origins[name] = name, origin
         return self._names[origin]
 

@@ -13,7 +13,7 @@ from torch.profiler import profile
 
 from onward.trainer.onnx_import.origins import Origin
 from onward.trainer.parallel.profiling.accounting import Interval, Label, Timeline
-from onward.trainer.parallel.profiling.node_ranges import LOSS, RECOMPUTED, NodeRanges
+from onward.trainer.parallel.profiling.node_ranges import LOSS, PHASES, RECOMPUTED, STEP, NodeRanges
 from onward.trainer.run.durable_files import durable_file
 
 OTHERS = {
@@ -49,7 +49,7 @@ def timeline_of(recorded: profile, ranges: NodeRanges) -> Timeline:
                 kernels.append((begin, end, event.linked_correlation_id()))
             continue
         launches[event.correlation_id()] = (thread, begin)
-        if event.is_user_annotation() and name.startswith("step ") and name[5:].isdigit():
+        if event.is_user_annotation() and name.startswith(STEP) and name[len(STEP) :].isdigit():
             steps.append((begin, end))
             main = thread
         elif label := label_of(name, event.sequence_nr(), ranges, is_range=event.is_user_annotation()):
@@ -66,7 +66,7 @@ def label_of(name: str, sequence_number: int, ranges: NodeRanges, *, is_range: b
         return _label(origin, "backward") if origin else Label("pipeline")
     if not is_range:
         return None
-    if name in OTHERS and name != LOSS.name:
+    if name in PHASES:
         return Label(name)
     if name.startswith("FSDP::"):
         return Label("gradient reduction" if "reduce" in name or "backward" in name else "weights")

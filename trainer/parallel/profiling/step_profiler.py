@@ -27,7 +27,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError
 from onward.trainer.parallel.pipeline.engine import Pipeline
 from onward.trainer.parallel.profiling.accounting import Label, account
-from onward.trainer.parallel.profiling.node_ranges import LOSS, NodeRanges, TimedLosses, is_compiled
+from onward.trainer.parallel.profiling.node_ranges import LOSS, STEP, NodeRanges, TimedLosses, is_compiled
 from onward.trainer.parallel.profiling.recording import OTHERS, timeline_of, write_trace
 from onward.trainer.parallel.rank_model import RankModel
 from onward.trainer.run.directory import RunDir
@@ -104,7 +104,7 @@ class StepProfiler:
         losses = TimedLosses(self._model.losses, self._ranges)
         self._step.enter_context(self._pipeline.with_losses(losses))
         self._synchronize()
-        self._step.enter_context(record_function(f"step {step}"))
+        self._step.enter_context(record_function(f"{STEP}{step}"))
         self._began_at = time.perf_counter()
         self.phase("data wait")
 

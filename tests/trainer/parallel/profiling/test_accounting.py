@@ -6,7 +6,10 @@ from collections import Counter
 
 import pytest
 
+from onward.trainer.onnx_import.origins import Origin
 from onward.trainer.parallel.profiling.accounting import Interval, Label, Timeline, account, divide
+from onward.trainer.parallel.profiling.node_ranges import NodeRanges
+from onward.trainer.parallel.profiling.recording import label_of
 
 OTHER, IDLE = Label("other"), Label("idle")
 CONV, RELU, STEP = Label("conv", "forward"), Label("relu", "forward"), Label("pipeline")
@@ -65,3 +68,20 @@ def test_on_a_gpu_kernels_count_for_the_range_that_launched_them_and_the_rest_is
     found = account(Timeline([(0, 100)], host, 1, launches, kernels), otherwise=OTHER, idle=IDLE)
     assert found == {CONV: 13, RELU: 8, CONV_BACK: 20, OTHER: 5, IDLE: 54}
     assert found.total() == 100
+
+
+def test_a_node_may_have_the_name_of_anything_else() -> None:
+    ranges = NodeRanges()
+    same = [Origin("y", "fc", "Gemm"), Origin("z", "fc", "Gemm")]
+    others = [
+        Origin(f"o{place}", name, "Add") for place, name in enumerate(("loss", "optimizer", "step 3", "aten::add"))
+    ]
+    names = [ranges.name_of(origin) for origin in (*same, *others)]
+    assert names == ["fc", "fc -> z", "loss -> o0", "optimizer -> o1", "step 3 -> o2", "aten::add"]
+    assert [ranges.name_of(origin) for origin in (*same, *others)] == names
+    for origin, name in zip((*same, *others), names, strict=True):
+        assert label_of(name, -1, ranges, is_range=True) == Label(origin.output, "forward")
+    assert label_of("fc (recomputed)", -1, ranges, is_range=True) == Label("y", "backward")
+    assert label_of("loss", -1, ranges, is_range=True) == Label("loss", "forward")
+    assert label_of("optimizer", -1, ranges, is_range=True) == Label("optimizer")
+    assert label_of("aten::add", -1, ranges, is_range=False) is None, "an operator of torch"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.support.runs import (
     tiny_images,
     tiny_text,
     train_run,
+    train_until,
 )
 
 pytestmark = pytest.mark.mpi
@@ -183,6 +185,20 @@ def test_compiled_steps_have_a_trace_and_a_sentence_in_place_of_nodes(tmp_path: 
     assert profile.note.startswith("graph.compile fuses the nodes into other kernels")
     assert profile.note in run.log(1).read_text()
     assert trace_of(run, 0).stat().st_size == profile.trace_bytes > 0
+
+
+@pytest.mark.slow
+def test_an_attempt_that_resumes_within_the_steps_profiles_the_rest_of_them(tmp_path: Path) -> None:
+    train = {"global_batch_size": 16, "num_steps": 60}
+    monitor = {"profile_steps": [3, 50]}
+    run = a_run(tmp_path, tiny_conv_net(image_size=128), tiny_images(60, size=128), train=train, monitor=monitor)
+    train_until(run, lambda event: event.step >= 5, signal.SIGUSR1, rank=0)
+    (first,) = read_profiles(run)
+    assert (first.attempt, first.first_step) == (1, 3)
+    assert 5 <= first.last_step < 50, "it was stopped, and has left what it had"
+    train_run(run)
+    (second,) = read_profiles(run)
+    assert (second.attempt, second.first_step, second.last_step) == (2, first.last_step + 1, 50)
 
 
 def test_steps_that_the_run_does_not_have_are_refused_by_the_ranks_where_epochs_decide(tmp_path: Path) -> None:

@@ -125,6 +125,8 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         before, now = ({key: value for key, value in each.items() if key not in chosen} for each in (before, now))
     if given.model.fixed_batch == "auto":
         before["model.fixed_batch"] = "auto"
+    if given.precision.compute == "auto":
+        before["precision.compute"] = "auto"
     for name in set(type(saved.stop).model_fields) - {"metric"}:
         before[f"stop.{name}"] = now[f"stop.{name}"]
     if changed := [key for key in before | now if before.get(key) != now.get(key)]:

@@ -94,7 +94,8 @@ def rehearse(
             config = with_plan(config, read_record(folder / "plan.json", Plan))
         found = read_record(RunDir(folder).rehearsal, Rehearsal)
     model = config.model.model_copy(update={"fixed_batch": found.fixed_batch})
-    return config.model_copy(update={"model": model}), found
+    precision = config.precision.model_copy(update={"compute": found.compute or config.precision.compute})
+    return config.model_copy(update={"model": model, "precision": precision}), found
 
 
 def _planned(config: RunConfig, copies: LocalCopies, quantized: Path | None) -> RunConfig:

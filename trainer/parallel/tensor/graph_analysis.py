@@ -14,7 +14,7 @@ from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-PRODUCTS = (F.linear, torch.matmul, torch.mm, torch.addmm, *CONVOLUTIONS, *TRANSPOSED)
+PRODUCTS = (F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, *CONVOLUTIONS, *TRANSPOSED)
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Product:
     weight_operands: tuple[fx.Node, ...] = ()
     """The operands that are the weights, transposed or not."""
     groups: int = 1
+    is_stacked: bool = False
+    """Whether the weight is [experts or heads, .., ..]: a matrix for each."""
 
     @property
     def is_convolution(self) -> bool:
@@ -103,10 +105,11 @@ class GraphAnalysis:
 
     def readers(self, path: str) -> Iterator[fx.Node]:
         """Yield the nodes that read a stored tensor or its transpose."""
+        ndim = self.tensor(path).ndim
         waiting = [user for node in self.reads[path] for user in node.users]
         while waiting:
             node = waiting.pop()
-            if is_transpose(node):
+            if is_transpose(node, ndim):
                 waiting += node.users
             else:
                 yield node
@@ -136,7 +139,7 @@ class GraphAnalysis:
     def computed_matrices(self) -> Iterator[tuple[str, fx.Node]]:
         """Yield (name of a weight, product) where a product's matrix is computed from that weight alone."""
         for node in self.order:
-            if node.target not in (*PRODUCTS, torch.bmm) or node in self.products:
+            if node.target not in PRODUCTS or node in self.products:
                 continue
             for operand in node.all_input_nodes:
                 for path in self._sources(operand):
@@ -180,7 +183,7 @@ class GraphAnalysis:
         target = node.target
         if target is F.linear and len(args) in (2, 3):
             return self._matrix(node, args[0], args[1], [*args, None][2], transposed=True)
-        if target in (torch.matmul, torch.mm) and len(args) == 2:
+        if target in (torch.matmul, torch.mm, torch.bmm) and len(args) == 2:
             return self._matrix(node, args[0], args[1], None, transposed=False)
         if target is torch.addmm and len(args) == 3:
             return self._matrix(node, args[1], args[2], args[0], transposed=False)
@@ -192,15 +195,17 @@ class GraphAnalysis:
 
     def _matrix(self, node: fx.Node, x: Any, weight: Any, bias: Any, *, transposed: bool) -> Product | None:
         """transposed: the operand is [outputs, inputs]."""
-        read = weight
-        while isinstance(read, fx.Node) and is_transpose(read):
-            read, transposed = read.args[0], not transposed
-        path = self._parameter(read)
-        # `x` must be computed: a product of two stored matrices is no layer
-        if not path or self.tensor(path).ndim != 2 or not isinstance(x, fx.Node) or self.stored(x):
-            return None
-        dims = (path, int(not transposed), path, int(transposed))
-        return Product(node, x, bias, *dims, self.names[path], weight_operands=(weight,))
+        for ndim in (2, 3):  # one matrix, or one for each expert or head
+            read, reads_columns = weight, not transposed
+            while isinstance(read, fx.Node) and is_transpose(read, ndim):
+                read, reads_columns = read.args[0], not reads_columns
+            path = self._parameter(read)
+            # `x` must be computed: a product of two stored matrices is no layer
+            if path and self.tensor(path).ndim == ndim and isinstance(x, fx.Node) and not self.stored(x):
+                columns, rows = ndim - 2 + reads_columns, ndim - 1 - reads_columns
+                dims = (path, columns, path, rows)
+                return Product(node, x, bias, *dims, self.names[path], weight_operands=(weight,), is_stacked=ndim == 3)
+        return None
 
     def _adapter(self, node: fx.Node, args: list[Any]) -> Product | None:
         """low_rank(x, a [rank, inputs], b [outputs, rank], scale, reverse): x A' B', or x B A if reverse."""
@@ -232,10 +237,12 @@ def is_low_rank(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "low_rank" and len(node.args) == 5
 
 
-def is_transpose(node: Any) -> bool:
-    """Whether a node is the transpose of a matrix."""
+def is_transpose(node: Any, ndim: int = 2) -> bool:
+    """Whether a node is the transpose of a matrix, or of each matrix in a tensor of `ndim` dimensions."""
     if node.target in ("t", torch.t):
-        return True
+        return ndim <= 2
+    swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
     if node.target in ("permute", torch.permute):
-        return [*node.args[1:]] in ([[1, 0]], [1, 0])
-    return node.target in ("transpose", torch.transpose) and sorted(dim % 2 for dim in node.args[1:]) == [0, 1]
+        return [*node.args[1:]] in ([swapped], swapped)
+    dims = node.args[1:] if node.target in ("transpose", torch.transpose) else ()
+    return sorted(dim % ndim for dim in dims) == [ndim - 2, ndim - 1]

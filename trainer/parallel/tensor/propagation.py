@@ -7,9 +7,9 @@
           parallel       on each      parallel                       what `shardings` holds:
           Sharding(dim 2, blocks (256,))      Replicated             linear and gelu; the region ends at the second
 
-The nodes are visited in the order of the graph. The rule of each call (compute_rules.py, view_rules.py) gets the
-shardings of its operands and returns that of its output, or why there is none (`sharding.Problem`). A rule changes
-nothing: what must be changed in the graph it notes in `RegionEdits`.
+The nodes are visited in the order of the graph. The rule of each call (*_rules.py) gets the shardings of its operands
+and returns that of its output, or why there is none (`sharding.Problem`). A rule changes nothing: what must be changed
+in the graph it notes in `RegionEdits`.
 """
 
 from __future__ import annotations
@@ -73,12 +73,19 @@ class Propagation:
     """One attempt to shard the columns of some products, up to the row-parallel products that end the region.
 
     columns: the products to be column-parallel. cuts: by weight, the columns at which a new block begins.
+    slice_joined: what is joined with a sharded value stays replicated, and each rank takes its part of it.
     """
 
     def __init__(
-        self, graph: GraphAnalysis, size: int, columns: Iterable[fx.Node], cuts: dict[str, frozenset[int]]
+        self,
+        graph: GraphAnalysis,
+        size: int,
+        columns: Iterable[fx.Node],
+        cuts: dict[str, frozenset[int]],
+        *,
+        slice_joined: bool = False,
     ) -> None:
-        self.graph, self.size = graph, size
+        self.graph, self.size, self.slice_joined = graph, size, slice_joined
         self.columns = set(columns)
         self.cuts = cuts
         self.shardings: dict[fx.Node, Any] = {}
@@ -199,10 +206,13 @@ class Propagation:
         )
         self.edits.weight_readers.setdefault(path, []).append(node.name)
 
-    def shard_operand(self, node: fx.Node, operand: fx.Node, dim: int, sharding: Sharding) -> None:
+    def shard_operand(
+        self, node: fx.Node, operand: fx.Node, dim: int, sharding: Sharding, *, joined: bool = False
+    ) -> None:
         """Require this rank's part of a replicated operand whose dimension `dim` (negative) meets a sharded one.
 
-        An operand that broadcasts along the dimension is read as it is.
+        An operand that broadcasts along the dimension is read as it is. joined: it is joined with the sharded one
+        (`cat`, `stack`), not combined element by element.
         """
         if not self.graph.has_known_shape(operand):
             self.add_problem(_unknown_shape(operand))
@@ -222,16 +232,25 @@ class Propagation:
             self.shard_weight(node, str(operand.target), sharding)
             return
         row_nodes = [row.node for row in self.row_products]
-        if products := [each for each in self.graph.nearest_products(operand) if each not in row_nodes]:
-            self.add_problem(MustShardTogether(tuple(products)))
+        products = [each for each in self.graph.nearest_products(operand) if each not in row_nodes]
+        if products and not (joined and self.slice_joined):
+            self.add_problem(MustShardTogether(tuple(products), joined))
         # Heads may meet a bias of their own, such as ALiBi's slopes. Single features would meet the residual stream,
         # which is replicated everywhere else.
         self.require(
-            sharding.columns_per_unit != 1 or operand not in self.graph.has_gradient & self.graph.depends_on_input,
+            joined
+            or sharding.columns_per_unit != 1
+            or operand not in self.graph.has_gradient & self.graph.depends_on_input,
             f"{node.name} combines sharded features with {operand.name}, which is replicated",
         )
         self.copy_to_region(operand)
         self.edits.sliced[node.name, operand.name] = sharding
+
+    def require_one_period(self, node: fx.Node, operand: fx.Node, x: Sharding) -> None:
+        """Require that the sharded dimension be one period: else a rank's channels are in several places."""
+        lengths = self.shapes(operand)[x.dim]
+        repeats = f"{node.name} has {lengths[0]} channels, but the sharding pattern repeats every {x.period}"
+        self.require(lengths == (x.period, x.period), repeats)
 
     def require_alike(self, one: Sharding, other: Sharding, node: fx.Node) -> None:
         """Require that two shardings that meet give each rank the same elements."""
@@ -253,7 +272,7 @@ class Propagation:
             coarse, wanted = (one, ends[1]) if ends[1] - ends[0] else (other, ends[0])
             self.add_problem(coarse.with_block_ends(sorted(wanted), called(node)))
 
-    def broadcast(self, node: fx.Node, operands: Sequence[fx.Node], rank: int) -> Sharding:
+    def broadcast(self, node: fx.Node, operands: Sequence[fx.Node], rank: int, *, joined: bool = False) -> Sharding:
         """Return the sharding of a result of `rank` dimensions from operands that broadcast to it.
 
         Requires that sharded operands be sharded alike, and shards the replicated ones.
@@ -272,7 +291,7 @@ class Propagation:
         assert found is not None
         for operand in operands:
             if self.sharding(operand) is None:
-                self.shard_operand(node, operand, found.dim - rank, found)
+                self.shard_operand(node, operand, found.dim - rank, found, joined=joined)
         return found
 
     # -- what rules change in their call

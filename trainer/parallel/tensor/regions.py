@@ -30,7 +30,8 @@ import torch
 from torch import fx
 
 import onward.trainer.parallel.tensor.compute_rules
-import onward.trainer.parallel.tensor.view_rules  # noqa: F401  both register the rules
+import onward.trainer.parallel.tensor.product_rules
+import onward.trainer.parallel.tensor.view_rules  # noqa: F401  these three register the rules
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.tensor.graph_analysis import TRANSPOSED, GraphAnalysis, Product
 from onward.trainer.parallel.tensor.propagation import Propagation, RegionEdits
@@ -114,29 +115,43 @@ class _Finder:
     def _region(self, seed: fx.Node) -> Region | CannotShard:
         """Find the region that begins with a product, together with the products that its sharding meets.
 
+        What is joined with its sharded values (`cat`, `stack`) is sharded with them if it can be. If not, it stays
+        replicated, and each rank reads its part: one more all-reduce, of the gradient.
+        """
+        first, has_joined = self._grow(seed, slice_joined=False)
+        if isinstance(first, Region) or not has_joined:
+            return first
+        second, _ = self._grow(seed, slice_joined=True)
+        return second if isinstance(second, Region) else first
+
+    def _grow(self, seed: fx.Node, *, slice_joined: bool) -> tuple[Region | CannotShard, bool]:
+        """Return the region, or why there is none, and whether products were to be sharded because they are joined.
+
         Each propagation either succeeds or says what to change: it is repeated with more products or finer blocks,
         both of which only grow, until it succeeds or cannot.
         """
-        columns, cuts, first_doubt = {seed}, dict[str, frozenset[int]](), ""
+        columns, cuts, first_doubt, has_joined = {seed}, dict[str, frozenset[int]](), "", False
         while True:
-            result = Propagation(self.graph, self.size, columns, cuts).run()
+            result = Propagation(self.graph, self.size, columns, cuts, slice_joined=slice_joined).run()
             match result:
                 case NeedsFinerBlocks(weight, at, otherwise):
                     cuts[weight] = cuts.get(weight, frozenset()) | at
                     first_doubt = first_doubt or otherwise
-                case MustShardTogether(products):
+                case MustShardTogether(products, joined):
+                    has_joined |= joined
                     if {*products} <= columns:
-                        return CannotShard("its output is combined with a replicated value that is computed from it")
-                    if (reason := self._why_replicated(products)) is not None:
-                        return CannotShard(f"{COMBINED} {reason}")
+                        reason = "its output is combined with a replicated value that is computed from it"
+                        return CannotShard(reason), has_joined
+                    if (why := self._why_replicated(products)) is not None:
+                        return CannotShard(f"{COMBINED} {why}"), has_joined
                     columns |= {*products}
                 case CannotShard(reason):
-                    return CannotShard(first_doubt or reason)
+                    return CannotShard(first_doubt or reason), has_joined
                 case RegionEdits():
                     region = self._checked_region(columns, result)
                     if isinstance(region, CannotShard):
-                        return CannotShard(first_doubt or region.reason)
-                    return region
+                        return CannotShard(first_doubt or region.reason), has_joined
+                    return region, has_joined
 
     def _why_replicated(self, products: Iterable[fx.Node]) -> str | None:
         """Return the weight of the first product that cannot be column-parallel, and why; None if all can."""

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from onward.trainer.onnx_import.ops.gather import strided
+from onward.trainer.onnx_import.ops.gather import gather_elements, strided
 from onward.trainer.onnx_import.ops.shape import expand
 from onward.trainer.parallel.tensor.propagation import Propagation, called, rule, unary_rule
 from onward.trainer.parallel.tensor.sharding import (
@@ -170,10 +170,10 @@ def expand_(p: Propagation, node: Any, x: Sharding) -> Result:
 
 @unary_rule("repeat")
 def repeat(p: Propagation, node: Any, x: Sharding) -> Result:
-    operand, *rest = node.args
-    result = x.on_dim(x.dim + p.rank(node) - p.rank(operand))
-    p.require(_listed(rest)[result.dim] == 1, f"{node.name} repeats the sharded dimension")
-    return result
+    operand, *_ = node.args
+    # Along the sharded dimension, too: each rank repeats its part, and the repeats are periods of the pattern. So
+    # DeBERTa repeats its heads for each sample, [heads, positions, features] -> [samples x heads, ..].
+    return x.on_dim(x.dim + p.rank(node) - p.rank(operand))
 
 
 @unary_rule(torch.repeat_interleave, "repeat_interleave")
@@ -257,6 +257,17 @@ def slice_(p: Propagation, node: Any, x: Sharding) -> Result:
     return result
 
 
+@rule(gather_elements)
+def gather_elements_(p: Propagation, node: Any) -> Result:
+    """Gather along another dimension than the sharded one: each rank with its part of the indices."""
+    operand, axis, indices = node.args
+    sharding = p.broadcast(node, [operand, indices], p.rank(node))
+    p.require(sharding.dim != axis % p.rank(node), f"{node.name} gathers along the sharded dimension")
+    same = p.shapes(operand)[sharding.dim] == p.shapes(indices)[sharding.dim]
+    p.require(same, f"{node.name} gathers from a part of the sharded dimension")
+    return sharding
+
+
 @unary_rule(torch.unbind, "unbind")
 def unbind(p: Propagation, node: Any, x: Sharding) -> Result:
     operand, *rest = node.args
@@ -289,22 +300,36 @@ def cat(p: Propagation, node: Any) -> Result:
     shardings = [p.sharding(operand) for operand in operands]
     first = next(sharding for sharding in shardings if sharding is not None)
     if first.dim != dim:
-        return p.broadcast(node, operands, rank)
+        return p.broadcast(node, operands, rank, joined=True)
     blocks: list[int] = []
     for operand, x in zip(operands, shardings, strict=True):
-        if x is None or x.dim != dim or p.shapes(operand)[dim] != (x.period, x.period):
-            return CannotShard(f"{node.name} joins sharded and replicated values along the sharded dimension")
+        lengths = p.shapes(operand)[dim]
+        if x is None and lengths[0] == lengths[1] >= p.size:
+            # a block of its own, of which each rank takes its part
+            p.shard_operand(node, operand, dim - rank, Sharding(dim, lengths[:1]), joined=True)
+            blocks.append(lengths[0])
+            continue
+        if x is None or x.dim != dim or lengths != (x.period, x.period):
+            return CannotShard(f"{node.name} joins {_described(lengths, x)} with others along the sharded dimension")
         if x.inner > 1 and not x.is_even(p.size):
             return CannotShard(f"{node.name} joins {x.num_units} x {x.inner} elements, over {p.size} ranks")
         blocks += [block * x.inner for block in x.blocks]
     return Sharding(dim, tuple(blocks))
 
 
+def _described(lengths: tuple[int, int], x: Sharding | None) -> str:
+    if lengths[0] != lengths[1]:
+        return "elements whose number is dynamic"
+    if x is None:
+        return f"{lengths[0]} replicated elements, fewer than there are ranks,"
+    return f"values sharded along dimension {x.dim}, or in periods of {x.period} elements,"
+
+
 @rule(torch.stack)
 def stack(p: Propagation, node: Any) -> Result:
     rank = p.rank(node)
     dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank
-    x = p.broadcast(node, list(node.args[0]), rank - 1)
+    x = p.broadcast(node, list(node.args[0]), rank - 1, joined=True)
     return x.on_dim(x.dim + (dim <= x.dim))
 
 

@@ -87,6 +87,7 @@ class _Finder:
         """Products of the regions found so far."""
         self.reasons: dict[fx.Node, str] = {}
         """Product -> why no region begins with it."""
+        self.refused_alone: dict[fx.Node, bool] = {}
 
     def find(self) -> TensorSharding:
         found = []
@@ -118,19 +119,19 @@ class _Finder:
         What is joined with its sharded values (`cat`, `stack`) is sharded with them if it can be. If not, it stays
         replicated, and each rank reads its part: one more all-reduce, of the gradient.
         """
-        first, has_joined = self._grow(seed, slice_joined=False)
-        if isinstance(first, Region) or not has_joined:
+        first, may_slice = self._grow(seed, slice_joined=False)
+        if isinstance(first, Region) or not may_slice:
             return first
         second, _ = self._grow(seed, slice_joined=True)
         return second if isinstance(second, Region) else first
 
     def _grow(self, seed: fx.Node, *, slice_joined: bool) -> tuple[Region | CannotShard, bool]:
-        """Return the region, or why there is none, and whether products were to be sharded because they are joined.
+        """Return the region, or why there is none, and whether a joined value may be sliced instead.
 
         Each propagation either succeeds or says what to change: it is repeated with more products or finer blocks,
         both of which only grow, until it succeeds or cannot.
         """
-        columns, cuts, first_doubt, has_joined = {seed}, dict[str, frozenset[int]](), "", False
+        columns, cuts, first_doubt, may_slice = {seed}, dict[str, frozenset[int]](), "", False
         while True:
             result = Propagation(self.graph, self.size, columns, cuts, slice_joined=slice_joined).run()
             match result:
@@ -138,20 +139,29 @@ class _Finder:
                     cuts[weight] = cuts.get(weight, frozenset()) | at
                     first_doubt = first_doubt or otherwise
                 case MustShardTogether(products, joined):
-                    has_joined |= joined
+                    may_slice |= joined or len(products) > 1
+                    if slice_joined:  # behind a join, one of them may be sharded and another one sliced
+                        products = tuple(each for each in products if not self._is_refused_alone(each)) or products
                     if {*products} <= columns:
                         reason = "its output is combined with a replicated value that is computed from it"
-                        return CannotShard(reason), has_joined
+                        return CannotShard(reason), may_slice
                     if (why := self._why_replicated(products)) is not None:
-                        return CannotShard(f"{COMBINED} {why}"), has_joined
+                        return CannotShard(f"{COMBINED} {why}"), may_slice
                     columns |= {*products}
                 case CannotShard(reason):
-                    return CannotShard(first_doubt or reason), has_joined
+                    return CannotShard(first_doubt or reason), may_slice
                 case RegionEdits():
                     region = self._checked_region(columns, result)
                     if isinstance(region, CannotShard):
-                        return CannotShard(first_doubt or region.reason), has_joined
-                    return region, has_joined
+                        return CannotShard(first_doubt or region.reason), may_slice
+                    return region, may_slice
+
+    def _is_refused_alone(self, node: fx.Node) -> bool:
+        """Whether a product cannot be column-parallel whatever else is, such as one whose features are normalised."""
+        if node not in self.refused_alone:
+            result = Propagation(self.graph, self.size, {node}, {}).run()
+            self.refused_alone[node] = isinstance(result, CannotShard)
+        return self.refused_alone[node]
 
     def _why_replicated(self, products: Iterable[fx.Node]) -> str | None:
         """Return the weight of the first product that cannot be column-parallel, and why; None if all can."""

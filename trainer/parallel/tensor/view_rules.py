@@ -247,14 +247,30 @@ def slice_(p: Propagation, node: Any, x: Sharding) -> Result:
     if axis % p.rank(operand) != x.dim:
         return x
     total = p.shapes(operand)[x.dim]
-    if step != 1 or total != (x.period, x.period) or not isinstance(start, int) or not isinstance(end, int):
-        return CannotShard(f"{node.name} slices the sharded dimension with a step, or by dynamic numbers")
+    is_known = total == (x.period, x.period) and all(isinstance(number, int) for number in (start, end, step))
+    if not is_known or step < 1:
+        return CannotShard(f"{node.name} slices the sharded dimension backwards, or by dynamic numbers")
+    if step > 1:
+        return _every(node, x, slice(start, end, step), p.size)
     start, end, _ = slice(start, end).indices(x.period)
     result = _block_range(p, x, start, end, node)
     if start:
         p.set_local_length(node, (2,), _block_range(p, x, 0, start, node))
     p.set_local_length(node, (3,), _block_range(p, x, 0, end, node))
     return result
+
+
+def _every(node: fx.Node, x: Sharding, of: slice, size: int) -> Sharding | CannotShard:
+    """Take every second column, as of a gate and an up-projection that are interleaved in one weight.
+
+    The call itself stays as it is, where every rank begins with a first of `step` columns and ends with a last one.
+    """
+    start, end, step = of.indices(x.period)
+    if start >= step or end < x.period or x.inner > 1 or any(block % (step * size) for block in x.blocks):
+        taken = f"{node.name} takes one of {step} elements, {start} to {end} of {x.period}"
+        return CannotShard(f"{taken}, which do not divide evenly over {size} ranks")
+    columns = x.columns_per_unit * step
+    return replace(x, blocks=tuple(block // step for block in x.blocks), columns_per_unit=columns)
 
 
 @rule(gather_elements)

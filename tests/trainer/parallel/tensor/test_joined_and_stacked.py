@@ -136,7 +136,7 @@ def disentangled_attention() -> onnx.ModelProto:
     return closed(g, times(g, mixed, "out", 16, WIDTH), 3)
 
 
-def stacked_experts(*, transposed: bool = False, hidden: int = 10) -> onnx.ModelProto:
+def stacked_experts(*, transposed: bool = False, interleaved: bool = False, hidden: int = 12) -> onnx.ModelProto:
     """Every expert on every token; gate and up are one tensor [experts, inputs, 2 x hidden], with a bias for each."""
     g, h = opened(5, name="stacked_experts")
     router = g.op("Softmax", times(g, h, "router", WIDTH, EXPERTS), axis=-1)
@@ -149,8 +149,15 @@ def stacked_experts(*, transposed: bool = False, hidden: int = 10) -> onnx.Model
         return g.op("MatMul", x, g.op("Transpose", stored, perm=[0, 2, 1]))
 
     both = g.op("Add", each(tokens, "into", WIDTH, 2 * hidden), g.weight("bias", g.normal(0.1, EXPERTS, 1, 2 * hidden)))
-    g.op("Split", both, g.weight("halves", [hidden, hidden]), outputs=["gate", "up"], axis=-1)
-    mixed = each(g.op("Mul", g.op("Sigmoid", "gate"), "up"), "out", hidden, WIDTH)
+    if interleaved:
+        last, first, end = (g.weight(f"n{n}", [n]) for n in (3, 0, 2**62))
+        starts = first, g.weight("n1", [1])
+        gate, up = (g.op("Slice", both, start, end, last, g.weight("n2", [2])) for start in starts)
+    else:
+        halves = g.weight("halves", [hidden, hidden])
+        gate = g.op("Split", both, halves, outputs=["gate", "up"], axis=-1)
+        up = "up"
+    mixed = each(g.op("Mul", g.op("Sigmoid", gate), up), "out", hidden, WIDTH)
     mixed = g.op("Add", mixed, g.weight("out_bias", g.normal(0.1, EXPERTS, 1, WIDTH)))
     share = g.op("Unsqueeze", g.op("Transpose", router, perm=[0, 2, 1]), g.weight("last", [3]))
     return closed(g, g.op("ReduceSum", g.op("Mul", mixed, share), g.weight("one", [1]), keepdims=0), 3)
@@ -165,6 +172,46 @@ def a_matrix_for_each_head() -> onnx.ModelProto:
     return closed(g, times(g, joined, "out", 16, WIDTH), 3)
 
 
+def random_graph(seed: int) -> onnx.ModelProto:
+    """Layers, joins, splits, sums and norms in random order, all read by the last layer."""
+    draw, (g, h) = np.random.default_rng(seed), opened(name=f"random{seed}")
+    values, used = [(h, WIDTH)], set[str]()
+
+    def some(width: int = 0) -> tuple[str, int]:
+        found = [value for value in values if width in (0, value[1])]
+        value = found[draw.integers(len(found))]
+        used.add(value[0])
+        return value
+
+    for number in range(9):
+        x, width = some()
+        match draw.choice(["layer", "layer", "join", "stack", "split", "add", "scale", "norm", "repeat"]):
+            case "layer":
+                wide = int(draw.choice([8, 12, 16]))
+                values.append((g.op("Tanh", times(g, x, f"w{number}", width, wide)), wide))
+            case "join":
+                other, more = some()
+                values.append((g.op("Concat", x, other, axis=-1), width + more))
+            case "stack":
+                new = g.weight("new", [1])
+                both = [g.op("Unsqueeze", value, new) for value in (x, some(width)[0])]
+                values.append((g.op("ReduceMean", g.op("Concat", *both, axis=1), new, keepdims=0), width))
+            case "split":
+                half = [g.weight(f"n{n}", [n]) for n in (0, width // 2, 1)]
+                values.append((g.op("Slice", x, half[0], half[1], half[2]), width // 2))
+            case "add":
+                values.append((g.op("Add", x, some(width)[0]), width))
+            case "scale":
+                values.append((g.op("Mul", x, g.weight(f"s{number}", g.normal(1.0, width))), width))
+            case "norm":
+                values.append((g.op("LayerNormalization", x, g.weight(f"s{number}", g.normal(1.0, width))), width))
+            case "repeat":
+                values.append((g.op("Tile", x, g.weight("twice", [1, 2])), 2 * width))
+    ends = [value for value in values if value[0] not in used]
+    joined = g.op("Concat", *(name for name, _ in ends), axis=-1)
+    return closed(g, times(g, joined, "last", sum(width for _, width in ends), WIDTH))
+
+
 GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
     "joined with its input": lambda: joined_features(source="input"),
     "joined with a product": lambda: joined_features(source="product"),
@@ -177,6 +224,7 @@ GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
     "disentangled attention": disentangled_attention,
     "stacked experts": stacked_experts,
     "stacked experts, transposed": lambda: stacked_experts(transposed=True),
+    "stacked experts, gate and up interleaved": lambda: stacked_experts(interleaved=True),
     "a matrix for each head": a_matrix_for_each_head,
 }
 FOUND: dict[str, list[tuple[str, str, str]]] = {
@@ -191,6 +239,7 @@ FOUND: dict[str, list[tuple[str, str, str]]] = {
     "disentangled attention": [("attention", "query key value", "out")],
     "stacked experts": [("mlp", "into", "out")],
     "stacked experts, transposed": [("mlp", "into", "out")],
+    "stacked experts, gate and up interleaved": [("mlp", "into", "out")],
     "a matrix for each head": [("mlp", "into own", "out")],
 }
 """Kind, column-parallel and row-parallel weights of the regions of each."""
@@ -220,6 +269,8 @@ def test_what_cannot_be_joined_is_replicated_with_the_reason() -> None:
     )
     why = dict(find_regions(to_module(stacked_experts(hidden=1)), 3).replicated)
     assert why["into"] == "its 2 columns are fewer than 3 ranks"
+    why = dict(find_regions(to_module(stacked_experts(interleaved=True, hidden=7)), 2).replicated)
+    assert why["into"] == ("strided takes one of 2 elements, 0 to 14 of 14, which do not divide evenly over 2 ranks")
 
 
 def test_stacked_matrices_are_no_matrices_of_muon() -> None:
@@ -229,7 +280,7 @@ def test_stacked_matrices_are_no_matrices_of_muon() -> None:
 def parity(mpi: MPIContext, names: list[str]) -> dict[str, Any]:
     group, found = group_of(mpi), {}
     for name in names:
-        model = GRAPHS[name]()
+        model = GRAPHS[name]() if name in GRAPHS else random_graph(int(name))
         inputs = [torch.from_numpy(array) for array in graphs.feed(model, 3).values()]
         found[name] = compare(to_module(model), inputs, mpi, group)
     return found
@@ -248,3 +299,13 @@ def test_two_ranks_compute_what_one_does_through_what_joins_repeats_and_stacks()
 def test_more_ranks_compute_what_one_does_through_what_joins_repeats_and_stacks(size: int) -> None:
     for rank in run_ranks(size, "tests.trainer.parallel.tensor.test_joined_and_stacked:parity", [*GRAPHS]):
         assert all(each["worst"] < 1e-5 for each in rank.values()), rank
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_random_graphs_compute_on_more_ranks_what_they_do_on_one(size: int) -> None:
+    seeds = [str(seed) for seed in range(150)]
+    for rank in run_ranks(size, "tests.trainer.parallel.tensor.test_joined_and_stacked:parity", seeds, timeout_s=240):
+        assert sum(each["regions"] for each in rank.values()) > 120
+        assert all(each["worst"] < 1e-5 for each in rank.values()), max(rank.values(), key=lambda each: each["worst"])

@@ -15,7 +15,7 @@ in the graph it notes in `RegionEdits`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -74,6 +74,7 @@ class Propagation:
 
     columns: the products to be column-parallel. cuts: by weight, the columns at which a new block begins.
     slice_joined: what is joined with a sharded value stays replicated, and each rank takes its part of it.
+    kept_whole: paths of vectors, such as biases, that are not sharded where they are stored; each rank takes its part.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class Propagation:
         cuts: dict[str, frozenset[int]],
         *,
         slice_joined: bool = False,
+        kept_whole: Collection[str] = (),
     ) -> None:
-        self.graph, self.size, self.slice_joined = graph, size, slice_joined
+        self.graph, self.size = graph, size
+        self.slice_joined, self.kept_whole = slice_joined, kept_whole
         self.columns = set(columns)
         self.cuts = cuts
         self.shardings: dict[fx.Node, Any] = {}
@@ -228,8 +231,9 @@ class Propagation:
             f"{operand.name} has {shapes[dim][0]} elements, not a multiple of the {sharding.period} of the sharded "
             "dimension",
         )
-        if self.graph.stored(operand) and shapes[dim] == (sharding.period, sharding.period):
-            self.shard_weight(node, str(operand.target), sharding)
+        path = self.graph.stored(operand)
+        if path and path not in self.kept_whole and shapes[dim] == (sharding.period, sharding.period):
+            self.shard_weight(node, path, sharding)
             return
         row_nodes = [row.node for row in self.row_products]
         products = [each for each in self.graph.nearest_products(operand) if each not in row_nodes]

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 import onward.trainer.parallel.tensor.compute_rules
 import onward.trainer.parallel.tensor.product_rules
@@ -88,19 +88,17 @@ class _Finder:
         self.reasons: dict[fx.Node, str] = {}
         """Product -> why no region begins with it."""
         self.refused_alone: dict[fx.Node, bool] = {}
+        self.kept_whole: set[str] = set()
+        """Paths of vectors that are not sharded where they are stored."""
 
     def find(self) -> TensorSharding:
-        found = []
-        for node in self.graph.products:
-            if node in self.taken or node in self.reasons:
-                continue
-            region = self._region(node)
-            if isinstance(region, CannotShard):
-                self.reasons[node] = region.reason
-            else:
-                found.append(region)
-                # a product belongs to one region: it cannot be sharded twice
-                self.taken |= {product.node for product in self._products_of(region.edits)}
+        found = self._search()
+        # A vector that something else reads completely: exporters store equal biases once, such as those that are zero
+        # before the first training. It stays replicated, and a region reads its part.
+        while shared := {path for path in self._conflicts(found) if self._is_trained_vector(path)} - self.kept_whole:
+            self.kept_whole |= shared
+            self.taken, self.reasons, self.refused_alone = set(), {}, {}
+            found = self._search()
         # a region is found on its own; weights that several regions read are compared afterwards
         regions = self._without_conflicts(found)
         sharded = {path for region in regions for path in region.edits.weights}
@@ -112,6 +110,21 @@ class _Finder:
         for name, node in self.graph.computed_matrices():
             replicated.setdefault(name, f"{node.name} multiplies by a matrix that is computed from it")
         return TensorSharding(self.size, tuple(regions), tuple(replicated.items()))
+
+    def _search(self) -> list[Region]:
+        """Return the regions that begin with each product, in the order of the graph."""
+        found = []
+        for node in self.graph.products:
+            if node in self.taken or node in self.reasons:
+                continue
+            region = self._region(node)
+            if isinstance(region, CannotShard):
+                self.reasons[node] = region.reason
+            else:
+                found.append(region)
+                # a product belongs to one region: it cannot be sharded twice
+                self.taken |= {product.node for product in self._products_of(region.edits)}
+        return found
 
     def _region(self, seed: fx.Node) -> Region | CannotShard:
         """Find the region that begins with a product, together with the products that its sharding meets.
@@ -133,7 +146,7 @@ class _Finder:
         """
         columns, cuts, first_doubt, may_slice = {seed}, dict[str, frozenset[int]](), "", False
         while True:
-            result = Propagation(self.graph, self.size, columns, cuts, slice_joined=slice_joined).run()
+            result = self._propagation(columns, cuts, slice_joined=slice_joined).run()
             match result:
                 case NeedsFinerBlocks(weight, at, otherwise):
                     cuts[weight] = cuts.get(weight, frozenset()) | at
@@ -156,11 +169,15 @@ class _Finder:
                         return CannotShard(first_doubt or region.reason), may_slice
                     return region, may_slice
 
+    def _propagation(
+        self, columns: set[fx.Node], cuts: dict[str, frozenset[int]], *, slice_joined: bool = False
+    ) -> Propagation:
+        return Propagation(self.graph, self.size, columns, cuts, slice_joined=slice_joined, kept_whole=self.kept_whole)
+
     def _is_refused_alone(self, node: fx.Node) -> bool:
         """Whether a product cannot be column-parallel whatever else is, such as one whose features are normalised."""
         if node not in self.refused_alone:
-            result = Propagation(self.graph, self.size, {node}, {}).run()
-            self.refused_alone[node] = isinstance(result, CannotShard)
+            self.refused_alone[node] = isinstance(self._propagation({node}, {}).run(), CannotShard)
         return self.refused_alone[node]
 
     def _why_replicated(self, products: Iterable[fx.Node]) -> str | None:
@@ -237,7 +254,7 @@ class _Finder:
         """
         while True:
             for region in regions:
-                if (reason := self._conflict(region, regions)) is not None:
+                if reason := next(iter(self._conflicts([region], regions).values()), None):
                     self.reasons |= {product.node: reason for product in self._products_of(region.edits)}
                     # the loop over `regions` ends here, since the list that it iterates over is replaced
                     regions = [other for other in regions if other is not region]
@@ -245,12 +262,20 @@ class _Finder:
             else:
                 return regions
 
-    def _conflict(self, region: Region, regions: Sequence[Region]) -> str | None:
-        for path, sharding in region.edits.weights.items():
-            all_edits = [other.edits for other in regions if path in other.edits.weights]
+    def _conflicts(self, regions: Sequence[Region], all_regions: Sequence[Region] = ()) -> dict[str, str]:
+        """Return path -> why a weight of these regions cannot be sharded, beside all regions; () = these."""
+        found: dict[str, str] = {}
+        for path, sharding in ((path, each) for region in regions for path, each in region.edits.weights.items()):
+            all_edits = [other.edits for other in all_regions or regions if path in other.edits.weights]
             readers = {name for edits in all_edits for name in edits.weight_readers[path]}
             if others := [node.name for node in self.graph.readers(path) if node.name not in readers]:
-                return f"{self.graph.names[path]} is also read by {others[0]}, which needs all of it"
-            if any(edits.weights[path].pattern != sharding.pattern for edits in all_edits):
-                return f"{self.graph.names[path]} would be sharded in two different ways"
-        return None
+                found[path] = f"{self.graph.names[path]} is also read by {others[0]}, which needs all of it"
+            elif any(edits.weights[path].pattern != sharding.pattern for edits in all_edits):
+                found[path] = f"{self.graph.names[path]} would be sharded in two different ways"
+        return found
+
+    def _is_trained_vector(self, path: str) -> bool:
+        """Whether a stored tensor is a parameter with one dimension. Running statistics are updated where they are
+        stored, so a rank cannot take its part of them."""
+        tensor = self.graph.tensor(path)
+        return isinstance(tensor, nn.Parameter) and tensor.ndim == 1

@@ -172,6 +172,18 @@ def a_matrix_for_each_head() -> onnx.ModelProto:
     return closed(g, times(g, joined, "out", 16, WIDTH), 3)
 
 
+def equal_biases() -> onnx.ModelProto:
+    """What an exporter writes of an untrained model: biases and a norm's shift that are equal, stored once."""
+    g, h = opened()
+    zero = g.weight("zero", np.zeros(WIDTH, np.float32))
+    for layer in range(2):
+        h = g.op("LayerNormalization", h, g.weight("ones", np.ones(WIDTH, np.float32)), zero, axis=-1)
+        h = g.op("Tanh", g.op("Add", times(g, h, f"up{layer}", WIDTH, WIDTH), zero))
+        weight = g.weight(f"down{layer}", g.normal(0.3, WIDTH, WIDTH))
+        h = g.op("Gemm", h, weight, zero)
+    return closed(g, h)
+
+
 def random_graph(seed: int) -> onnx.ModelProto:
     """Layers, joins, splits, sums and norms in random order, all read by the last layer."""
     draw, (g, h) = np.random.default_rng(seed), opened(name=f"random{seed}")
@@ -225,6 +237,7 @@ GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
     "stacked experts": stacked_experts,
     "stacked experts, transposed": lambda: stacked_experts(transposed=True),
     "stacked experts, gate and up interleaved": lambda: stacked_experts(interleaved=True),
+    "equal biases": equal_biases,
     "a matrix for each head": a_matrix_for_each_head,
 }
 FOUND: dict[str, list[tuple[str, str, str]]] = {
@@ -240,6 +253,7 @@ FOUND: dict[str, list[tuple[str, str, str]]] = {
     "stacked experts": [("mlp", "into", "out")],
     "stacked experts, transposed": [("mlp", "into", "out")],
     "stacked experts, gate and up interleaved": [("mlp", "into", "out")],
+    "equal biases": [("mlp", "up0", "down0"), ("mlp", "up1", "down1")],
     "a matrix for each head": [("mlp", "into own", "out")],
 }
 """Kind, column-parallel and row-parallel weights of the regions of each."""
@@ -248,6 +262,7 @@ COLLECTIVES = {name: [1, 1] for name in GRAPHS} | {
     "stacked with its input": [1, 2],
     "latent attention": [1, 2],
     "disentangled attention": [1, 2],  # tokens and distances
+    "equal biases": [2, 4],  # in each layer, and the gradient of the bias
     "a matrix for each head": [1, 2],  # and the gradient of the one for all heads
 }
 """All-reduces forward and backward: one of the output, one for each replicated value with a gradient that is read."""

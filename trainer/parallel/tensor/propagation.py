@@ -136,19 +136,16 @@ class Propagation:
 
     def _column_parallel(self, node: fx.Node) -> Result:
         product = self.graph.products[node]
-        if product.groups > 1:
-            return CannotShard(f"a convolution in {product.groups} groups cannot be column-parallel")
         if product.x in self.shardings:
             return CannotShard(f"the input of {product.name} is sharded already")
         if not self.graph.has_known_shape(node):
             return _unknown_shape(node)
         total = self.graph.tensor(product.path).shape[product.outputs]
         self._check_chain(product, total)
-        ends = sorted({total, *self.cuts.get(product.name, ())})
-        blocks = tuple(end - start for start, end in itertools.pairwise([0, *ends]))
-        self.require(min(blocks) >= self.size, f"its {min(blocks)} columns are fewer than {self.size} ranks")
+        if product.groups > 1:
+            return self._grouped(product, total)
         dim = 1 if product.is_convolution else self.rank(node) - 1
-        sharding = Sharding(dim, blocks, weight=product.name, columns_per_unit=1)
+        sharding = self._of_columns(product, total, dim)
         self.copy_to_region(product.x)
         self.shard_weight(node, product.path, sharding.on_dim(product.outputs))
         if product.is_low_rank:
@@ -158,6 +155,26 @@ class Propagation:
         if isinstance(product.bias, fx.Node):
             self.shard_operand(node, product.bias, -1, sharding)
         return sharding
+
+    def _of_columns(self, product: Product, total: int, dim: int) -> Sharding:
+        ends = sorted({total, *self.cuts.get(product.name, ())})
+        blocks = tuple(end - start for start, end in itertools.pairwise([0, *ends]))
+        self.require(min(blocks) >= self.size, f"its {min(blocks)} columns are fewer than {self.size} ranks")
+        return Sharding(dim, blocks, weight=product.name, columns_per_unit=1)
+
+    def _grouped(self, product: Product, total: int) -> Result:
+        """Begin with a convolution in groups, such as a depthwise one: each rank reads the channels of its groups."""
+        if not self.graph.has_known_shape(product.x):
+            return _unknown_shape(product.x)
+        channels = self.shapes(product.x)[1][0]
+        x = self._of_columns(product, channels, 1) if total == channels else Sharding(1, (channels,))
+        self.require(product.groups >= self.size, f"its {product.groups} groups are fewer than {self.size} ranks")
+        self.copy_to_region(product.x)
+        self.edits.sliced[product.node.name, product.x.name] = x
+        self.shardings[product.x] = x  # for the rule alone: for all others it is replicated
+        result = self._apply_rule(product.node)
+        del self.shardings[product.x]
+        return result
 
     def _check_chain(self, product: Product, total: int) -> None:
         """Require that a product after a row-parallel one of the same region be worth its all-reduce.

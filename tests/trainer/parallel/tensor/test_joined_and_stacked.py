@@ -172,6 +172,21 @@ def a_matrix_for_each_head() -> onnx.ModelProto:
     return closed(g, times(g, joined, "out", 16, WIDTH), 3)
 
 
+def depthwise(*, then: str) -> onnx.ModelProto:
+    """A depthwise convolution of a replicated value, then per channel and pointwise (MobileNet), or a norm over all
+    channels of each position (ConvNeXt)."""
+    g = GraphWriter("depthwise")
+    x = g.input("x", ("batch", 6, 4, 4))
+    h = g.op("Tanh", g.op("Mul", x, g.weight("scale", g.normal(1.0, 6, 1, 1))))
+    kernel = [g.weight("depthwise", g.normal(0.3, 6, 1, 3, 3)), g.weight("bias", g.normal(0.1, 6))]
+    x = g.op("Conv", h, *kernel, group=6, pads=[1] * 4)
+    if then == "channels":
+        x = g.op("Relu", g.op("Mul", x, g.weight("each", g.normal(1.0, 6, 1, 1))))
+        return closed(g, g.op("Conv", x, g.weight("pointwise", g.normal(0.3, 8, 6, 1, 1))), 4)
+    x = normalised(g, g.op("Transpose", x, perm=[0, 2, 3, 1]), 6)
+    return closed(g, times(g, g.op("Relu", times(g, x, "up", 6, 24)), "down", 24, 6), 4)
+
+
 def equal_biases() -> onnx.ModelProto:
     """What an exporter writes of an untrained model: biases and a norm's shift that are equal, stored once."""
     g, h = opened()
@@ -237,6 +252,8 @@ GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
     "stacked experts": stacked_experts,
     "stacked experts, transposed": lambda: stacked_experts(transposed=True),
     "stacked experts, gate and up interleaved": lambda: stacked_experts(interleaved=True),
+    "depthwise and pointwise": lambda: depthwise(then="channels"),
+    "depthwise and a norm of all channels": lambda: depthwise(then="norm"),
     "equal biases": equal_biases,
     "a matrix for each head": a_matrix_for_each_head,
 }
@@ -253,6 +270,8 @@ FOUND: dict[str, list[tuple[str, str, str]]] = {
     "stacked experts": [("mlp", "into", "out")],
     "stacked experts, transposed": [("mlp", "into", "out")],
     "stacked experts, gate and up interleaved": [("mlp", "into", "out")],
+    "depthwise and pointwise": [("convolutions", "depthwise", "pointwise")],
+    "depthwise and a norm of all channels": [("mlp", "up", "down")],
     "equal biases": [("mlp", "up0", "down0"), ("mlp", "up1", "down1")],
     "a matrix for each head": [("mlp", "into own", "out")],
 }
@@ -282,6 +301,8 @@ def test_what_cannot_be_joined_is_replicated_with_the_reason() -> None:
     assert why["up"] == (
         "cat joins 1 replicated elements, fewer than there are ranks, with others along the sharded dimension"
     )
+    why = dict(sharding("depthwise and a norm of all channels").replicated)
+    assert why == {"depthwise": "layer_norm works along the sharded dimension (layer_norm)"}
     why = dict(find_regions(to_module(stacked_experts(hidden=1)), 3).replicated)
     assert why["into"] == "its 2 columns are fewer than 3 ranks"
     why = dict(find_regions(to_module(stacked_experts(interleaved=True, hidden=7)), 2).replicated)

@@ -44,8 +44,8 @@ def times(g: GraphWriter, x: str, name: str, *shape: int) -> str:
     return g.op("MatMul", x, g.weight(name, g.normal(shape[-2] ** -0.5, *shape)))
 
 
-def normalised(g: GraphWriter, x: str, width: int) -> str:
-    parts = (g.weight(f"norm.{part}", 1 + g.normal(0.1, width)) for part in ("scale", "bias"))
+def normalised(g: GraphWriter, x: str, width: int, *parts: str) -> str:
+    parts = tuple(g.weight(f"norm.{part}", 1 + g.normal(0.1, width)) for part in parts or ("scale", "bias"))
     return g.op("LayerNormalization", x, *parts, axis=-1)
 
 
@@ -105,7 +105,9 @@ def latent_attention() -> onnx.ModelProto:
     """DeepSeek: each key is features of its head, joined with rotary ones that all heads share."""
     g, h = opened(5)
     query, value = heads_of(g, h, "query", 8), heads_of(g, h, "value", 4)
-    shared = g.op("Unsqueeze", normalised(g, times(g, h, "shared", WIDTH, 4), 4), g.weight("one", [1]))
+    # a shift of all keys would change no weight of the softmax: its gradient is rounding alone
+    shared = normalised(g, times(g, h, "shared", WIDTH, 4), 4, "scale")
+    shared = g.op("Unsqueeze", shared, g.weight("one", [1]))
     sizes = g.op("Concat", g.op("Shape", h, start=0, end=1), g.weight("rest", [HEADS, 5, 4]), axis=0)
     key = g.op("Concat", heads_of(g, h, "key", 4), g.op("Expand", shared, sizes), axis=-1)
     scores = g.op("MatMul", query, g.op("Transpose", key, perm=[0, 1, 3, 2]))

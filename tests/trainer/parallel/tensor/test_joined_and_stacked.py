@@ -17,10 +17,12 @@ import torch
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.parallel.flops import count_flops
 from onward.trainer.parallel.matrices import find_matrices
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
+from onward.trainer.parallel.tensor.rewrite import shard_regions
 from tests.support import graphs
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ROOT, run_ranks
 from tests.trainer.parallel.tensor.test_regions import compare, group_of, regions
 
 WIDTH, HEADS, EXPERTS = 8, 4, 3
@@ -313,6 +315,28 @@ def test_what_cannot_be_joined_is_replicated_with_the_reason() -> None:
 
 def test_stacked_matrices_are_no_matrices_of_muon() -> None:
     assert find_matrices(to_module(stacked_experts()), convolutions=False) == {}
+
+
+def shares(name: str) -> list[str]:
+    """The share of one of two ranks, of the FLOPs of a step and of the parameters."""
+    model = GRAPHS[name]()
+    inputs = [torch.from_numpy(array) for array in graphs.feed(model, 4).values()]
+    found = []
+    for size in (1, 2):
+        module = to_module(model)
+        # fake tensors need no process group of that name
+        shard_regions(module, find_regions(module, size, convolutions="always"), rank=0, group="none")
+        found.append((count_flops(module, inputs).total, sum(each.numel() for each in module.parameters())))
+    return [f"{part / whole:.2f}" for whole, part in zip(*found, strict=True)]
+
+
+def test_the_shares_of_the_documentation_are_those_of_the_graphs() -> None:
+    page = (ROOT / "docs" / "explanation" / "parallelism.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- shares: begin -->")[2].partition("<!-- shares: end -->")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    assert {row[0]: [row[3], row[5]] for row in rows} == {row[0]: shares(row[0]) for row in rows}
+    # the two others were divided before
+    assert {row[0] for row in rows} == GRAPHS.keys() - {"stacked with a layer", "a matrix for each head"}
 
 
 def parity(mpi: MPIContext, names: list[str]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import fx
 from onward.trainer.onnx_import.ops.attention import grouped_attention, rotate
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
 from onward.trainer.onnx_import.ops.elementwise import hard_sigmoid, scaled_elu, shrink, swish
+from onward.trainer.onnx_import.ops.image import resize
 from onward.trainer.onnx_import.ops.norm import Dropout, instance_norm, rms_norm
 from onward.trainer.onnx_import.ops.random import StochasticDepth
 from onward.trainer.onnx_import.ops.reduce import (
@@ -257,6 +258,17 @@ def reduction(p: Propagation, node: Any, x: Sharding) -> Result:
 )
 def pool(p: Propagation, node: Any, x: Sharding) -> Result:
     return x if x.dim <= 1 else CannotShard(f"{called(node)} works along the sharded dimension ({node.name})")
+
+
+@unary_rule(resize)
+def resize_(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, target, lengths, _ = node.args
+    if x.dim in target.axes:
+        same = p.shapes(operand)[x.dim] == p.shapes(node)[x.dim] and target.roi is None
+        p.require(same and target.policy == "stretch", f"{node.name} resizes the sharded dimension")
+        if lengths is not None:
+            p.set_local_length(node, (2, target.axes.index(x.dim)), x)
+    return x
 
 
 @unary_rule(F.pad)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-PRODUCTS = (F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, *CONVOLUTIONS, *TRANSPOSED)
+PRODUCTS = (F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, *CONVOLUTIONS, *TRANSPOSED)
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,26 @@ class Product:
     weight_operands: tuple[fx.Node, ...] = ()
     """The operands that are the weights, transposed or not."""
     groups: int = 1
+    other_outputs: tuple[int, ...] = ()
+    """Of an einsum whose weight has output features in several dimensions, such as experts and columns: the others."""
     is_stacked: bool = False
     """Whether the weight is [experts or heads, .., ..]: a matrix for each."""
 
     @property
     def is_convolution(self) -> bool:
         return self.node.target in (*CONVOLUTIONS, *TRANSPOSED)
+
+    @property
+    def is_einsum(self) -> bool:
+        return self.node.target is torch.einsum
+
+    @property
+    def output_dim(self) -> int:
+        """Return the dimension of the result that has the output features; negative ones count from the end."""
+        if self.is_einsum:
+            *terms, result = einsum_labels(self.node)
+            return result.index(terms[1 - self.node.args[1:].index(self.x)][self.outputs])
+        return 1 if self.is_convolution else -1
 
     @property
     def is_low_rank(self) -> bool:
@@ -79,6 +94,19 @@ class GraphAnalysis:
     def is_tensor(self, node: fx.Node) -> bool:
         """Whether a node of known shape gives a tensor, not a number or a tuple."""
         return isinstance(self._rewriter.probes(node)[0], torch.Tensor)
+
+    @contextmanager
+    def with_other_outputs(self) -> Iterator[None]:
+        """Take the other dimension of those that could be the output features of an einsum's weight."""
+        products = self.products
+        self.products = {
+            node: replace(product, outputs=product.other_outputs[0]) if product.other_outputs else product
+            for node, product in products.items()
+        }
+        try:
+            yield
+        finally:
+            self.products = products
 
     def shapes(self, node: fx.Node) -> list[tuple[int, int]]:
         """Return the length of each dimension of a tensor of known shape.
@@ -187,6 +215,8 @@ class GraphAnalysis:
             return self._matrix(node, args[0], args[1], None, transposed=False)
         if target is torch.addmm and len(args) == 3:
             return self._matrix(node, args[1], args[2], args[0], transposed=False)
+        if target is torch.einsum:
+            return self._einsum(node)
         if target in (*CONVOLUTIONS, *TRANSPOSED) and len(args) >= 7 and (path := self._parameter(args[1])):
             x, weight, bias, outputs = *args[:3], int(target in TRANSPOSED)
             dims = (path, outputs, path, 1 - outputs)
@@ -207,6 +237,22 @@ class GraphAnalysis:
                 return Product(node, x, bias, *dims, self.names[path], weight_operands=(weight,), is_stacked=ndim == 3)
         return None
 
+    def _einsum(self, node: fx.Node) -> Product | None:
+        """einsum("bsd,dhk->bshk", x, weight): rows d; columns h, the first label behind it that x lacks."""
+        *terms, result = einsum_labels(node)
+        paths = [self._parameter(operand) for operand in node.args[1:]]
+        if len(terms) != 2 or bool(paths[0]) == bool(paths[1]):
+            return None
+        which = int(bool(paths[1]))
+        x, weight, own, other = node.args[2 - which], node.args[1 + which], terms[which], terms[1 - which]
+        columns = [dim for dim, label in enumerate(own) if label in result and label not in other]
+        rows = [dim for dim, label in enumerate(own) if label in other and label not in result]
+        if not columns or not rows or not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
+            return None
+        path, (outputs, *others) = paths[which], sorted(columns, key=lambda dim: dim < rows[0])
+        dims = (path, outputs, path, rows[0])
+        return Product(node, x, None, *dims, self.names[path], (weight,), other_outputs=tuple(others))
+
     def _adapter(self, node: fx.Node, args: list[Any]) -> Product | None:
         """low_rank(x, a [rank, inputs], b [outputs, rank], scale, reverse): x A' B', or x B A if reverse."""
         x, a, b, _, reverse = args
@@ -220,6 +266,17 @@ class GraphAnalysis:
     def _parameter(self, value: Any) -> str:
         path = self.stored(value)
         return path if path and isinstance(self.tensor(path), nn.Parameter) else ""
+
+
+def einsum_labels(node: fx.Node) -> list[str]:
+    """Return the labels of each operand of an einsum, and last those of its result; [""] where a sharding cannot be
+    followed: with an ellipsis, an implicit result or a diagonal."""
+    equation = str(node.args[0]).replace(" ", "")
+    operands, arrow, result = equation.partition("->")
+    terms = operands.split(",")
+    if not arrow or "." in equation or any(len(set(term)) < len(term) for term in terms):
+        return [""]
+    return [*terms, result]
 
 
 def stored_tensor(module: nn.Module, path: str) -> torch.Tensor:

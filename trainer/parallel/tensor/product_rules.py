@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, Product
+from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, Product, einsum_labels
 from onward.trainer.parallel.tensor.propagation import Propagation, rule
 from onward.trainer.parallel.tensor.sharding import CannotShard, Replicated, Result, Sharding
 
@@ -70,6 +70,34 @@ def _stacked(p: Propagation, product: Product, x: Sharding) -> Sharding:
     p.require(experts == x.period, f"{product.name} has {experts} matrices, but the sharding repeats every {x.period}")
     p.shard_weight(product.node, product.path, x.on_dim(0))
     return result
+
+
+@rule(torch.einsum)
+def einsum(p: Propagation, node: Any) -> Result:
+    """Follow the label of the sharded dimension: every operand that has it is sharded along it."""
+    *terms, result = einsum_labels(node)
+    operands = list(zip(node.args[1:], terms, strict=False))
+    known = [(x, term[x.dim]) for operand, term in operands if (x := p.sharding(operand)) is not None and term]
+    if not known:
+        return CannotShard(f"the labels of {node.name} are implicit")
+    x, label = known[0]
+    for other, another in known[1:]:
+        p.require(label == another, f"{node.name} would be sharded along {label} and along {another}")
+        p.require_alike(x, other, node)
+    product = p.graph.products.get(node)
+    if label not in result:
+        weight = "" if product is None else terms[1 - node.args[1:].index(product.x)]
+        if product is None or label not in weight:
+            return CannotShard(f"{node.name} sums over the sharded dimension")
+        return _row_parallel(p, replace(product, inputs=weight.index(label)), x)
+    for operand, term in operands:
+        if p.sharding(operand) is not None:
+            continue
+        if label in term:
+            p.shard_operand(node, operand, term.index(label) - len(term), x)
+        else:
+            p.copy_to_region(operand)
+    return x.on_dim(result.index(label))
 
 
 @rule(torch.matmul, torch.mm, torch.bmm)

@@ -144,7 +144,7 @@ class Propagation:
         self._check_chain(product, total)
         if product.groups > 1:
             return self._grouped(product, total)
-        dim = 1 if product.is_convolution else self.rank(node) - 1
+        dim = product.output_dim % self.rank(node)
         sharding = self._of_columns(product, total, dim)
         self.copy_to_region(product.x)
         self.shard_weight(node, product.path, sharding.on_dim(product.outputs))

@@ -30,8 +30,9 @@ import torch
 from torch import fx, nn
 
 import onward.trainer.parallel.tensor.compute_rules
+import onward.trainer.parallel.tensor.index_rules
 import onward.trainer.parallel.tensor.product_rules
-import onward.trainer.parallel.tensor.view_rules  # noqa: F401  these three register the rules
+import onward.trainer.parallel.tensor.view_rules  # noqa: F401  these four register the rules
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.tensor.graph_analysis import TRANSPOSED, GraphAnalysis, Product
 from onward.trainer.parallel.tensor.propagation import Propagation, RegionEdits
@@ -133,9 +134,12 @@ class _Finder:
         replicated, and each rank reads its part: one more all-reduce, of the gradient.
         """
         first, may_slice = self._grow(seed, slice_joined=False)
-        if isinstance(first, Region) or not may_slice:
-            return first
-        second, _ = self._grow(seed, slice_joined=True)
+        second: Region | CannotShard = first
+        if isinstance(second, CannotShard) and may_slice:
+            second, _ = self._grow(seed, slice_joined=True)
+        if isinstance(second, CannotShard) and self.graph.products[seed].other_outputs:
+            with self.graph.with_other_outputs():
+                second, _ = self._grow(seed, slice_joined=False)
         return second if isinstance(second, Region) else first
 
     def _grow(self, seed: fx.Node, *, slice_joined: bool) -> tuple[Region | CannotShard, bool]:

@@ -221,7 +221,7 @@ def _take_bias(node: fx.Node) -> tuple[Any, Any, Any]:
         factors = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
         node.target, node.args, node.kwargs = torch.mm, (x, weight), {}
         return bias, *factors
-    if node.target in (torch.matmul, torch.mm) or len(node.args) < 3:
+    if node.target in (torch.matmul, torch.mm, torch.einsum) or len(node.args) < 3:
         return None, 1, 1
     bias = node.args[2]
     node.update_arg(2, None)

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from onward.trainer.onnx_import.ops.gather import gather_elements, strided
+from onward.trainer.onnx_import.ops.gather import strided
 from onward.trainer.onnx_import.ops.shape import expand
 from onward.trainer.parallel.tensor.propagation import Propagation, called, rule, unary_rule
 from onward.trainer.parallel.tensor.sharding import (
@@ -271,17 +271,6 @@ def _every(node: fx.Node, x: Sharding, of: slice, size: int) -> Sharding | Canno
         return CannotShard(f"{taken}, which do not divide evenly over {size} ranks")
     columns = x.columns_per_unit * step
     return replace(x, blocks=tuple(block // step for block in x.blocks), columns_per_unit=columns)
-
-
-@rule(gather_elements)
-def gather_elements_(p: Propagation, node: Any) -> Result:
-    """Gather along another dimension than the sharded one: each rank with its part of the indices."""
-    operand, axis, indices = node.args
-    sharding = p.broadcast(node, [operand, indices], p.rank(node))
-    p.require(sharding.dim != axis % p.rank(node), f"{node.name} gathers along the sharded dimension")
-    same = p.shapes(operand)[sharding.dim] == p.shapes(indices)[sharding.dim]
-    p.require(same, f"{node.name} gathers from a part of the sharded dimension")
-    return sharding
 
 
 @unary_rule(torch.unbind, "unbind")

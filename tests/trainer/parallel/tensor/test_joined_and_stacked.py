@@ -176,6 +176,57 @@ def a_matrix_for_each_head() -> onnx.ModelProto:
     return closed(g, times(g, joined, "out", 16, WIDTH), 3)
 
 
+def einsum_attention() -> onnx.ModelProto:
+    """Flax: each product is an einsum, and a weight has a dimension of its own for the heads."""
+    g, h = opened(5)
+
+    def product(equation: str, x: str, name: str, *shape: int) -> str:
+        return g.op("Einsum", x, g.weight(name, g.normal(0.3, *shape)), equation=equation)
+
+    query, key, value = (product("bsd,dhk->bshk", h, name, WIDTH, HEADS, 4) for name in ("query", "key", "value"))
+    query = g.op("Add", query, g.weight("bias", g.normal(0.3, HEADS, 4)))
+    scores = g.op("Softmax", g.op("Einsum", query, key, equation="bqhk,bvhk->bhqv"), axis=-1)
+    mixed = g.op("Einsum", scores, value, equation="bhqv,bvhk->bqhk")
+    return closed(g, product("bshk,hkd->bsd", mixed, "out", HEADS, 4, WIDTH), 3)
+
+
+def einsum_experts(*, transposed: bool = False) -> onnx.ModelProto:
+    """Every expert on every token, each product an einsum; weights [experts, inputs, outputs], or the other way."""
+    g, h = opened(5)
+    router = g.op("Softmax", times(g, h, "router", WIDTH, EXPERTS), axis=-1)
+    narrow, wide = (WIDTH, 12) if not transposed else (12, WIDTH)
+    weights = {name: g.weight(name, g.normal(0.3, EXPERTS, narrow, wide)) for name in ("gate", "up")}
+    of, back = ("edf", "efd") if not transposed else ("efd", "edf")
+    gate, up = (g.op("Einsum", h, weight, equation=f"bsd,{of}->besf") for weight in weights.values())
+    inside = g.op("Mul", g.op("Sigmoid", gate), up)
+    mixed = g.op("Einsum", inside, g.weight("out", g.normal(0.3, EXPERTS, wide, narrow)), equation=f"besf,{back}->besd")
+    return closed(g, g.op("Einsum", mixed, router, equation="besd,bse->bsd"), 3)
+
+
+def upsampled(*, sizes: bool) -> onnx.ModelProto:
+    """U-Net: channels are resized, joined with those of a skip connection, and convolved; by scales, or to lengths."""
+    g = GraphWriter("upsampled")
+    x = g.input("x", ("batch", 4, 4, 4))
+    h = g.op("Tanh", g.op("Mul", x, g.weight("scale", g.normal(1.0, 4, 1, 1))))
+    skip = g.op("Relu", g.op("Conv", h, g.weight("skip", g.normal(0.3, 6, 4, 1, 1))))
+    low = g.op(
+        "Conv", g.op("MaxPool", h, kernel_shape=[2, 2], strides=[2, 2]), g.weight("low", g.normal(0.3, 7, 4, 1, 1))
+    )
+    factors = g.weight("factors", np.array([1, 1, 2, 2], np.float32))
+    lengths = g.op("Concat", g.op("Shape", h, start=0, end=1), g.weight("to", [7, 4, 4]), axis=0)
+    high = g.op("Resize", low, "", *(["", lengths] if sizes else [factors]), mode="linear")
+    return closed(g, g.op("Conv", g.op("Concat", high, skip, axis=1), g.weight("join", g.normal(0.3, 4, 13, 1, 1))), 4)
+
+
+def messages() -> onnx.ModelProto:
+    """A graph network: each edge reads the features of the node where it begins, of matrices and of samples."""
+    g, h = opened(5)
+    edges = g.weight("edges", [0, 0, 1, 3, 4, 2])
+    told = g.op("Gather", g.op("Relu", times(g, h, "message", WIDTH, 12)), edges, axis=1)
+    flat = g.op("Reshape", told, g.weight("flat", [-1, 12]))
+    return closed(g, times(g, g.op("Gather", flat, edges, axis=0), "keep", 12, WIDTH))
+
+
 def depthwise(*, then: str) -> onnx.ModelProto:
     """A depthwise convolution of a replicated value, then per channel and pointwise (MobileNet), or a norm over all
     channels of each position (ConvNeXt)."""
@@ -256,6 +307,12 @@ GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
     "stacked experts": stacked_experts,
     "stacked experts, transposed": lambda: stacked_experts(transposed=True),
     "stacked experts, gate and up interleaved": lambda: stacked_experts(interleaved=True),
+    "einsum attention": einsum_attention,
+    "einsum experts": einsum_experts,
+    "einsum experts, transposed": lambda: einsum_experts(transposed=True),
+    "upsampled": lambda: upsampled(sizes=False),
+    "upsampled to lengths": lambda: upsampled(sizes=True),
+    "messages": messages,
     "depthwise and pointwise": lambda: depthwise(then="channels"),
     "depthwise and a norm of all channels": lambda: depthwise(then="norm"),
     "equal biases": equal_biases,
@@ -274,6 +331,12 @@ FOUND: dict[str, list[tuple[str, str, str]]] = {
     "stacked experts": [("mlp", "into", "out")],
     "stacked experts, transposed": [("mlp", "into", "out")],
     "stacked experts, gate and up interleaved": [("mlp", "into", "out")],
+    "einsum attention": [("attention", "query key value", "out")],
+    "einsum experts": [("mlp", "gate up", "out")],
+    "einsum experts, transposed": [("mlp", "gate up", "out")],
+    "upsampled": [("convolutions", "skip low", "join")],
+    "upsampled to lengths": [("convolutions", "skip low", "join")],
+    "messages": [("mlp", "message", "keep")],
     "depthwise and pointwise": [("convolutions", "depthwise", "pointwise")],
     "depthwise and a norm of all channels": [("mlp", "up", "down")],
     "equal biases": [("mlp", "up0", "down0"), ("mlp", "up1", "down1")],
@@ -285,6 +348,8 @@ COLLECTIVES = {name: [1, 1] for name in GRAPHS} | {
     "stacked with its input": [1, 2],
     "latent attention": [1, 2],
     "disentangled attention": [1, 2],  # tokens and distances
+    "upsampled": [1, 2],
+    "upsampled to lengths": [1, 2],
     "equal biases": [2, 4],  # in each layer, and the gradient of the bias
     "a matrix for each head": [1, 2],  # and the gradient of the one for all heads
 }

@@ -23,6 +23,9 @@ NAMES = (
     "stacked experts, transposed",
     "joined with its input",
     "equal biases",
+    "einsum attention",
+    "einsum experts",
+    "upsampled to lengths",
     "depthwise and pointwise",
 )
 DIVIDED = ("tp2", 0), ("tp3", 0), ("dp2 x tp2", 3), ("2x2x2", 1)
@@ -35,7 +38,7 @@ def classifier(name: str) -> onnx.ModelProto:
     output = graph.output.pop()
     rank = len(output.type.tensor_type.shape.dim)
     positions = [1] if rank == 3 else [2, 3]
-    features = 8
+    features = 4 if name.startswith("upsampled") else 8
     head = numpy_helper.from_array(random.normal(size=(features, 5)).astype(np.float32), "head")
     graph.initializer.append(head)
     pooled = output.name

@@ -35,7 +35,8 @@ import onward.trainer.parallel.tensor.product_rules
 import onward.trainer.parallel.tensor.view_rules  # noqa: F401  these four register the rules
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.tensor.graph_analysis import TRANSPOSED, GraphAnalysis, Product
-from onward.trainer.parallel.tensor.propagation import Propagation, RegionEdits
+from onward.trainer.parallel.tensor.propagation import Propagation
+from onward.trainer.parallel.tensor.region_edits import RegionEdits
 from onward.trainer.parallel.tensor.sharding import CannotShard, MustShardTogether, NeedsFinerBlocks
 
 FLOPS_PER_BYTE = 250.0

@@ -23,6 +23,7 @@ NAMES = (
     "stacked experts, transposed",
     "joined with its input",
     "equal biases",
+    "cross attention",
     "einsum attention",
     "einsum experts",
     "upsampled to lengths",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +18,16 @@ from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 PRODUCTS = (F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, *CONVOLUTIONS, *TRANSPOSED)
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """The rows of a stored matrix that a product reads, where the matrix is split in the graph: torch's cross-attention
+    multiplies the queries by the first rows of one matrix and the memory by the others."""
+
+    split: fx.Node
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,8 @@ class Product:
     groups: int = 1
     other_outputs: tuple[int, ...] = ()
     """Of an einsum whose weight has output features in several dimensions, such as experts and columns: the others."""
+    part: WeightPart | None = None
+    """The output features of `path` that it reads; None: all."""
     is_stacked: bool = False
     """Whether the weight is [experts or heads, .., ..]: a matrix for each."""
 
@@ -142,6 +156,20 @@ class GraphAnalysis:
             else:
                 yield node
 
+    def num_outputs(self, product: Product) -> int:
+        part = product.part
+        return part.stop - part.start if part else self.tensor(product.path).shape[product.outputs]
+
+    def readers_of_parts(self, split: fx.Node) -> Iterator[fx.Node]:
+        """Yield the nodes that read an output of the split of a matrix, or its transpose."""
+        waiting = [user for part in split.users for user in part.users]
+        while waiting:
+            node = waiting.pop()
+            if is_transpose(node):
+                waiting += node.users
+            else:
+                yield node
+
     def nearest_products(self, node: fx.Node) -> list[fx.Node]:
         """Return the last products that a value is computed from, in the order of the graph."""
         found, seen, waiting = set(), set(), [node]
@@ -229,12 +257,17 @@ class GraphAnalysis:
             read, reads_columns = weight, not transposed
             while isinstance(read, fx.Node) and is_transpose(read, ndim):
                 read, reads_columns = read.args[0], not reads_columns
+            read, part = _part(read) if ndim == 2 else (read, None)
             path = self._parameter(read)
             # `x` must be computed: a product of two stored matrices is no layer
             if path and self.tensor(path).ndim == ndim and isinstance(x, fx.Node) and not self.stored(x):
                 columns, rows = ndim - 2 + reads_columns, ndim - 1 - reads_columns
+                if part is not None and columns != 0:
+                    return None
                 dims = (path, columns, path, rows)
-                return Product(node, x, bias, *dims, self.names[path], weight_operands=(weight,), is_stacked=ndim == 3)
+                return Product(
+                    node, x, bias, *dims, self.names[path], weight_operands=(weight,), part=part, is_stacked=ndim == 3
+                )
         return None
 
     def _einsum(self, node: fx.Node) -> Product | None:
@@ -266,6 +299,18 @@ class GraphAnalysis:
     def _parameter(self, value: Any) -> str:
         path = self.stored(value)
         return path if path and isinstance(self.tensor(path), nn.Parameter) else ""
+
+
+def _part(node: Any) -> tuple[Any, WeightPart | None]:
+    """Return what a node is an output of a split of, along dimension 0 into known lengths; else the node itself."""
+    if isinstance(node, fx.Node) and node.target is operator.getitem:
+        split, index = node.args
+        if isinstance(split, fx.Node) and split.target is torch.split and [*split.args[2:]] == [0]:
+            whole, lengths, _ = split.args
+            if isinstance(lengths, list | tuple) and all(isinstance(length, int) for length in lengths):
+                ends = [0, *itertools.accumulate(lengths)]
+                return whole, WeightPart(split, ends[index], ends[index + 1])  # type: ignore[index,operator]
+    return node, None
 
 
 def einsum_labels(node: fx.Node) -> list[str]:

@@ -43,6 +43,8 @@ def linear(p: Propagation, node: Any) -> Result:
 
 def _row_parallel(p: Propagation, product: Product, x: Sharding) -> Result:
     """Shard the input features of the weight; each rank's output is a partial sum."""
+    if product.part is not None:
+        return CannotShard(f"{product.name} would be row-parallel, and {product.node.name} reads a part of its columns")
     rows = p.graph.tensor(product.row_path).shape[product.inputs]
     p.require(rows == x.period, f"{product.name} has {rows} rows, but the sharding pattern repeats every {x.period}")
     p.shard_weight(product.node, product.row_path, x.on_dim(product.inputs))

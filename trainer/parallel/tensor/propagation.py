@@ -105,14 +105,17 @@ class Propagation:
             return CannotShard(f"the input of {product.name} is sharded already")
         if not self.graph.has_known_shape(node):
             return _unknown_shape(node)
-        total = self.graph.tensor(product.path).shape[product.outputs]
+        total = self.graph.num_outputs(product)
         self._check_chain(product, total)
         if product.groups > 1:
             return self._grouped(product, total)
         dim = product.output_dim % self.rank(node)
         sharding = self._of_columns(product, total, dim)
         self.copy_to_region(product.x)
-        self.shard_weight(node, product.path, sharding.on_dim(product.outputs))
+        if product.part is None:
+            self.shard_weight(node, product.path, sharding.on_dim(product.outputs))
+        else:
+            self._shard_parts(product, product.part.split)
         if product.is_low_rank:
             # x A' B': only B has the columns; A is replicated, and its gradient is a sum over the ranks
             weights = product.weight_operands
@@ -122,10 +125,28 @@ class Propagation:
         return sharding
 
     def _of_columns(self, product: Product, total: int, dim: int) -> Sharding:
-        ends = sorted({total, *self.cuts.get(product.name, ())})
-        blocks = tuple(end - start for start, end in itertools.pairwise([0, *ends]))
+        first = product.part.start if product.part else 0
+        blocks = self._blocks(product.name, first, first + total)
         self.require(min(blocks) >= self.size, f"its {min(blocks)} columns are fewer than {self.size} ranks")
-        return Sharding(dim, blocks, weight=product.name, columns_per_unit=1)
+        return Sharding(dim, blocks, weight=product.name, first_column=first, columns_per_unit=1)
+
+    def _blocks(self, weight: str, first: int, last: int) -> tuple[int, ...]:
+        """Return the lengths of the blocks of these columns."""
+        inside = {cut for cut in self.cuts.get(weight, ()) if first < cut < last}
+        return tuple(end - start for start, end in itertools.pairwise([first, *sorted(inside), last]))
+
+    def _shard_parts(self, product: Product, split: fx.Node) -> None:
+        """Shard a matrix of which products read parts, and require that all of these be column-parallel."""
+        others = [reader for reader in self.graph.readers_of_parts(split) if reader not in self.columns]
+        if unknown := [reader for reader in others if reader not in self.graph.products]:
+            self.require(False, f"{product.name} is also read by {unknown[0].name}, which needs all of it")
+        elif others:
+            self.add_problem(MustShardTogether(tuple(others)))
+        ends: list[int] = [0, *itertools.accumulate(split.args[1])]  # type: ignore[arg-type]
+        parts = [self._blocks(product.name, start, stop) for start, stop in itertools.pairwise(ends)]
+        self.shard_weight(split, product.path, Sharding(0, tuple(itertools.chain(*parts))))
+        for index, blocks in enumerate(parts):
+            self.set_local_length(split, (1, index), Sharding(0, blocks))
 
     def _grouped(self, product: Product, total: int) -> Result:
         """Begin with a convolution in groups, such as a depthwise one: each rank reads the channels of its groups."""
@@ -286,7 +307,9 @@ class Propagation:
         self, node: fx.Node, argument: tuple[int | str, ...], sharding: Sharding, periods: int = 1
     ) -> None:
         """Replace an argument by this rank's length."""
-        self.edits.local_lengths.append(LocalLength(node.name, argument, sharding, periods))
+        length = LocalLength(node.name, argument, sharding, periods)
+        if length not in self.edits.local_lengths:
+            self.edits.local_lengths.append(length)
 
     def set_local_shape(self, node: fx.Node, lengths: Any, dim: int, sharding: Sharding) -> None:
         """Replace the length of dimension `dim` in a shape, given as a list or as single arguments; -1 and 1 stay."""

@@ -176,6 +176,33 @@ def a_matrix_for_each_head() -> onnx.ModelProto:
     return closed(g, times(g, joined, "out", 16, WIDTH), 3)
 
 
+def cross_attention(*, read_elsewhere: bool = False) -> onnx.ModelProto:
+    """torch's MultiheadAttention between two texts: one matrix, split in the graph, for queries and for the memory."""
+    g, h = opened(5)
+    memory = g.op("Sigmoid", h)
+    stored, sizes = g.weight("in_proj", g.normal(0.4, 48, WIDTH)), g.weight("sizes", [16, 32])
+    bias = g.weight("in_bias", g.normal(0.2, 48))
+    rows, biases = ["rows0", "rows1"], ["bias0", "bias1"]
+    g.op("Split", stored, sizes, outputs=rows, axis=0)
+    g.op("Split", bias, sizes, outputs=biases, axis=0)
+    query, both = (
+        g.op("Add", g.op("MatMul", x, g.op("Transpose", row, perm=[1, 0])), part)
+        for x, row, part in zip((h, memory), rows, biases, strict=True)
+    )
+
+    def heads(x: str) -> str:
+        return g.op("Transpose", g.op("Reshape", x, g.weight("to_heads", [0, 0, HEADS, 4])), perm=[0, 2, 1, 3])
+
+    apart = g.op("Reshape", both, g.weight("apart", [0, 0, 2, 16]))
+    key, value = (g.op("Gather", apart, g.weight(f"n{n}", np.array(n)), axis=2) for n in (0, 1))
+    query, key, value = (heads(x) for x in (query, key, value))
+    scores = g.op("Softmax", g.op("MatMul", query, g.op("Transpose", key, perm=[0, 1, 3, 2])), axis=-1)
+    mixed = g.op("Transpose", g.op("MatMul", scores, value), perm=[0, 2, 1, 3])
+    mixed = g.op("Reshape", mixed, g.weight("join", [0, 0, 16]))
+    mixed = times(g, mixed, "out", 16, WIDTH)
+    return closed(g, g.op("Add", mixed, g.op("ReduceMax", "rows0")) if read_elsewhere else mixed, 3)
+
+
 def einsum_attention() -> onnx.ModelProto:
     """Flax: each product is an einsum, and a weight has a dimension of its own for the heads."""
     g, h = opened(5)
@@ -307,6 +334,7 @@ GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
     "stacked experts": stacked_experts,
     "stacked experts, transposed": lambda: stacked_experts(transposed=True),
     "stacked experts, gate and up interleaved": lambda: stacked_experts(interleaved=True),
+    "cross attention": cross_attention,
     "einsum attention": einsum_attention,
     "einsum experts": einsum_experts,
     "einsum experts, transposed": lambda: einsum_experts(transposed=True),
@@ -331,6 +359,7 @@ FOUND: dict[str, list[tuple[str, str, str]]] = {
     "stacked experts": [("mlp", "into", "out")],
     "stacked experts, transposed": [("mlp", "into", "out")],
     "stacked experts, gate and up interleaved": [("mlp", "into", "out")],
+    "cross attention": [("attention", "in_proj", "out")],
     "einsum attention": [("attention", "query key value", "out")],
     "einsum experts": [("mlp", "gate up", "out")],
     "einsum experts, transposed": [("mlp", "gate up", "out")],
@@ -348,6 +377,7 @@ COLLECTIVES = {name: [1, 1] for name in GRAPHS} | {
     "stacked with its input": [1, 2],
     "latent attention": [1, 2],
     "disentangled attention": [1, 2],  # tokens and distances
+    "cross attention": [1, 4],  # of both texts, and of both parts of the bias
     "upsampled": [1, 2],
     "upsampled to lengths": [1, 2],
     "equal biases": [2, 4],  # in each layer, and the gradient of the bias
@@ -370,6 +400,8 @@ def test_what_cannot_be_joined_is_replicated_with_the_reason() -> None:
     assert why["up"] == (
         "cat joins 1 replicated elements, fewer than there are ranks, with others along the sharded dimension"
     )
+    why = dict(find_regions(to_module(cross_attention(read_elsewhere=True)), 2).replicated)
+    assert why["in_proj"] == "in_proj is also read by reduce_max, which needs all of it"
     why = dict(sharding("depthwise and a norm of all channels").replicated)
     assert why == {"depthwise": "layer_norm works along the sharded dimension (layer_norm)"}
     why = dict(find_regions(to_module(stacked_experts(hidden=1)), 3).replicated)

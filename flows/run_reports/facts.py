@@ -26,13 +26,13 @@ from onward.trainer.run.ending import RunEnding, ending_of
 from onward.trainer.run.records import (
     ExportedModel,
     MetricsSummary,
-    Refusal,
     Rehearsal,
     RunIdentity,
     RuntimeReport,
     TrainResult,
     read_record,
 )
+from onward.trainer.run.refusals import Refusal
 from onward.trainer.run.sample_records import Samples
 from onward.trainer.run.step_profile import StepProfile, read_profiles
 from onward.trainer.run.time_account import TimeAccount, time_account

@@ -22,7 +22,8 @@ from onward.trainer.events import EventWriter
 from onward.trainer.run.directory import RunDir, refusal_in, samples_in
 from onward.trainer.run.ending import RunEnding
 from onward.trainer.run.phases import phases
-from onward.trainer.run.records import Refusal, write_record
+from onward.trainer.run.records import write_record
+from onward.trainer.run.refusals import Refusal
 from onward.trainer.run.step_profile import ProfileRow, StepProfile, record_of
 from tests.support.report_runs import Page, reported_run
 

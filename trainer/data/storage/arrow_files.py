@@ -16,6 +16,7 @@ from onward.trainer.bounds import ROW_BYTES, check_regular
 from onward.trainer.data.columns import BLOCK_BYTES, BYTES, Array, Block, Cells, Column, Values
 from onward.trainer.data.storage.arrow_sizes import check_sizes, dictionary_bytes
 from onward.trainer.errors import DataError
+from onward.trainer.run.durable_files import HashedFile
 
 FOOTER_MAGIC = b"ARROW1"
 """The first bytes of a file that has a footer."""
@@ -39,16 +40,23 @@ class ArrowWriter:
     def __init__(self, path: Path, columns: Sequence[Column]) -> None:
         self._columns = columns
         self._schema = pa.schema([pa.field(column.name, _arrow_type(column), nullable=False) for column in columns])
-        self._file = pa.ipc.new_file(str(path), self._schema)
+        self._content = HashedFile(path)
+        self._file = pa.ipc.new_file(self._content, self._schema)
 
     def write(self, values: Mapping[str, Values]) -> None:
         """Append rows: column name -> its values."""
         arrays = [_to_arrow(values[column.name], column) for column in self._columns]
         self._file.write_batch(pa.record_batch(arrays, schema=self._schema))
 
-    def close(self) -> None:
-        """Write the footer; without it the file is not readable."""
+    def close(self) -> str:
+        """Write the footer, without which the file is not readable; return the SHA-256 of the file."""
         self._file.close()
+        self._content.close()
+        return self._content.sha256
+
+    def abandon(self) -> None:
+        """Close the file as it is, without its footer."""
+        self._content.close()
 
 
 class ArrowReader:

@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice
@@ -54,6 +54,7 @@ from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.described_columns import merge, stored_column
 from onward.trainer.data.storage.inferred_schema import infer_schema
 from onward.trainer.data.storage.shard_space import check_space
+from onward.trainer.data.storage.sharding_progress import Sharded, ShardingProgress
 from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Shards, damaged_files
 from onward.trainer.data.storage.split_writer import SplitWriter
 from onward.trainer.errors import DataError, OnwardError
@@ -68,14 +69,20 @@ STALE_S = 86400.0
 """A partial directory that is older than this was left by a process that died."""
 
 
-def make_training_shards(config: RunConfig, cache: Path) -> tuple[Path, ShardManifest, bool]:
+Report = Callable[[Sharded], None]
+"""Is called while shards are written, every second at most."""
+
+
+def make_training_shards(
+    config: RunConfig, cache: Path, *, report: Report | None = None
+) -> tuple[Path, ShardManifest, bool]:
     """Shard the data that a configuration trains on, with the columns that are computed; else as `make_shards`.
 
     Raises the errors of `make_shards`, `read_training_signature` and `open_computers`.
     """
     signature = read_training_signature(config.model)
     columns, computers = read_and_computed(config, signature, infer_schema(config.data))
-    directory, manifest, cached = make_shards(config.data, columns, cache, computers=computers)
+    directory, manifest, cached = make_shards(config.data, columns, cache, computers=computers, report=report)
     return directory, with_class_counts(directory, manifest, config, signature), cached
 
 
@@ -135,6 +142,7 @@ def make_shards(
     cache: Path,
     *,
     computers: Sequence[ColumnComputer] = (),
+    report: Report | None = None,
 ) -> tuple[Path, ShardManifest, bool]:
     """Shard the data into `cache`, unless the same content is there; return (directory, manifest, was it there).
 
@@ -157,7 +165,7 @@ def make_shards(
     partial.mkdir()
     try:
         fit_to_source(computers, data, stored)
-        manifest = _write(data, stored, key, partial, computers).with_digest()
+        manifest = _write(data, stored, key, partial, computers, report).with_digest()
         write_record(partial / "manifest.json", manifest)
         return final, _publish(partial, final) or manifest, False
     finally:
@@ -273,7 +281,12 @@ def _publish(partial: Path, final: Path) -> ShardManifest | None:
 
 
 def _write(
-    data: DataConfig, columns: Sequence[Column], key: str, directory: Path, computers: Sequence[ColumnComputer]
+    data: DataConfig,
+    columns: Sequence[Column],
+    key: str,
+    directory: Path,
+    computers: Sequence[ColumnComputer],
+    report: Report | None = None,
 ) -> ShardManifest:
     """Write all splits in one pass over each source, a block at a time."""
     names = ("train", "evaluation", "test") if data.test_source else ("train", "evaluation")
@@ -284,7 +297,7 @@ def _write(
     own = [column for column in columns if column.name not in consumed]
     kept = [column for column in own if column.name not in file_only]
     skipped, left_out, skipped_rows = 0, 0, list[str]()
-    ends = []
+    ends, progress = [], ShardingProgress(data, report)
     with ExitStack() as opened:
         disk = opened.enter_context(ThreadPoolExecutor(1, "disk"))
         splits = {
@@ -309,6 +322,7 @@ def _write(
                 remaining = MAX_NAMED_ROWS - len(skipped_rows)
                 skipped_rows += [f"{block.where(row)}: {bad[row]}" for row in islice(sorted(bad), remaining)]
                 skipped += len(bad)
+                progress.add(len(block.index) + len(block.bad))
             for writer in splits.values():
                 writer.end_source()
             ends.append(splits["train"].num_rows)

@@ -2,9 +2,9 @@
 
     {"at_ms": 1767225600000, "attempt": 0, "step": 0, "kind": "configure", "pid": 4711}
 
-A phase lasts until the next line, but for lines of the kind `note`, whose `text` says how far it is. The lines of one
-process up to its line `end` are one flow of the run; a resumed run has several flows. A flow that was killed has no line
-`end`.
+A phase lasts until the next line; lines of the kind `note`, whose `text` says how far it is, do not count. The lines of
+one process up to its line `end` are one flow of the run; a resumed run has several flows. A flow that was killed has no
+line `end`.
 """
 
 from __future__ import annotations

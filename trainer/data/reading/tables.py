@@ -55,8 +55,12 @@ def csv_blocks(
                 rows, before = (rest, line + 1) if dialect.header else (rows, line)
                 chosen = header if wanted is None else [name for name in header if name in wanted]
                 plain = PlainColumns(header, chosen, text, dialect)
-            if rows and plain:
-                yield _csv_block(path, rows, before, lines - (before - line), plain)
+            block = _csv_block(path, rows, before, lines - (before - line), plain) if rows and plain else None
+            # else the text would be in memory as long as its rows
+            del piece, rows
+            if block is not None:
+                yield block
+            del block
 
 
 def json_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
@@ -114,6 +118,7 @@ def _pieces(path: Path, file: Bytes, *, quote: str, limit: Limit) -> Iterator[tu
             lines = count_lines(piece)
             yield line, lines, piece
             line += lines
+        del piece
     if rest:
         yield line, count_lines(rest), rest
 

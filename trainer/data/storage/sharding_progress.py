@@ -1,8 +1,8 @@
 """Say how far the sharding of a source is, while it goes on: 1.2 of 4.0 GB, 31 %, 152 MB/s, 0:18 left.
 
-The bytes are those of the source's files. How many of them are read is computed from the rows: Parquet and npz state their
-number, for CSV and JSON Lines it is estimated from the first lines (shard_space.py). Of other formats only the rows are
-counted.
+The bytes are those of the source's files. How many of them are read is computed from the rows: Parquet and npz state
+their number, for CSV and JSON Lines it is estimated from the first lines (shard_space.py). Of other formats only the
+rows are counted.
 """
 
 from __future__ import annotations

@@ -177,7 +177,8 @@ def _numbers(cells: pa.Array, *, gaps: bool) -> Array | None:
 def _as_pandas(numbers: pa.Array) -> Array:
     """Return int64, or float64 if some are missing."""
     if numbers.null_count and not pa.types.is_float64(numbers.type):
-        numbers = numbers.cast(pa.float64())
+        # safe: integers above 2^53 would be refused, which pandas rounds, too
+        numbers = numbers.cast(pa.float64(), safe=False)
     return np.asarray(numbers.to_numpy(zero_copy_only=False))
 
 

@@ -118,7 +118,8 @@ class PlainColumns:
         """Return pyarrow's table of a piece; None if it refuses a row or a text."""
         from pyarrow import csv  # imported here: ranks read shards, for which they need no CSV
 
-        read = csv.ReadOptions(column_names=list(self.header), use_threads=False, block_size=len(piece) + 1)
+        # columns are converted side by side on free cores
+        read = csv.ReadOptions(column_names=list(self.header), use_threads=True, block_size=len(piece) + 1)
         quote = self.dialect.quote if quoted else False
         parse = csv.ParseOptions(delimiter=self.dialect.separator, quote_char=quote, newlines_in_values=quoted)
         convert = csv.ConvertOptions(

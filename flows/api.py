@@ -102,17 +102,19 @@ def _train(
     from onward.flows.local_run import close_flow_run, create_flow_run, prefect_server, run_to_end
     from onward.flows.run_status import outcome_of
     from onward.flows.runs import how_to_continue, may_continue
+    from onward.tasks.rehearsing import begun_ahead
     from onward.trainer.run.origins import record_origins
 
     grace_s = config.launch.stop_grace_s
     # the signal handler first: starting the server takes seconds, in which the process may be stopped
-    with exit_on_sigterm(), acknowledged_interrupt(grace_s, say=view.say), prefect_server():
+    rehearsal = contextlib.nullcontext() if resume else begun_ahead(config)
+    with exit_on_sigterm(), acknowledged_interrupt(grace_s, say=view.say), rehearsal, prefect_server():
         print("onward: opening the flow in Prefect", file=sys.stderr, flush=True)
         run, flow_run = create_flow_run(config, resume=resume, asked_ms=asked_ms)
-        print(f"onward: run {flow_run.name} in {run.root}", file=sys.stderr)
-        if not resume:
-            record_origins(run, config, origins)
         try:
+            print(f"onward: run {flow_run.name} in {run.root}", file=sys.stderr)
+            if not resume:
+                record_origins(run, config, origins)
             with flow_log(run):
                 view.attach(run, flow_run.name)
                 exported = run_to_end(flow_run, config, resume=resume)
@@ -173,9 +175,16 @@ def examine(hostfile: AnyPath = "") -> MachineReport:
     Starts ranks under mpirun, and takes some seconds. Call from the main thread. Raises ConfigError when there is no
     such hostfile; what else is wrong is in the record.
     """
+    from onward.infra.hosts import read_hostfile
+
     path = os.fspath(hostfile) and Path(hostfile).resolve()
-    if path and not path.is_file():
-        raise ConfigError(f"there is no hostfile {path}")
+    if path:
+        if not path.is_file():
+            raise ConfigError(f"there is no hostfile {path}")
+        try:
+            read_hostfile(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
     with prefect_at_home():
         from onward.flows.machine.examine import examine as examine_machine
     return examine_machine(str(path or ""))

@@ -185,7 +185,10 @@ def _fixed(value: str) -> Path:
 def _found(value: str) -> list[Path]:
     """Return the files that a pattern finds; [] for a path that is no pattern."""
     fixed = _fixed(value)
-    return [] if fixed == Path(value) else sorted(fixed.glob(str(Path(value).relative_to(fixed))))
+    try:
+        return [] if fixed == Path(value) else sorted(fixed.glob(str(Path(value).relative_to(fixed))))
+    except ValueError:  # such as ** beside other letters, which the run refuses
+        return []
 
 
 def _record(deployment_id: str) -> Path:

@@ -114,10 +114,15 @@ def create_flow_run(config: RunConfig, *, resume: str = "", asked_ms: int) -> tu
             context={CREATOR: this_process()},
             state=Pending(),
         )
+    try:
         run = run_directory_of(flow_run.id, {"resume": resume})
         name = name_of(run, config.name)
-        client.update_flow_run(flow_run.id, name=name)
-    enter_phase(run, "start", at_ms=asked_ms)
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(flow_run.id, name=name)
+        enter_phase(run, "start", at_ms=asked_ms)
+    except BaseException as error:  # a signal, or no name: Prefect would show a run that never begins
+        close_flow_run(flow_run, error)
+        raise
     return run, flow_run.model_copy(update={"name": name})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -15,14 +16,21 @@ from pathlib import Path
 
 from onward.infra.mpirun import environment_of_ranks
 
+MOST_BYTES = 4 << 20
+"""Of a hostfile: it would name over a hundred thousand hosts."""
 PROBE_S = 15.0
 """Longest time for the answer of one host."""
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return host -> slots, in the order of the file; 0 where it does not say a number."""
+    """Return host -> slots, in the order of the file; 0 where it does not say a number. Raises OSError, also if it is
+    too large, and UnicodeDecodeError."""
     found: dict[str, int] = {}
-    for line in path.read_text().splitlines():
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"a hostfile holds at most {MOST_BYTES:,} bytes", str(path))
+    for line in content.decode().splitlines():
         words = line.split("#")[0].split()
         if words:
             said = re.search(r"\bslots\s*=\s*(\d+)", " ".join(words[1:]))

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,8 @@ from onward.infra.tracking import page_on_own_server
 from onward.tasks.import_check import import_problems
 from onward.tasks.machine_check import machine_problems
 from onward.tasks.registered_models import store_of, with_registered
+from onward.tasks.rehearsing import quantize, rehearse
 from onward.tasks.shown_in_mlflow import first_tags, parameters
-from onward.tasks.subprocesses import run_module
 from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.rules import Sections
@@ -38,13 +36,11 @@ from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.signature import model_digest
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.diagnostics.config_check import check_local_files
-from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
-from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs_plan, with_plan
-from onward.trainer.run.directory import RunDir, read_config, read_settings, refusal_in
+from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.run.directory import RunDir, read_config, read_settings
 from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.names import name_of
-from onward.trainer.run.quantized_record import Quantized
-from onward.trainer.run.records import Refusal, Rehearsal, RunIdentity, own_error, read_record, write_record
+from onward.trainer.run.records import Rehearsal, RunIdentity, read_record, write_record
 from onward.trainer.run.sweeps import membership
 
 log = logging.getLogger(__name__)
@@ -56,7 +52,6 @@ CHOSEN = {
 }
 """Settings that `parallel = "auto"` chooses. The saved configuration of such a run holds the chosen values."""
 
-NONE = LocalCopies()
 MAX_NAMED = 5
 """Weights that a message names."""
 
@@ -130,6 +125,8 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         before, now = ({key: value for key, value in each.items() if key not in chosen} for each in (before, now))
     if given.model.fixed_batch == "auto":
         before["model.fixed_batch"] = "auto"
+    if given.precision.compute == "auto":
+        before["precision.compute"] = "auto"
     for name in set(type(saved.stop).model_fields) - {"metric"}:
         before[f"stop.{name}"] = now[f"stop.{name}"]
     if changed := [key for key in before | now if before.get(key) != now.get(key)]:
@@ -137,83 +134,6 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
             [f"{key} was {before.get(key)!r} when the run began, now {now.get(key)!r}" for key in changed]
             + ["a run keeps the configuration that it began with: resume it without changes, or start a new run"]
         )
-
-
-def quantize(run: RunDir, config: RunConfig, copies: LocalCopies = NONE) -> None:
-    """Make RUN_DIR/quantized: the model with QuantizeLinear and DequantizeLinear, which the run trains, and its record.
-
-    Raises that process's error: ConfigError or DataError.
-    """
-    with _process("quantize", config, copies) as folder:
-        shutil.rmtree(run.quantized, ignore_errors=True)
-        shutil.copytree(folder / "quantized", run.quantized)
-    made = read_record(run.quantized / "quantized.json", Quantized)
-    kernels = ", ".join(f"{count} {name}" for name, count in made.kernels.items())
-    log.info("quantize.aware: %d values are quantized; onnxruntime will run %s", made.nodes, kernels)
-
-
-def rehearse(
-    config: RunConfig, copies: LocalCopies = NONE, *, quantized: Path | None = None
-) -> tuple[RunConfig, Rehearsal]:
-    """Run a few micro-batches in a process of its own; return the configuration, with chosen sizes, and the record.
-
-    With `parallel.sizes = "auto"` the process first chooses the sizes; sizes that are given are tried on the graph.
-    Raises that process's error, ConfigError with everything that is wrong, or RuntimeUnavailable when it crashes.
-    quantized: the directory of the model that `quantize.aware` has made.
-    """
-    if config.launch.rehearsal == "off":
-        return _planned(config, copies, quantized), Rehearsal(not_rehearsed=("everything: launch.rehearsal is 'off'",))
-    with _process("rehearse", config, copies, quantized=quantized) as folder:
-        if config.parallel.sizes == "auto":
-            config = with_plan(config, read_record(folder / "plan.json", Plan))
-        found = read_record(RunDir(folder).rehearsal, Rehearsal)
-    model = config.model.model_copy(update={"fixed_batch": found.fixed_batch})
-    return config.model_copy(update={"model": model}), found
-
-
-def _planned(config: RunConfig, copies: LocalCopies, quantized: Path | None) -> RunConfig:
-    """Return the configuration, with the sizes that the planner chose; sizes that are given are tried on the graph."""
-    if not needs_plan(config):
-        return config
-    try:
-        return with_plan(config, plan(config, copies, quantized))
-    except UnsupportedModel:
-        if may_train_unplanned(config):
-            return config
-        raise
-
-
-def plan(config: RunConfig, copies: LocalCopies = NONE, quantized: Path | None = None) -> Plan:
-    """Return the plan of a run: layout, memory and messages. A process of its own makes it, because it imports torch.
-
-    Raises that process's error (ConfigError, UnsupportedModel: the graph cannot be divided like that), or
-    RuntimeUnavailable when the process ends without a plan.
-    """
-    with _process("plan", config, copies, quantized=quantized) as folder:
-        return read_record(folder / "plan.json", Plan)
-
-
-@contextlib.contextmanager
-def _process(command: str, config: RunConfig, copies: LocalCopies, *, quantized: Path | None = None) -> Iterator[Path]:
-    """Run `python -m onward.trainer COMMAND` on a configuration; yield the directory with the records that it left."""
-    with tempfile.TemporaryDirectory(prefix=f"onward-{command}-") as name:
-        folder = Path(name)
-        write_record(folder / "config.json", with_columns(with_copies(config, copies)))
-        if quantized is not None and quantized.is_dir():
-            shutil.copytree(quantized, RunDir(folder).quantized)
-        elif config.quantize.aware and command != "quantize":
-            _run("quantize", folder)
-        _run(command, folder)
-        yield folder
-
-
-def _run(command: str, folder: Path) -> None:
-    """Run one command of the trainer on the configuration in `folder`. Raises its error, or RuntimeUnavailable."""
-    ending = run_module("onward.trainer", command, str(folder), folder=folder, log=folder / "process.log")
-    if refusal_in(folder).exists():
-        raise own_error(read_record(refusal_in(folder), Refusal))
-    if ending:
-        raise RuntimeUnavailable(f"`python -m onward.trainer {command}` {ending}")
 
 
 def _log(found: Rehearsal) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 from onward.infra import mpirun
 from onward.tasks.attempt import Attempt
 from onward.tasks.attempt_failure import describe, failure
-from onward.tasks.configure import quantize, rehearse
 from onward.tasks.machine_check import machine_problems
+from onward.tasks.rehearsing import quantize, rehearse
 from onward.tasks.train import mpi_job
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import StopConfig

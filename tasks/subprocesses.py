@@ -19,23 +19,35 @@ def run_module(*arguments: str, folder: Path, log: Path, limit_s: float | None =
 
     limit_s: the process is killed after that; None = never.
     """
+    return how_it_ended(start_module(*arguments, folder=folder, log=log), log, limit_s=limit_s)
+
+
+def start_module(*arguments: str, folder: Path, log: Path) -> subprocess.Popen[bytes]:
+    """Start `python -m ARGUMENTS`, which writes into `log`. Call it from a thread that lives as long."""
     with log.open("wb") as output:
-        try:
-            ended = subprocess.run(
-                # a killed flow must not leave a process behind that writes into the directory of a resumed run
-                signalled_with_parent([*PYTHON, "-m", *arguments], signal.SIGKILL),
-                # `-m` imports from the working directory first, so it must not be a directory of the user's
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                check=False,
-                timeout=limit_s,
-            )
-        except subprocess.TimeoutExpired:
+        return subprocess.Popen(
+            # a killed flow must not leave a process behind that writes into the directory of a resumed run
+            signalled_with_parent([*PYTHON, "-m", *arguments], signal.SIGKILL),
+            # `-m` imports from the working directory first, so it must not be a directory of the user's
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def how_it_ended(process: subprocess.Popen[bytes], log: Path, *, limit_s: float | None = None) -> str:
+    """Wait for a process; return as `run_module`. It is killed when the waiting is interrupted."""
+    try:
+        code = process.wait(limit_s)
+    except BaseException as error:
+        process.kill()
+        process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
             return f"was not done after {limit_s:g} s, and was ended"
-    if not ended.returncode:
+        raise
+    if not code:
         return ""
     lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-    how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"status {ended.returncode}"
+    how = f"signal {-code}" if code < 0 else f"status {code}"
     return "\n  | ".join([f"ended with {how}, without a result. Its last lines:", *lines])

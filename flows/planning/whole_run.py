@@ -7,7 +7,7 @@ from typing import Any
 
 from onward.flows.planning.disk_needed import DiskNeeded, disk_needed
 from onward.flows.planning.time_needed import TimeNeeded, key_of_run, known_pace, number_of_steps, time_needed
-from onward.tasks.configure import plan as make_plan
+from onward.tasks.rehearsing import plan as make_plan
 from onward.tasks.step_measurement import measure
 from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.config.run_config import RunConfig

@@ -16,6 +16,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "checkpoint_stall": (),
     "data_loading": ("--images", "40", "--steps", "3", "--rows", "2000", "--rounds", "1"),
     "imported_graph": ("--models", "gpt2", "squeezenet", "--rounds", "1"),
+    "large_plan": ("--layers", "2", "--width", "128", "--layouts", "tensor 4 x pipeline 2"),
     "layouts": ("--turns", "2", "--layouts", "dp2, MPI"),
     "optimizers": ("--steps", "2", "--names", "muon", "adafactor"),
     "metric_costs": ("--turns", "1", "--steps", "30"),

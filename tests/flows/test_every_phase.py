@@ -19,6 +19,7 @@ import pytest
 
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import ending_of
+from onward.trainer.run.names import name_of
 from tests.support.full_disk import may_mount, on_a_small_disk
 from tests.support.workshop import Workshop, until
 
@@ -29,6 +30,7 @@ SHORT = (
     "launch.rehearsal='off'",
 )
 PHASES = {
+    "created in Prefect": r"^phase start 0$",
     "announced": r"^open .*/flow\.log$",
     "rehearsal": r"^subprocess\.Popen .*rehearse",
     "configuration": r"^os\.rename .*/runs/[^/]+/config\.json$",
@@ -131,6 +133,7 @@ def test_after_the_flow_is_killed_the_next_command_shows_the_truth_and_ends_with
     ("phase", "action", "status"),
     [
         *((phase, "SIGTERM", 143) for phase in ("announced", "sharding", "step", "save", "evaluation", "export")),
+        ("created in Prefect", "SIGTERM", 143),
         ("first step", "SIGTERM", 143),
         ("registration", "SIGTERM", 143),
         ("save", "SIGINT", 130),
@@ -151,7 +154,7 @@ def test_a_flow_that_is_asked_to_stop_is_cancelled_and_goes_on_to_the_same_file(
     assert workshop.prefect_states()[name] == "CANCELLED"
     if run is not None:
         assert [each.info.status for each in workshop.mlflow_runs(run)] == ["KILLED"]
-        assert f"onward resume {name}" in said
+        assert f"onward resume {name_of(run, 'config')}" in said
         assert workshop.onward("status", name)["state"] in ("stopped", "trained", "exported")
     assert go_on(workshop, run)["sha256"] == undisturbed
 

@@ -108,6 +108,9 @@ def test_no_command_writes_outside_of_its_home_and_the_paths_it_is_given(sandbox
     onward("run", config, f"export.path='{out}/trained.onnx'", "export.variants=['fp16']")
     for words in (("status",), ("runs",), ("clean",), ("diff", model, str(out / "trained.onnx"))):
         onward(*words, status=1 if words[0] == "diff" else 0)
+    onward("logs", "last")
+    onward("report", "last", "-o", str(out / "report.html"))
+    onward("stop", "last", status=2)  # it does not run
     onward("resume", "last")
     onward("export", "last", "-o", str(out / "again.onnx"))
     onward("sweep", config, "optimizer.learning_rate=1e-3,1e-2", "train.num_steps=2", "train.evaluation_period=2")

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from onward.trainer.bounds import AUDIO_SAMPLES
 from tests.hostile.cases import SPARSE, case, damaged
 from tests.hostile.onnx_files import image_model, small_model
 from tests.hostile.sandbox import Case
@@ -116,7 +117,7 @@ def _hours_of_silence() -> bytes:
     import soundfile
 
     file = io.BytesIO()
-    soundfile.write(file, np.zeros(1 << 27, np.int16), 8000, format="flac")
+    soundfile.write(file, np.zeros(AUDIO_SAMPLES.most, np.int16), 8000, format="flac")
     return file.getvalue()
 
 

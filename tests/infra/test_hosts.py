@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from onward.infra.hosts import Skew, clock_skews, read_hostfile, silence, silent_hosts, write_hostfile
+import pytest
+
+from onward.infra.hosts import MOST_BYTES, Skew, clock_skews, read_hostfile, silence, silent_hosts, write_hostfile
 
 AGENT = """#!/bin/sh
 # stands in for ssh: agent -o option... host command
@@ -21,6 +23,13 @@ def test_a_hostfile_is_read_and_written_with_its_slots(tmp_path: Path) -> None:
     assert hosts == {"h0": 3, "h1": 4, "h2": 0}
     write_hostfile(tmp_path / "left", hosts)
     assert (tmp_path / "left").read_text() == "h0 slots=3\nh1 slots=4\nh2\n"
+
+
+def test_a_file_too_large_for_a_hostfile_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "hosts").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match=f"at most {MOST_BYTES:,} bytes"):
+        read_hostfile(tmp_path / "hosts")
 
 
 def test_hosts_that_do_not_answer_are_named_with_what_the_agent_said(tmp_path: Path) -> None:

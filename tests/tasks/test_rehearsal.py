@@ -327,6 +327,18 @@ def test_the_precision_of_gpus_is_named_and_that_of_cpus_is_used(
     assert on_cpu.batches[0].loss != on_gpu.batches[0].loss
 
 
+def test_the_precision_of_a_cpu_is_chosen_by_the_time_of_a_micro_batch_and_kept(configured: Configured) -> None:
+    arguments = tiny_conv_net(), tiny_images(25)
+    found = configured(*arguments, precision={"compute": "auto"})
+    assert found.compute in ("fp32", "bf16")
+    assert found.not_rehearsed == ()
+    assert f"precision.compute 'auto' is {found.compute}" in found.summary
+    run = RunDir(onward_home() / "runs" / "run")
+    assert read_config(run).precision.compute == found.compute
+    configured(*arguments, precision={"compute": "auto"})  # as `onward resume` does
+    assert read_config(run).precision.compute == found.compute
+
+
 def test_a_run_that_has_begun_is_not_rehearsed_again(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = tiny_conv_net(), tiny_images(25)
     first = configured(*arguments)

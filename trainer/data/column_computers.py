@@ -123,7 +123,9 @@ def computed_chunks(
     Rows that have no result are added to `bad`. Raises DataError for results that cannot be stored.
     """
     rows, held, index = select(values, good), held_out[good], block.index[good]
-    if not computers or not len(held):
+    if not len(held):
+        return
+    if not computers:
         yield rows, held
         return
     describe_all(computers, rows)

@@ -28,7 +28,7 @@ from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.signature import Signature, model_bytes, model_digest, read_training_signature
 from onward.trainer.data.storage.inferred_schema import infer_schema
-from onward.trainer.data.storage.sharding import try_first_rows
+from onward.trainer.data.storage.sharding import check_held_out, try_first_rows
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
@@ -84,6 +84,8 @@ def check_local_files(sections: Sections) -> list[str]:
             if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
                 found, fitted = try_first_rows(config, signature)
                 misfits = data_problems(config, found, signature, fitted=fitted)
+            if not misfits:
+                check_held_out(config, signature, schema)
             problems += misfits
         except Refused as error:
             problems += error.problems
@@ -221,7 +223,10 @@ def _matches(source: str) -> bool:
     if path.exists():
         return True
     fixed = next(parent for parent in path.parents if not set("*?[") & set(str(parent)))
-    return any(True for _ in fixed.glob(str(path.relative_to(fixed)))) if path != fixed else False
+    try:
+        return path != fixed and any(True for _ in fixed.glob(str(path.relative_to(fixed))))
+    except ValueError:  # such as ** beside other letters
+        return False
 
 
 def _paths(sections: Sections) -> list[str]:

@@ -25,6 +25,7 @@ from onward.trainer.onnx_import.tensor_contents import (
     is_fourier_matrix,
     is_identity,
     is_integer_table,
+    is_large_and_empty,
     is_mask,
     is_sinusoidal_table,
 )
@@ -116,8 +117,12 @@ def _by_contents(name: str, tensor: torch.Tensor, flow: GraphFlow, *, of_module:
     operator, weighted = flow.first_operator[name], name in flow.layer_operands
     product = operator in ("MatMul", "Gemm") and tensor.ndim == 2
     conv = operator in ("Conv", "ConvTranspose") and tensor.ndim >= 3
+    if name in flow.masks:
+        return "a mask"
+    if (product or conv or operator.startswith("Gather")) and is_large_and_empty(tensor):
+        return ""
     # layers may begin as the identity; beside data in other operators it is a mask
-    if name in flow.masks or (is_mask(tensor) and not ((product or conv) and is_identity(tensor))):
+    if is_mask(tensor) and not ((product or conv) and is_identity(tensor)):
         return "a mask"
     if name in flow.states and not of_module and not tensor.any():
         return ZERO_STATE

@@ -9,7 +9,9 @@ MIN_ROWS, MAX_ROWS = 8, 64
 """The test for sinusoids needs at least so many rows of a table, and reads at most so many."""
 
 BLOCK, NUM_BLOCKS = 512, 8
-"""`is_distinctive` samples so many blocks of so many elements, so that a mapped file is not read as a whole."""
+"""So many blocks of so many elements are a sample of a tensor, so that a mapped file is not read as a whole."""
+LARGE = 1 << 22
+"""Elements. Masks, filter banks and Fourier matrices beyond this have other numbers than zeros in a sample."""
 
 MASKED_BELOW = -50
 """A score lowered by this much has no weight after softmax."""
@@ -167,7 +169,16 @@ def is_distinctive(tensor: torch.Tensor) -> bool:
 
     Zeros, ones and identity matrices are equal in many places of a model without being one weight.
     """
+    distinct = len(np.unique(_sample(tensor).numpy()))
+    return distinct > max(2, min(16, tensor.numel() // 4))
+
+
+def is_large_and_empty(tensor: torch.Tensor) -> bool:
+    """Return whether a large tensor is zero in a sample of it, such as all weights of a file that is made of shapes."""
+    return tensor.numel() > LARGE and not bool(_sample(tensor).any())
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
-    starts = torch.linspace(0, max(flat.numel() - BLOCK, 0), NUM_BLOCKS).long().tolist()
-    distinct = len(np.unique(np.concatenate([flat[start : start + BLOCK].numpy() for start in starts])))
-    return distinct > max(2, min(16, flat.numel() // 4))
+    starts = torch.linspace(0, max(flat.numel() - BLOCK, 0), NUM_BLOCKS, dtype=torch.float64).long().tolist()
+    return torch.cat([flat[start : start + BLOCK] for start in starts])

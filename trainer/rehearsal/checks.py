@@ -40,6 +40,7 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weigh
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.needs import least_needs
 from onward.trainer.rehearsal.parity import NotCompared, compare_untrained
+from onward.trainer.rehearsal.precision_trial import time_precisions
 from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
 from onward.trainer.rehearsal.sizes import Kind, Size, sizes_of_run
 from onward.trainer.rehearsal.update_checks import update_problems, update_warnings
@@ -50,6 +51,8 @@ PARITY_ROWS = 8
 """Rows on which the untrained file is compared; export compares batches of all sizes."""
 MAX_NAMED = 5
 """Weights that a message names."""
+TIMED_S = 5.0
+"""The precisions are compared if a micro-batch takes no longer."""
 
 Check = tuple[str, Callable[[], None]]
 """What is checked, for the record if it is left out; and the check."""
@@ -119,9 +122,16 @@ def checks(
     data = EvaluationData(batches=lambda: [compared], new_metrics=metrics, file_rows=file_rows)
     counts = [("that targets are counted row by row", lambda: _check_counts(graph.losses, compared, findings))]
     sums = [("that a loss of a file is a sum over rows", lambda: _check_sums(graph, compared, findings))]
+    timed = [
+        (
+            "the time of a micro-batch in fp32 and bf16",
+            lambda: _time(graph, batch(first.rows, "training"), config, findings),
+        )
+    ]
     return [
         ("the warnings of `onward doctor`", lambda: _warn(config, trainable, use, findings)),
         *((size.what, partial(_run, graph, size, batch, findings, gradients=size is first)) for size in sizes),
+        *(timed if config.precision.compute in ("auto", "bf16") and not _is_on_gpu(config) else ()),
         *(counts if any(loss.count for loss in config.losses) else ()),
         *(sums if any(loss.name == "file" for loss in config.losses) else ()),
         ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
@@ -130,14 +140,18 @@ def checks(
 
 def _arithmetic(config: RunConfig, findings: Findings) -> PrecisionConfig:
     """Return the precision in which the CPU rehearses: that of the run where it computes on CPUs, else fp32."""
-    launch, compute = config.launch, config.precision.compute
-    # the ranks of a hostfile may have GPUs that this machine lacks
-    on_gpu = launch.device == "cuda" or (launch.device == "auto" and (torch.cuda.is_available() or launch.hostfile))
-    if not on_gpu:
+    compute = config.precision.compute
+    if not _is_on_gpu(config):
         return resolve_precision(config.precision, (0, 0))
     if compute != "fp32":
         findings.not_rehearsed.append(f"precision.compute {compute!r}, that of GPUs: the CPU computed in fp32")
     return config.precision.model_copy(update={"compute": "fp32"})
+
+
+def _is_on_gpu(config: RunConfig) -> bool:
+    # the ranks of a hostfile may have GPUs that this machine lacks
+    may_be = config.launch.device == "auto" and (torch.cuda.is_available() or bool(config.launch.hostfile))
+    return config.launch.device == "cuda" or may_be
 
 
 def _sizes_that_fit(bytes_of_row: float, sizes: Sequence[Size], findings: Findings) -> list[Size]:
@@ -256,6 +270,21 @@ def _check_cache(config: RunConfig, rows: FirstRows, trained: ImportedGraph, fin
                 f"and so have the teacher's outputs {soft.teacher or soft.student or 'for them'}, as they are padded "
                 "with their batch; set teacher.cache = 'none'"
             )
+
+
+def _time(graph: RehearsedGraph, rows: Batch, config: RunConfig, findings: Findings) -> None:
+    """Choose precision.compute if it is "auto", or warn if bf16 is the slower one here."""
+    if findings.failures or findings.errors:  # no micro-batch runs, or the run is refused
+        return
+    took_s = max(each.elapsed_s for each in findings.batches)
+    if took_s > TIMED_S:
+        findings.not_rehearsed.append(f"the time in fp32 and bf16: a micro-batch takes {took_s:.0f} s")
+        return
+    times = time_precisions(graph, rows)
+    if config.precision.compute == "auto":
+        findings.compute = times.faster
+    else:
+        findings.warnings += tuple(times.warnings())
 
 
 def _check_counts(losses: Losses, batch: Batch, findings: Findings) -> None:

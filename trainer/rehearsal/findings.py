@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from onward.trainer.config.sections.model import FixedBatch
 from onward.trainer.errors import ConfigError, Refused
@@ -27,6 +28,8 @@ class Findings:
     parity: float = math.nan
     judged_by: str = ""
     fixed_batch: FixedBatch = "auto"
+    compute: Literal["", "fp32", "bf16"] = ""
+    """What was chosen for `precision.compute`."""
     not_rehearsed: list[str] = field(default_factory=list)
     needs: Needs | None = None
     pending: list[str] = field(default_factory=list)
@@ -51,6 +54,7 @@ class Findings:
             judged_by=self.judged_by,
             warnings=self.warnings,
             fixed_batch=self.fixed_batch,
+            compute=self.compute,
             not_rehearsed=tuple(self.not_rehearsed),
             needs=self.needs,
             elapsed_s=elapsed_s,

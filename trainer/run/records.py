@@ -332,6 +332,8 @@ class Rehearsal(Record):
     """What `onward doctor` warns of, for the graph as configured."""
     fixed_batch: FixedBatch = "auto"
     """The `model.fixed_batch` that was chosen for a file that declares a fixed batch."""
+    compute: Literal["", "fp32", "bf16"] = ""
+    """What was chosen for `precision.compute` "auto" on a CPU, by the time of a micro-batch; "" if nothing was."""
     not_rehearsed: tuple[str, ...] = ()
     """What was left out, and why."""
     needs: Needs | None = None
@@ -352,6 +354,8 @@ class Rehearsal(Record):
         parts = [f"micro-batches of {', '.join(sizes)}", f"{with_gradient} of {self.trained} weights with a gradient"]
         if not math.isnan(self.parity):
             parts.append(f"{self.judged_by} differs by {self.parity:.2g}")
+        if self.compute:
+            parts.append(f"precision.compute 'auto' is {self.compute}")
         return f"rehearsed in {self.elapsed_s:.1f} s: " + "; ".join(parts)
 
 

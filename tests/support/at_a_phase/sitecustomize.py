@@ -5,8 +5,9 @@ A test puts this folder first in PYTHONPATH, and a description into ONWARD_TEST_
     {"phase": "open .*/train.log", "action": "SIGKILL", "once": "/tmp/.../reached", "home": "/tmp/.../home"}
 
 phase: a pattern over what processes do: "open PATH" for writing, "os.rename FROM TO", "sqlite3.connect PATH",
-"subprocess.Popen PROGRAM WORDS", "event KIND STEP" of the event log. action: a signal to the flow, "fill" the disk of
-`home`, or "wait" until the file `once`.go exists. The flow is the first process with this variable.
+"subprocess.Popen PROGRAM WORDS", "event KIND STEP" of the event log, "phase NAME 0" of the flow's phases. action: a
+signal to the flow, "fill" the disk of `home`, or "wait" until the file `once`.go exists. The flow is the first process
+with this variable.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import time
 from typing import Any
 
-WATCHED = ("open", "os.rename", "sqlite3.connect", "subprocess.Popen", "event")
+WATCHED = ("open", "os.rename", "sqlite3.connect", "subprocess.Popen", "event", "phase")
 _busy = False
 _patched = False
 
@@ -42,7 +43,7 @@ def _report_events() -> None:
     _patched, emit = True, events.EventWriter.emit
 
     def emit_announced(writer: Any, kind: str, step: int, **fields: Any) -> None:
-        sys.audit("event", kind, step)
+        sys.audit("event" if writer._announces else "phase", kind, step)
         emit(writer, kind, step, **fields)
 
     events.EventWriter.emit = emit_announced

@@ -53,6 +53,37 @@ def test_every_absent_path_is_named(tmp_path: Path) -> None:
     assert [problem.partition(":")[0] for problem in problems] == keys
 
 
+def test_two_stars_beside_other_letters_match_no_file(tmp_path: Path) -> None:
+    (problem,) = check_files_and_data({"data": DataConfig(source=f"{tmp_path}/a**")})
+    assert problem == f"data.source: there is no file, directory or glob match {tmp_path}/a**"
+
+
+@pytest.mark.parametrize("key", ["evaluation_source", "test_source"])
+def test_held_out_data_that_lacks_a_column_is_refused_before_training(key: str, tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(graphs.tiny_mlp().SerializeToString())
+    names = [*(f"x{at}" for at in range(4)), "label"]
+    for file, header in (("train", names), ("held", names), ("other", names[1:])):
+        rows = [",".join(["0"] * len(header))] * 8
+        (tmp_path / f"{file}.csv").write_text("\n".join([",".join(header), *rows]) + "\n")
+
+    def problems(held_out: str) -> list[str]:
+        source, inputs = str(tmp_path / "train.csv"), {"features": names[:4]}
+        config = build_config(
+            {
+                "model": {"path": str(tmp_path / "m.onnx")},
+                "data": {"source": source, key: str(tmp_path / held_out), "inputs": inputs},
+                "train": {"num_steps": 1, "global_batch_size": 4},
+                "loss": {"name": "cross_entropy"},
+            }
+        )
+        return check_files_and_data(dict(config))
+
+    assert problems("held.csv") == []
+    problem, *_ = problems("other.csv")
+    assert "other.csv" in problem
+    assert "x0" in problem
+
+
 def test_an_export_path_names_a_file_not_a_directory(tmp_path: Path) -> None:
     (problem,) = check_files_and_data({"export": ExportConfig(path=str(tmp_path))})
     assert f"{tmp_path} is a directory; name the file to write" in problem

@@ -11,8 +11,8 @@ import pytest
 import torch
 from onnx import TensorProto, numpy_helper
 
-from onward.tasks.configure import plan, quantize, rehearse
 from onward.tasks.export import export_file
+from onward.tasks.rehearsing import plan, quantize, rehearse
 from onward.trainer.config.sections.quantize import QuantizeConfig
 from onward.trainer.data.signature import model_digest
 from onward.trainer.diagnostics.config_check import check_local_files

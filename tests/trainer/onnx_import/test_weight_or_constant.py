@@ -8,6 +8,7 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 
+from onward.trainer.onnx_import import tensor_contents
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.train_selection import select_trained
@@ -234,3 +235,16 @@ def test_every_role_in_files_of_the_dynamo_exporter_is_that_of_the_module(folded
     names = [name for name in names if "dynamo-20" in zoo.entry_of(name).exporters]
     wrong = [str(v) for name in names for v in verdicts(name, "dynamo-20", folded) if not v.right]
     assert wrong == []
+
+
+def test_a_large_matrix_of_zeros_is_a_weight_and_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights of a file that is made of shapes are zero, and reading those of billions would take minutes."""
+    monkeypatch.setattr(tensor_contents, "is_filter_bank", lambda tensor: pytest.fail("the whole tensor was read"))
+    monkeypatch.setattr("onward.trainer.onnx_import.role_guesses.is_filter_bank", tensor_contents.is_filter_bank)
+    zeros = np.zeros((2049, 2048), np.float32)
+    assert kinds(parsed("g (float[n, 2049] x) => (float[n, 2048] y) { y = MatMul(x, w) }", w=zeros)) == {"w": "trained"}
+    monkeypatch.undo()
+    bank = np.zeros((4100, 1024), np.float32)  # a large filter bank is none of zeros in a sample
+    for at in range(1024):
+        bank[4 * at : 4 * at + 5, at] = (0, 1, 2, 1, 0)
+    assert kinds(parsed("g (float[n, 4100] x) => (float[n, 1024] y) { y = MatMul(x, w) }", w=bank)) == {"w": "frozen"}

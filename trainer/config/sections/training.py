@@ -55,8 +55,8 @@ class PrecisionConfig(Section):
 
     compute: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = "fp32"
     """The type of the matrix products and convolutions. `tf32` is fp32 with TF32 products on GPUs that have them, from
-    compute capability 8.0 on, and fp32 elsewhere. `auto` = bf16 on such GPUs, fp32 elsewhere. The slowest GPU of a job
-    decides for all."""
+    compute capability 8.0 on, and fp32 elsewhere. `auto` = bf16 on such GPUs; on CPUs bf16 if the rehearsal measures
+    that a micro-batch takes at most 0.9 of its time in fp32, else fp32. The slowest GPU of a job decides for all."""
     loss_scale: NonNegativeFloat = 0.0
     """fp16 only: a static loss scale; 0 = dynamic."""
     initial_scale: PositiveFloat = 65536.0

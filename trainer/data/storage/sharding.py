@@ -136,6 +136,18 @@ def try_first_rows(config: RunConfig, signature: Signature) -> tuple[Schema, Map
     return schema, {}
 
 
+def check_held_out(config: RunConfig, signature: Signature, schema: Schema) -> None:
+    """Read the first rows of the evaluation and test data. Raises DataError where none can be read as the others."""
+    stored = stored_columns(config.data, read_and_computed(config, signature, schema)[0], schema)
+    texts = [column.name for column in stored if column.dtype in (TEXT, WORDS)]
+    names = [column.name for column in stored]
+    for _, blocks in islice(sources.read_by_source(config.data, names, texts), len(config.data.mixture), None):
+        for block, _ in islice(blocks, 1):
+            _, good, bad = fit_block(block, stored)
+            if len(good) and not good.any() and config.data.bad_rows == "fail":
+                raise DataError(f"{block.where(row)}: {bad[row]}" for row in sorted(bad)[:3])
+
+
 def make_shards(
     data: DataConfig,
     columns: Mapping[str, ColumnType] | None,

@@ -277,9 +277,14 @@ class TokenizedRows(FittedComputer, RowDivider):
         # the faster one gives no words and offsets
         is_exact = self._config.whole_words or self._storage.counts_bytes
         encode = library.encode_batch if is_exact else library.encode_batch_fast
-        encodings = encode(given, add_special_tokens=self._config.special_tokens)
         failed: dict[int, str] = {}
+        try:
+            encodings = encode(given, add_special_tokens=self._config.special_tokens)
+        except Exception:  # the library raises no other class, such as for a word of no token
+            encodings, failed = self._encoded_alone(given)
         for at, encoding in enumerate(encodings):
+            if at in failed:
+                continue
             # of a single text the length says it, which is much faster
             has_tokens = {0} if len(encoding) > self._special.added else set[int]()
             found = set(encoding.sequence_ids) if len(texts) == 2 else has_tokens
@@ -287,6 +292,20 @@ class TokenizedRows(FittedComputer, RowDivider):
                 if number not in found:
                     failed.setdefault(at, f"{name} {'is empty' if not texts[number][at] else 'has no token'}")
         return encodings, failed
+
+    def _encoded_alone(self, given: Sequence[Any]) -> tuple[list[Any], dict[int, str]]:
+        """Return the encodings of texts, each by itself, and text -> why the tokenizer refuses it; its encoding is
+        empty."""
+        from tokenizers import Encoding
+
+        library, found, failed = self._tokenizer.library, list[Any](), dict[int, str]()
+        for at, text in enumerate(given):
+            try:
+                [encoding] = library.encode_batch([text], add_special_tokens=self._config.special_tokens)
+            except Exception as error:
+                encoding, failed[at] = Encoding.merge([]), f"the tokenizer refuses the text: {error}"
+            found.append(encoding)
+        return found, failed
 
     def _cased(self, text: str) -> str:
         return text.lower() if self._config.lowercase else text

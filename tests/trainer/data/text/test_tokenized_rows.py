@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
@@ -197,3 +197,29 @@ def test_the_planner_reckons_with_the_longest_rows(tmp_path: Path) -> None:
     schema = infer_training_schema(config, read_training_signature(config.model))
     assert schema["input_ids"].shape == (48,)
     assert schema["input_ids"].variable
+
+
+def test_a_text_that_the_tokenizer_refuses_is_a_bad_row(tmp_path: Path) -> None:
+    library = Tokenizer(models.WordLevel({"[PAD]": 0, "good": 1, "bad": 2}, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.save(str(tmp_path / "tokenizer.json"))
+    texts = ["good", "other", "bad bad", "good bad"] * 4
+    write_csv(tmp_path / "data.csv", ["text", "label"], [(text, at) for at, text in enumerate(texts)])
+    config = configured(tmp_path, wide_bert(), {"text": {"special_tokens": False}, "bad_rows": "skip"})
+    assert problems(config) == []
+    directory, _ = sharded(config, tmp_path)
+    assert {at % 4 for at in given_texts(config, directory)} == {0, 2, 3}
+    strict = config.model_copy(update={"data": config.data.model_copy(update={"bad_rows": "fail"})})
+    with pytest.raises(DataError, match=r"data\.csv, line 3: the tokenizer refuses the text: .*UNK"):
+        sharded(strict, tmp_path)
+
+
+def test_blocks_without_a_good_row_are_left_out(tmp_path: Path) -> None:
+    bert_tokenizer(tmp_path / "tokenizer.json")
+    # the first and the last blocks of the file have good rows, and all between them are bad
+    texts = ["a good film"] * 20 + [""] * 400_000 + ["bad"] * 20
+    write_csv(tmp_path / "data.csv", ["text", "label"], [(text, 1) for text in texts])
+    config = configured(tmp_path, wide_bert(), {"bad_rows": "skip"})
+    directory, _ = sharded(config, tmp_path)
+    counts = [open_shards(directory, split).num_rows for split in ("train", "evaluation")]
+    assert sum(counts) == 40

@@ -1,0 +1,157 @@
+"""Rehearse, plan or quantize a run in a process of its own, which imports torch; the rehearsal may be begun ahead.
+
+`onward run` ─┬─ begun_ahead: process `rehearse` ─────────────┐
+              └─ Prefect's server, the flow, ... configure ───┴─ rehearse: waits for it, if it is the same run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from onward.tasks.subprocesses import how_it_ended, start_module
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.tables.chosen_columns import with_columns
+from onward.trainer.errors import RuntimeUnavailable, UnsupportedModel
+from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs_plan, with_plan
+from onward.trainer.run.directory import RunDir, refusal_in
+from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
+from onward.trainer.run.quantized_record import Quantized
+from onward.trainer.run.records import Refusal, Rehearsal, own_error, read_record, write_record
+
+log = logging.getLogger(__name__)
+
+NONE = LocalCopies()
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A rehearsal that runs already."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+
+_begun: list[_Begun] = []
+"""The rehearsal that was begun ahead in this process, until `rehearse` takes it."""
+
+
+@contextlib.contextmanager
+def begun_ahead(config: RunConfig) -> Iterator[None]:
+    """Rehearse a new run beside what is done inside; `rehearse` of the same configuration waits for the result.
+
+    Not where files must be fetched or made first. A rehearsal that nothing has waited for is ended. Call it from a
+    thread that lives as long.
+    """
+    if config.launch.rehearsal == "off" or config.quantize.aware or any(urls_in(dict(config))):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="onward-rehearse-") as name:
+        folder = Path(name)
+        _write_config(folder, config, NONE)
+        process = start_module("onward.trainer", "rehearse", name, folder=folder, log=folder / "process.log")
+        _begun[:] = [_Begun(folder, process)]
+        try:
+            yield
+        finally:
+            _begun.clear()
+            process.kill()
+            process.wait()
+
+
+def quantize(run: RunDir, config: RunConfig, copies: LocalCopies = NONE) -> None:
+    """Make RUN_DIR/quantized: the model with QuantizeLinear and DequantizeLinear, which the run trains, and its record.
+
+    Raises that process's error: ConfigError or DataError.
+    """
+    with _process("quantize", config, copies) as folder:
+        shutil.rmtree(run.quantized, ignore_errors=True)
+        shutil.copytree(folder / "quantized", run.quantized)
+    made = read_record(run.quantized / "quantized.json", Quantized)
+    kernels = ", ".join(f"{count} {name}" for name, count in made.kernels.items())
+    log.info("quantize.aware: %d values are quantized; onnxruntime will run %s", made.nodes, kernels)
+
+
+def rehearse(
+    config: RunConfig, copies: LocalCopies = NONE, *, quantized: Path | None = None
+) -> tuple[RunConfig, Rehearsal]:
+    """Run a few micro-batches in a process of its own; return the configuration, with chosen sizes, and the record.
+
+    With `parallel.sizes = "auto"` the process first chooses the sizes; sizes that are given are tried on the graph.
+    Raises that process's error, ConfigError with everything that is wrong, or RuntimeUnavailable when it crashes.
+    quantized: the directory of the model that `quantize.aware` has made.
+    """
+    if config.launch.rehearsal == "off":
+        return _planned(config, copies, quantized), Rehearsal(not_rehearsed=("everything: launch.rehearsal is 'off'",))
+    with _process("rehearse", config, copies, quantized=quantized) as folder:
+        if config.parallel.sizes == "auto":
+            config = with_plan(config, read_record(folder / "plan.json", Plan))
+        found = read_record(RunDir(folder).rehearsal, Rehearsal)
+    model = config.model.model_copy(update={"fixed_batch": found.fixed_batch})
+    precision = config.precision.model_copy(update={"compute": found.compute or config.precision.compute})
+    return config.model_copy(update={"model": model, "precision": precision}), found
+
+
+def _planned(config: RunConfig, copies: LocalCopies, quantized: Path | None) -> RunConfig:
+    """Return the configuration, with the sizes that the planner chose; sizes that are given are tried on the graph."""
+    if not needs_plan(config):
+        return config
+    try:
+        return with_plan(config, plan(config, copies, quantized))
+    except UnsupportedModel:
+        if may_train_unplanned(config):
+            return config
+        raise
+
+
+def plan(config: RunConfig, copies: LocalCopies = NONE, quantized: Path | None = None) -> Plan:
+    """Return the plan of a run: layout, memory and messages. A process of its own makes it, because it imports torch.
+
+    Raises that process's error (ConfigError, UnsupportedModel: the graph cannot be divided like that), or
+    RuntimeUnavailable when the process ends without a plan.
+    """
+    with _process("plan", config, copies, quantized=quantized) as folder:
+        return read_record(folder / "plan.json", Plan)
+
+
+@contextlib.contextmanager
+def _process(command: str, config: RunConfig, copies: LocalCopies, *, quantized: Path | None = None) -> Iterator[Path]:
+    """Run `python -m onward.trainer COMMAND` on a configuration; yield the directory with the records that it left."""
+    with tempfile.TemporaryDirectory(prefix=f"onward-{command}-") as name:
+        folder = Path(name)
+        _write_config(folder, config, copies)
+        ahead = _begun.pop() if _begun and command == "rehearse" else None
+        if ahead and ahead.folder.joinpath("config.json").read_bytes() == (folder / "config.json").read_bytes():
+            _check(command, ahead.folder, how_it_ended(ahead.process, ahead.folder / "process.log"))
+            yield ahead.folder
+            return
+        if quantized is not None and quantized.is_dir():
+            shutil.copytree(quantized, RunDir(folder).quantized)
+        elif config.quantize.aware and command != "quantize":
+            _run("quantize", folder)
+        _run(command, folder)
+        yield folder
+
+
+def _write_config(folder: Path, config: RunConfig, copies: LocalCopies) -> None:
+    write_record(folder / "config.json", with_columns(with_copies(config, copies)))
+
+
+def _run(command: str, folder: Path) -> None:
+    """Run one command of the trainer on the configuration in `folder`. Raises its error, or RuntimeUnavailable."""
+    process_log = folder / "process.log"
+    process = start_module("onward.trainer", command, str(folder), folder=folder, log=process_log)
+    _check(command, folder, how_it_ended(process, process_log))
+
+
+def _check(command: str, folder: Path, ending: str) -> None:
+    if refusal_in(folder).exists():
+        raise own_error(read_record(refusal_in(folder), Refusal))
+    if ending:
+        raise RuntimeUnavailable(f"`python -m onward.trainer {command}` {ending}")

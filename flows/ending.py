@@ -34,7 +34,7 @@ from onward.trainer.errors import (
 )
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import RunEnding, begin, end, ending_of
-from onward.trainer.run.records import recorded_error
+from onward.trainer.run.refusals import recorded_error
 from onward.trainer.run.reserved import NO_SPACE, disk_full, is_full, no_space
 
 log = logging.getLogger(__name__)

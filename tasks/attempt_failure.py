@@ -15,7 +15,8 @@ from onward.trainer.events import last_beat
 from onward.trainer.run.attempt_endings import AttemptEnding
 from onward.trainer.run.causes import Cause, explain, memory_advice
 from onward.trainer.run.directory import RunDir, read_settings
-from onward.trainer.run.records import RankError, RuntimeReport, read_record, recorded_error, write_record
+from onward.trainer.run.records import RankError, RuntimeReport, read_record, write_record
+from onward.trainer.run.refusals import recorded_error
 
 TAIL_LINES = 20
 TAIL_BYTES = 1 << 16

@@ -53,14 +53,13 @@ from onward.trainer.run.durable_files import durable_file, remove_partials
 from onward.trainer.run.records import (
     CheckpointInfo,
     ExportedModel,
-    Refusal,
     RunIdentity,
     TrainResult,
     Variant,
-    own_error,
     read_record,
     write_record,
 )
+from onward.trainer.run.refusals import Refusal, own_error
 from onward.trainer.run.stores import upload
 
 log = logging.getLogger(__name__)

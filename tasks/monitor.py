@@ -86,6 +86,8 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     show_curve(run)
     for file in write_tables(run, tables):
         shipping.file(file, "classes")
+    for file in sorted(run.profile.glob("rank-*")):
+        shipping.file(file, "profile")
     shipping.finish(
         summary.status,
         patience_s=0 if is_full(run.root) else patience_s,

@@ -23,7 +23,8 @@ from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs
 from onward.trainer.run.directory import RunDir, refusal_in
 from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
 from onward.trainer.run.quantized_record import Quantized
-from onward.trainer.run.records import Refusal, Rehearsal, own_error, read_record, write_record
+from onward.trainer.run.records import Rehearsal, read_record, write_record
+from onward.trainer.run.refusals import Refusal, own_error
 
 log = logging.getLogger(__name__)
 

@@ -95,7 +95,8 @@ def scratch_run(run: RunDir, start: int) -> Iterator[RunDir]:
         scratch.checkpoints.mkdir(parents=True)
         settings = read_settings(run)
         saving = settings.checkpoint.model_copy(update={"period": 0})  # only at the step to reach
-        write_record(scratch.config, settings.model_copy(update={"checkpoint": saving}))
+        unprofiled = settings.monitor.model_copy(update={"profile_steps": ()})
+        write_record(scratch.config, settings.model_copy(update={"checkpoint": saving, "monitor": unprofiled}))
         identity = read_record(run.identity, RunIdentity)
         nowhere = {"mlflow_run_id": "", "mlflow_url": "", "prefect_url": "", "tracking_uri": ""}
         write_record(scratch.identity, identity.model_copy(update=nowhere))

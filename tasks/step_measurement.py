@@ -80,6 +80,7 @@ def few_steps(config: RunConfig, steps: int) -> RunConfig:
         "checkpoint": config.checkpoint.model_copy(update={"period": 0, "minutes": 0.0, "load": ""}),
         "stop": StopConfig(max_hours=LONGEST_H),
         "schedule": ScheduleConfig(),
+        "monitor": config.monitor.model_copy(update={"profile_steps": ()}),
     }
     return config.model_copy(update=changes)
 

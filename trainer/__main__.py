@@ -90,12 +90,14 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
     # After `connect` has checked the world size: these imports take seconds.
     from onward.trainer.distributed.arithmetic import named_if_not_deterministic
     from onward.trainer.loop import train
+    from onward.trainer.parallel.memory_snapshot import memory_snapshots
 
     def stop_requested() -> bool:
         return stop.requested or 0 < until <= heartbeat.step
 
     usage = recorded_usage(run, attempt=attempt, rank=mpi.rank, local_rank=mpi.local_rank, host=mpi.host)
-    with named_if_not_deterministic(), usage:
+    memory = memory_snapshots(config, run, mpi, attempt=attempt, step=lambda: heartbeat.step)
+    with named_if_not_deterministic(), usage, memory:
         result = train(config, run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=stop_requested)
     # This file is the only proof of success; the exit status of mpirun is none.
     if mpi.rank == 0:

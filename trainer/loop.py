@@ -46,9 +46,11 @@ from onward.trainer.optim.loss_scaler import LossScaler
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.optim.state import load_optimizer_parts, optimizer_parts, optimizer_shapes
+from onward.trainer.parallel.memory_snapshot import keep_graph_frames
 from onward.trainer.parallel.nonfinite.replay import BadValues
 from onward.trainer.parallel.peak import peak_of_ranks
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
+from onward.trainer.parallel.profiling.step_profiler import StepProfiler
 from onward.trainer.parallel.rank_model import build_rank_model
 from onward.trainer.parallel.sample_flops import count_sample_flops
 from onward.trainer.parallel.throughput import Throughput
@@ -100,6 +102,7 @@ def train(
     trainable = open_with_teacher(config, cached=bool(rows.soft_labels))
     flops = count_sample_flops(trainable.module, config, example, batches, mpi, beat=beat)  # before it is divided
     model = build_rank_model(trainable, config, mesh, mpi, example=example, one_shape=one_shape, beat=beat)
+    keep_graph_frames(model.stages, config.monitor)
     del trainable  # what the graph still refers to would be kept
     reducer, trained = model.reducer, model.trained
     pipeline = Pipeline(
@@ -113,6 +116,7 @@ def train(
         group_data=mesh.get_group("data"),
         counts_loss=here.tensor == 0,
     )
+    profiler = StepProfiler(config, run, model, pipeline, mpi, attempt=attempt, num_steps=num_steps, beat=beat)
 
     # -- 4. What changes the weights
     optimizer = build_optimizer(
@@ -230,14 +234,18 @@ def train(
         rate = learning_rate(step, optimizer=config.optimizer, schedule=config.schedule, num_steps=num_steps)
         set_learning_rate(optimizer, rate)
 
+        profiler.begin(step)  # it ends before evaluation and checkpoint
         micro_batches = batches.take(state.samples_seen, size)
+        profiler.phase("pipeline")
         part = pipeline.run(micro_batches, reducer, scale=scaler.scale, beat=heartbeat.beat)
+        profiler.phase("gradient reduction")
         own_squares = reducer.reduce()  # whatever overlap did not already do
         # one all-reduce and one read of the device for all: ranks must take the same branch and stop at the same step;
         # whole numbers are ranks that were asked to stop, and the half is that of rank 0, whose clock says "save"
         asked = stop_requested() + 0.5 * checkpoints.is_due()
         sums = reducer.sum(own_squares, part, asked, batches.wait_s, trained_s(), *pace.work_of(micro_batches))
         squares, loss, asked, waits_s, seconds, *work = sums
+        profiler.phase("optimizer")
         pace.wait_s += waits_s / mpi.world_size
         norm = math.sqrt(squares) / scaler.scale
         passed_over = step in config.train.skip_steps
@@ -267,6 +275,7 @@ def train(
             optimizer.step()
             averages.update(step)
             scaler.grow()
+        profiler.phase("other")
         state = state.advance(size, scaler.state(), trained_s=seconds)
         stopping, due = asked >= 1, asked % 1 > 0
         ending = is_out_of_time(state.stop, config) or step == num_steps
@@ -277,6 +286,7 @@ def train(
         if not overflowed and (every(config.train.log_period, step) or stopping or ending):
             cost = pace.values(step)
             events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **cost)
+        profiler.end(step)
         spent.lap("steps", wait_s=waits_s / mpi.world_size)
         evaluates = evaluation_is_due(config.train.evaluation_period, state, size, num_rows=batches.num_rows)
         if evaluates or ending:
@@ -295,6 +305,7 @@ def train(
             pace.begin(step)
 
     # -- 7. Leave nothing half-written
+    profiler.close()
     checkpoints.close(heartbeat.beat)
     batches.close()
     reducer.close()

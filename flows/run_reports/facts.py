@@ -26,14 +26,15 @@ from onward.trainer.run.ending import RunEnding, ending_of
 from onward.trainer.run.records import (
     ExportedModel,
     MetricsSummary,
-    Refusal,
     Rehearsal,
     RunIdentity,
     RuntimeReport,
     TrainResult,
     read_record,
 )
+from onward.trainer.run.refusals import Refusal
 from onward.trainer.run.sample_records import Samples
+from onward.trainer.run.step_profile import StepProfile, read_profiles
 from onward.trainer.run.time_account import TimeAccount, time_account
 
 R = TypeVar("R", bound=BaseModel)
@@ -112,6 +113,8 @@ class RunFacts:
     classes: Sequence[ClassTable]
     samples: Samples | None
     changes: Difference | None
+    profiles: Sequence[StepProfile]
+    """Of the ranks, where the time of `monitor.profile_steps` went."""
     tokens_per_sample: float
     """Mean over the training data; 0 if its samples are no token sequences."""
     left_out: Sequence[str]
@@ -189,6 +192,7 @@ def read_facts(run: RunDir) -> RunFacts:
         classes=[table for table in tables if table],
         samples=read(samples_in(run.export), Samples),
         changes=read(changes_in(run.export), Difference),
+        profiles=known("the profile", lambda: read_profiles(run), []),
         tokens_per_sample=_tokens_per_sample(run, config, manifest, left_out),
         left_out=left_out,
     )

@@ -18,6 +18,7 @@ from onward.flows.run_reports.curves import COLOURS, Line, Marks, draw, draw_cou
 from onward.flows.run_reports.facts import EVALUATION, RunFacts, Series, settings_as_text
 from onward.flows.run_reports.summary import results, verdict
 from onward.trainer.diagnostics.difference import TensorChange
+from onward.trainer.run.step_profile import other_rows, slowest_nodes
 from onward.trainer.run.time_account import PARTS, TimeAccount
 
 MOST_EVALUATED = 8
@@ -86,6 +87,7 @@ def page_of(facts: RunFacts) -> str:
         marks=_marks(facts),
         time=time_rows(facts.account) if facts.account else [],
         parts=PARTS,
+        profile=profile_of(facts),
         residuals=_residuals(facts),
         losses=_losses_of_rows(facts),
         changes=_changes(facts),
@@ -200,6 +202,23 @@ def time_rows(account: TimeAccount) -> list[dict[str, Any]]:
         }
         for name, seconds, colour, what in rows
     ]
+
+
+def profile_of(facts: RunFacts) -> dict[str, Any]:
+    """Return the slowest nodes of the profiled steps, and what is not a node; {} without a profile."""
+    if not facts.profiles:
+        return {}
+    first = facts.profiles[0]
+    steps = f"step {first.first_step:,}" + f" to {first.last_step:,}" * (first.last_step > first.first_step)
+    return {
+        "steps": steps,
+        "step_ms": max(each.step_ms for each in facts.profiles),
+        "num_ranks": len(facts.profiles),
+        "note": first.note,
+        "nodes": slowest_nodes(facts.profiles),
+        "others": other_rows(facts.profiles),
+        "num_nodes": len({row.name for each in facts.profiles for row in each.rows if row.kind == "node"}),
+    }
 
 
 def _changes(facts: RunFacts) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""One weight update of Onward beside a hand-written PyTorch loop: the same model, batch and machine.
+"""One weight update of Onward, by default, beside a hand-written PyTorch loop: the same model, batch and machine.
 
     python -m tests.bench.update_time [--rounds 7] [--json]
 
 Both sides run in one process, turn and turn about, so that whatever else the machine does hits both.
 A round is a few updates of one side, then of the other; the figure is the median over the rounds of the
 ratio of their wall times (below 1: Onward is faster). With 2 ranks the hand-written side is
-DistributedDataParallel. Hand-written means: the module in plain torch (torchvision's SqueezeNet v1.1; a
-GPT-2 with scaled_dot_product_attention), fused AdamW, clip_grad_norm_, cross-entropy - what one would write
-without Onward.
+DistributedDataParallel. Hand-written means: the module in plain torch (torchvision's SqueezeNet v1.1 in
+channels-last format; a GPT-2 with scaled_dot_product_attention), fused AdamW, clip_grad_norm_,
+cross-entropy - what one would write without Onward.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.model import GraphConfig, ModelConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight
+from onward.trainer.model.compile import accelerate
+from onward.trainer.model.losses.loss import Losses
 from onward.trainer.onnx_graph.reference_models import build_squeezenet
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.driver import to_module
@@ -42,7 +45,7 @@ from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import build_stages
 from onward.trainer.parallel.replicas.reducer import Reducer
 from tests.bench.handwritten import gpt2_from, gpt2_model
-from tests.support.losses import losses_of
+from tests.support.losses import loss_of
 from tests.support.ranks import run_ranks
 
 UPDATES = 5
@@ -50,7 +53,7 @@ GPT2_SIZES = {"vocabulary": 256, "length": 256, "layers": 4, "heads": 4, "width"
 
 
 def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
-    """(imported, hand-written, batch)."""
+    """(imported, hand-written in channels-last format, as PyTorch's guide for CPUs advises, batch)."""
     import_torchvision()
     from torchvision.models import squeezenet1_1
 
@@ -58,7 +61,7 @@ def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
     batch = Batch(
         (torch.randn(batch_size, 3, 32, 32),), (torch.randint(0, 10, (batch_size,)),), batch_size, (batch_size,)
     )
-    return imported, squeezenet1_1(num_classes=10), batch
+    return imported, squeezenet1_1(num_classes=10).to(memory_format=torch.channels_last), batch
 
 
 def gpt2(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
@@ -73,12 +76,14 @@ MODELS = {"squeezenet": (squeezenet, 32), "gpt2": (gpt2, 8)}
 
 
 def onward_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Callable[[], float]:
-    """One update with the nouns of the loop."""
+    """One update with the nouns of the loop, of a graph as a run computes it by default."""
+    accelerate(cast("fx.GraphModule", module), GraphConfig(), mpi.device, rows=batch.size)
     mesh = make_mesh(mpi, ParallelDims(data=mpi.world_size), timeout_s=60)
     (stage,) = build_stages(module, [split(module, ())], {})  # the graph as one unit
     pipeline = Pipeline(
         [stage],
-        losses_of(ModelConfig(path="-"), ["output"]),
+        # the GPT-2 has as many tokens in a row as in its vocabulary
+        Losses([loss_of(ModelConfig(path="-")).model_copy(update={"class_axis": -1})], ["output"]),
         schedule="1f1b",
         stages_for=lambda inputs: [stage],
         autocast=nullcontext,

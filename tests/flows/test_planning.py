@@ -73,7 +73,8 @@ def configured(settings: dict[str, dict[str, Any]], **sections: dict[str, Any]) 
 def test_a_plan_says_where_the_time_of_a_step_is_from(
     settings: dict[str, dict[str, Any]], home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = configured(settings)
+    # steps to profile, which the measurement does not have
+    config = configured(settings, monitor={"profile_steps": [14, 15]})
     before = api.plan(config)
     assert before.time.source == "estimate"
     assert before.time.said.startswith("not measured: estimated from counted FLOPs for CPU")

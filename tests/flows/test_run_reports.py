@@ -22,7 +22,9 @@ from onward.trainer.events import EventWriter
 from onward.trainer.run.directory import RunDir, refusal_in, samples_in
 from onward.trainer.run.ending import RunEnding
 from onward.trainer.run.phases import phases
-from onward.trainer.run.records import Refusal, write_record
+from onward.trainer.run.records import write_record
+from onward.trainer.run.refusals import Refusal
+from onward.trainer.run.step_profile import ProfileRow, StepProfile, record_of
 from tests.support.report_runs import Page, reported_run
 
 SECTIONS = ["curves", "time", "attempts", "classes", "samples", "changes", "export", "environment", "configuration"]
@@ -96,6 +98,52 @@ def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
     assert "<script>alert(1)</script>" in page.text  # of a sample, as text
     assert "<img src=x onerror=alert(1)>" in page.text
     assert "<img" not in markdown(facts)
+
+
+def test_profiled_steps_are_shown_by_node_over_all_ranks(tmp_path: Path) -> None:
+    run = reported_run(tmp_path / "run")
+    nodes = [
+        ProfileRow(kind="node", name=f"n{place}", operator="Relu", calls=2, forward_ms=1.0, ms=1.0, share=0.01)
+        for place in range(12)
+    ]
+    for rank, ms in enumerate((30.0, 50.0)):
+        own = ProfileRow(
+            kind="node",
+            name=f"/layer.{rank}/<Add>",
+            operator="MatMul + Add",
+            calls=2,
+            forward_ms=ms / 4,
+            backward_ms=ms / 4,
+            ms=ms / 2,
+            share=0.5,
+            output_bytes=4096,
+        )
+        shared = ProfileRow(kind="node", name="shared", operator="Gather", forward_ms=ms / 5, ms=ms / 5, share=0.2)
+        rest = ProfileRow(kind="other", name="optimizer", ms=ms / 10, share=0.1 * (rank + 1))
+        found = StepProfile(
+            rank=rank,
+            replica=0,
+            stage=rank,
+            tensor=0,
+            attempt=1,
+            device="cpu",
+            first_step=20,
+            last_step=24,
+            step_ms=ms,
+            rows=(own, shared, rest, *nodes),
+        )
+        write_record(record_of(run, rank), found)
+    page = Page(page_of(read_facts(run)))
+    assert page.sections == [*SECTIONS[:2], "profile", *SECTIONS[2:]]
+    for text in (
+        "Step 20 to 24: 50 ms a step on the slowest of 2 ranks; a node that several ranks compute has their mean.",
+        "/layer.1/<Add> MatMul + Add 2 12.500 12.500 50.0 % 4.1 kB",
+        "shared Gather 0 8.000 0.000 20.0 %",
+        "optimizer 15.0 %",
+        "The 10 slowest of 15 nodes",
+    ):
+        assert text in page.text
+    assert page.text.index("/layer.1/") < page.text.index("/layer.0/") < page.text.index("shared Gather")
 
 
 def test_a_regression_shows_its_residuals(tmp_path: Path) -> None:

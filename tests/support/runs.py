@@ -71,11 +71,23 @@ def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array],
     return run
 
 
-def start_attempt(run: RunDir, *, pause_at: tuple[str, int] | None = None) -> subprocess.Popen[bytes]:
-    """Start mpirun on the run's next attempt, as bare as it can be; `pause_at`: see tests/support/paused.py."""
+def start_attempt(
+    run: RunDir,
+    *,
+    pause_at: tuple[str, int] | None = None,
+    starve_at: tuple[str, int] | None = None,
+    forked: bool = True,
+) -> subprocess.Popen[bytes]:
+    """Start mpirun on the run's next attempt, as bare as it can be.
+
+    pause_at, starve_at: see tests/support/paused.py and starved.py. forked: by the server of ranks, which is quicker,
+    but calls no exception hook.
+    """
     attempt = run.begin_attempt()
     pause = ["tests.support.paused", *map(str, pause_at)] if pause_at else []
-    ranks = [*rank_server.command(), "-m", *pause, "onward.trainer", "train", str(run.root)]
+    starve = ["tests.support.starved", *map(str, starve_at)] if starve_at else []
+    python = rank_server.command() if forked else [sys.executable]
+    ranks = [*python, "-m", *pause, *starve, "onward.trainer", "train", str(run.root)]
     with run.log(attempt).open("wb") as log:
         return subprocess.Popen(
             [f"{sys.prefix}/bin/mpirun", "-n", str(read_config(run).world_size), "--bind-to", "none", *ranks],

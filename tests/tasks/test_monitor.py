@@ -207,6 +207,9 @@ def test_the_usage_of_every_node_is_sent_once_and_files_are_artifacts(tmp_path: 
     tracker = new_run()
     run = make_run(tmp_path, tracker)
     run.packages.write_text("torch==2.13\n")
+    run.profile.mkdir()
+    for name in ("rank-00000.csv", "rank-00000.trace.json.gz", ".rank-00001.csv.1.partial"):
+        (run.profile / name).write_bytes(b"x")
     for attempt_number in (1, 2):
         attempt(run, first=5 * attempt_number - 4, last=5 * attempt_number, status="done" * (attempt_number - 1))
         for rank, node in ((0, "gpu-1"), (8, "gpu-2")):
@@ -219,6 +222,10 @@ def test_the_usage_of_every_node_is_sent_once_and_files_are_artifacts(tmp_path: 
     assert points(tracker, "system/gpu-2/cpu_utilization_percentage") == [(1, 58.0), (2, 58.0)]
     assert [file.path for file in client(tracker).list_artifacts(tracker.run_id, "environment")] == [
         "environment/packages.txt"
+    ]
+    assert [file.path for file in client(tracker).list_artifacts(tracker.run_id, "profile")] == [
+        "profile/rank-00000.csv",
+        "profile/rank-00000.trace.json.gz",
     ]
 
 

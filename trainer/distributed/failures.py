@@ -25,7 +25,7 @@ from typing import IO
 
 from onward.trainer.distributed.launched import launched_rank
 from onward.trainer.errors import Fenced, OnwardError, OutOfMemory, Refused, Stopped, TrainingFailed
-from onward.trainer.run.causes import explain, memory_advice
+from onward.trainer.run.causes import Cause, explain, memory_advice
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import RankError
 from onward.trainer.run.reserved import disk_full, reserve, write_reserved
@@ -119,12 +119,16 @@ def own_error_of(error: BaseException, run: RunDir) -> BaseException:
     if not isinstance(error, OnwardError) and (full := disk_full(error, run.root)):
         return full
     cause = explain(str(error)) if isinstance(error, RuntimeError) else None
+    if isinstance(error, MemoryError):  # of Python or numpy
+        cause = Cause(OutOfMemory, str(error) or "the process got no more memory")
     if cause is None or cause.kind is TrainingFailed:
         return error
     advice = ""
     if cause.kind is OutOfMemory:
         with contextlib.suppress(OnwardError):  # the configuration, too, may be what is wrong
             advice = f". {memory_advice(read_config(run))}"
+    # such as the path of a snapshot of the memory
+    advice += "".join(f". {note}" for note in getattr(error, "__notes__", ()) if cause.kind is OutOfMemory)
     return cause.kind(f"{cause.sentence}{advice}")
 
 

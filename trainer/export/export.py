@@ -64,7 +64,8 @@ from onward.trainer.run.directory import (
     samples_in,
 )
 from onward.trainer.run.durable_files import fsync, write_durably
-from onward.trainer.run.records import ExportedModel, Refusal, RunIdentity, read_record, write_record
+from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
+from onward.trainer.run.refusals import Refusal
 from onward.trainer.run.reserved import reserve, write_reserved
 
 log = logging.getLogger(__name__)

@@ -42,6 +42,7 @@ from onward.trainer.onnx_import.imported_graph import (
     output_nodes,
 )
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
+from onward.trainer.onnx_import.origins import rename_origins
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.trial_sizes import declared_batch
 
@@ -181,6 +182,7 @@ def _copied(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> f
     copied.meta = dict(node.meta) | {"teacher": True}
     if "onnx" in node.meta:  # the files may use the same names
         copied.meta["onnx"] = tuple(TEACHER + name for name in node.meta["onnx"])
+    rename_origins(copied, TEACHER)
     return copied
 
 

@@ -37,6 +37,7 @@ from onward.trainer.onnx_import.function_bodies import (
     local_body,
     outer_names_read,
 )
+from onward.trainer.onnx_import.origins import mark_origin
 from onward.trainer.onnx_import.registry import RULES, Call, run_rule
 from onward.trainer.onnx_import.runtime_node import LocalFunctions, NodeContext, RuntimeNode
 from onward.trainer.onnx_import.tracing import Tracer
@@ -185,6 +186,7 @@ class GraphLowering:
                 continue  # it depends on a node with a problem, which is reported once
             if not self.depth:
                 self.before(node, values)
+            recorded = len(self.tracer.graph.nodes)
             try:
                 results = self._node(node if self.eager else _without_unread(node, read), values, opsets)
             except UnsupportedNode as error:
@@ -201,6 +203,8 @@ class GraphLowering:
                 for name, result in zip(node.output, results, strict=False):
                     if isinstance(result, Traced):
                         result.node.meta["onnx"] = (*result.node.meta.get("onnx", ()), name)  # names for cuts
+                if not self.depth and not self.eager:
+                    mark_origin(self.tracer.graph, recorded, node)
 
     def _node(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
         """Lower one node; as a RuntimeNode if its rule needs values that are known only when the graph runs."""

@@ -31,6 +31,14 @@ def explain(text: str) -> Cause | None:
     return None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether torch, CUDA or Python has got no more memory."""
+    if isinstance(error, MemoryError):
+        return True
+    cause = explain(str(error)) if isinstance(error, RuntimeError) else None
+    return cause is not None and cause.kind is OutOfMemory
+
+
 def memory_advice(config: RunConfig) -> str:
     """Return what to change so that a rank needs less memory, with the present values."""
     parallel, size = config.parallel, config.micro_batch_size

@@ -35,6 +35,10 @@ it.
         phases.jsonl            when each phase of the flow began (phases.py)   the flow
         nodes/rank-00000.jsonl  what the job uses of the node with this first rank     that rank
         nodes/rank-00000.cursor how much of it is in MLflow             monitor
+        profile/rank-00000.json StepProfile: where the time of `monitor.profile_steps` went, by node     that rank
+        profile/rank-00000.csv, rank-00000.trace.json.gz    the same as a table; the trace, for Perfetto    that rank
+        memory/001-rank-00003.json    MemorySnapshot: the largest tensors of a rank whose memory ran out; with CUDA
+                                also 001-rank-00003.pickle, for pytorch.org/memory_viz    that rank
         closed                  exists once nothing more is written to the log  the flow
         checkpoints/step-000000100/   manifest.json, rank-00000.safetensors     all ranks
         checkpoints/announced.json    CheckpointInfo of each verified checkpoint     checkpoint
@@ -182,6 +186,10 @@ class RunDir:
     def nodes(self) -> Path:
         return self.root / "nodes"
 
+    @property
+    def profile(self) -> Path:
+        return self.root / "profile"
+
     def usage_of(self, rank: int) -> Path:
         return self.nodes / f"rank-{rank:05d}.jsonl"
 
@@ -256,6 +264,10 @@ class RunDir:
 
     def rank_error(self, attempt: int, rank: int) -> Path:
         return self.errors / f"{attempt:03d}-rank-{rank:05d}.json"
+
+    @property
+    def memory(self) -> Path:
+        return self.root / "memory"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:09d}"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from onward.trainer import errors
 from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.config.sections.model import FixedBatch
-from onward.trainer.errors import OnwardError, RecordError
+from onward.trainer.errors import RecordError
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.validation import first_problem
 
@@ -357,30 +356,6 @@ class Rehearsal(Record):
         if self.compute:
             parts.append(f"precision.compute 'auto' is {self.compute}")
         return f"rehearsed in {self.elapsed_s:.1f} s: " + "; ".join(parts)
-
-
-class Refusal(Record):
-    """Why a process refused: its error, in place of the record that it would have written."""
-
-    kind: str
-    """The name of its class in trainer/errors.py."""
-    problems: tuple[str, ...]
-
-
-def own_error(refusal: Refusal) -> OnwardError:
-    """Return the error that another process recorded, to raise it in this one."""
-    error = recorded_error(refusal.kind, refusal.problems)
-    assert error is not None, f"{refusal.kind} is not a class of trainer/errors.py"
-    return error
-
-
-def recorded_error(kind: str, problems: Sequence[str], *, where: str = "") -> OnwardError | None:
-    """Return an error of the class named `kind`; None if it is not one of Onward's. `where`: text, such as the rank
-    that raised it, before the message of an error that has only one."""
-    found = getattr(errors, kind, None)
-    if not (isinstance(found, type) and issubclass(found, OnwardError)):
-        return None
-    return found(problems) if issubclass(found, errors.Refused) else found(where + "\n".join(problems))
 
 
 R = TypeVar("R", bound=BaseModel)

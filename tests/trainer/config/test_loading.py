@@ -202,6 +202,26 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"train": {"num_steps": 1, "global_batch_size": 30, "gradient_accumulation_steps": 4}, "parallel": {"data": 2}},
         ["30", "2 replicas x 4 micro-batches = 8", "24 and 32"],
     ),
+    "one profiled step": (
+        {"monitor": {"profile_steps": [3]}},
+        ["monitor.profile_steps", "such as [20, 24]", "not [3]"],
+    ),
+    "profiled steps backwards": (
+        {"monitor": {"profile_steps": [4, 3]}},
+        ["monitor.profile_steps", "the first step 4 is after the last one, 3"],
+    ),
+    "too many profiled steps": (
+        {"train": {"num_steps": 500}, "monitor": {"profile_steps": [10, 60]}},
+        ["monitor.profile_steps", "51 steps are more than 50: all their events are kept in memory"],
+    ),
+    "a profiled step before the first": (
+        {"monitor": {"profile_steps": [-1, 3]}},
+        ["monitor.profile_steps", "greater than 0"],
+    ),
+    "profiled steps beyond the end": (
+        {"monitor": {"profile_steps": [4, 6]}},
+        ["monitor.profile_steps [4, 6] goes beyond the last step of the run: train.num_steps is 5"],
+    ),
     "no length": ({"train": {}}, ["num_steps is 0", "num_epochs is 0"]),
     "two lengths": ({"train": {"num_steps": 5, "num_epochs": 2}}, ["num_steps is 5", "num_epochs is 2"]),
     "scale without fp16": ({"precision": {"loss_scale": 8}}, ["loss_scale 8", "fp32"]),

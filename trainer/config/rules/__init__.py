@@ -40,6 +40,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     model_and_data.dropout,
     ranks.compilation,
     results.export,
+    results.profile,
     model_and_data.balance,
     quantization.aware,
 )

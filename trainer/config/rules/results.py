@@ -8,8 +8,9 @@ from onward.trainer.config.losses import LossConfig, filled
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import MetricConfig, evaluation_names, is_library
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
+from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig, MonitorConfig
 from onward.trainer.config.sections.teacher import TeacherConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.config.urls import redacted, url_of
 
 
@@ -69,3 +70,13 @@ def promotion(
         )
     if not export.alias and given != type(given)():
         yield "export.promote_if has no effect without export.alias, the alias that moves"
+
+
+def profile(monitor: MonitorConfig, train: TrainConfig) -> Iterable[str]:
+    # with train.num_epochs the number of steps is known to the ranks, who count the rows
+    if monitor.profile_steps and train.num_steps and monitor.profile_steps[1] > train.num_steps:
+        first, last = monitor.profile_steps
+        yield (
+            f"monitor.profile_steps [{first}, {last}] goes beyond the last step of the run: train.num_steps is "
+            f"{train.num_steps}"
+        )

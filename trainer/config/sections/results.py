@@ -12,6 +12,9 @@ from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.section import Section
 from onward.trainer.config.urls import Location
 
+MOST_PROFILED_STEPS = 50
+"""Most steps that are profiled."""
+
 
 class CheckpointConfig(Section):
     """When to save checkpoints, which to keep, and where to start from."""
@@ -61,6 +64,26 @@ class MonitorConfig(Section):
     """Glob patterns of weights whose L2 norm and gradient norm are recorded."""
     summary_period: PositiveInt = 100
     """Steps between histograms and norms."""
+    profile_steps: tuple[PositiveInt, ...] = ()
+    """The first and the last step to profile, such as `[20, 24]`: where their time goes, by node of the ONNX file. Each
+    rank leaves a table and a trace for Perfetto in `profile/`. Empty = none. The weights do not depend on it."""
+    memory_snapshot: bool = False
+    """Write down what is in the memory of a rank when it runs out: its largest tensors by name, and on a GPU the record
+    of its allocations for pytorch.org/memory_viz, whose recording costs a little time in every step."""
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _are_first_and_last(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
+        if len(steps) not in (0, 2):
+            raise ValueError(f"give the first and the last step, such as [20, 24], or [] for none; not {list(steps)}")
+        if steps and steps[0] > steps[1]:
+            raise ValueError(f"the first step {steps[0]} is after the last one, {steps[1]}")
+        if steps and steps[1] - steps[0] >= MOST_PROFILED_STEPS:
+            raise ValueError(
+                f"{steps[1] - steps[0] + 1} steps are more than {MOST_PROFILED_STEPS}: all their events are kept in "
+                "memory, and a few steps show where the time goes"
+            )
+        return steps
 
     @field_validator("tracking_uri")
     @classmethod

@@ -34,6 +34,7 @@ from onward.trainer.data.reading.npz_files import npz_blocks
 from onward.trainer.data.reading.saved_datasets import saved_dataset
 from onward.trainer.data.reading.tables import csv_blocks, json_blocks
 from onward.trainer.data.storage.arrow_files import arrow_blocks, parquet_blocks
+from onward.trainer.data.storage.parquet_footers import check_footers
 from onward.trainer.data.storage.tensorproto_files import proto_blocks
 from onward.trainer.data.tables.series_windows import source_columns, windowed
 from onward.trainer.data.text.documents import text_blocks, unit_of
@@ -280,6 +281,8 @@ def _blocks(
         ):
             yield source.format, block
     else:
+        if source.format == "parquet":
+            check_footers([path for _, path in source.files])
         for name, path in source.files:
             # only in CSV the type of a cell is not written down
             csv = source.format == "csv"

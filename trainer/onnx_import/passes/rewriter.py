@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from onward.trainer.onnx_import.origins import mark_fused
 from onward.trainer.onnx_import.probing import TORCH_ERRORS
 
 Rewrite = Callable[["Rewriter", fx.Node], fx.Node]
@@ -46,6 +47,7 @@ class Rewriter:
         self.graph = graph
         self.root = root
         self._made: list[fx.Node] = []
+        self._erased: list[fx.Node] = []
 
     # -- properties of a value
 
@@ -199,7 +201,7 @@ class Rewriter:
         return sum(self._replaced(rewrite, node) for node in nodes if not node._erased)
 
     def _replaced(self, rewrite: Rewrite, node: fx.Node) -> bool:
-        self._made = []
+        self._made, self._erased = [], []
         try:
             with self.graph.inserting_before(node):
                 new = rewrite(self, node)
@@ -215,6 +217,7 @@ class Rewriter:
             new.meta["onnx"] = (*new.meta.get("onnx", ()), *names)
         node.replace_all_uses_with(new)
         self.remove(node)
+        mark_fused(self._made, new, node, self._erased)
         return True
 
     def _discard(self, node: fx.Node) -> None:
@@ -228,5 +231,6 @@ class Rewriter:
             return
         operands = list(node.all_input_nodes)
         self.graph.erase_node(node)
+        self._erased.append(node)
         for operand in operands:
             self.remove(operand)

@@ -49,6 +49,12 @@ class Probes:
     def installed(self, stages: Sequence[Stage]) -> Iterator[None]:
         """Look at what these stages compute inside a block."""
         graphs: list[nn.Module] = []
+        before: dict[nn.Module, Any] = {
+            module: forward
+            for stage in stages
+            for module in stage.chain.modules()
+            if isinstance(module, Compiled | fx.GraphModule) and (forward := vars(module).get("forward"))
+        }
         for stage in stages:
             probed = _StageRun(self, stage)
             for module in stage.chain.modules():
@@ -65,6 +71,8 @@ class Probes:
         finally:
             for module in graphs:
                 del vars(module)["forward"]
+            for module, forward in before.items():
+                _replace_forward(module, forward)
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()

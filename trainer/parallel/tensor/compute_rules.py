@@ -1,20 +1,13 @@
-"""Sharding rules of the calls that compute: element by element, products, attention, normalisation, reductions.
+"""Sharding rules of the calls that compute: element by element, attention, normalisation, reductions.
 
 A rule says which dimension of a call's output is sharded, and notes what else the call needs: this rank's part of a
-weight or operand, this rank's number in an argument. Two convolutions, by channels, over 2 ranks:
-
-    x [n, 3, h, w] --- conv [64, 3, 3, 3] --- batch_norm --- relu --- conv [64, 64, 3, 3] --- bias ---
-
-    x --- copy_to_region --- conv [32, 3, 3, 3] --- batch_norm --- relu --- conv [64, 32, 3, 3] --- all-reduce --- bias
-                             output channels        [n, 32, h, w]           input channels          added once
-                             (column-parallel)                              (row-parallel)
+weight or operand, this rank's number in an argument. Products are in product_rules.py, views in view_rules.py.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +17,7 @@ from torch import fx
 from onward.trainer.onnx_import.ops.attention import grouped_attention, rotate
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
 from onward.trainer.onnx_import.ops.elementwise import hard_sigmoid, scaled_elu, shrink, swish
+from onward.trainer.onnx_import.ops.image import resize
 from onward.trainer.onnx_import.ops.norm import Dropout, instance_norm, rms_norm
 from onward.trainer.onnx_import.ops.random import StochasticDepth
 from onward.trainer.onnx_import.ops.reduce import (
@@ -39,9 +33,8 @@ from onward.trainer.onnx_import.ops.reduce import (
     reduce_sum_square,
 )
 from onward.trainer.onnx_import.passes.attention import Attention, nan_where_empty, without_empty_rows
-from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, Product
 from onward.trainer.parallel.tensor.propagation import Propagation, called, rule, unary_rule
-from onward.trainer.parallel.tensor.sharding import CannotShard, Replicated, Result, Sharding
+from onward.trainer.parallel.tensor.sharding import CannotShard, Result, Sharding
 
 # -- element by element
 
@@ -84,104 +77,6 @@ def stochastic_depth(p: Propagation, node: Any) -> Result:
     if sharding.dim < p.graph.submodule(node).mask_dims:
         p.edits.random_modules.append(node.name)
     return sharding
-
-
-# -- products
-
-
-@rule(F.linear, torch.addmm)
-def linear(p: Propagation, node: Any) -> Result:
-    product = p.graph.products.get(node)
-    if product is None:
-        return CannotShard(f"{node.name} multiplies by a computed matrix")
-    x = p.sharding(product.x)
-    if x is None or p.sharding(product.bias) is not None:
-        return CannotShard(f"{node.name} adds a sharded value")
-    return _row_parallel(p, product, x) if x.dim == p.rank(product.x) - 1 else _replicated_weight(p, product, x)
-
-
-def _row_parallel(p: Propagation, product: Product, x: Sharding) -> Result:
-    """Shard the input features of the weight; each rank's output is a partial sum."""
-    rows = p.graph.tensor(product.row_path).shape[product.inputs]
-    p.require(rows == x.period, f"{product.name} has {rows} rows, but the sharding pattern repeats every {x.period}")
-    p.shard_weight(product.node, product.row_path, x.on_dim(product.inputs))
-    p.row_products.append(product)
-    p.edits.row_products.append(product.node.name)
-    # The product itself is a partial sum (Partial in DTensor); rewrite.py all-reduces it: readers get the full value.
-    return Replicated()
-
-
-def _replicated_weight(p: Propagation, product: Product, x: Sharding) -> Sharding:
-    """Multiply each rank's samples or heads by the full weight: a dimension that the product does not sum over."""
-    for operand in (*product.weight_operands, product.bias):
-        if isinstance(operand, fx.Node):
-            p.copy_to_region(operand)
-    return x
-
-
-@rule(torch.matmul, torch.mm, torch.bmm)
-def matmul(p: Propagation, node: Any) -> Result:
-    if node in p.graph.products:
-        return linear(p, node)
-    a, b = node.args
-    rank = p.rank(node)
-    if min(p.rank(a), p.rank(b)) < 2:
-        return CannotShard(f"{node.name} multiplies by a vector")
-    a_sharding, b_sharding = p.sharding(a), p.sharding(b)
-    # dimensions counted from the end, for a [.., rows, summed] and b [.., summed, columns]: -1 is the last one
-    a_dim = a_sharding.dim - p.rank(a) if a_sharding else None
-    b_dim = b_sharding.dim - p.rank(b) if b_sharding else None
-    if a_dim == -1 or b_dim == -2:
-        return CannotShard(f"{node.name} sums over the sharded dimension")
-    if (a_dim == -2 or b_dim == -1) and a_sharding and b_sharding:
-        return CannotShard(f"two dimensions of {node.name} would be sharded")
-    if a_sharding and a_dim == -2:  # the rows of a are those of the output; b is replicated
-        p.copy_to_region(b)
-        return a_sharding.on_dim(rank - 2)
-    if b_sharding and b_dim == -1:
-        p.copy_to_region(a)
-        return b_sharding.on_dim(rank - 1)
-    return p.broadcast(node, [a, b], rank)  # a dimension of the batch, such as heads
-
-
-@rule(*CONVOLUTIONS, *TRANSPOSED)
-def convolution(p: Propagation, node: Any) -> Result:
-    product = p.graph.products.get(node)
-    if product is None:
-        return CannotShard(f"{node.name} convolves with a computed kernel")
-    x = p.sharding(product.x)
-    if p.sharding(product.bias) is not None:
-        return CannotShard(f"{node.name} adds a sharded value")
-    if x is None or x.dim > 1:
-        return CannotShard(f"{node.name} convolves along the sharded dimension")
-    if x.dim == 0:
-        return _replicated_weight(p, product, x)
-    return _row_parallel(p, product, x) if product.groups == 1 else _grouped_convolution(p, product, x)
-
-
-def _grouped_convolution(p: Propagation, product: Product, x: Sharding) -> Result:
-    """Give each rank complete groups: single channels (depthwise), or as many groups as divide evenly."""
-    channels, groups = x.period, product.groups
-    _require_no_repeats(p, product.node, product.x, x)
-    if product.outputs:
-        return CannotShard(f"{product.node.name} is a transposed convolution in {groups} groups")
-    outputs = p.graph.tensor(product.path).shape[0]
-    outputs_per_group = outputs // groups
-    if groups == channels:
-        by_group = x
-    elif len(x.blocks) == 1 and x.is_even(p.size) and groups % p.size == 0:
-        # several channels per group: the groups are the units, their channels stay together
-        by_group = Sharding(1, (groups,))
-    else:
-        return CannotShard(f"{product.node.name} has {groups} groups of {channels} channels, over {p.size} ranks")
-    columns = by_group.columns_per_unit if outputs_per_group == 1 else 0
-    result = replace(by_group, inner=by_group.inner * outputs_per_group, columns_per_unit=columns)
-    p.shard_weight(product.node, product.path, result.on_dim(0))
-    if isinstance(product.bias, fx.Node):
-        p.shard_operand(product.node, product.bias, -1, result)
-    # each rank convolves its own groups, so the argument must be their number on this rank
-    p.set_local_length(product.node, (6,), by_group)  # the argument `groups`
-    return result
 
 
 # -- attention
@@ -308,20 +203,13 @@ def rms_norm_without_weight(p: Propagation, node: Any, x: Sharding) -> Result:
 def batch_norm(p: Propagation, node: Any, x: Sharding) -> Result:
     operand, *stored = node.args
     # Running statistics must be sharded where they are stored: the update of a slice made in the graph would be lost.
-    _require_no_repeats(p, node, operand, x)
+    p.require_one_period(node, operand, x)
     return _by_channel(p, node, x, stored)
 
 
 @unary_rule(instance_norm)
 def instance_norm_(p: Propagation, node: Any, x: Sharding) -> Result:
     return _by_channel(p, node, x, node.args[1:3])
-
-
-def _require_no_repeats(p: Propagation, node: fx.Node, operand: fx.Node, x: Sharding) -> None:
-    """Require that the sharded dimension be one period: else a rank's channels are in several places."""
-    lengths = p.shapes(operand)[x.dim]
-    repeats = f"{node.name} has {lengths[0]} channels, but the sharding pattern repeats every {x.period}"
-    p.require(lengths == (x.period, x.period), repeats)
 
 
 def _by_channel(p: Propagation, node: fx.Node, x: Sharding, weights: Iterable[Any]) -> Result:
@@ -336,7 +224,7 @@ def _by_channel(p: Propagation, node: fx.Node, x: Sharding, weights: Iterable[An
 @unary_rule(F.group_norm)
 def group_norm(p: Propagation, node: Any, x: Sharding) -> Result:
     operand, groups, *weights = node.args
-    _require_no_repeats(p, node, operand, x)
+    p.require_one_period(node, operand, x)
     p.require(
         len(x.blocks) == 1 and x.is_even(p.size) and groups % p.size == 0,
         f"{node.name} has {groups} groups of {x.period} channels, over {p.size} ranks",
@@ -370,6 +258,17 @@ def reduction(p: Propagation, node: Any, x: Sharding) -> Result:
 )
 def pool(p: Propagation, node: Any, x: Sharding) -> Result:
     return x if x.dim <= 1 else CannotShard(f"{called(node)} works along the sharded dimension ({node.name})")
+
+
+@unary_rule(resize)
+def resize_(p: Propagation, node: Any, x: Sharding) -> Result:
+    operand, target, lengths, _ = node.args
+    if x.dim in target.axes:
+        same = p.shapes(operand)[x.dim] == p.shapes(node)[x.dim] and target.roi is None
+        p.require(same and target.policy == "stretch", f"{node.name} resizes the sharded dimension")
+        if lengths is not None:
+            p.set_local_length(node, (2, target.axes.index(x.dim)), x)
+    return x
 
 
 @unary_rule(F.pad)

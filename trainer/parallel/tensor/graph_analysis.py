@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +17,17 @@ from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-PRODUCTS = (F.linear, torch.matmul, torch.mm, torch.addmm, *CONVOLUTIONS, *TRANSPOSED)
+PRODUCTS = (F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, *CONVOLUTIONS, *TRANSPOSED)
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """The rows of a stored matrix that a product reads, where the matrix is split in the graph: torch's cross-attention
+    multiplies the queries by the first rows of one matrix and the memory by the others."""
+
+    split: fx.Node
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -37,10 +50,28 @@ class Product:
     weight_operands: tuple[fx.Node, ...] = ()
     """The operands that are the weights, transposed or not."""
     groups: int = 1
+    other_outputs: tuple[int, ...] = ()
+    """Of an einsum whose weight has output features in several dimensions, such as experts and columns: the others."""
+    part: WeightPart | None = None
+    """The output features of `path` that it reads; None: all."""
+    is_stacked: bool = False
+    """Whether the weight is [experts or heads, .., ..]: a matrix for each."""
 
     @property
     def is_convolution(self) -> bool:
         return self.node.target in (*CONVOLUTIONS, *TRANSPOSED)
+
+    @property
+    def is_einsum(self) -> bool:
+        return self.node.target is torch.einsum
+
+    @property
+    def output_dim(self) -> int:
+        """Return the dimension of the result that has the output features; negative ones count from the end."""
+        if self.is_einsum:
+            *terms, result = einsum_labels(self.node)
+            return result.index(terms[1 - self.node.args[1:].index(self.x)][self.outputs])
+        return 1 if self.is_convolution else -1
 
     @property
     def is_low_rank(self) -> bool:
@@ -78,6 +109,19 @@ class GraphAnalysis:
         """Whether a node of known shape gives a tensor, not a number or a tuple."""
         return isinstance(self._rewriter.probes(node)[0], torch.Tensor)
 
+    @contextmanager
+    def with_other_outputs(self) -> Iterator[None]:
+        """Take the other dimension of those that could be the output features of an einsum's weight."""
+        products = self.products
+        self.products = {
+            node: replace(product, outputs=product.other_outputs[0]) if product.other_outputs else product
+            for node, product in products.items()
+        }
+        try:
+            yield
+        finally:
+            self.products = products
+
     def shapes(self, node: fx.Node) -> list[tuple[int, int]]:
         """Return the length of each dimension of a tensor of known shape.
 
@@ -103,7 +147,22 @@ class GraphAnalysis:
 
     def readers(self, path: str) -> Iterator[fx.Node]:
         """Yield the nodes that read a stored tensor or its transpose."""
+        ndim = self.tensor(path).ndim
         waiting = [user for node in self.reads[path] for user in node.users]
+        while waiting:
+            node = waiting.pop()
+            if is_transpose(node, ndim):
+                waiting += node.users
+            else:
+                yield node
+
+    def num_outputs(self, product: Product) -> int:
+        part = product.part
+        return part.stop - part.start if part else self.tensor(product.path).shape[product.outputs]
+
+    def readers_of_parts(self, split: fx.Node) -> Iterator[fx.Node]:
+        """Yield the nodes that read an output of the split of a matrix, or its transpose."""
+        waiting = [user for part in split.users for user in part.users]
         while waiting:
             node = waiting.pop()
             if is_transpose(node):
@@ -136,7 +195,7 @@ class GraphAnalysis:
     def computed_matrices(self) -> Iterator[tuple[str, fx.Node]]:
         """Yield (name of a weight, product) where a product's matrix is computed from that weight alone."""
         for node in self.order:
-            if node.target not in (*PRODUCTS, torch.bmm) or node in self.products:
+            if node.target not in PRODUCTS or node in self.products:
                 continue
             for operand in node.all_input_nodes:
                 for path in self._sources(operand):
@@ -180,10 +239,12 @@ class GraphAnalysis:
         target = node.target
         if target is F.linear and len(args) in (2, 3):
             return self._matrix(node, args[0], args[1], [*args, None][2], transposed=True)
-        if target in (torch.matmul, torch.mm) and len(args) == 2:
+        if target in (torch.matmul, torch.mm, torch.bmm) and len(args) == 2:
             return self._matrix(node, args[0], args[1], None, transposed=False)
         if target is torch.addmm and len(args) == 3:
             return self._matrix(node, args[1], args[2], args[0], transposed=False)
+        if target is torch.einsum:
+            return self._einsum(node)
         if target in (*CONVOLUTIONS, *TRANSPOSED) and len(args) >= 7 and (path := self._parameter(args[1])):
             x, weight, bias, outputs = *args[:3], int(target in TRANSPOSED)
             dims = (path, outputs, path, 1 - outputs)
@@ -192,15 +253,38 @@ class GraphAnalysis:
 
     def _matrix(self, node: fx.Node, x: Any, weight: Any, bias: Any, *, transposed: bool) -> Product | None:
         """transposed: the operand is [outputs, inputs]."""
-        read = weight
-        while isinstance(read, fx.Node) and is_transpose(read):
-            read, transposed = read.args[0], not transposed
-        path = self._parameter(read)
-        # `x` must be computed: a product of two stored matrices is no layer
-        if not path or self.tensor(path).ndim != 2 or not isinstance(x, fx.Node) or self.stored(x):
+        for ndim in (2, 3):  # one matrix, or one for each expert or head
+            read, reads_columns = weight, not transposed
+            while isinstance(read, fx.Node) and is_transpose(read, ndim):
+                read, reads_columns = read.args[0], not reads_columns
+            read, part = _part(read) if ndim == 2 else (read, None)
+            path = self._parameter(read)
+            # `x` must be computed: a product of two stored matrices is no layer
+            if path and self.tensor(path).ndim == ndim and isinstance(x, fx.Node) and not self.stored(x):
+                columns, rows = ndim - 2 + reads_columns, ndim - 1 - reads_columns
+                if part is not None and columns != 0:
+                    return None
+                dims = (path, columns, path, rows)
+                return Product(
+                    node, x, bias, *dims, self.names[path], weight_operands=(weight,), part=part, is_stacked=ndim == 3
+                )
+        return None
+
+    def _einsum(self, node: fx.Node) -> Product | None:
+        """einsum("bsd,dhk->bshk", x, weight): rows d; columns h, the first label behind it that x lacks."""
+        *terms, result = einsum_labels(node)
+        paths = [self._parameter(operand) for operand in node.args[1:]]
+        if len(terms) != 2 or bool(paths[0]) == bool(paths[1]):
             return None
-        dims = (path, int(not transposed), path, int(transposed))
-        return Product(node, x, bias, *dims, self.names[path], weight_operands=(weight,))
+        which = int(bool(paths[1]))
+        x, weight, own, other = node.args[2 - which], node.args[1 + which], terms[which], terms[1 - which]
+        columns = [dim for dim, label in enumerate(own) if label in result and label not in other]
+        rows = [dim for dim, label in enumerate(own) if label in other and label not in result]
+        if not columns or not rows or not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
+            return None
+        path, (outputs, *others) = paths[which], sorted(columns, key=lambda dim: dim < rows[0])
+        dims = (path, outputs, path, rows[0])
+        return Product(node, x, None, *dims, self.names[path], (weight,), other_outputs=tuple(others))
 
     def _adapter(self, node: fx.Node, args: list[Any]) -> Product | None:
         """low_rank(x, a [rank, inputs], b [outputs, rank], scale, reverse): x A' B', or x B A if reverse."""
@@ -215,6 +299,29 @@ class GraphAnalysis:
     def _parameter(self, value: Any) -> str:
         path = self.stored(value)
         return path if path and isinstance(self.tensor(path), nn.Parameter) else ""
+
+
+def _part(node: Any) -> tuple[Any, WeightPart | None]:
+    """Return what a node is an output of a split of, along dimension 0 into known lengths; else the node itself."""
+    if isinstance(node, fx.Node) and node.target is operator.getitem:
+        split, index = node.args
+        if isinstance(split, fx.Node) and split.target is torch.split and [*split.args[2:]] == [0]:
+            whole, lengths, _ = split.args
+            if isinstance(lengths, list | tuple) and all(isinstance(length, int) for length in lengths):
+                ends = [0, *itertools.accumulate(lengths)]
+                return whole, WeightPart(split, ends[index], ends[index + 1])  # type: ignore[index,operator]
+    return node, None
+
+
+def einsum_labels(node: fx.Node) -> list[str]:
+    """Return the labels of each operand of an einsum, and last those of its result; [""] where a sharding cannot be
+    followed: with an ellipsis, an implicit result or a diagonal."""
+    equation = str(node.args[0]).replace(" ", "")
+    operands, arrow, result = equation.partition("->")
+    terms = operands.split(",")
+    if not arrow or "." in equation or any(len(set(term)) < len(term) for term in terms):
+        return [""]
+    return [*terms, result]
 
 
 def stored_tensor(module: nn.Module, path: str) -> torch.Tensor:
@@ -232,10 +339,12 @@ def is_low_rank(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "low_rank" and len(node.args) == 5
 
 
-def is_transpose(node: Any) -> bool:
-    """Whether a node is the transpose of a matrix."""
+def is_transpose(node: Any, ndim: int = 2) -> bool:
+    """Whether a node is the transpose of a matrix, or of each matrix in a tensor of `ndim` dimensions."""
     if node.target in ("t", torch.t):
-        return True
+        return ndim <= 2
+    swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
     if node.target in ("permute", torch.permute):
-        return [*node.args[1:]] in ([[1, 0]], [1, 0])
-    return node.target in ("transpose", torch.transpose) and sorted(dim % 2 for dim in node.args[1:]) == [0, 1]
+        return [*node.args[1:]] in ([swapped], swapped)
+    dims = node.args[1:] if node.target in ("transpose", torch.transpose) else ()
+    return sorted(dim % ndim for dim in dims) == [ndim - 2, ndim - 1]

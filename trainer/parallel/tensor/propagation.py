@@ -7,22 +7,22 @@
           parallel       on each      parallel                       what `shardings` holds:
           Sharding(dim 2, blocks (256,))      Replicated             linear and gelu; the region ends at the second
 
-The nodes are visited in the order of the graph. The rule of each call (compute_rules.py, view_rules.py) gets the
-shardings of its operands and returns that of its output, or why there is none (`sharding.Problem`). A rule changes
-nothing: what must be changed in the graph it notes in `RegionEdits`.
+The nodes are visited in the order of the graph. The rule of each call (*_rules.py) gets the shardings of its operands
+and returns that of its output, or why there is none (`sharding.Problem`). A rule changes nothing: what must be changed
+in the graph it notes in `RegionEdits`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis, Product, is_low_rank
+from onward.trainer.parallel.tensor.region_edits import LocalLength, RegionEdits
 from onward.trainer.parallel.tensor.sharding import (
     CannotShard,
     MustShardTogether,
@@ -34,51 +34,26 @@ from onward.trainer.parallel.tensor.sharding import (
 )
 
 
-@dataclass(frozen=True)
-class LocalLength:
-    """An argument of a call that must become this rank's length, such as the number of heads in a reshape."""
-
-    node: str
-    argument: tuple[int | str, ...]
-    """Index in args (or name in kwargs), then index in the list that is there."""
-    sharding: Sharding
-    periods: int = 1
-    """A constant argument is set to `periods` times the local length; a computed one is scaled."""
-
-
-@dataclass
-class RegionEdits:
-    """What is to be changed in the graph for one region, by names of nodes."""
-
-    row_products: list[str] = field(default_factory=list)
-    sharded: list[str] = field(default_factory=list)
-    """Every node whose output is sharded."""
-    weights: dict[str, Sharding] = field(default_factory=dict)
-    """Path of a weight or running statistic -> how it is sharded."""
-    weight_readers: dict[str, list[str]] = field(default_factory=dict)
-    """Path -> the nodes that read the sharded weight."""
-    copied: list[str] = field(default_factory=list)
-    """Replicated values with a gradient that the region reads: each goes through copy_to_region."""
-    sliced: dict[tuple[str, str], Sharding] = field(default_factory=dict)
-    """(node, replicated operand): the node reads only this rank's part of it."""
-    local_lengths: list[LocalLength] = field(default_factory=list)
-    size_calls: list[tuple[str, Sharding]] = field(default_factory=list)
-    """Calls of `size` for the sharded dimension: their result is scaled back to the full length."""
-    random_modules: list[str] = field(default_factory=list)
-    """Modules that must draw different random numbers on each rank."""
-    has_attention: bool = False
-
-
 class Propagation:
     """One attempt to shard the columns of some products, up to the row-parallel products that end the region.
 
     columns: the products to be column-parallel. cuts: by weight, the columns at which a new block begins.
+    slice_joined: what is joined with a sharded value stays replicated, and each rank takes its part of it.
+    kept_whole: paths of vectors, such as biases, that are not sharded where they are stored; each rank takes its part.
     """
 
     def __init__(
-        self, graph: GraphAnalysis, size: int, columns: Iterable[fx.Node], cuts: dict[str, frozenset[int]]
+        self,
+        graph: GraphAnalysis,
+        size: int,
+        columns: Iterable[fx.Node],
+        cuts: dict[str, frozenset[int]],
+        *,
+        slice_joined: bool = False,
+        kept_whole: Collection[str] = (),
     ) -> None:
         self.graph, self.size = graph, size
+        self.slice_joined, self.kept_whole = slice_joined, kept_whole
         self.columns = set(columns)
         self.cuts = cuts
         self.shardings: dict[fx.Node, Any] = {}
@@ -126,21 +101,21 @@ class Propagation:
 
     def _column_parallel(self, node: fx.Node) -> Result:
         product = self.graph.products[node]
-        if product.groups > 1:
-            return CannotShard(f"a convolution in {product.groups} groups cannot be column-parallel")
         if product.x in self.shardings:
             return CannotShard(f"the input of {product.name} is sharded already")
         if not self.graph.has_known_shape(node):
             return _unknown_shape(node)
-        total = self.graph.tensor(product.path).shape[product.outputs]
+        total = self.graph.num_outputs(product)
         self._check_chain(product, total)
-        ends = sorted({total, *self.cuts.get(product.name, ())})
-        blocks = tuple(end - start for start, end in itertools.pairwise([0, *ends]))
-        self.require(min(blocks) >= self.size, f"its {min(blocks)} columns are fewer than {self.size} ranks")
-        dim = 1 if product.is_convolution else self.rank(node) - 1
-        sharding = Sharding(dim, blocks, weight=product.name, columns_per_unit=1)
+        if product.groups > 1:
+            return self._grouped(product, total)
+        dim = product.output_dim % self.rank(node)
+        sharding = self._of_columns(product, total, dim)
         self.copy_to_region(product.x)
-        self.shard_weight(node, product.path, sharding.on_dim(product.outputs))
+        if product.part is None:
+            self.shard_weight(node, product.path, sharding.on_dim(product.outputs))
+        else:
+            self._shard_parts(product, product.part.split)
         if product.is_low_rank:
             # x A' B': only B has the columns; A is replicated, and its gradient is a sum over the ranks
             weights = product.weight_operands
@@ -148,6 +123,44 @@ class Propagation:
         if isinstance(product.bias, fx.Node):
             self.shard_operand(node, product.bias, -1, sharding)
         return sharding
+
+    def _of_columns(self, product: Product, total: int, dim: int) -> Sharding:
+        first = product.part.start if product.part else 0
+        blocks = self._blocks(product.name, first, first + total)
+        self.require(min(blocks) >= self.size, f"its {min(blocks)} columns are fewer than {self.size} ranks")
+        return Sharding(dim, blocks, weight=product.name, first_column=first, columns_per_unit=1)
+
+    def _blocks(self, weight: str, first: int, last: int) -> tuple[int, ...]:
+        """Return the lengths of the blocks of these columns."""
+        inside = {cut for cut in self.cuts.get(weight, ()) if first < cut < last}
+        return tuple(end - start for start, end in itertools.pairwise([first, *sorted(inside), last]))
+
+    def _shard_parts(self, product: Product, split: fx.Node) -> None:
+        """Shard a matrix of which products read parts, and require that all of these be column-parallel."""
+        others = [reader for reader in self.graph.readers_of_parts(split) if reader not in self.columns]
+        if unknown := [reader for reader in others if reader not in self.graph.products]:
+            self.require(False, f"{product.name} is also read by {unknown[0].name}, which needs all of it")
+        elif others:
+            self.add_problem(MustShardTogether(tuple(others)))
+        ends: list[int] = [0, *itertools.accumulate(split.args[1])]  # type: ignore[arg-type]
+        parts = [self._blocks(product.name, start, stop) for start, stop in itertools.pairwise(ends)]
+        self.shard_weight(split, product.path, Sharding(0, tuple(itertools.chain(*parts))))
+        for index, blocks in enumerate(parts):
+            self.set_local_length(split, (1, index), Sharding(0, blocks))
+
+    def _grouped(self, product: Product, total: int) -> Result:
+        """Begin with a convolution in groups, such as a depthwise one: each rank reads the channels of its groups."""
+        if not self.graph.has_known_shape(product.x):
+            return _unknown_shape(product.x)
+        channels = self.shapes(product.x)[1][0]
+        x = self._of_columns(product, channels, 1) if total == channels else Sharding(1, (channels,))
+        self.require(product.groups >= self.size, f"its {product.groups} groups are fewer than {self.size} ranks")
+        self.copy_to_region(product.x)
+        self.edits.sliced[product.node.name, product.x.name] = x
+        self.shardings[product.x] = x  # for the rule alone: for all others it is replicated
+        result = self._apply_rule(product.node)
+        del self.shardings[product.x]
+        return result
 
     def _check_chain(self, product: Product, total: int) -> None:
         """Require that a product after a row-parallel one of the same region be worth its all-reduce.
@@ -199,10 +212,13 @@ class Propagation:
         )
         self.edits.weight_readers.setdefault(path, []).append(node.name)
 
-    def shard_operand(self, node: fx.Node, operand: fx.Node, dim: int, sharding: Sharding) -> None:
+    def shard_operand(
+        self, node: fx.Node, operand: fx.Node, dim: int, sharding: Sharding, *, joined: bool = False
+    ) -> None:
         """Require this rank's part of a replicated operand whose dimension `dim` (negative) meets a sharded one.
 
-        An operand that broadcasts along the dimension is read as it is.
+        An operand that broadcasts along the dimension is read as it is. joined: it is joined with the sharded one
+        (`cat`, `stack`), not combined element by element.
         """
         if not self.graph.has_known_shape(operand):
             self.add_problem(_unknown_shape(operand))
@@ -218,20 +234,30 @@ class Propagation:
             f"{operand.name} has {shapes[dim][0]} elements, not a multiple of the {sharding.period} of the sharded "
             "dimension",
         )
-        if self.graph.stored(operand) and shapes[dim] == (sharding.period, sharding.period):
-            self.shard_weight(node, str(operand.target), sharding)
+        path = self.graph.stored(operand)
+        if path and path not in self.kept_whole and shapes[dim] == (sharding.period, sharding.period):
+            self.shard_weight(node, path, sharding)
             return
         row_nodes = [row.node for row in self.row_products]
-        if products := [each for each in self.graph.nearest_products(operand) if each not in row_nodes]:
-            self.add_problem(MustShardTogether(tuple(products)))
+        products = [each for each in self.graph.nearest_products(operand) if each not in row_nodes]
+        if products and not (joined and self.slice_joined):
+            self.add_problem(MustShardTogether(tuple(products), joined))
         # Heads may meet a bias of their own, such as ALiBi's slopes. Single features would meet the residual stream,
         # which is replicated everywhere else.
         self.require(
-            sharding.columns_per_unit != 1 or operand not in self.graph.has_gradient & self.graph.depends_on_input,
+            joined
+            or sharding.columns_per_unit != 1
+            or operand not in self.graph.has_gradient & self.graph.depends_on_input,
             f"{node.name} combines sharded features with {operand.name}, which is replicated",
         )
         self.copy_to_region(operand)
         self.edits.sliced[node.name, operand.name] = sharding
+
+    def require_one_period(self, node: fx.Node, operand: fx.Node, x: Sharding) -> None:
+        """Require that the sharded dimension be one period: else a rank's channels are in several places."""
+        lengths = self.shapes(operand)[x.dim]
+        repeats = f"{node.name} has {lengths[0]} channels, but the sharding pattern repeats every {x.period}"
+        self.require(lengths == (x.period, x.period), repeats)
 
     def require_alike(self, one: Sharding, other: Sharding, node: fx.Node) -> None:
         """Require that two shardings that meet give each rank the same elements."""
@@ -253,7 +279,7 @@ class Propagation:
             coarse, wanted = (one, ends[1]) if ends[1] - ends[0] else (other, ends[0])
             self.add_problem(coarse.with_block_ends(sorted(wanted), called(node)))
 
-    def broadcast(self, node: fx.Node, operands: Sequence[fx.Node], rank: int) -> Sharding:
+    def broadcast(self, node: fx.Node, operands: Sequence[fx.Node], rank: int, *, joined: bool = False) -> Sharding:
         """Return the sharding of a result of `rank` dimensions from operands that broadcast to it.
 
         Requires that sharded operands be sharded alike, and shards the replicated ones.
@@ -272,7 +298,7 @@ class Propagation:
         assert found is not None
         for operand in operands:
             if self.sharding(operand) is None:
-                self.shard_operand(node, operand, found.dim - rank, found)
+                self.shard_operand(node, operand, found.dim - rank, found, joined=joined)
         return found
 
     # -- what rules change in their call
@@ -281,7 +307,9 @@ class Propagation:
         self, node: fx.Node, argument: tuple[int | str, ...], sharding: Sharding, periods: int = 1
     ) -> None:
         """Replace an argument by this rank's length."""
-        self.edits.local_lengths.append(LocalLength(node.name, argument, sharding, periods))
+        length = LocalLength(node.name, argument, sharding, periods)
+        if length not in self.edits.local_lengths:
+            self.edits.local_lengths.append(length)
 
     def set_local_shape(self, node: fx.Node, lengths: Any, dim: int, sharding: Sharding) -> None:
         """Replace the length of dimension `dim` in a shape, given as a list or as single arguments; -1 and 1 stay."""

@@ -27,13 +27,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 import onward.trainer.parallel.tensor.compute_rules
-import onward.trainer.parallel.tensor.view_rules  # noqa: F401  both register the rules
+import onward.trainer.parallel.tensor.index_rules
+import onward.trainer.parallel.tensor.product_rules
+import onward.trainer.parallel.tensor.view_rules  # noqa: F401  these four register the rules
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.tensor.graph_analysis import TRANSPOSED, GraphAnalysis, Product
-from onward.trainer.parallel.tensor.propagation import Propagation, RegionEdits
+from onward.trainer.parallel.tensor.propagation import Propagation
+from onward.trainer.parallel.tensor.region_edits import RegionEdits
 from onward.trainer.parallel.tensor.sharding import CannotShard, MustShardTogether, NeedsFinerBlocks
 
 FLOPS_PER_BYTE = 250.0
@@ -86,19 +89,18 @@ class _Finder:
         """Products of the regions found so far."""
         self.reasons: dict[fx.Node, str] = {}
         """Product -> why no region begins with it."""
+        self.refused_alone: dict[fx.Node, bool] = {}
+        self.kept_whole: set[str] = set()
+        """Paths of vectors that are not sharded where they are stored."""
 
     def find(self) -> TensorSharding:
-        found = []
-        for node in self.graph.products:
-            if node in self.taken or node in self.reasons:
-                continue
-            region = self._region(node)
-            if isinstance(region, CannotShard):
-                self.reasons[node] = region.reason
-            else:
-                found.append(region)
-                # a product belongs to one region: it cannot be sharded twice
-                self.taken |= {product.node for product in self._products_of(region.edits)}
+        found = self._search()
+        # A vector that something else reads completely: exporters store equal biases once, such as those that are zero
+        # before the first training. It stays replicated, and a region reads its part.
+        while shared := {path for path in self._conflicts(found) if self._is_trained_vector(path)} - self.kept_whole:
+            self.kept_whole |= shared
+            self.taken, self.reasons, self.refused_alone = set(), {}, {}
+            found = self._search()
         # a region is found on its own; weights that several regions read are compared afterwards
         regions = self._without_conflicts(found)
         sharded = {path for region in regions for path in region.edits.weights}
@@ -111,32 +113,77 @@ class _Finder:
             replicated.setdefault(name, f"{node.name} multiplies by a matrix that is computed from it")
         return TensorSharding(self.size, tuple(regions), tuple(replicated.items()))
 
+    def _search(self) -> list[Region]:
+        """Return the regions that begin with each product, in the order of the graph."""
+        found = []
+        for node in self.graph.products:
+            if node in self.taken or node in self.reasons:
+                continue
+            region = self._region(node)
+            if isinstance(region, CannotShard):
+                self.reasons[node] = region.reason
+            else:
+                found.append(region)
+                # a product belongs to one region: it cannot be sharded twice
+                self.taken |= {product.node for product in self._products_of(region.edits)}
+        return found
+
     def _region(self, seed: fx.Node) -> Region | CannotShard:
         """Find the region that begins with a product, together with the products that its sharding meets.
+
+        What is joined with its sharded values (`cat`, `stack`) is sharded with them if it can be. If not, it stays
+        replicated, and each rank reads its part: one more all-reduce, of the gradient.
+        """
+        first, may_slice = self._grow(seed, slice_joined=False)
+        second: Region | CannotShard = first
+        if isinstance(second, CannotShard) and may_slice:
+            second, _ = self._grow(seed, slice_joined=True)
+        if isinstance(second, CannotShard) and self.graph.products[seed].other_outputs:
+            with self.graph.with_other_outputs():
+                second, _ = self._grow(seed, slice_joined=False)
+        return second if isinstance(second, Region) else first
+
+    def _grow(self, seed: fx.Node, *, slice_joined: bool) -> tuple[Region | CannotShard, bool]:
+        """Return the region, or why there is none, and whether a joined value may be sliced instead.
 
         Each propagation either succeeds or says what to change: it is repeated with more products or finer blocks,
         both of which only grow, until it succeeds or cannot.
         """
-        columns, cuts, first_doubt = {seed}, dict[str, frozenset[int]](), ""
+        columns, cuts, first_doubt, may_slice = {seed}, dict[str, frozenset[int]](), "", False
         while True:
-            result = Propagation(self.graph, self.size, columns, cuts).run()
+            result = self._propagation(columns, cuts, slice_joined=slice_joined).run()
             match result:
                 case NeedsFinerBlocks(weight, at, otherwise):
                     cuts[weight] = cuts.get(weight, frozenset()) | at
                     first_doubt = first_doubt or otherwise
-                case MustShardTogether(products):
+                case MustShardTogether(products, joined):
+                    may_slice |= joined or len(products) > 1
+                    if slice_joined:  # behind a join, one of them may be sharded and another one sliced
+                        products = tuple(each for each in products if not self._is_refused_alone(each)) or products
                     if {*products} <= columns:
-                        return CannotShard("its output is combined with a replicated value that is computed from it")
-                    if (reason := self._why_replicated(products)) is not None:
-                        return CannotShard(f"{COMBINED} {reason}")
+                        reason = "its output is combined with a replicated value that is computed from it"
+                        return CannotShard(reason), may_slice
+                    if (why := self._why_replicated(products)) is not None:
+                        return CannotShard(f"{COMBINED} {why}"), may_slice
                     columns |= {*products}
                 case CannotShard(reason):
-                    return CannotShard(first_doubt or reason)
+                    return CannotShard(first_doubt or reason), may_slice
                 case RegionEdits():
                     region = self._checked_region(columns, result)
                     if isinstance(region, CannotShard):
-                        return CannotShard(first_doubt or region.reason)
-                    return region
+                        return CannotShard(first_doubt or region.reason), may_slice
+                    return region, may_slice
+
+    def _propagation(
+        self, columns: set[fx.Node], cuts: dict[str, frozenset[int]], *, slice_joined: bool = False
+    ) -> Propagation:
+        return Propagation(self.graph, self.size, columns, cuts, slice_joined=slice_joined, kept_whole=self.kept_whole)
+
+    def _is_refused_alone(self, node: fx.Node) -> bool:
+        """Whether a product cannot be column-parallel whatever else is, such as one whose features are normalised."""
+        if node not in self.refused_alone:
+            self.refused_alone[node] = isinstance(self._propagation({node}, {}).run(), CannotShard)
+        return self.refused_alone[node]
 
     def _why_replicated(self, products: Iterable[fx.Node]) -> str | None:
         """Return the weight of the first product that cannot be column-parallel, and why; None if all can."""
@@ -212,7 +259,7 @@ class _Finder:
         """
         while True:
             for region in regions:
-                if (reason := self._conflict(region, regions)) is not None:
+                if reason := next(iter(self._conflicts([region], regions).values()), None):
                     self.reasons |= {product.node: reason for product in self._products_of(region.edits)}
                     # the loop over `regions` ends here, since the list that it iterates over is replaced
                     regions = [other for other in regions if other is not region]
@@ -220,12 +267,20 @@ class _Finder:
             else:
                 return regions
 
-    def _conflict(self, region: Region, regions: Sequence[Region]) -> str | None:
-        for path, sharding in region.edits.weights.items():
-            all_edits = [other.edits for other in regions if path in other.edits.weights]
+    def _conflicts(self, regions: Sequence[Region], all_regions: Sequence[Region] = ()) -> dict[str, str]:
+        """Return path -> why a weight of these regions cannot be sharded, beside all regions; () = these."""
+        found: dict[str, str] = {}
+        for path, sharding in ((path, each) for region in regions for path, each in region.edits.weights.items()):
+            all_edits = [other.edits for other in all_regions or regions if path in other.edits.weights]
             readers = {name for edits in all_edits for name in edits.weight_readers[path]}
             if others := [node.name for node in self.graph.readers(path) if node.name not in readers]:
-                return f"{self.graph.names[path]} is also read by {others[0]}, which needs all of it"
-            if any(edits.weights[path].pattern != sharding.pattern for edits in all_edits):
-                return f"{self.graph.names[path]} would be sharded in two different ways"
-        return None
+                found[path] = f"{self.graph.names[path]} is also read by {others[0]}, which needs all of it"
+            elif any(edits.weights[path].pattern != sharding.pattern for edits in all_edits):
+                found[path] = f"{self.graph.names[path]} would be sharded in two different ways"
+        return found
+
+    def _is_trained_vector(self, path: str) -> bool:
+        """Whether a stored tensor is a parameter with one dimension. Running statistics are updated where they are
+        stored, so a rank cannot take its part of them."""
+        tensor = self.graph.tensor(path)
+        return isinstance(tensor, nn.Parameter) and tensor.ndim == 1

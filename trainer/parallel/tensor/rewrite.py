@@ -25,8 +25,8 @@ from onward.trainer.distributed.collectives import copy_to_region, reduce_from_r
 from onward.trainer.distributed.weights import Interval, Placement, slices
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, is_low_rank, stored_tensor
-from onward.trainer.parallel.tensor.propagation import LocalLength, RegionEdits
 from onward.trainer.parallel.tensor.region_dropout import RankSeeded
+from onward.trainer.parallel.tensor.region_edits import LocalLength, RegionEdits
 from onward.trainer.parallel.tensor.regions import TensorSharding
 from onward.trainer.parallel.tensor.sharding import Sharding
 
@@ -221,7 +221,7 @@ def _take_bias(node: fx.Node) -> tuple[Any, Any, Any]:
         factors = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
         node.target, node.args, node.kwargs = torch.mm, (x, weight), {}
         return bias, *factors
-    if node.target in (torch.matmul, torch.mm) or len(node.args) < 3:
+    if node.target in (torch.matmul, torch.mm, torch.einsum) or len(node.args) < 3:
         return None, 1, 1
     bias = node.args[2]
     node.update_arg(2, None)

@@ -142,6 +142,8 @@ class MustShardTogether:
     """
 
     products: tuple[torch.fx.Node, ...]
+    joined: bool = False
+    """Whether they meet in a `cat` or `stack`. Then a rank can also take its part of what stays replicated."""
 
 
 Problem = CannotShard | NeedsFinerBlocks | MustShardTogether

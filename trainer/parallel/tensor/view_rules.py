@@ -170,10 +170,10 @@ def expand_(p: Propagation, node: Any, x: Sharding) -> Result:
 
 @unary_rule("repeat")
 def repeat(p: Propagation, node: Any, x: Sharding) -> Result:
-    operand, *rest = node.args
-    result = x.on_dim(x.dim + p.rank(node) - p.rank(operand))
-    p.require(_listed(rest)[result.dim] == 1, f"{node.name} repeats the sharded dimension")
-    return result
+    operand, *_ = node.args
+    # Along the sharded dimension, too: each rank repeats its part, and the repeats are periods of the pattern. So
+    # DeBERTa repeats its heads for each sample, [heads, positions, features] -> [samples x heads, ..].
+    return x.on_dim(x.dim + p.rank(node) - p.rank(operand))
 
 
 @unary_rule(torch.repeat_interleave, "repeat_interleave")
@@ -247,14 +247,30 @@ def slice_(p: Propagation, node: Any, x: Sharding) -> Result:
     if axis % p.rank(operand) != x.dim:
         return x
     total = p.shapes(operand)[x.dim]
-    if step != 1 or total != (x.period, x.period) or not isinstance(start, int) or not isinstance(end, int):
-        return CannotShard(f"{node.name} slices the sharded dimension with a step, or by dynamic numbers")
+    is_known = total == (x.period, x.period) and all(isinstance(number, int) for number in (start, end, step))
+    if not is_known or step < 1:
+        return CannotShard(f"{node.name} slices the sharded dimension backwards, or by dynamic numbers")
+    if step > 1:
+        return _every(node, x, slice(start, end, step), p.size)
     start, end, _ = slice(start, end).indices(x.period)
     result = _block_range(p, x, start, end, node)
     if start:
         p.set_local_length(node, (2,), _block_range(p, x, 0, start, node))
     p.set_local_length(node, (3,), _block_range(p, x, 0, end, node))
     return result
+
+
+def _every(node: fx.Node, x: Sharding, of: slice, size: int) -> Sharding | CannotShard:
+    """Take every second column, as of a gate and an up-projection that are interleaved in one weight.
+
+    The call itself stays as it is, where every rank begins with a first of `step` columns and ends with a last one.
+    """
+    start, end, step = of.indices(x.period)
+    if start >= step or end < x.period or x.inner > 1 or any(block % (step * size) for block in x.blocks):
+        taken = f"{node.name} takes one of {step} elements, {start} to {end} of {x.period}"
+        return CannotShard(f"{taken}, which do not divide evenly over {size} ranks")
+    columns = x.columns_per_unit * step
+    return replace(x, blocks=tuple(block // step for block in x.blocks), columns_per_unit=columns)
 
 
 @unary_rule(torch.unbind, "unbind")
@@ -289,22 +305,36 @@ def cat(p: Propagation, node: Any) -> Result:
     shardings = [p.sharding(operand) for operand in operands]
     first = next(sharding for sharding in shardings if sharding is not None)
     if first.dim != dim:
-        return p.broadcast(node, operands, rank)
+        return p.broadcast(node, operands, rank, joined=True)
     blocks: list[int] = []
     for operand, x in zip(operands, shardings, strict=True):
-        if x is None or x.dim != dim or p.shapes(operand)[dim] != (x.period, x.period):
-            return CannotShard(f"{node.name} joins sharded and replicated values along the sharded dimension")
+        lengths = p.shapes(operand)[dim]
+        if x is None and lengths[0] == lengths[1] >= p.size:
+            # a block of its own, of which each rank takes its part
+            p.shard_operand(node, operand, dim - rank, Sharding(dim, lengths[:1]), joined=True)
+            blocks.append(lengths[0])
+            continue
+        if x is None or x.dim != dim or lengths != (x.period, x.period):
+            return CannotShard(f"{node.name} joins {_described(lengths, x)} with others along the sharded dimension")
         if x.inner > 1 and not x.is_even(p.size):
             return CannotShard(f"{node.name} joins {x.num_units} x {x.inner} elements, over {p.size} ranks")
         blocks += [block * x.inner for block in x.blocks]
     return Sharding(dim, tuple(blocks))
 
 
+def _described(lengths: tuple[int, int], x: Sharding | None) -> str:
+    if lengths[0] != lengths[1]:
+        return "elements whose number is dynamic"
+    if x is None:
+        return f"{lengths[0]} replicated elements, fewer than there are ranks,"
+    return f"values sharded along dimension {x.dim}, or in periods of {x.period} elements,"
+
+
 @rule(torch.stack)
 def stack(p: Propagation, node: Any) -> Result:
     rank = p.rank(node)
     dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank
-    x = p.broadcast(node, list(node.args[0]), rank - 1)
+    x = p.broadcast(node, list(node.args[0]), rank - 1, joined=True)
     return x.on_dim(x.dim + (dim <= x.dim))
 
 

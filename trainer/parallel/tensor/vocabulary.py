@@ -164,7 +164,8 @@ class _Finder:
         while isinstance(value, fx.Node):
             chain.insert(0, value)
             if (product := self.graph.products.get(value)) is not None:
-                is_matrix = not product.is_convolution and not product.is_low_rank
+                is_whole = not product.is_low_rank and not product.is_einsum and product.part is None
+                is_matrix = is_whole and self.graph.tensor(product.path).ndim == 2
                 return chain, product if is_matrix else None
             computed = [operand for operand in value.all_input_nodes if operand.op != "get_attr"]
             if len(computed) != 1:

@@ -1,0 +1,1 @@
+"""Measure where the time of chosen steps goes: by node of the ONNX file, and by what is not a node."""

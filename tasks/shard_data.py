@@ -18,11 +18,13 @@ from onward.tasks.task_logger import IN_RESULT
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
+from onward.trainer.data.first_rows import source_bytes
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import ShardManifest, Split
 from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.phases import note_in_phase
 from onward.trainer.run.records import RunIdentity, read_record
 
 log = logging.getLogger(__name__)
@@ -37,22 +39,25 @@ def shard_data(run: RunDir) -> ShardManifest:
     """
     config = read_config(run)
     started_at = time.monotonic()
-    directory, manifest, cached = make_training_shards(config, onward_home() / "shards")
+    directory, manifest, cached = make_training_shards(
+        config, onward_home() / "shards", report=lambda sharded: note_in_phase(run, str(sharded))
+    )
     # again, now with the extremes of all rows: `configure` has seen the first ones only
     if problems := data_problems(config, manifest.table, fitted=manifest.fitted):
         raise ConfigError(problems)
     stream = sample_stream(manifest.sizes or (manifest.rows("train"),), config)
     _refuse_changes(run, manifest.key)
     _link(run.shards, directory)
-    files = len(manifest.train) + len(manifest.evaluation)
+    files, megabytes = len(manifest.train) + len(manifest.evaluation), source_bytes(config.data) / 1e6
     log.info(
-        "%d rows to train on, %d to evaluate on, %d %s files %s in %.1f s: %s",
+        "%d rows to train on, %d to evaluate on, %d %s files %s in %.1f s%s: %s",
         manifest.rows("train"),
         manifest.rows("evaluation"),
         files,
         manifest.format,
         "found" if cached else "written",
-        time.monotonic() - started_at,
+        took_s := time.monotonic() - started_at,
+        "" if cached or megabytes < 1 else f" ({megabytes / took_s:,.0f} MB/s)",
         directory,
     )
     if config.data.sources:

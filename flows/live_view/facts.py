@@ -26,7 +26,7 @@ from onward.tasks.training_progress import Progress
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.phases import Phase
+from onward.trainer.run.phases import NOTE, Phase
 from onward.trainer.run.records import RunIdentity, read_record
 
 MOST_POINTS = 2048
@@ -71,6 +71,8 @@ class LiveFacts:
         """Of the whole run; 0 as long as it is not known."""
         self.note = ""
         """What this process does just now, such as a download with its progress; else ""."""
+        self.phase_note = ""
+        """How far the present phase is, if its task says it; else ""."""
         self.problem = ""
         """Why the files could not be read at the last attempt; else ""."""
         self._run: RunDir | None = None
@@ -153,8 +155,11 @@ class LiveFacts:
 
     def _add_phase(self, event: Event) -> None:
         """Add a phase. The first one of another process, or behind an end, begins a flow of its own."""
+        if event.kind == NOTE:
+            self.phase_note = str(event.fields.get("text", ""))
         if event.kind not in get_args(Phase):
             return
+        self.phase_note = ""
         owner, at_s = event.fields.get("pid"), event.fields.get("began_ms", event.at_ms) / 1e3
         if owner != self._owner or self.phase == "end" or event.kind == "start":
             self.phases, self._owner = [], owner

@@ -79,7 +79,8 @@ def sentence(facts: LiveFacts) -> str:
     progress = facts.progress
     again = f"attempt {facts.attempt}: " if facts.attempt > 1 and facts.phase == "train" else ""
     if _is_busy_otherwise(facts):
-        return f"{again}{NAMES.get(facts.phase, facts.phase)}: {MEANING[facts.phase]}"
+        how_far = f", {facts.phase_note}" if facts.phase_note else ""
+        return f"{again}{NAMES.get(facts.phase, facts.phase)}: {MEANING[facts.phase]}{how_far}"
     parts = [
         f"{again}step {progress.step}/{progress.num_steps}",
         f"epoch {facts.epoch:.2f}/{facts.epochs:.4g}" if facts.epochs else "",
@@ -204,7 +205,7 @@ def _rows(facts: LiveFacts, *, ascii_only: bool) -> list[tuple[str, list[str]]]:
             "checkpoint",
             [f"step {step}, saved {clock(facts.now_s() - saved_s)} ago" if facts.checkpoint else "none yet" * begun],
         ),
-        ("now", [facts.note]),
+        ("now", [facts.note or facts.phase_note]),
         ("problem", [facts.problem]),
     ]
 

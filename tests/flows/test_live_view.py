@@ -21,7 +21,7 @@ from onward.flows.stop_signals import acknowledged_interrupt
 from onward.tasks.training_progress import Periodic
 from onward.trainer.events import EventWriter
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.phases import Phase, enter_phase, phases
+from onward.trainer.run.phases import Phase, enter_phase, note_in_phase, phases
 from tests.support.terminals import Terminal
 
 NEW = {"tokens_per_s": 12345.0, "tflops": 1.5, "mfu": 0.31, "memory_bytes": 2.5 * 2**30}
@@ -231,6 +231,19 @@ def test_without_a_terminal_a_line_comes_only_when_there_is_something_new(tmp_pa
     assert len(said) == 3
     assert "\x1b" not in stream.getvalue()
     assert view_module.LINE_PERIOD_S == 10.0
+
+
+def test_how_far_the_sharding_is_is_shown_until_the_next_phase(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    enter_phase(run, "data")
+    note_in_phase(run, "68 of 200 MB, 34%, 150 MB/s, 0:01 left")
+    facts = facts_of(run)
+    assert sentence(facts) == "data: shards, 68 of 200 MB, 34%, 150 MB/s, 0:01 left"
+    assert any(line.plain.split() == ["now", *facts.phase_note.split()] for line in lines(facts, 60))
+    assert [start.phase for start in phases(run)] == ["data"]
+    enter_phase(run, "train")
+    facts.read()
+    assert facts.phase_note == ""
 
 
 def test_lines_have_at_least_ten_seconds_between_them(tmp_path: Path) -> None:

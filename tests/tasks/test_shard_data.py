@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 from onward.tasks.shard_data import shard_data
 from onward.tasks.shown_in_mlflow import digests_of
 from onward.trainer.config.loading import build_config
+from onward.trainer.data.storage import sharding_progress
 from onward.trainer.data.storage.shards import damaged_files, open_shards
 from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, write_record
 from tests.support import graphs
@@ -49,6 +52,18 @@ def test_the_run_directory_links_to_the_shards(tmp_path: Path) -> None:
     assert (open_shards(run.shards, "train").num_rows, open_shards(run.shards, "evaluation").num_rows) == (36, 4)
     assert manifest.table["label"].extremes == (0, 1, 2, 3)
     assert damaged_files(run.shards, manifest) == []
+
+
+def test_a_task_says_how_far_it_is_and_how_fast_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(sharding_progress, "PERIOD_S", 0.0)
+    run = configured(tmp_path, np.arange(8000) % 4)
+    shard_data.fn(run)
+    (note, *_) = [event.fields["text"] for event, _ in read_events(run.phases) if event.kind == "note"]
+    assert re.fullmatch(r"[012] of 2 MB, \d+%, [\d,]+ MB/s, \d:\d\d left", note), note
+    assert any(re.search(r"files written in .* s \([\d,]+ MB/s\)", line) for line in caplog.messages)
 
 
 def test_a_second_run_and_a_retry_share_the_shards(tmp_path: Path) -> None:

@@ -173,7 +173,11 @@ def _fit_each(cells: Cells, column: Column) -> tuple[Array, dict[int, str]]:
 
 def _fit_text(cells: Cells) -> tuple[Array, dict[int, str]]:
     """Return the texts as an array of objects [n]."""
-    values, bad = np.full(len(cells), "", object), {}
+    values, bad = np.full(len(cells), "", object), dict[int, str]()
+    # most often all are texts, which takes two loops without Python's
+    if set(map(type, cells)) <= {str} and all(map(str.isascii, cells)):
+        values[:] = cells
+        return values, bad
     for at, cell in enumerate(cells):
         if isinstance(cell, str) and is_unicode(cell):
             values[at] = str(cell)  # numpy's own strings are other types
@@ -202,6 +206,8 @@ def _fit_words(cells: Cells) -> tuple[Array, dict[int, str]]:
 
 def is_unicode(text: str) -> bool:
     """Return whether a text can be encoded; JSON may have escapes of one half of a surrogate pair."""
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -289,7 +295,7 @@ def _why(cell: Any, dtype: str, shape: tuple[int, ...] | None = None) -> str:
 
 def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values], Array, dict[int, str]]:
     """Return (values of every column, bool [n]: which rows are good, what is wrong with the others by index)."""
-    bad, values = dict(block.bad), {}
+    bad, values, folder = dict(block.bad), {}, Path(block.file).parent
     good = np.ones(len(block.index), bool)
     for column in columns:
         cells = block.cells.get(column.name)
@@ -297,7 +303,7 @@ def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values
             # a JSON key that no row of this block has; in other formats every row lacks it
             cells = [None] * len(block.index)
         given = [] if cells is None else cells
-        values[column.name], wrong = fit(given, column, Path(block.file).parent) if len(block.index) else ([], {})
+        values[column.name], wrong = fit(given, column, folder) if len(block.index) else ([], {})
         for at, why in wrong.items():
             good[at] = False
             bad.setdefault(int(block.index[at]), f"{column.name} {why}")
@@ -319,7 +325,9 @@ def in_parts(block: Block, held_out: Array, columns: Sequence[Column]) -> Iterat
 
 
 def select(values: Mapping[str, Values], chosen: Array) -> dict[str, Values]:
-    """Return the rows where `chosen`, bool [n], is true."""
+    """Return the rows where `chosen`, bool [n], is true; without a copy if it is for all."""
+    if chosen.all():
+        return dict(values)
     where = np.flatnonzero(chosen)
     return {
         name: [rows[at] for at in where] if isinstance(rows, list) else rows[where] for name, rows in values.items()

@@ -46,6 +46,38 @@ def remove_partials(path: Path) -> None:
             partial.unlink(missing_ok=True)
 
 
+class HashedFile:
+    """A new file that is written from its beginning to its end, with the SHA-256 of what was written.
+
+    What Python and pyarrow need of a file to write to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._hash = path.open("wb"), hashlib.sha256()
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of what was written so far, in hexadecimal."""
+        return self._hash.hexdigest()
+
+    def write(self, data: bytes) -> int:
+        """Append bytes; return how many."""
+        self._hash.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Pass what is buffered to the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
 def fsync(path: Path) -> None:
     """Flush a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -2,8 +2,9 @@
 
     {"at_ms": 1767225600000, "attempt": 0, "step": 0, "kind": "configure", "pid": 4711}
 
-A phase lasts until the next line. The lines of one process up to its line `end` are one flow of the run; a resumed run
-has several flows. A flow that was killed has no line `end`.
+A phase lasts until the next line; lines of the kind `note`, whose `text` says how far it is, do not count. The lines of
+one process up to its line `end` are one flow of the run; a resumed run has several flows. A flow that was killed has no
+line `end`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from onward.trainer.run.directory import RunDir
 
 Phase: TypeAlias = Literal["start", "configure", "preflight", "data", "train", "export", "approval", "end"]
 """`start`: the command looks for its servers, or starts them, and then the flow. `approval`: somebody is asked."""
+
+NOTE = "note"
+"""The kind of a line that begins no phase."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,14 @@ def enter_phase(run: RunDir, phase: Phase, *, at_ms: int | None = None) -> None:
         writer = EventWriter(run.phases, attempt=0, rank=0, announces=False)
         earlier = {} if at_ms is None else {"began_ms": at_ms}
         writer.emit(phase, 0, pid=os.getpid(), **earlier)
+        writer.close()
+
+
+def note_in_phase(run: RunDir, text: str) -> None:
+    """Record how far the present phase is, for who follows the run. A full disk is no error."""
+    with contextlib.suppress(OSError):
+        writer = EventWriter(run.phases, attempt=0, rank=0, announces=False)
+        writer.emit(NOTE, 0, pid=os.getpid(), text=text)
         writer.close()
 
 

@@ -16,11 +16,14 @@ import pytest
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import Column, ColumnType
-from onward.trainer.data.storage import sharding
+from onward.trainer.data.storage import arrow_files, sharding, split_writer
+from onward.trainer.data.storage.arrow_files import ArrowReader, ArrowWriter
+from onward.trainer.data.storage.described_columns import extremes
 from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.data.storage.shards import ShardManifest, Shards, damaged_files, open_shards
 from onward.trainer.data.storage.tensorproto_files import ProtoReader, ProtoWriter
 from onward.trainer.errors import DataError
+from onward.trainer.run.durable_files import sha256
 
 GOLDEN = bytes.fromhex("1e000000 0b000000 080210073a0201024201 78 0b000000 1001 2204 0000003f 4201 79")
 """int64 x = [1, 2] and scalar float y = 0.5, as ONNX Runtime's trainer reads them."""
@@ -75,6 +78,74 @@ def test_rows_of_varying_length_come_back_in_any_order(tmp_path: Path, form: Any
     read = train.read(np.arange(train.num_rows)[::-1])["v"]
     held_out = open_shards(directory, "evaluation").read(np.arange(1))["v"][0].tolist()
     assert sorted([row.tolist() for row in read] + [held_out]) == sorted(rows)
+
+
+def test_many_rows_and_few_rows_are_read_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    columns = [
+        Column(name="x", dtype="float32", shape=(3,)),
+        Column(name="flag", dtype="bool"),
+        Column(name="ids", dtype="int64", shape=(4,), variable=True),
+        Column(name="text", dtype="str"),
+        Column(name="image", dtype="bytes"),
+    ]
+    writer = ArrowWriter(tmp_path / "t.arrow", columns)
+    for count in (5, 40, 1):
+        writer.write(
+            {
+                "x": random.random((count, 3), np.float32),
+                "flag": random.random(count) > 0.5,
+                "ids": [np.arange(size) for size in random.integers(1, 5, count)],
+                "text": np.array([f"é{number}" for number in range(count)], object),
+                "image": np.array([bytes([number]) for number in range(count)], object),
+            }
+        )
+    assert writer.close() == sha256(tmp_path / "t.arrow")
+    reader = ArrowReader(tmp_path / "t.arrow", columns)
+    rows = random.integers(0, 46, 60)
+    found = []
+    for few in (1, 1000):
+        monkeypatch.setattr(arrow_files, "FEW_ROWS", few)
+        found.append(reader.read(rows))
+    one_by_one = [reader.read(rows[at : at + 1]) for at in range(len(rows))]
+    for name in ("x", "flag", "text", "image"):
+        np.testing.assert_array_equal(found[0][name], found[1][name])
+        np.testing.assert_array_equal(found[0][name], np.concatenate([each[name] for each in one_by_one]))
+        assert np.asarray(found[0][name]).dtype == np.asarray(found[1][name]).dtype
+    assert [ids.tolist() for ids in found[0]["ids"]] == [ids.tolist() for ids in found[1]["ids"]]
+    assert {type(text) for text in found[0]["text"]} == {str}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.5, np.nan, -2.5, np.inf], (-2.5, 1.5)),
+        ([np.nan, np.inf], ()),
+        ([0.5], (0.5,)),
+        ([], ()),
+        (np.array([3, -100, 7, 3, 9]), (-100, 3, 7, 9)),
+        (np.array([5, 5]), (5,)),
+    ],
+)
+def test_extremes_leave_out_what_is_not_finite(values: Any, expected: tuple[float, ...]) -> None:
+    assert extremes(np.asarray(values)) == expected
+
+
+def test_a_disk_that_cannot_be_flushed_is_an_error_and_nothing_is_left(
+    tmp_path: Path, npz: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+
+    def fails_at_the_third(path: Path) -> None:
+        flushed.append(threading.current_thread().name)
+        if len(flushed) == 3:
+            raise OSError("the disk is gone")
+
+    monkeypatch.setattr(split_writer, "fsync", fails_at_the_third)
+    with pytest.raises(OSError, match="the disk is gone"):
+        make_shards(DataConfig(source=str(npz), rows_per_shard=20), None, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert all(name.startswith("disk") for name in flushed)
 
 
 def test_arrow_shards_are_mapped_not_loaded(tmp_path: Path, npz: Path) -> None:

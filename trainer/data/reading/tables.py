@@ -19,7 +19,9 @@ import numpy as np
 from onward.trainer.bounds import CSV_COLUMNS, CSV_ROW_BYTES, JSON_CELLS, JSON_ROW_BYTES, Limit
 from onward.trainer.config.sections.tables import TableConfig
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Cells
-from onward.trainer.data.reading.csv_dialect import MISSING, Bytes, Dialect, dialect_of, opened
+from onward.trainer.data.reading.csv_cells import cells_of, of_numbers, texts_of
+from onward.trainer.data.reading.csv_dialect import Bytes, Dialect, dialect_of, opened
+from onward.trainer.data.reading.plain_csv import PlainColumns, count_lines
 from onward.trainer.errors import DataError
 
 NEWLINE, RETURN = b"\n\r"
@@ -42,7 +44,8 @@ def csv_blocks(
     # a set: with 10^5 columns, a search through a list for each would take minutes
     wanted, text = None if names is None else frozenset(names), frozenset(text)
     with opened(path, dialect) as file:
-        for line, piece in _pieces(path, file, quote=dialect.quote, limit=CSV_ROW_BYTES):
+        plain: PlainColumns | None = None
+        for line, lines, piece in _pieces(path, file, quote=dialect.quote, limit=CSV_ROW_BYTES):
             before = line
             # Excel writes a UTF-8 byte order mark, which would become part of the first column's name
             rows = piece if header else piece.removeprefix(b"\xef\xbb\xbf")
@@ -50,9 +53,14 @@ def csv_blocks(
                 first, _, rest = rows.partition(b"\n")
                 header = _header(path, first, dialect)
                 rows, before = (rest, line + 1) if dialect.header else (rows, line)
-            if rows:
                 chosen = header if wanted is None else [name for name in header if name in wanted]
-                yield _csv_block(path, rows, before, dialect, header=header, names=chosen, text=text)
+                plain = PlainColumns(header, chosen, text, dialect)
+            block = _csv_block(path, rows, before, lines - (before - line), plain) if rows and plain else None
+            # else the text would be in memory as long as its rows
+            del piece, rows
+            if block is not None:
+                yield block
+            del block
 
 
 def json_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
@@ -62,7 +70,7 @@ def json_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
 
 
 def _json_blocks(path: Path, file: Bytes, names: Sequence[str] | None) -> Iterator[Block]:
-    for first, piece in _pieces(path, file, quote="", limit=JSON_ROW_BYTES):
+    for first, _, piece in _pieces(path, file, quote="", limit=JSON_ROW_BYTES):
         rows: list[dict[str, Any]] = []
         index, bad = [], {}
         for number, line in enumerate(piece.split(b"\n"), start=first):
@@ -89,30 +97,39 @@ def _json_blocks(path: Path, file: Bytes, names: Sequence[str] | None) -> Iterat
         yield Block(str(path), np.array(index, np.int64), cells, bad, unit="line")
 
 
-def _pieces(path: Path, file: Bytes, *, quote: str, limit: Limit) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of lines before it, some complete rows) to the end; between quotes, rows may hold line ends."""
-    line, rest = 0, b""
+def _pieces(path: Path, file: Bytes, *, quote: str, limit: Limit) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (number of lines before it, its line ends, some complete rows) to the end; between quotes, rows may hold
+    line ends."""
+    line, rest, mark = 0, b"", quote.encode()
     while data := file.read(BLOCK_BYTES):
-        data = rest + data
-        end = _cut(data, quote.encode())
-        if len(data) - end > limit.most:
+        if mark and (mark in data or mark in rest):
+            data, rest = rest + data, b""
+        end = _cut(data, mark)
+        if len(data) - end + (0 if end else len(rest)) > limit.most:
             raise DataError(
                 f"{path}, line {line + data.count(NEWLINE, 0, end) + 1}: the row does not end within "
                 f"{limit.most >> 20} MB{'; is a quote not closed?' if quote else ''}"
             )
-        if end:
-            yield line, data[:end]
-            line += data.count(NEWLINE, 0, end)
-        rest = data[end:]
+        # in one step: a copy of a few megabytes takes as long as its digest
+        piece = b"".join((rest, memoryview(data)[:end])) if end else b""
+        rest = data[end:] if end else rest + data
+        del data
+        if piece:
+            lines = count_lines(piece)
+            yield line, lines, piece
+            line += lines
+        del piece
     if rest:
-        yield line, rest
+        yield line, count_lines(rest), rest
 
 
 def _cut(data: bytes, quote: bytes) -> int:
     """Return the offset just after the last line end that ends a row."""
     end = data.rfind(b"\n") + 1
+    if not quote or quote not in data:
+        return end
     # an odd number of quotes before a line end means that it is inside a quoted field: go back before that field
-    while quote and end and data.count(quote, 0, end) % 2:
+    while end and data.count(quote, 0, end) % 2:
         end = data.rfind(b"\n", 0, data.rfind(quote, 0, end)) + 1
     return end
 
@@ -147,20 +164,19 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _csv_block(
-    path: Path,
-    piece: bytes,
-    line: int,
-    dialect: Dialect,
-    *,
-    header: list[str],
-    names: list[str],
-    text: Collection[str],
-) -> Block:
-    # without quotes every line is a row, so numpy counts rows and fields
-    quoted = dialect.quote and dialect.quote.encode() in piece
+def _csv_block(path: Path, piece: bytes, line: int, lines: int, plain: PlainColumns) -> Block:
+    """Return the rows of a piece that has `line` lines before it, and `lines` line ends in it."""
+    header, dialect = plain.header, plain.dialect
+    quoted = bool(dialect.quote) and dialect.quote.encode() in piece
+    cells, index, bad = dict[str, Cells](), np.empty(0, np.int64), dict[int, str]()
+    if found := plain.read(piece, lines, quoted=quoted):
+        cells, index = found
     try:
-        cells, index, bad = (_quoted if quoted else _plain)(piece, header, names, text, dialect)
+        if not found or (left := [name for name in plain.names if name not in cells]):
+            # with care, and why a row or a cell is wrong
+            reader = _quoted if quoted else _plain
+            more, index, bad = reader(piece, header, left if found else plain.names, plain.text, dialect)
+            cells = {name: more[name] if name in more else cells[name] for name in plain.names}
     except ValueError as error:  # pandas' own, such as of control characters that it takes for line ends
         raise DataError(f"{path}, after line {line}: the rows cannot be read as CSV: {error}") from error
     # index 0 is line 2, the first under the header
@@ -178,7 +194,9 @@ def _csv_block(
 Parsed = tuple[dict[str, Cells], Array, dict[int, str]]
 
 
-def _plain(piece: bytes, header: list[str], names: list[str], text: Collection[str], dialect: Dialect) -> Parsed:
+def _plain(
+    piece: bytes, header: Sequence[str], names: Sequence[str], text: Collection[str], dialect: Dialect
+) -> Parsed:
     """Parse rows without quotes: one per line, with one field more than separators."""
     import pandas as pd  # imported here: ranks read shards, for which they need no pandas
 
@@ -203,15 +221,17 @@ def _plain(piece: bytes, header: list[str], names: list[str], text: Collection[s
     if numeric := [name for name in names if name not in text]:
         kind: dict[str, Any] = {"dtype": str, "na_filter": False} if dialect.is_localised else {}
         frame = pd.read_csv(io.BytesIO(rows), usecols=numeric, skipinitialspace=True, **kind, **common)
-        known = _of_numbers(frame)
-        cells |= {name: known[name] if name in known else _cells(frame[name], dialect) for name in numeric}
+        known = of_numbers(frame)
+        cells |= {name: known[name] if name in known else cells_of(frame[name], dialect) for name in numeric}
     if texts := [name for name in names if name in text]:
         frame = pd.read_csv(io.BytesIO(rows), usecols=texts, dtype=str, na_filter=False, **common)
-        cells |= {name: _texts(frame[name]) for name in texts}
+        cells |= {name: texts_of(frame[name]) for name in texts}
     return cells, np.flatnonzero(good), bad
 
 
-def _quoted(piece: bytes, header: list[str], names: list[str], text: Collection[str], dialect: Dialect) -> Parsed:
+def _quoted(
+    piece: bytes, header: Sequence[str], names: Sequence[str], text: Collection[str], dialect: Dialect
+) -> Parsed:
     """Parse rows that may hold separators and line ends in quotes, one by one."""
     import pandas as pd
 
@@ -226,8 +246,8 @@ def _quoted(piece: bytes, header: list[str], names: list[str], text: Collection[
             bad[line] = _ragged(len(row), header)
         # a quoted row may span lines: its number is that of its first line
         line = reader.line_num
-    frame = pd.DataFrame(rows, columns=header, dtype="str")
-    cells = {name: _texts(frame[name]) if name in text else _cells(frame[name], dialect) for name in names}
+    frame = pd.DataFrame(rows, columns=list(header), dtype="str")
+    cells = {name: texts_of(frame[name]) if name in text else cells_of(frame[name], dialect) for name in names}
     return cells, np.array(index, np.int64), bad
 
 
@@ -243,51 +263,5 @@ def _rows_until_error(reader: Any, bad: dict[int, str]) -> Iterator[list[str]]:
             bad[line] = f"is not CSV: {error}"
 
 
-def _ragged(found: int, header: list[str]) -> str:
+def _ragged(found: int, header: Sequence[str]) -> str:
     return f"has {found} field{'s' * (found != 1)}, not {len(header)}"
-
-
-def _texts(series: Any) -> Cells:
-    """Return a pandas column of text; as bytes the cells whose bytes are not UTF-8, so that they are reported."""
-    return [text.encode() if "\ufffd" in text else text for text in series]
-
-
-def _of_numbers(frame: Any) -> dict[str, Array]:
-    """Return the columns of a pandas frame that hold numbers only.
-
-    Those of one type are taken out together: taken one by one, 20,000 columns of one row take a second.
-    """
-    found, kinds = dict[str, Array](), frame.dtypes.to_numpy()
-    for kind in {kind for kind in kinds if kind.kind in "biuf"}:
-        chosen = kinds == kind
-        found |= dict(zip(frame.columns[chosen], frame.loc[:, chosen].to_numpy().T, strict=True))
-    return found
-
-
-def _cells(series: Any, dialect: Dialect) -> Cells:
-    """Return a pandas column as an array if all cells are numbers, else as a list of numbers and texts."""
-    import pandas as pd
-
-    if series.dtype.kind in "biuf":
-        return np.asarray(series)
-    written = _localised(series, dialect) if dialect.is_localised else series
-    parsed = pd.to_numeric(written, errors="coerce")
-    found = parsed.to_numpy(np.float64, na_value=np.nan)
-    wrong = np.flatnonzero(np.isnan(found))
-    if not wrong.size:
-        return np.asarray(parsed)
-    # numbers stay numbers; the text of other cells is kept, for messages
-    cells = found.astype(object)
-    cells[wrong] = [
-        text if isinstance(text, str) and text.strip() not in MISSING else None for text in series.iloc[wrong]
-    ]
-    return list(cells)
-
-
-def _localised(series: Any, dialect: Dialect) -> Any:
-    """Return numbers in Python's notation; "" for what is no number in the file's."""
-    text = series.str.strip()
-    text = text.where(text.str.fullmatch(dialect.number), "")
-    if dialect.thousands:
-        text = text.str.replace(dialect.thousands, "", regex=False)
-    return text.str.replace(dialect.decimal, ".", regex=False)

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onward.trainer.bounds import ROW_BYTES, check_regular
-from onward.trainer.data.columns import BLOCK_BYTES, BYTES, Array, Block, Cells, Column, Values
+from onward.trainer.data.columns import BLOCK_BYTES, BYTES, TEXT, Array, Block, Cells, Column, Values
 from onward.trainer.data.storage.arrow_sizes import check_sizes, dictionary_bytes
 from onward.trainer.errors import DataError
+from onward.trainer.run.durable_files import HashedFile
 
 FOOTER_MAGIC = b"ARROW1"
 """The first bytes of a file that has a footer."""
@@ -30,6 +31,10 @@ MOST_TEXTS = 512 << 20
 """Bytes that rows read at once may have, if all had the longest text that the file can hold."""
 
 
+FEW_ROWS = 8
+"""With fewer rows of each record batch they are faster copied one by one."""
+
+
 # -- shard files
 
 
@@ -39,23 +44,30 @@ class ArrowWriter:
     def __init__(self, path: Path, columns: Sequence[Column]) -> None:
         self._columns = columns
         self._schema = pa.schema([pa.field(column.name, _arrow_type(column), nullable=False) for column in columns])
-        self._file = pa.ipc.new_file(str(path), self._schema)
+        self._content = HashedFile(path)
+        self._file = pa.ipc.new_file(self._content, self._schema)
 
     def write(self, values: Mapping[str, Values]) -> None:
         """Append rows: column name -> its values."""
         arrays = [_to_arrow(values[column.name], column) for column in self._columns]
         self._file.write_batch(pa.record_batch(arrays, schema=self._schema))
 
-    def close(self) -> None:
-        """Write the footer; without it the file is not readable."""
+    def close(self) -> str:
+        """Write the footer, without which the file is not readable; return the SHA-256 of the file."""
         self._file.close()
+        self._content.close()
+        return self._content.sha256
+
+    def abandon(self) -> None:
+        """Close the file as it is, without its footer."""
+        self._content.close()
 
 
 class ArrowReader:
     """Rows of one shard file by their number; the file is mapped, so ranks of a host share its memory."""
 
     def __init__(self, path: Path, columns: Sequence[Column]) -> None:
-        self._columns = columns
+        self._kinds = [(column.name, column.dtype, column.shape, column.variable) for column in columns]
         with _refusing(path):
             file = pa.ipc.open_file(pa.memory_map(str(path)))
             batches = [file.get_batch(number) for number in range(file.num_record_batches)]
@@ -66,20 +78,29 @@ class ArrowReader:
     def read(self, rows: Array) -> dict[str, Values]:
         """Return the rows [n] with these numbers, in this order: arrays [n, *shape], or lists of n arrays."""
         batches = np.searchsorted(self._starts, rows, side="right") - 1
-        places = list(zip(batches.tolist(), (rows - self._starts[batches]).tolist(), strict=True))
+        offsets = rows - self._starts[batches]
+        each = list(zip(range(len(rows)), batches.tolist(), offsets.tolist(), strict=True))
+        parts: list[tuple[Any, int, Any]] = list(each)
+        found = {batch for _, batch, _ in each}
+        if are_many := len(rows) >= FEW_ROWS * len(found):
+            parts = [(places := np.flatnonzero(batches == batch), batch, offsets[places]) for batch in found]
         result: dict[str, Values] = {}
-        for column in self._columns:
-            views = self._views[column.name]
-            if column.variable:
-                result[column.name] = [_row(views[batch], at) for batch, at in places]
-            elif not column.holds_numbers:
-                result[column.name] = np.empty(len(rows), object)
-                result[column.name][:] = [views[batch][0][at].as_py() for batch, at in places]
+        for name, dtype, shape, variable in self._kinds:
+            views = self._views[name]
+            if variable:
+                result[name] = [_row(views[batch], at) for _, batch, at in each]
+                continue
+            is_object = dtype in (TEXT, BYTES)
+            gathered = result[name] = np.empty((len(rows), *shape), object if is_object else dtype)
+            if not is_object:
+                for places, batch, at in parts:
+                    gathered[places] = views[batch][0][at]
+            elif are_many and dtype == TEXT:
+                for places, batch, at in parts:
+                    gathered[places] = views[batch][0].take(pa.array(at)).to_numpy(zero_copy_only=False)
             else:
-                gathered = np.empty((len(rows), *column.shape), column.dtype)
-                for number, (batch, at) in enumerate(places):
-                    gathered[number] = views[batch][0][at]
-                result[column.name] = gathered
+                # contents may be large: none is copied twice
+                gathered[:] = [views[batch][0][at].as_py() for _, batch, at in each]
         return result
 
     def lengths(self, name: str) -> Array:

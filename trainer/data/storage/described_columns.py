@@ -51,10 +51,15 @@ def extremes(values: Values) -> tuple[int | float, ...]:
     for flat in _parts(values):
         if flat.dtype.kind == "O":
             return ()
-        finite = flat[np.isfinite(flat)] if flat.dtype.kind == "f" else flat
-        if not finite.size:
+        if not flat.size:
             continue
-        least, most = finite.min(), finite.max()
+        finite, least, most = flat, flat.min(), flat.max()
+        # a NaN is the least and the greatest of all
+        if not (np.isfinite(least) and np.isfinite(most)):
+            finite = flat[np.isfinite(flat)]
+            if not finite.size:
+                continue
+            least, most = finite.min(), finite.max()
         found |= {least.item(), most.item()}
         if flat.dtype.kind in "iu":
             # the second least and second greatest, in case the least or greatest is model.ignore_index
@@ -90,15 +95,22 @@ def merge(one: Column, other: Column) -> Column:
         return other if one.dtype == TEXT or other.holds_numbers else one
     # a later block may hold larger numbers or floats
     dtype = np.promote_types(one.dtype, other.dtype)
-    values, ends = sorted({*one.extremes, *other.extremes}), 2 if dtype.kind in "iu" else 1
     varies = one.variable or other.variable or (one.shape != other.shape and len(one.shape) == len(other.shape) == 1)
     return Column(
         name=one.name,
         dtype=dtype.name,
         shape=max(one.shape, other.shape) if varies else one.shape,
         variable=varies,
-        extremes=tuple(values if len(values) <= 2 * ends else (*values[:ends], *values[-ends:])),
+        extremes=outermost(one.extremes, other.extremes, dtype.name),
     )
+
+
+def outermost(one: tuple[int | float, ...], other: tuple[int | float, ...], dtype: str) -> tuple[int | float, ...]:
+    """Return `Column.extremes` of the rows of both."""
+    if not (values := sorted({*one, *other})):
+        return ()
+    ends = 2 if np.dtype(dtype).kind in "iu" else 1
+    return tuple(values if len(values) <= 2 * ends else (*values[:ends], *values[-ends:]))
 
 
 def stored_column(column: Column, kind: ColumnType | None, *, exact: bool, ragged: bool) -> Column:

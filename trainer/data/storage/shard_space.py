@@ -62,11 +62,11 @@ def shard_bytes(data: DataConfig, columns: Sequence[Column], consumed: Collectio
             if source.format in ("images", "webdataset", "audio"):
                 total += path.stat().st_size * holds_content
             else:
-                total += row_bytes * _rows(path, source.format)
+                total += row_bytes * source_rows(path, source.format)
     return total
 
 
-def _rows(path: Path, kind: str) -> int:
+def source_rows(path: Path, kind: str) -> int:
     """Return about the number of rows of a file; 0 where only reading all of it would tell."""
     if kind == "parquet":
         import pyarrow.parquet as pq  # imported here: ranks never need it

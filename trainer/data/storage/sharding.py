@@ -19,7 +19,9 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
@@ -47,10 +49,12 @@ from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_c
 from onward.trainer.data.images.image_sources import COLUMN_OF
 from onward.trainer.data.losses_from_data import count_classes, counted_columns
 from onward.trainer.data.reading import sources
+from onward.trainer.data.reading.read_ahead import read_ahead
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.described_columns import merge, stored_column
 from onward.trainer.data.storage.inferred_schema import infer_schema
 from onward.trainer.data.storage.shard_space import check_space
+from onward.trainer.data.storage.sharding_progress import Sharded, ShardingProgress
 from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Shards, damaged_files
 from onward.trainer.data.storage.split_writer import SplitWriter
 from onward.trainer.errors import DataError, OnwardError
@@ -65,14 +69,20 @@ STALE_S = 86400.0
 """A partial directory that is older than this was left by a process that died."""
 
 
-def make_training_shards(config: RunConfig, cache: Path) -> tuple[Path, ShardManifest, bool]:
+Report = Callable[[Sharded], None]
+"""Is called while shards are written, every second at most."""
+
+
+def make_training_shards(
+    config: RunConfig, cache: Path, *, report: Report | None = None
+) -> tuple[Path, ShardManifest, bool]:
     """Shard the data that a configuration trains on, with the columns that are computed; else as `make_shards`.
 
     Raises the errors of `make_shards`, `read_training_signature` and `open_computers`.
     """
     signature = read_training_signature(config.model)
     columns, computers = read_and_computed(config, signature, infer_schema(config.data))
-    directory, manifest, cached = make_shards(config.data, columns, cache, computers=computers)
+    directory, manifest, cached = make_shards(config.data, columns, cache, computers=computers, report=report)
     return directory, with_class_counts(directory, manifest, config, signature), cached
 
 
@@ -144,6 +154,7 @@ def make_shards(
     cache: Path,
     *,
     computers: Sequence[ColumnComputer] = (),
+    report: Report | None = None,
 ) -> tuple[Path, ShardManifest, bool]:
     """Shard the data into `cache`, unless the same content is there; return (directory, manifest, was it there).
 
@@ -166,7 +177,7 @@ def make_shards(
     partial.mkdir()
     try:
         fit_to_source(computers, data, stored)
-        manifest = _write(data, stored, key, partial, computers).with_digest()
+        manifest = _write(data, stored, key, partial, computers, report).with_digest()
         write_record(partial / "manifest.json", manifest)
         return final, _publish(partial, final) or manifest, False
     finally:
@@ -185,7 +196,8 @@ def fit_to_source(
         return
     texts = [column.name for column in columns if column.dtype in (TEXT, WORDS)]
     blocks = sources.read(data, [column.name for column in columns], texts)
-    fit_computers(computers, islice(blocks, most_blocks), columns)
+    # a few blocks are read without reading ahead
+    fit_computers(computers, read_ahead(blocks) if most_blocks is None else islice(blocks, most_blocks), columns)
 
 
 def stored_columns(
@@ -281,37 +293,52 @@ def _publish(partial: Path, final: Path) -> ShardManifest | None:
 
 
 def _write(
-    data: DataConfig, columns: Sequence[Column], key: str, directory: Path, computers: Sequence[ColumnComputer]
+    data: DataConfig,
+    columns: Sequence[Column],
+    key: str,
+    directory: Path,
+    computers: Sequence[ColumnComputer],
+    report: Report | None = None,
 ) -> ShardManifest:
     """Write all splits in one pass over each source, a block at a time."""
     names = ("train", "evaluation", "test") if data.test_source else ("train", "evaluation")
     packer = packer_of(computers)
-    splits = {split: SplitWriter(directory, split, data=data, packer=packer) for split in names}
     texts = [column.name for column in columns if column.dtype in (TEXT, WORDS)]
     consumed = frozenset[str]().union(*(each.consumed for each in computers))
     file_only = frozenset[str]().union(*(each.file_only for each in computers)) - consumed
     own = [column for column in columns if column.name not in consumed]
     kept = [column for column in own if column.name not in file_only]
     skipped, left_out, skipped_rows = 0, 0, list[str]()
-    ends = []
-    for held_split, blocks in sources.read_by_source(data, [column.name for column in columns], texts):
-        for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, columns)):
-            values, good, bad = fit_block(block, columns)
-            for rows, held in computed_chunks(computers, block, values, good, held_out, bad):
-                if data.bad_rows == "fail" and (skipped or not all(isinstance(why, LeftOut) for why in bad.values())):
-                    continue  # no file will be kept, so the rest is only counted
-                computed = stored_of(computers)
-                splits["train"].add(select(rows, ~held), (*kept, *computed))
-                splits[held_split].add(select(rows, held), (*own, *computed))
-            left_out += sum(isinstance(why, LeftOut) for why in bad.values())
-            bad = {row: why for row, why in bad.items() if not isinstance(why, LeftOut)}
-            remaining = MAX_NAMED_ROWS - len(skipped_rows)
-            skipped_rows += [f"{block.where(row)}: {bad[row]}" for row in islice(sorted(bad), remaining)]
-            skipped += len(bad)
-        for writer in splits.values():
-            writer.end_source()
-        ends.append(splits["train"].num_rows)
-    files = {split: tuple(writer.close()) for split, writer in splits.items()}
+    ends, progress = [], ShardingProgress(data, report)
+    with ExitStack() as opened:
+        disk = opened.enter_context(ThreadPoolExecutor(1, "disk"))
+        splits = {
+            split: opened.enter_context(SplitWriter(directory, split, data=data, packer=packer, disk=disk))
+            for split in names
+        }
+        for held_split, blocks in sources.read_by_source(data, [column.name for column in columns], texts):
+            for block, held_out in (
+                part for whole, held in read_ahead(blocks) for part in in_parts(whole, held, columns)
+            ):
+                values, good, bad = fit_block(block, columns)
+                for rows, held in computed_chunks(computers, block, values, good, held_out, bad):
+                    if data.bad_rows == "fail" and (
+                        skipped or not all(isinstance(why, LeftOut) for why in bad.values())
+                    ):
+                        continue  # no file will be kept, so the rest is only counted
+                    computed = stored_of(computers)
+                    splits["train"].add(select(rows, ~held), (*kept, *computed))
+                    splits[held_split].add(select(rows, held), (*own, *computed))
+                left_out += sum(isinstance(why, LeftOut) for why in bad.values())
+                bad = {row: why for row, why in bad.items() if not isinstance(why, LeftOut)}
+                remaining = MAX_NAMED_ROWS - len(skipped_rows)
+                skipped_rows += [f"{block.where(row)}: {bad[row]}" for row in islice(sorted(bad), remaining)]
+                skipped += len(bad)
+                progress.add(len(block.index) + len(block.bad))
+            for writer in splits.values():
+                writer.end_source()
+            ends.append(splits["train"].num_rows)
+        files = {split: tuple(writer.close()) for split, writer in splits.items()}
     if skipped and data.bad_rows == "fail":
         more = [f"... and {skipped - MAX_NAMED_ROWS:,} more"] if skipped > MAX_NAMED_ROWS else []
         raise DataError(

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.column_computers import RowPacker
 from onward.trainer.data.columns import Column, Values
 from onward.trainer.data.storage.arrow_files import ArrowWriter
-from onward.trainer.data.storage.described_columns import extremes, merge
+from onward.trainer.data.storage.described_columns import extremes, outermost
 from onward.trainer.data.storage.shards import ShardFile
 from onward.trainer.data.storage.tensorproto_files import ProtoWriter
-from onward.trainer.run.durable_files import fsync, sha256
+from onward.trainer.run.durable_files import fsync
 
 
 class _Writer(Protocol):
     def write(self, values: Mapping[str, Values]) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> str: ...
+    def abandon(self) -> None: ...
 
 
 WRITERS: dict[str, Callable[[Path, Sequence[Column]], _Writer]] = {"arrow": ArrowWriter, "pb": ProtoWriter}
 
 
 class SplitWriter:
-    """Write a stream of rows into files of rows_per_shard rows."""
+    """Write a stream of rows into files of rows_per_shard rows. disk: its threads wait until a file is on the disk."""
 
-    def __init__(self, directory: Path, split: str, *, data: DataConfig, packer: RowPacker | None) -> None:
+    def __init__(
+        self, directory: Path, split: str, *, data: DataConfig, packer: RowPacker | None, disk: Executor
+    ) -> None:
         self._packer = packer
         self._directory = directory
         self._split = split
@@ -35,10 +39,21 @@ class SplitWriter:
         self._file: _Writer | None = None
         self._rows = 0
         self._done: list[ShardFile] = []
+        self._disk = disk
+        self._synced: Future[None] | None = None
         self.num_rows = 0
         """Of all files so far."""
-        self.observed: dict[str, Column] = {}
-        """Extremes and longest row so far, by column."""
+        self._columns: dict[str, Column] = {}
+        self._extremes: dict[str, tuple[int | float, ...]] = {}
+        self._longest: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        # after an error; `close` leaves none open
+        if self._file is not None:
+            self._file.abandon()
 
     def add(self, values: dict[str, Values], columns: Sequence[Column]) -> None:
         """Append rows of these columns, the same in each call."""
@@ -69,9 +84,21 @@ class SplitWriter:
                 self._end_file()
 
     def close(self) -> list[ShardFile]:
-        """End the last file and return all of them."""
+        """End the last file and return all of them, which are on the disk."""
         self._end_file()
+        self._wait_for_disk()
         return self._done
+
+    @property
+    def observed(self) -> dict[str, Column]:
+        """Return the columns with the extremes and the longest row so far, by name."""
+        return {
+            name: column.model_copy(
+                update={"extremes": self._extremes[name]}
+                | ({"shape": (self._longest[name],)} if column.variable else {})
+            )
+            for name, column in self._columns.items()
+        }
 
     @property
     def _path(self) -> Path:
@@ -80,15 +107,21 @@ class SplitWriter:
     def _end_file(self) -> None:
         if self._file is None:
             return
-        self._file.close()
-        path = self._path
-        fsync(path)
-        size = path.stat().st_size
-        self._done.append(ShardFile(name=path.name, rows=self._rows, bytes=size, sha256=sha256(path)))
+        digest, path = self._file.close(), self._path
+        self._done.append(ShardFile(name=path.name, rows=self._rows, bytes=path.stat().st_size, sha256=digest))
+        # a thread waits for the disk; of the file before, so that no more than two are not on the disk yet
+        self._wait_for_disk()
+        self._synced = self._disk.submit(fsync, path)
         self._file, self._rows = None, 0
 
+    def _wait_for_disk(self) -> None:
+        """Raise OSError if a file could not be written to the disk."""
+        if self._synced is not None:
+            self._synced.result()
+
     def _observe(self, column: Column, values: Values) -> None:
-        shape = (max(map(len, values)),) if column.variable else column.shape
-        now = column.model_copy(update={"extremes": extremes(values), "shape": shape})
-        before = self.observed.get(column.name)
-        self.observed[column.name] = merge(before, now) if before else now
+        name = column.name
+        self._columns[name] = column
+        self._extremes[name] = outermost(self._extremes.get(name, ()), extremes(values), column.dtype)
+        if column.variable:
+            self._longest[name] = max(self._longest.get(name, 0), max(map(len, values)))

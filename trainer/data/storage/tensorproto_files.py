@@ -23,6 +23,7 @@ from onward.trainer.bounds import opened
 from onward.trainer.data.columns import BLOCK_BYTES, TEXT, Array, Block, Column, Values
 from onward.trainer.errors import DataError
 from onward.trainer.onnx_graph.model_files import TYPES, tensor_problems
+from onward.trainer.run.durable_files import HashedFile
 
 PREFIX = struct.Struct("<I")
 AS_BITS = {"float16": np.uint16, "bool": np.uint8}
@@ -39,7 +40,7 @@ class ProtoWriter:
             else helper.np_dtype_to_tensor_dtype(np.dtype(column.dtype))
             for column in columns
         }
-        self._file = path.open("wb")
+        self._file = HashedFile(path)
 
     def write(self, values: Mapping[str, Values]) -> None:
         """Append rows: column name -> its values."""
@@ -65,8 +66,13 @@ class ProtoWriter:
             numbers.extend((array.view(bits) if bits else array).ravel().tolist())
             yield tensor.SerializeToString()
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self) -> str:
+        """Close the file; return the SHA-256 of its content."""
+        self._file.close()
+        return self._file.sha256
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
         self._file.close()
 
 

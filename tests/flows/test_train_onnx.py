@@ -239,7 +239,7 @@ def test_an_interrupted_run_saves_a_checkpoint_prints_the_resume_command_and_res
     described = workshop.onward("status", run.root.name)
     assert described["state"] == "stopped"
     assert run.checkpoint(described["step"]).is_dir()
-    assert f"to continue from step {described['step']}: onward resume {run.root.name}" in error
+    assert f"to continue from step {described['step']}: onward resume {described['name']}" in error
     assert workshop.prefect_states()[run.root.name] == "CANCELLED"
     assert [each.info.status for each in workshop.mlflow_runs(run)] == ["KILLED"]
     check_report(workshop, run, "The run was stopped before its end.")

@@ -14,6 +14,7 @@ import pytest
 from onward.flows.cancellation import PERIOD_S
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import ending_of
+from onward.trainer.run.names import name_of
 from onward.trainer.run.records import RunIdentity, read_record
 from tests.flows.test_every_phase import SHORT, begun, go_on, runs_of, start_until
 from tests.support.workshop import Workshop, api, ranks_of, signed_in, until
@@ -64,7 +65,7 @@ def test_a_run_that_is_cancelled_in_prefect_ends_as_cancelled_and_goes_on_to_the
     assert process.returncode == 75, said
     assert "Traceback" not in said
     assert len(said.splitlines()) < 25, said
-    assert f"onward resume {name}" in said
+    assert f"onward resume {name_of(run, 'config')}" in said
     until(lambda: not workshop.processes(), limit_s=60)
     assert workshop.prefect_states()[name] == "CANCELLED"
     assert [each.info.status for each in workshop.mlflow_runs(run)] == ["KILLED"]

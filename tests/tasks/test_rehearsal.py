@@ -15,16 +15,18 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from onward.tasks import subprocesses
+from onward.tasks import rehearsing, subprocesses
 from onward.tasks.configure import configure
-from onward.trainer.config.loading import ENTRIES
+from onward.trainer.config.loading import ENTRIES, build_config
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import SECTIONS
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError, DataError, OnwardError, RuntimeUnavailable
 from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.rehearsal.checks import _time
+from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.run.directory import RunDir, onward_home, read_config
-from onward.trainer.run.records import Rehearsal, read_record
+from onward.trainer.run.records import Rehearsal, RehearsedBatch, read_record
 from tests.support.graphs import tiny_conv_net
 from tests.support.images import write_classes
 from tests.support.runs import tiny_images
@@ -337,6 +339,55 @@ def test_the_precision_of_a_cpu_is_chosen_by_the_time_of_a_micro_batch_and_kept(
     assert read_config(run).precision.compute == found.compute
     configured(*arguments, precision={"compute": "auto"})  # as `onward resume` does
     assert read_config(run).precision.compute == found.compute
+
+
+def test_without_a_time_in_bf16_the_precision_is_not_chosen_and_the_run_is_not_refused() -> None:
+    findings, config = (
+        Findings(),
+        build_config(
+            {
+                "model": {"path": "m.onnx"},
+                "data": {"source": "d.npz"},
+                "train": {"num_steps": 1},
+                "precision": {"compute": "auto"},
+            }
+        ),
+    )
+    _time(None, lambda: pytest.fail("no micro-batch has run"), config, findings)  # type: ignore[arg-type]
+    findings.batches.append(RehearsedBatch(what="training", rows=1, loss=1.0, elapsed_s=0.1))
+
+    def unsupported() -> Any:
+        raise RuntimeError("not implemented for 'BFloat16'")
+
+    _time(None, unsupported, config, findings)  # type: ignore[arg-type]
+    assert findings.compute == ""
+    assert findings.not_rehearsed == ["the time in fp32 and bf16: RuntimeError: not implemented for 'BFloat16'"]
+
+
+def test_a_rehearsal_that_was_begun_ahead_is_taken_for_the_same_run_alone_and_ended_if_nothing_takes_it(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured(tiny_conv_net(), tiny_images(25))
+    config = read_config(RunDir(onward_home() / "runs" / "run"))
+    started = []
+
+    def start(*words: str, **places: Any) -> Any:
+        started.append(subprocesses.start_module(*words, **places))
+        return started[-1]
+
+    monkeypatch.setattr(rehearsing, "start_module", start)
+    with rehearsing.begun_ahead(config):
+        _, found = rehearsing.rehearse(config)
+    assert len(started) == 1
+    assert found.trained == 6
+    other = config.model_copy(update={"train": config.train.model_copy(update={"seed": 7})})
+    with rehearsing.begun_ahead(other):
+        rehearsing.rehearse(config)
+    assert len(started) == 3
+    with pytest.raises(KeyboardInterrupt), rehearsing.begun_ahead(config):
+        raise KeyboardInterrupt
+    assert started[-1].returncode is not None, "it is ended"
+    assert rehearsing._begun == []
 
 
 def test_a_run_that_has_begun_is_not_rehearsed_again(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:

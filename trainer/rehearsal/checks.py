@@ -125,7 +125,7 @@ def checks(
     timed = [
         (
             "the time of a micro-batch in fp32 and bf16",
-            lambda: _time(graph, batch(first.rows, "training"), config, findings),
+            lambda: _time(graph, partial(batch, first.rows, "training"), config, findings),
         )
     ]
     return [
@@ -272,15 +272,21 @@ def _check_cache(config: RunConfig, rows: FirstRows, trained: ImportedGraph, fin
             )
 
 
-def _time(graph: RehearsedGraph, rows: Batch, config: RunConfig, findings: Findings) -> None:
+def _time(graph: RehearsedGraph, rows: Callable[[], Batch], config: RunConfig, findings: Findings) -> None:
     """Choose precision.compute if it is "auto", or warn if bf16 is the slower one here."""
-    if findings.failures or findings.errors:  # no micro-batch runs, or the run is refused
+    # without a micro-batch that has run there is nothing to compare
+    if findings.failures or findings.errors or not findings.batches:
         return
     took_s = max(each.elapsed_s for each in findings.batches)
     if took_s > TIMED_S:
         findings.not_rehearsed.append(f"the time in fp32 and bf16: a micro-batch takes {took_s:.0f} s")
         return
-    times = time_precisions(graph, rows)
+    try:
+        times = time_precisions(graph, rows())
+    except Exception as error:  # an operator that torch does not compute in bf16, or too little memory for both
+        why = (str(error).strip().splitlines() or [""])[0]
+        findings.not_rehearsed.append(f"the time in fp32 and bf16: {type(error).__name__}: {why}")
+        return
     if config.precision.compute == "auto":
         findings.compute = times.faster
     else:

@@ -21,6 +21,9 @@ from pathlib import Path
 
 from onward.trainer.errors import DataError
 
+LOOK_S = 60
+"""A look that takes longer is ended, and the reader reads the files as they are."""
+
 
 def check_footers(paths: Sequence[Path]) -> None:
     """Raise DataError for a file whose footer cannot be read without ending the process; other errors are left to its
@@ -50,6 +53,7 @@ def _fatal(states: tuple[tuple[str, int, int], ...]) -> str:
         try:
             os.close(read)
             faulthandler.disable()
+            signal.alarm(LOOK_S)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # std::terminate writes there
             for number, (path, _, _) in enumerate(states):
                 os.write(write, number.to_bytes(8, "little"))

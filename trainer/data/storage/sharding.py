@@ -145,7 +145,7 @@ def check_held_out(config: RunConfig, signature: Signature, schema: Schema) -> N
         for block, _ in islice(blocks, 1):
             _, good, bad = fit_block(block, stored)
             if len(good) and not good.any() and config.data.bad_rows == "fail":
-                raise DataError(f"{block.where(row)}: {bad[row]}" for row in sorted(bad)[:3])
+                raise DataError(f"{block.where(row)}: {bad[row]}" for row in sorted(bad)[:MAX_NAMED_ROWS])
 
 
 def make_shards(

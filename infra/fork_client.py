@@ -22,7 +22,11 @@ import socket
 import sys
 from pathlib import Path
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+FORWARDED = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT),
+    # at these, the fork writes where it is
+    *(signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
+)
 """SIGKILL and SIGSTOP cannot be caught: the server carries them over to the fork."""
 
 

@@ -44,18 +44,14 @@ _running: list[_Server] = []
 
 
 @contextlib.contextmanager
-def fork_server(environment: dict[str, str] | None = None) -> Iterator[None]:
-    """Keep a fork server running inside. Within another one, or where it cannot be started, do nothing.
-
-    environment: further variables of the server, which must not change what the forks compute; each fork gets those of
-    its client.
-    """
+def fork_server() -> Iterator[None]:
+    """Keep a fork server running inside. Within another one, or where it cannot be started, do nothing."""
     if _running:
         yield
         return
     folder = Path(tempfile.mkdtemp(prefix="onward-forks-"))
     read, written = os.pipe()
-    server = _start(folder, read, environment or {})
+    server = _start(folder, read)
     os.close(read)
     try:
         _running.extend(filter(None, [server]))
@@ -75,7 +71,7 @@ def python() -> list[str]:
     return [sys.executable]
 
 
-def _start(folder: Path, alive: int, environment: dict[str, str]) -> _Server | None:
+def _start(folder: Path, alive: int) -> _Server | None:
     path = folder / "socket"
     if len(os.fsencode(path)) > LONGEST_PATH:
         return None
@@ -84,9 +80,10 @@ def _start(folder: Path, alive: int, environment: dict[str, str]) -> _Server | N
         listener.listen(64)  # from now on clients wait for their forks
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", *SERVER, str(listener.fileno()), str(alive)],
-                # a fork writes its job's tag in the place of this one, where `members` reads it
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment, TAG: NO_TAG},
+                [sys.executable, "-m", *SERVER, str(listener.fileno()), str(alive), str(folder)],
+                # packages leave files behind; a fork writes its job's tag in the place of this one, where `members`
+                # reads it
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder), TAG: NO_TAG},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

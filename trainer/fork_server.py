@@ -1,10 +1,12 @@
-"""Import torch and the trainer once, and fork for each client: `python -m ... LISTENER ALIVE`, two file descriptors.
+"""Import torch and the trainer once, and fork for each client: `python -m ... LISTENER ALIVE FOLDER`.
 
-A client (infra/fork_client.py) sends its words, environment, working directory, output, and gets the process id of the
-fork and at last its exit status. While it lives, the client is what others see of the fork, so the server carries
-over what the client cannot: its end by SIGKILL, and its stop by SIGSTOP. ALIVE is the reading end of a pipe, which
-closes when the process that has started the server ends; the server then takes no client any more, and ends when its
-last fork has ended: ranks still save a checkpoint.
+A client (infra/fork_client.py) sends its words, environment, working directory and output, and gets the process id of
+the fork and at last its exit status. While it lives, the client is what others see of the fork, so the server carries
+over what the client cannot: its end by SIGKILL, and its stop by SIGSTOP.
+
+LISTENER is the file descriptor of a socket, ALIVE that of the reading end of a pipe, which closes when the process that
+has started the server ends. The server then takes no client any more, and ends when its last fork has ended, because
+the ranks of a killed flow still save a checkpoint.
 
 No thread runs here, because a process that has threads must not fork, and no device is used.
 """
@@ -20,10 +22,12 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import struct
 import sys
+import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +56,8 @@ class Fork:
     is_stopped: bool = False
 
 
-def serve(listener: socket.socket, alive: int) -> None:
-    """Fork for each client until `alive` is closed at its other end and all forks have ended."""
+def serve(listener: socket.socket, alive: int, folder: str) -> None:
+    """Fork for each client until `alive` is closed at its other end and all forks have ended; then delete `folder`."""
     selector, forks = selectors.DefaultSelector(), dict[int, Fork]()
     selector.register(listener, selectors.EVENT_READ, listener)
     selector.register(alive, selectors.EVENT_READ, alive)
@@ -79,6 +83,7 @@ def serve(listener: socket.socket, alive: int) -> None:
                 _notice(key.data, selector, forks, ended=key.fileobj == key.data.handle)
         for fork in forks.values():
             _carry_over_stop(fork)
+    shutil.rmtree(folder, ignore_errors=True)  # a flow that was killed has left it
 
 
 def _notice(fork: Fork, selector: selectors.BaseSelector, forks: dict[int, Fork], *, ended: bool) -> None:
@@ -177,6 +182,7 @@ def _run(words: list[str], environment: dict[str, str], folder: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
     _show_tag(environment.get(JOB_TAG, ""))
+    tempfile.tempdir = None  # found by the environment of the server
     os.chdir(folder)
     if "PYTHONFAULTHANDLER" in environment:
         faulthandler.enable()
@@ -204,7 +210,7 @@ def _threads() -> set[str]:
     return {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
 
 
-def main(listener: int, alive: int) -> None:
+def main(listener: int, alive: int, folder: str) -> None:
     """Import what the forks need, then serve."""
     own = _threads()
     given = {name: os.environ.get(name) for name in ALONE}
@@ -224,8 +230,8 @@ def main(listener: int, alive: int) -> None:
         sys.exit(f"an imported package has started a thread ({others}); each program is started by itself")
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the pages of everything that was imported here
-    serve(socket.socket(fileno=listener), alive)
+    serve(socket.socket(fileno=listener), alive, folder)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -72,11 +72,13 @@ def test_a_fork_has_the_words_environment_directory_output_and_status_of_its_cli
     forked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forks, "SERVER", fork_programs.SERVER)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with forks.fork_server() if forked else contextlib.nullcontext():
         monkeypatch.setenv("SAID", "after the server has begun")
         ending = run_module(MODULE, "say", "3", "b c", folder=tmp_path, log=tmp_path / "log")
     said, error = (tmp_path / "log").read_text().splitlines()
     facts = {"words": ["3", "b c"], "env": "after the server has begun", "cwd": str(tmp_path), "name": "__main__"}
+    facts["tmp"] = str(tmp_path)
     assert json.loads(said) == facts
     assert error == "and an error"
     assert ending.startswith("ended with status 3")
@@ -187,7 +189,7 @@ def test_a_server_in_which_a_package_has_started_a_thread_forks_nothing(
     names = iter([{"python"}, {"python", "jemalloc_bg_thd", "of a package"}])
     monkeypatch.setattr(fork_server, "_threads", lambda: next(names))
     with pytest.raises(SystemExit, match=r"has started a thread .*'of a package'"):
-        fork_server.main(-1, -1)
+        fork_server.main(-1, -1, "/absent")
 
 
 def test_a_path_that_is_too_long_for_a_socket_starts_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

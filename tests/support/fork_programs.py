@@ -9,16 +9,23 @@ import socket
 import sys
 import time
 from pathlib import Path
+from tempfile import gettempdir
 
 from onward.trainer.fork_server import serve
 
 
 def main(command: str, *words: str) -> int:
     if command == "serve":
-        # the words that `forks` adds are file descriptors
-        serve(socket.socket(fileno=int(words[0])), int(words[1]))
+        listener, alive, folder = words
+        serve(socket.socket(fileno=int(listener)), int(alive), folder)
     elif command == "say":
-        facts = {"words": words, "env": os.environ.get("SAID"), "cwd": str(Path.cwd()), "name": __name__}
+        facts = {
+            "words": words,
+            "env": os.environ.get("SAID"),
+            "cwd": str(Path.cwd()),
+            "name": __name__,
+            "tmp": gettempdir(),
+        }
         print(json.dumps(facts))
         print("and an error", file=sys.stderr)
         return int(words[0])

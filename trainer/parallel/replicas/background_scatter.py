@@ -30,10 +30,12 @@ class BackgroundScatter:
     Whoever reads what it has written calls `wait` before. FSDP itself reads nothing of it, unless it adds to the
     gradients of an earlier pass, or sums over a second axis of the mesh.
 
-    One is under way at a time. It holds the gradients of a unit twice, as sent and as received.
+    One is under way at a time. It holds the gradients of a unit twice, as sent and as received. at_once: wait for the
+    result, for hybrid sharding, which sums it over the other groups of shards next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
+        self._at_once = at_once
         self._under_way: _UnderWay | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -56,6 +58,8 @@ class BackgroundScatter:
         work = dist.all_to_all_single(received, input_tensor, group=group, async_op=True)
         assert work is not None
         self._under_way = _UnderWay(work, input_tensor, received, output_tensor, group.rank(), group.size())
+        if self._at_once:
+            self.wait()
 
     def wait(self) -> None:
         """Complete what is under way, if anything is."""

@@ -85,15 +85,14 @@ class Sharded:
         grid = mesh["replicate", "shard"] if self._replicate.size() > 1 else shard
         sharded = [weight for weight in weights if is_sharded(weight, zero=config.zero)]
         owners = _owners(stages)
-        # on a GPU, streams do what this does on the CPU; a hybrid's second sum waits for the first one
-        in_background = mpi.device.type == "cpu" and self._replicate.size() == 1
-        self._scatter = BackgroundScatter() if in_background else None
+        # on a GPU, streams do what these do on the CPU
+        is_cpu = mpi.device.type == "cpu"
+        self._scatter = BackgroundScatter(at_once=self._replicate.size() > 1) if is_cpu else None
         for stage in stages:
             tensors = {weight.tensor for weight in sharded}
             shard_chain(stage.chain, tensors, grid, mpi.device, regather=config.zero == 3, half=half)
-            if mpi.device.type == "cpu":
-                gather_in_background(stage.chain)
             if self._scatter is not None:
+                gather_in_background(stage.chain)
                 scatter_with(stage.chain, self._scatter)
         # FSDP has replaced the parameters in their modules by DTensors, and keeps these for good
         held = [getattr(*owners[weight.tensor]) for weight in sharded]
@@ -115,7 +114,7 @@ class Sharded:
         self._replicated = ReplicatedWeights(self.weights, mesh)
         self._tied = TiedGradients(trained, shared=shared, mesh=mesh, timeout_s=timeout_s)
         self._device = mpi.device
-        begin_pass = self._collect if in_background else lambda: None
+        begin_pass = self._collect if is_cpu else lambda: None
         self._passes = [_BackwardPasses(stage.chain, zero=config.zero, begin_pass=begin_pass) for stage in stages]
         if config.zero == 3:
             for stage in stages:

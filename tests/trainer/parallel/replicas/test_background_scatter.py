@@ -62,16 +62,16 @@ def returns_early(mpi: MPIContext) -> list[float]:
 def differing_trainings(mpi: MPIContext) -> list[str]:
     """Trainings of three micro-batches a step that have other bits than with FSDP's own collectives."""
     found = []
-    for name in ("tied", "uneven"):
+    for name, shard in (("tied", 0), ("uneven", 0), ("tied", 2)):
         for zero in (1, 2, 3):
-            config = ParallelConfig(data=mpi.world_size, zero=zero)  # type: ignore[arg-type]
+            config = ParallelConfig(data=mpi.world_size, zero=zero, shard=shard)  # type: ignore[arg-type]
             in_background = Training(mpi, name, config)
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(zero_module, "gather_in_background", lambda chain: None)
                 patched.setattr(zero_module, "scatter_with", lambda chain, scatter: None)
                 waiting = Training(mpi, name, config)
             if any(in_background.step() != waiting.step() for _ in range(STEPS)):
-                found.append(f"{name}, ZeRO {zero}")
+                found.append(f"{name}, ZeRO {zero}, groups of {shard or mpi.world_size}")
     return found
 
 

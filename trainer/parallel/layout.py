@@ -48,6 +48,7 @@ from onward.trainer.parallel.recompute import Mode, recompute
 from onward.trainer.parallel.recompute_choice import choose_by_budget, choose_by_name, unit_costs
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions
+from onward.trainer.parallel.tensor.sequence import divide_sequence
 from onward.trainer.parallel.tensor.vocabulary import VocabularySharding, find_vocabulary_sharding, shard_vocabulary
 
 
@@ -187,6 +188,8 @@ def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, 
             + (f" ({reasons})" if reasons else "")
             + "; use parallel.data or parallel.pipeline"
         )
+    if parallel.sequence_parallel and parallel.tensor > 1:
+        divide_sequence(module, rank=rank, size=parallel.tensor, group=group)
     # after the search for layers, which follows a weight to the product that reads it
     compute_teacher_apart(module, config)
     insert_casts(module, config.precision)

@@ -20,7 +20,9 @@ QUICK = [
     Case(LLAMA, "dp2 x tp2", zero=1, sections=DIVIDED),
     Case(GPT2, "tp2 x pp2", sections=DIVIDED),
 ]
+COMPILED: Mapping[str, Any] = {**DIVIDED, "graph": {"compile": True}, "launch": {"collective_timeout_s": 240}}
 SLOW = [
+    Case(GPT2, "tp2", sections=COMPILED),
     *(Case(model, "2x2x2", zero, DIVIDED) for model in (GPT2, BERT, LLAMA) for zero in (0, 2, 3)),
     *(Case(model, "dp2 x tp2", zero, DIVIDED) for model in (GPT2, BERT, LLAMA) for zero in (0, 1, 2, 3)),
 ]

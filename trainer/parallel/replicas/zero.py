@@ -144,7 +144,7 @@ class Sharded:
                 weight.tensor.grad = torch.zeros_like(weight.tensor)
         self._tied.gather()
         own = {weight for _, weight in self._trained}
-        self._replicated.broadcast(gradient(weight) for weight in self._replicated.weights if weight in own)
+        self._replicated.equalise(weight for weight in self._replicated.weights if weight in own)
         self._tied.broadcast()
         # groups of shards hold the same gradients, so each group squares only some of them
         share = [weight for _, weight in self._trained][self._replicate.get_local_rank() :: self._replicate.size()]

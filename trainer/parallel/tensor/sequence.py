@@ -12,19 +12,21 @@
 what is divided, and its arithmetic, are 1 / size. The search begins at the row-parallel sums, and follows every call
 that computes each position of the sequence alone. What reads a divided value in another way gets all of it back.
 
-Weights between regions stay replicated. Each rank computes their gradients from its own rows, so they are read through
-copy_to_region, which sums the gradients.
+Weights between regions stay replicated. Each rank computes their gradients from its own rows, and the reducer sums them
+once in a step; those of a weight that something else reads, too, are summed by copy_to_region in each backward pass.
 """
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.distributed.collectives import (
     copy_to_region,
     gather_from_sequence,
@@ -44,13 +46,24 @@ SEQUENCE_DIM = 1
 """Of activations [batch, sequence, features]."""
 
 
-def divide_sequence(module: ImportedGraph, *, rank: int, size: int, group: str) -> tuple[str, ...]:
-    """Divide, in place, what lies between the regions of a rewritten graph; return the names of the divided nodes.
+@dataclass(frozen=True)
+class SequenceDivision:
+    """What is divided along the sequence."""
 
-    rank, size, group: this rank's place on the tensor axis. Raises ConfigError if there is nothing to divide.
+    nodes: tuple[str, ...] = ()
+    partial: frozenset[str] = frozenset()
+    """Names of replicated weights of whose gradient each tensor-parallel rank computes the part of its own rows."""
+
+
+def divide_sequence(module: ImportedGraph, parallel: ParallelConfig, *, rank: int, group: str) -> SequenceDivision:
+    """Divide, in place, what lies between the regions of a rewritten graph, if it is configured.
+
+    rank, group: this rank's place on the tensor axis. Raises ConfigError if there is nothing to divide.
     """
-    found = _Divider(module, rank, size, group).divide()
-    if not found:
+    if not parallel.sequence_parallel or parallel.tensor == 1:
+        return SequenceDivision()
+    found = _Divider(module, parallel, rank, group).divide()
+    if not found.nodes:
         raise ConfigError(
             "parallel.sequence_parallel: nothing between the tensor-parallel layers of this graph is divided, because "
             "no norm, dropout or element-wise call on values [batch, sequence, features] follows one of them; set "
@@ -60,15 +73,17 @@ def divide_sequence(module: ImportedGraph, *, rank: int, size: int, group: str) 
 
 
 class _Divider:
-    def __init__(self, module: ImportedGraph, rank: int, size: int, group: str) -> None:
+    def __init__(self, module: ImportedGraph, parallel: ParallelConfig, rank: int, group: str) -> None:
+        # Adasum is no sum of what the ranks have for their rows: gradients must be complete before it
+        self.sum_in_reducer = parallel.reduction == "sum"
         self.module, self.graph, self.rank, self.group = module, module.graph, rank, group
-        self.place = (SEQUENCE_DIM, rank, size, group)
+        self.place = (SEQUENCE_DIM, rank, parallel.tensor, group)
         self.divided: dict[fx.Node, tuple[int, ...]] = {}
         """Node -> the trial lengths of the dimension that is divided."""
         self.copies: dict[fx.Node, fx.Node] = {}
         self.with_gradient = self._computed_from_weights()
 
-    def divide(self) -> tuple[str, ...]:
+    def divide(self) -> SequenceDivision:
         for node in self.graph.nodes:
             lengths = () if "tensor_parallel" in node.meta else self._lengths(node, SEQUENCE_DIM)
             if lengths and len(self._shapes(node)[0]) >= 3 and self._can_be_divided(node, lengths):
@@ -77,13 +92,16 @@ class _Divider:
         for node in [node for node in self.divided if node.target is reduce_from_region]:
             if not any(user in self.divided for user in node.users):
                 del self.divided[node]
+        partial = self._partial_weights() if self.sum_in_reducer else set()
+        self.with_gradient -= {node for node in self.graph.nodes if node.op == "get_attr" and node.target in partial}
         for node in self.divided:
             self._divide(node)
         for node in self.divided:
             self._give_back(node)
         self.graph.lint()
         self.module.recompile()
-        return tuple(node.name for node in self.divided)
+        names = frozenset(self.module.onnx_names[path] for path in partial)
+        return SequenceDivision(tuple(node.name for node in self.divided), names)
 
     # -- what can be divided
 
@@ -145,20 +163,35 @@ class _Divider:
                 found.add(node)
         return found
 
+    def _partial_weights(self) -> set[str]:
+        """Return the paths of trained weights that only divided calls read, each of them completely."""
+        found: set[str] = set()
+        others: set[str] = set()
+        for node in self.graph.nodes:
+            if node.op == "get_attr" and node in self.with_gradient:
+                reads = [user in self.divided and not self._meets_rows(node, user) for user in node.users]
+                (found if all(reads) else others).add(str(node.target))
+        return found - others
+
+    def _meets_rows(self, operand: fx.Node, node: fx.Node) -> bool:
+        """Whether a dimension of a replicated operand meets the divided one of a call."""
+        aligned = self._lengths(operand, self._aligned_dim(operand, node))
+        return aligned == self.divided[node] and {*aligned} != {1}
+
+    def _aligned_dim(self, operand: fx.Node, node: fx.Node) -> int:
+        return SEQUENCE_DIM + len(self._shapes(operand)[0]) - len(self._shapes(node)[0])
+
     # -- the rewriting
 
     def _divide(self, node: fx.Node) -> None:
         if node.target is reduce_from_region:
             node.target, node.args = reduce_scatter_to_sequence, (node.args[0], *self.place)
             return
-        rank = len(self._shapes(node)[0])
         for operand in node.all_input_nodes:
             if operand in self.divided:
                 continue
-            shapes = self._shapes(operand)
-            aligned = self._lengths(operand, SEQUENCE_DIM + len(shapes[0]) - rank)
-            if aligned == self.divided[node] and {*aligned} != {1}:
-                node.replace_input_with(operand, self._part(operand, SEQUENCE_DIM + len(shapes[0]) - rank))
+            if self._meets_rows(operand, node):
+                node.replace_input_with(operand, self._part(operand, self._aligned_dim(operand, node)))
             elif operand in self.with_gradient:
                 node.replace_input_with(operand, self._copy(operand))
         if node.op == "call_module":

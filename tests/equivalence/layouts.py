@@ -184,7 +184,7 @@ def num_collectives(run: RunDir) -> list[int]:
 def num_planned(run: RunDir) -> int:
     """What the plan says of the rank that sends most."""
     found = plan(read_config(run)).traffic
-    return sum(each.count for each in found if each.what == "all-reduce of activations")
+    return sum(each.count for each in found if each.axis == "tensor" and each.what.endswith(" of activations"))
 
 
 def evaluated(run: RunDir) -> float:

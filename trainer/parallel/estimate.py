@@ -138,9 +138,10 @@ class Estimate:
         num_micro_batches = self.config.train.gradient_accumulation_steps
         most = max((_sent_sizes(rank.dry_runs) for rank in self.ranks), key=sum)
         if most:
+            how = "reduce-scatter and all-gather" if self.config.parallel.sequence_parallel else "all-reduce"
             yield Traffic(
                 axis="tensor",
-                what="all-reduce of activations",
+                what=f"{how} of activations",
                 count=num_micro_batches * len(most),
                 bytes=num_micro_batches * sum(most),
             )

@@ -34,6 +34,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "soaks": ("--layouts", "one rank", "--faults", "1", "--kinds", "rank-kill"),
     "suspend_time": ("--rounds", "1"),
     "update_time": ("--rounds", "1"),
+    "zero_time": ("--rounds", "1", "--tokens", "128", "--sides", "ZeRO 1", "ZeRO 1, waiting"),
 }
 """Benchmark -> its arguments for the least work."""
 NO_BENCHMARKS = {"__init__", "handwritten", "test_benchmarks"}

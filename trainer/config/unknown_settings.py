@@ -60,6 +60,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "launch.threads_per_rank": ("threads", "num_threads", "omp_num_threads"),
     "launch.hostfile": ("hosts", "host_file", "machinefile"),
     "parallel.data": ("dp", "ddp", "replicas", "data_parallel", "data_parallel_size"),
+    "parallel.sequence_parallel": ("sp", "sequence_parallelism"),
     "parallel.tensor": ("tp", "tensor_parallel", "tensor_parallel_size", "model_parallel"),
     "parallel.pipeline": ("pp", "pipeline_parallel", "pipeline_parallel_size"),
     "parallel.zero": ("zero_stage", "fsdp", "zero_optimization"),

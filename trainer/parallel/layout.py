@@ -48,6 +48,7 @@ from onward.trainer.parallel.recompute import Mode, recompute
 from onward.trainer.parallel.recompute_choice import choose_by_budget, choose_by_name, unit_costs
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions
+from onward.trainer.parallel.tensor.sequence import divide_sequence
 from onward.trainer.parallel.tensor.vocabulary import VocabularySharding, find_vocabulary_sharding, shard_vocabulary
 
 
@@ -77,6 +78,8 @@ class Layout:
     """Initializer name -> the part that this tensor-parallel rank holds, for every weight that is sharded."""
     classes: ClassShard | None
     """The classes of the logits that this tensor-parallel rank computes; None = all."""
+    partial: frozenset[str]
+    """Names of the weights whose gradients the tensor-parallel ranks compute in parts (`Weight.partial`)."""
     shared: Mapping[str, tuple[int, ...]]
     """Initializer name -> pipeline coordinates of the ranks that hold it, for every weight that several stages hold."""
     matrices: Mapping[str, int]
@@ -108,6 +111,7 @@ class Layout:
                         # a replicated weight is counted by tensor rank 0, a sharded one by the holder of each part
                         counted=first and (here.tensor == 0 or name in self.placements),
                         retention=retention.get(name, 0.0),
+                        partial=name in self.partial,
                         outputs=self.matrices.get(name),
                         stage=stage.index,
                     )
@@ -161,6 +165,7 @@ class _Division(NamedTuple):
     vocabulary: VocabularySharding
     placements: Mapping[str, Placement]
     classes: ClassShard | None
+    partial: frozenset[str]
 
 
 def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, device: Device) -> _Division:
@@ -187,10 +192,11 @@ def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, 
             + (f" ({reasons})" if reasons else "")
             + "; use parallel.data or parallel.pipeline"
         )
+    partial = divide_sequence(module, parallel, rank=rank, group=group).partial
     # after the search for layers, which follows a weight to the product that reads it
     compute_teacher_apart(module, config)
     insert_casts(module, config.precision)
-    return _Division(regions, vocabulary, placements, vocabulary.classes(rank, group))
+    return _Division(regions, vocabulary, placements, vocabulary.classes(rank, group), partial)
 
 
 def _copy_without_data(module: ImportedGraph) -> ImportedGraph:

@@ -29,6 +29,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import TEACHER, Placement, Weight, checkpoint_key, slices
+from onward.trainer.errors import ConfigError
 from onward.trainer.model import precision
 from onward.trainer.model.channels_last import WeightFormat, use_channels_last
 from onward.trainer.model.in_place import relu_in_place
@@ -155,6 +156,11 @@ def build_rank_model(
     shapes of the example. beat: called before and after each compilation. Collective: every rank. Raises ConfigError
     or UnsupportedModel, with the same text on every rank, when the graph cannot be divided as configured.
     """
+    if config.parallel.sequence_parallel and config.parallel.tensor > 1 and not one_shape:
+        raise ConfigError(
+            "parallel.sequence_parallel divides sequences of one length, and the samples of this data have several; "
+            "pad them to one length, or set parallel.sequence_parallel = false"
+        )
     module, here = trainable.module, ParallelDims.of(config.parallel).coordinate(mpi.rank)
     stored = named_weights(module)
     autocast = partial(precision.autocast, config.precision, mpi.device)

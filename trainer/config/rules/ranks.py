@@ -31,6 +31,14 @@ def sizes_beside_auto(parallel: ParallelConfig) -> Iterable[str]:
         )
 
 
+def sequence(parallel: ParallelConfig) -> Iterable[str]:
+    if parallel.sequence_parallel and parallel.sizes == "given" and parallel.tensor == 1:
+        yield (
+            "parallel.sequence_parallel divides what lies between tensor-parallel layers over the ranks of "
+            "parallel.tensor, which is 1; set parallel.tensor above 1, or sequence_parallel = false"
+        )
+
+
 def pipeline(parallel: ParallelConfig, train: TrainConfig) -> Iterable[str]:
     stages, num_micro_batches = parallel.pipeline * parallel.stages_per_rank, train.gradient_accumulation_steps
     looped = parallel.schedule in ("interleaved", "zero_bubble")

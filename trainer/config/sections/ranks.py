@@ -32,6 +32,9 @@ class ParallelConfig(Section):
     convolutions: Literal["auto", "never", "always"] = "auto"
     """Tensor parallelism: divide pairs of convolutions by channel; `auto` = where this saves more time than its
     messages cost."""
+    sequence_parallel: bool = False
+    """Tensor parallelism: divide what lies between the divided layers (norms, dropout, residual sums) along the
+    sequence, which `tensor` must divide. Less memory for activations; as many bytes are sent."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
     """Pipeline: the order of forward and backward passes. `zero_bubble` is refused for graphs that it computes
     wrongly."""

@@ -20,7 +20,7 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -45,6 +45,8 @@ from tests.bench.handwritten import exported
 CLASSES, UNITS = 10, 8
 ROUND_S = 0.3
 """Processor time of one mode in one round, at least."""
+LIBRARY = ctypes.CDLL("libc.so.6")
+M_MMAP_THRESHOLD = -3
 MODES = ("none", "whole", "selective", "exact", "bf16", "fp8")
 """The last three are `recompute.stash` of mode `compressed`."""
 
@@ -129,7 +131,7 @@ def resident_growth(chain: Chain, image: Tensor) -> int:
     """Return by how many bytes resident memory grows in one update at most. Gradients of weights are there before."""
     update(chain, image)
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier updates have freed
+    LIBRARY.malloc_trim(0)  # what earlier updates have freed
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     with torch.no_grad():
@@ -170,17 +172,28 @@ def timed(chains: dict[str, Chain], image: Tensor, rounds: int) -> dict[str, lis
     return times
 
 
-def compare(name: str, batch: int, *, size: int, rounds: int, modes: Sequence[str] = MODES) -> list[str]:
-    """Return the rows of one model."""
+def chains_of(name: str, batch: int, size: int) -> tuple[dict[str, Chain], Tensor]:
+    """Return a model in each mode, and its input."""
     torch.manual_seed(0)
     model, image = MODELS[name](size), torch.randn(batch, 3, size, size)
-    chains = {mode: chain_of(model, mode, image) for mode in modes}
+    return {mode: chain_of(model, mode, image) for mode in MODES}, image
+
+
+def residents(name: str, batch: int, *, size: int) -> dict[str, int]:
+    """Return the growth of resident memory in each mode."""
+    chains, image = chains_of(name, batch, size)
+    return {mode: resident_growth(chain, image) for mode, chain in chains.items()}
+
+
+def compare(name: str, batch: int, residents: dict[str, int], *, size: int, rounds: int) -> list[str]:
+    """Return the rows of one model."""
+    chains, image = chains_of(name, batch, size)
     wanted = gradients_of(chains["none"], image)
     errors = {mode: gradient_error(gradients_of(chain, image), wanted) for mode, chain in chains.items()}
-    kept = {mode: (*counted(chain, image), resident_growth(chain, image)) for mode, chain in chains.items()}
     times = timed(chains, image, rounds)
+    kept = {mode: (*counted(chain, image), residents[mode]) for mode, chain in chains.items()}
     rows = []
-    for mode in modes:
+    for mode in MODES:
         ratios = [one / none for one, none in zip(times[mode], times["none"], strict=True)]
         cells = [f"{mine / 2**20:.1f} ({mine / of:.2f})" for mine, of in zip(kept[mode], kept["none"], strict=True)]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
@@ -199,8 +212,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print("| model | mode | kept, MiB | peak, MiB | resident, MiB | time | error |\n|---|---|---|---|---|---|---|")
+    # resident memory first, while each large tensor gets pages of its own, which are given back when it is freed
+    LIBRARY.mallopt(M_MMAP_THRESHOLD, 64 * 1024)
+    grown = {name: residents(name, arguments.batch, size=arguments.size) for name in arguments.models}
+    LIBRARY.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # where the library's own threshold ends after a while
     for name in arguments.models:
-        for row in compare(name, arguments.batch, size=arguments.size, rounds=arguments.rounds):
+        for row in compare(name, arguments.batch, grown[name], size=arguments.size, rounds=arguments.rounds):
             print(row, flush=True)
 
 

@@ -19,6 +19,7 @@ from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.onnx_graph.small_models import build_resnet18
 from onward.trainer.run.directory import RunDir, read_config
 from tests.equivalence import layouts
 from tests.equivalence.layouts import (
@@ -237,3 +238,42 @@ def test_ranks_with_unequal_shares_recompute_what_the_others_do(tmp_path: Path) 
         for name, tensor in wanted.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=TOLERANCE * float(tensor.abs().max()))
     assert losses(runs[2]) == pytest.approx(losses(runs[1]), rel=TOLERANCE)
+
+
+COMPRESSED = {"recompute": {"mode": "compressed"}}
+ROUNDED = {"recompute": {"mode": "compressed", "stash": "bf16"}}
+
+
+@pytest.mark.mpi
+def test_compressed_activations_train_the_same_bits(tmp_path: Path) -> None:
+    plain, compressed = Case(CONV, ALONE), Case(CONV, ALONE, sections=COMPRESSED)
+    runs = trained([plain, compressed], tmp_path)
+    assert losses(runs[plain]) == losses(runs[compressed])
+    assert_equal_bits(final_tensors(runs[plain]), final_tensors(runs[compressed]))
+
+
+def small_images(rows: int) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    return {"image": random.normal(size=(rows, 3, 24, 24)).astype(np.float32), "label": random.integers(0, 5, rows)}
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_compressed_activations_train_alike_in_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The images are large enough for activations to be rounded, and each layout rounds what one rank rounds."""
+    name = "wide"
+    monkeypatch.setitem(MODELS, name, (lambda: build_resnet18(num_classes=5, image_size=24, width=8), small_images))
+    monkeypatch.setitem(layouts.LAYOUTS, "pp2 zero bubble", {"pipeline": 2, "schedule": "zero_bubble"})
+    tried = [("dp2",), ("dp2", 3), ("tp2",), ("pp2",), ("pp2 interleaved",), ("pp2 zero bubble",), ("dp2 x pp2", 2)]
+    plain, exact, rounded = (Case(name, ALONE, sections=sections) for sections in ({}, COMPRESSED, ROUNDED))
+    cases = [Case(name, *each, sections=sections) for each in tried for sections in (COMPRESSED, ROUNDED)]
+    runs = trained([plain, exact, rounded, *cases], tmp_path)
+    assert_equal_bits(final_tensors(runs[plain]), final_tensors(runs[exact]))
+    assert 1e-5 < max(differences(runs[rounded], runs[plain]).values()) < 0.05
+    found = {
+        (case.name, str(case.sections)): differences(runs[case], runs[rounded if case.sections == ROUNDED else exact])
+        for case in cases
+    }
+    # a rounding in another order of sums may fall to the other side
+    limits = {str(COMPRESSED): TOLERANCE, str(ROUNDED): 0.01}
+    assert {key: each for key, each in found.items() if max(each.values()) > limits[key[1]]} == {}

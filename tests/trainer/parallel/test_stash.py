@@ -167,13 +167,18 @@ def inputs_of(model: onnx.ModelProto, rows: int = 4) -> list[Tensor]:
     return [torch.from_numpy(array) for array in feed(model, rows).values()]
 
 
+def outputs_of(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    outputs = module(*inputs)
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
 def learn(module: nn.Module, inputs: Sequence[Tensor], cast: torch.dtype | None = None) -> list[Tensor]:
     """Outputs, gradients and buffers after two forward passes and then their backward passes."""
     torch.manual_seed(3)
     losses, outputs = [], []
     for _ in range(2):
         with torch.autocast("cpu", dtype=cast) if cast else nullcontext():
-            results = module(*inputs)
+            results = outputs_of(module, inputs)
         outputs += [result.detach() for result in results]
         losses.append(sum(result.double().square().sum() for result in results if result.requires_grad))
     for loss in losses:
@@ -229,9 +234,9 @@ def kept_bytes(module: nn.Module, inputs: Sequence[Tensor]) -> int:
     for tensor in (*module.parameters(), *module.buffers(), *inputs):
         counter.ignore(tensor)
     with counter:
-        results = module(*inputs)
+        results = outputs_of(module, inputs)
         del results
-        results = module(*inputs)
+        results = outputs_of(module, inputs)
         found = counter.current_bytes
     assert any(result.grad_fn is not None for result in results)
     return found
@@ -260,7 +265,7 @@ def error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 def gradients_of(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(3)
-    results = module(*inputs)
+    results = outputs_of(module, inputs)
     sum(result.square().sum() for result in results).backward()
     return [result.detach() for result in results], [p.grad for p in module.parameters() if p.grad is not None]
 
@@ -360,10 +365,10 @@ def test_a_backward_pass_in_two_parts_has_the_gradients_of_one(stash: Stash) -> 
     (x,) = inputs_of(build_resnet18(num_classes=5, image_size=16, width=8))
     x.requires_grad_()
     weights = [weight for weight in module.parameters() if weight.requires_grad]
-    loss = module(x)[0].square().sum()
+    loss = outputs_of(module, [x])[0].square().sum()
     (first,) = torch.autograd.grad(loss, x, retain_graph=True)
     rest = torch.autograd.grad(loss, weights)
-    both = torch.autograd.grad(module(x)[0].square().sum(), [x, *weights])
+    both = torch.autograd.grad(outputs_of(module, [x])[0].square().sum(), [x, *weights])
     assert equal([first, *rest], both)
 
 
@@ -372,7 +377,7 @@ def test_outside_training_results_are_those_without(stash: Stash) -> None:
     plain, compressed = graph_of(squeezenet, None).eval(), graph_of(squeezenet, stash).eval()
     inputs = inputs_of(squeezenet())
     with torch.no_grad():
-        assert equal(plain(*inputs), compressed(*inputs))
+        assert equal(outputs_of(plain, inputs), outputs_of(compressed, inputs))
 
 
 def test_a_compressed_graph_can_be_copied() -> None:

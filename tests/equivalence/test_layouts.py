@@ -259,21 +259,18 @@ def small_images(rows: int) -> dict[str, Any]:
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_compressed_activations_train_alike_in_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The images are large enough for activations to be rounded, and each layout rounds what one rank rounds."""
+@pytest.mark.timeout(3600)
+def test_compressed_activations_change_no_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact ones leave every bit of what the layout trains, rounded ones its losses; the images are large enough."""
     name = "wide"
     monkeypatch.setitem(MODELS, name, (lambda: build_resnet18(num_classes=5, image_size=24, width=8), small_images))
     monkeypatch.setitem(layouts.LAYOUTS, "pp2 zero bubble", {"pipeline": 2, "schedule": "zero_bubble"})
     tried = [("dp2",), ("dp2", 3), ("tp2",), ("pp2",), ("pp2 interleaved",), ("pp2 zero bubble",), ("dp2 x pp2", 2)]
-    plain, exact, rounded = (Case(name, ALONE, sections=sections) for sections in ({}, COMPRESSED, ROUNDED))
-    cases = [Case(name, *each, sections=sections) for each in tried for sections in (COMPRESSED, ROUNDED)]
-    runs = trained([plain, exact, rounded, *cases], tmp_path)
-    assert_equal_bits(final_tensors(runs[plain]), final_tensors(runs[exact]))
-    assert 1e-5 < max(differences(runs[rounded], runs[plain]).values()) < 0.05
-    found = {
-        (case.name, str(case.sections)): differences(runs[case], runs[rounded if case.sections == ROUNDED else exact])
-        for case in cases
-    }
-    # a rounding in another order of sums may fall to the other side
-    limits = {str(COMPRESSED): TOLERANCE, str(ROUNDED): 0.01}
-    assert {key: each for key, each in found.items() if max(each.values()) > limits[key[1]]} == {}
+    cases = {each: [Case(name, *each, sections=how) for how in ({}, COMPRESSED, ROUNDED)] for each in tried}
+    runs = trained([case for three in cases.values() for case in three], tmp_path, timeout_s=1800)
+    for plain, exact, rounded in cases.values():
+        assert losses(runs[plain]) == losses(runs[exact]), plain.name
+        assert_equal_bits(final_tensors(runs[plain]), final_tensors(runs[exact]))
+        found = differences(runs[rounded], runs[plain])
+        assert found["loss"] < 1e-4, (plain.name, found)
+        assert 1e-4 < found["gradients"] < 0.02, (plain.name, found)

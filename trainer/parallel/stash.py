@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from onward.trainer.model.in_place import relu_in_place
 from onward.trainer.model.weight_casts import PRODUCTS, is_view
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
 from onward.trainer.onnx_import.ops.conv import pad_spatial
@@ -57,6 +58,7 @@ def compress_stages(stages: Sequence[Stage], stash: Stash) -> None:
     for part in [part for stage in stages for part in stage.chain.parts]:
         assert isinstance(part.module, fx.GraphModule)
         compress(part.module, stash)
+        relu_in_place(part.module)
 
 
 def compress(module: fx.GraphModule, stash: Stash) -> None:

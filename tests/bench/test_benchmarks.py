@@ -31,6 +31,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "reduction": ("--sizes-kib", "64", "--rounds", "3"),
     "sharding_memory": ("2", "4"),
     "sharding_speed": ("--megabytes", "2", "--rounds", "1"),
+    "stash": ("--models", "unet", "--batch", "2", "--size", "16", "--rounds", "1"),
     "soaks": ("--layouts", "one rank", "--faults", "1", "--kinds", "rank-kill"),
     "suspend_time": ("--rounds", "1"),
     "update_time": ("--rounds", "1"),

@@ -65,6 +65,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "parallel.pipeline": ("pp", "pipeline_parallel", "pipeline_parallel_size"),
     "parallel.zero": ("zero_stage", "fsdp", "zero_optimization"),
     "recompute.mode": ("checkpointing", "gradient_checkpointing", "activation_checkpointing", "remat"),
+    "recompute.stash": ("use_gist", "gist", "activation_dtype"),
     "checkpoint.period": ("save_steps", "save_every", "save_period", "save_interval", "checkpoint_every", "every"),
     "checkpoint.keep_newest": ("keep", "keep_last", "save_total_limit", "max_to_keep", "save_top_k"),
     "checkpoint.load": ("resume", "resume_from", "resume_from_checkpoint", "load_from", "init_from"),

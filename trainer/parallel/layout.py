@@ -46,6 +46,7 @@ from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.recompute import Mode, recompute
 from onward.trainer.parallel.recompute_choice import choose_by_budget, choose_by_name, unit_costs
+from onward.trainer.parallel.stash import compress_stages
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions
 from onward.trainer.parallel.tensor.sequence import divide_sequence
@@ -225,7 +226,7 @@ def _find_cuts(
     """Choose the places between stages and between units, by the costs of the nodes or as configured."""
     parallel = config.parallel
     num_stages = parallel.pipeline * parallel.stages_per_rank
-    has_units = parallel.zero or parallel.units or config.recompute.mode != "none"
+    has_units = parallel.zero or parallel.units or config.recompute.mode in ("whole", "selective")
     if num_stages == 1 and not has_units and not with_costs:
         return Cuts((), (), {})  # a model whose shapes depend on data can be trained like this, but not estimated
     node_costs = estimate_costs(module, example, autocast=autocast)
@@ -363,18 +364,22 @@ def recompute_units(
 ) -> list[tuple[int, ...]]:
     """Mark the units of a rank's stages that the backward pass computes again; return their numbers for each stage.
 
-    inputs: those of the example. Raises ConfigError for names that no unit has, or when memory is too small for any
-    choice.
+    In mode `compressed` there are none, and all keep less. inputs: those of the example. Raises ConfigError for names
+    that no unit has, or when memory is too small for any choice.
     """
     mode = config.recompute.mode
-    chosen: Sequence[Sequence[int]]
+    nothing: list[tuple[int, ...]] = [() for _ in stages]
     if mode == "none":
-        chosen = [() for _ in stages]
-    elif config.recompute.units:
+        return nothing
+    if mode == "compressed":
+        compress_stages(stages, config.recompute.stash)
+        return nothing
+    chosen: Sequence[Sequence[int]]
+    if config.recompute.units:
         all_units = [unit for stage in layout.stages for unit in stage.chain.parts]
         chosen = [choose_by_name(stage.chain, config.recompute.units, elsewhere=all_units) for stage in stages]
     elif config.parallel.memory_gib:
-        chosen = _fewest_units(layout.largest or layout, config, inputs, pipeline=pipeline)
+        chosen = _fewest_units(layout.largest or layout, config, inputs, mode, pipeline=pipeline)
     else:
         # neither names nor a memory limit: recompute everything
         chosen = [range(len(stage.chain.parts)) for stage in stages]
@@ -383,9 +388,10 @@ def recompute_units(
     return [tuple(numbers) for numbers in chosen]
 
 
-def _fewest_units(layout: Layout, config: RunConfig, inputs: Sequence[Tensor], *, pipeline: int) -> list[Sequence[int]]:
+def _fewest_units(
+    layout: Layout, config: RunConfig, inputs: Sequence[Tensor], mode: Mode, *, pipeline: int
+) -> list[Sequence[int]]:
     """Choose, in each stage of one pipeline coordinate, as few units as fit into `parallel.memory_gib`."""
-    assert config.recompute.mode != "none"
     stages = layout.of(pipeline, config.parallel.pipeline)
     weights = layout.weights(stages, Coordinate(pipeline, 0, 0))
     units = [unit for stage in stages for unit in unit_costs(stage.chain.parts, layout.cuts.node_costs)]
@@ -393,8 +399,7 @@ def _fewest_units(layout: Layout, config: RunConfig, inputs: Sequence[Tensor], *
     left_bytes, in_flight = activation_budget(
         stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes, device_type=layout.device.type
     )
-    modes: tuple[Mode, ...] = ("none", config.recompute.mode)
-    _, picked = choose_by_budget(units, in_flight=in_flight, budget_bytes=left_bytes, modes=modes)
+    _, picked = choose_by_budget(units, in_flight=in_flight, budget_bytes=left_bytes, modes=("none", mode))
     # `picked` numbers the units of all stages one after the other
     ends = [0, *itertools.accumulate(len(stage.chain.parts) for stage in stages)]
     return [[n - begin for n in picked if begin <= n < end] for begin, end in itertools.pairwise(ends)]

@@ -186,7 +186,8 @@ def build_rank_model(
             format: WeightFormat = "each" if config.parallel.zero else "stored" if stores_any_order else "once"
             graph, rows = cast("ImportedGraph", part.module), config.micro_batch_size
             use_channels_last(graph, config.graph, mpi.device, rows=rows, weights=format, but=layout.shared)
-            if config.recompute.mode != "selective":  # which may keep what a ReLU would overwrite
+            # `selective` may keep what a ReLU would overwrite, and `compressed` looks for ReLUs first
+            if config.recompute.mode not in ("selective", "compressed"):
                 relu_in_place(graph)
     weights = layout.weights(own, here)
     recompute_units(layout, own, config, example, pipeline=here.pipeline)

@@ -194,6 +194,7 @@ def build_rank_model(
         shared=layout.shared,
         timeout_s=config.collective_timeout_s,
     )
+    release_free_memory()  # ZeRO has copied units one after the other
     return RankModel(
         stages=tuple(own),
         losses=Losses(

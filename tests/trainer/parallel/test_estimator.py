@@ -74,7 +74,7 @@ def test_equal_stages_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(estimator, "dry_run", counted)
     config = gpt2(tmp_path, 1.0)
-    parallel = config.parallel.model_copy(update={"sizes": "given", "pipeline": 4})
+    parallel = config.parallel.model_copy(update={"sizes": "given", "pipeline": 4, "memory_gib": 0.0})
     four = config.model_copy(update={"parallel": parallel})
     shared = Estimator(open_with_teacher(config).module, CPU)
     first = shared.estimate(four)

@@ -31,7 +31,8 @@ from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import TEACHER, Placement, Weight, checkpoint_key, slices
 from onward.trainer.model import precision
-from onward.trainer.model.channels_last import use_channels_last
+from onward.trainer.model.channels_last import WeightFormat, use_channels_last
+from onward.trainer.model.in_place import relu_in_place
 from onward.trainer.model.layers import layer_scales
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import TrainableModel
@@ -167,14 +168,18 @@ def build_rank_model(
     layout = build_layout(module, config, example, rank=here.tensor, group=group, autocast=autocast, device=device)
     own = layout.of(here.pipeline, config.parallel.pipeline)
     _copy_shared_parameters(own)
+    # the fused kernel takes weights in any order; other rules split them, or hash the positions of their elements
+    stores_any_order = config.optimizer.name in ("adam", "adamw") and config.optimizer.moments == "fp32"
     for stage in own:
         # the stages of this rank only: the full model may not fit on the device
         _move(stage.chain, mpi.device, but=_sharded_tensors(layout.weights([stage], here), config))
         for part in stage.chain.parts:
             # FSDP2 has weights at other addresses in each pass: what would be kept of a step are copies of all
-            complete = not config.parallel.zero
+            format: WeightFormat = "each" if config.parallel.zero else "stored" if stores_any_order else "once"
             graph, rows = cast("ImportedGraph", part.module), config.micro_batch_size
-            use_channels_last(graph, config.graph, mpi.device, rows=rows, weights=complete)
+            use_channels_last(graph, config.graph, mpi.device, rows=rows, weights=format, but=layout.shared)
+            if config.recompute.mode != "selective":  # which may keep what a ReLU would overwrite
+                relu_in_place(graph)
     weights = layout.weights(own, here)
     recompute_units(layout, own, config, example, pipeline=here.pipeline)
     # the recomputation, too: the compiler then skips what the gradients do not need

@@ -216,7 +216,7 @@ def make_plan(folder: RunDir) -> int:
 
     with export.exit_with_refusal(folder.root):
         config, _ = choose_fixed_batch(read_config(folder))
-        module = open_with_teacher(config).module
+        module = open_with_teacher(config, by_parts=True).module
         needs = least_needs(module, config)  # before the planner divides the module
         write_record(folder.root / "plan.json", plan(config, module).model_copy(update={"needs": needs}))
     return 0

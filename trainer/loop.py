@@ -99,7 +99,7 @@ def train(
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
     example, one_shape, beat = batches.example().inputs, batches.one_shape, heartbeat.beat
-    trainable = open_with_teacher(config, cached=bool(rows.soft_labels))
+    trainable = open_with_teacher(config, cached=bool(rows.soft_labels), by_parts=True)
     flops = count_sample_flops(trainable.module, config, example, batches, mpi, beat=beat)  # before it is divided
     model = build_rank_model(trainable, config, mesh, mpi, example=example, one_shape=one_shape, beat=beat)
     keep_graph_frames(model.stages, config.monitor)

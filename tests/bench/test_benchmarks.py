@@ -23,6 +23,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "memory_format": ("--models", "unet", "--batches", "1", "--size", "16", "--rounds", "1"),
     "memory_prediction": ("SqueezeNet 96: micro-batches 1", "SqueezeNet 96: pipeline"),
     "pipeline_bubble": ("--ranks", "2", "--micro-batches", "2", "--forward-ms", "1"),
+    "rank_memory": ("--layers", "2", "--width", "64", "--layouts", "tensor 2"),
     "recompute": (),
     "roles": ("swish",),
     "quantization": ("--models", "mobile_net", "--steps", "3"),

@@ -47,36 +47,36 @@ from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.trial_sizes import declared_batch
 
 
-def open_with_teacher(config: RunConfig, *, cached: bool = False) -> TrainableModel:
+def open_with_teacher(config: RunConfig, *, cached: bool = False, by_parts: bool = False) -> TrainableModel:
     """Return what `open_trainable` does, with the teacher in the module if there is one; the same bits on every rank.
 
     With a teacher the result is for training only: it cannot be written back. cached: what the teacher computes becomes
-    further inputs of the module, in the order of the soft losses. Raises the errors of `open_trainable`, and
-    ConfigError when the two files do not fit together.
+    further inputs of the module, in the order of the soft losses. by_parts: as in `open_trainable`. Raises the errors
+    of `open_trainable`, and ConfigError when the two files do not fit together.
     """
     if not config.teacher.path:
-        return open_trainable(config)
+        return open_trainable(config, by_parts=by_parts)
     soft = config.soft_losses
-    trainable = open_trainable(config, also=tuple(each.student for each in soft if each.student))
-    part, outputs = _teacher_part(config, trainable.module.output_names[0])
+    trainable = open_trainable(config, also=tuple(each.student for each in soft if each.student), by_parts=by_parts)
+    part, outputs = _teacher_part(config, trainable.module.output_names[0], by_parts=by_parts)
     shapes = {value.name: dims_of(value) for value in part.graph.output}
     if cached:
         merged = _with_soft_labels(trainable.module, soft)
     else:
-        merged = _merged(trainable.module, _imported(part, config), outputs, config)
+        merged = _merged(trainable.module, _imported(part, config, by_parts=by_parts), outputs, config)
     kept = {merged.output_names[0], *(output for loss in config.losses for output in loss.outputs)}
     kept |= {each.student for each in soft if not each.matched}
     _add_outputs(merged, soft, [shapes[output] for output in outputs], kept=kept, seed=config.train.seed)
     return replace(trainable, module=merged)
 
 
-def _teacher_part(config: RunConfig, first: str) -> tuple[onnx.ModelProto, list[str]]:
+def _teacher_part(config: RunConfig, first: str, *, by_parts: bool) -> tuple[onnx.ModelProto, list[str]]:
     """Return the part of the teacher's graph that is computed, and its output for each soft loss.
 
     first: the model's first output.
     """
     path = Path(config.teacher.path)
-    model = load_model(path)
+    model = load_model(path, by_parts=by_parts)
     known = [value.name for value in model.graph.output]
     outputs = [teacher_output(each, first, known) for each in config.soft_losses]
     settings = ModelConfig(path=path, output=tuple(dict.fromkeys(outputs)))
@@ -93,7 +93,7 @@ def _teacher_part(config: RunConfig, first: str) -> tuple[onnx.ModelProto, list[
         ) from error
 
 
-def _imported(part: onnx.ModelProto, config: RunConfig) -> ImportedGraph:
+def _imported(part: onnx.ModelProto, config: RunConfig, *, by_parts: bool) -> ImportedGraph:
     """Import the teacher, untrained and in inference form."""
     path, names = Path(config.teacher.path), [value.name for value in part.graph.output]
     if declared_batch(part.graph) and (use := batch_use(part, path.parent, outputs=names)).kind != "any":
@@ -101,7 +101,7 @@ def _imported(part: onnx.ModelProto, config: RunConfig) -> ImportedGraph:
             f"teacher.path {path} declares a batch of {use.declared}, and no other is proved right ({use.reason}); "
             "export the teacher with a dynamic batch"
         )
-    teacher = to_module(part, base=path.parent, fuse=config.graph.fuse)
+    teacher = to_module(part, base=path.parent, fuse=config.graph.fuse, by_parts=by_parts)
     for parameter in teacher.parameters():
         parameter.requires_grad_(False)
     for each in teacher.modules():

@@ -55,15 +55,16 @@ class TrainableModel:
     """The nodes after which `graph.dropout` was added."""
 
 
-def open_trainable(config: RunConfig, *, also: Sequence[str] = ()) -> TrainableModel:
+def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: bool = False) -> TrainableModel:
     """Load the ONNX file and make the module that the configuration trains; the same bits on every rank.
 
     also: tensors of the file that the module returns behind those that the losses read, if they are not among them.
-    Not collective. Raises ConfigError when file and configuration contradict each other, UnsupportedModel when the
-    file cannot be trained.
+    by_parts: the module is only divided, and never computes: large weights stay in their file, mapped, until then, and
+    `model` must not be written. Not collective. Raises ConfigError when file and configuration contradict each other,
+    UnsupportedModel when the file cannot be trained.
     """
     load_converters(config.model.converters)
-    model, base = load_model(config.model.path), config.model.path.parent
+    model, base = load_model(config.model.path, by_parts=by_parts), config.model.path.parent
     surgery.apply_surgery(model, config.model, seed=config.train.seed)
     settings = begin_at_numbers(model, config.model)
     if also:
@@ -80,6 +81,7 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = ()) -> TrainableM
         train=chosen,
         widen=widen,
         scales=config.quantize.scales,
+        by_parts=by_parts,
     )
     if config.quantize.scales == "train" and not module.quantizers:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -38,6 +39,9 @@ CHUNK_BYTES = 16 * 2**20
 ALIGNMENT_BYTES = 4096
 """A tensor that is moved to the end of its file begins at a multiple of this, as onnx aligns them."""
 
+UNALIGNED_MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
+"""Processors that read a number at any address."""
+
 SMALL_BYTES = 64 * 2**10
 """`load_small_tensors` reads tensors up to this size."""
 
@@ -45,10 +49,12 @@ SMALL_BYTES = 64 * 2**10
 # -- reading
 
 
-def map_external(proto: TensorProto, base: Path) -> torch.Tensor:
+def map_external(proto: TensorProto, base: Path, *, unaligned: bool = False) -> torch.Tensor:
     """Return an external tensor with its file mapped copy-on-write: reads are deferred, and writes stay in memory.
 
-    Half-precision tensors are converted to fp32, which reads them at once.
+    Half-precision tensors are converted to fp32, which reads them at once. unaligned: map what lies at an odd offset,
+    too, where the processor allows that. The caller looks at such a tensor and copies it (`own_copy`, `copy_bytes`)
+    before it computes with it.
     """
     if proto.data_type not in BYTEWISE_DTYPES:
         return read_tensor(proto, base)
@@ -57,9 +63,31 @@ def map_external(proto: TensorProto, base: Path) -> torch.Tensor:
         return torch.empty(tuple(proto.dims), dtype=DTYPES[proto.data_type])
     # mode "c" is copy-on-write: training changes pages in memory and never the user's file
     data = np.memmap(base / where.location, np.uint8, "c", where.offset, (where.length,))
-    # torch needs aligned memory; a tensor at an unaligned offset is read into a copy
-    flat = torch.from_numpy(data if where.offset % dtype.itemsize == 0 else np.array(data))
+    # torch's kernels expect aligned memory; a tensor at an unaligned offset is read into a copy
+    unaligned = unaligned and dtype == DTYPES[proto.data_type] and platform.machine() in UNALIGNED_MACHINES
+    mapped = unaligned or where.offset % dtype.itemsize == 0
+    flat = torch.from_numpy(data if mapped else np.array(data))
     return flat.view(dtype).reshape(tuple(proto.dims)).to(DTYPES[proto.data_type])
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor is not torch's own: a mapped file, or an array of numpy."""
+    return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a mapped tensor in memory of its own, in the same memory format."""
+    copy = torch.empty_like(tensor, requires_grad=False)
+    copy_bytes(copy, tensor.detach())
+    return copy
+
+
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor of the same type, which may be unaligned, into another one."""
+    if source.ndim and source.stride(-1) == 1 == target.stride(-1) and source.dtype == target.dtype:
+        target.view(torch.uint8).copy_(source.view(torch.uint8))
+    else:
+        target.copy_(source)
 
 
 def read_chunks(proto: TensorProto, base: Path) -> Iterator[torch.Tensor]:

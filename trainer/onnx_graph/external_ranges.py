@@ -53,8 +53,11 @@ def byte_range(proto: TensorProto) -> ByteRange:
     return ByteRange(entries.get("location", ""), int(entries.get("offset") or 0), length)
 
 
-def external_problems(model: onnx.ModelProto, base: Path) -> list[str]:
-    """Return one sentence for each tensor whose file is not a plain file under `base`, or is too short."""
+def external_problems(model: onnx.ModelProto, base: Path, *, own: str = "") -> list[str]:
+    """Return one sentence for each tensor whose file is not a plain file under `base`, or is too short.
+
+    own: the name of the model's file, which may be a link, if tensors are mapped from there (mapped_model.py).
+    """
     problems = []
     for proto in filter(is_external, all_tensors(model)):
         try:
@@ -68,7 +71,7 @@ def external_problems(model: onnx.ModelProto, base: Path) -> list[str]:
             if proto.data_type in BYTEWISE_SIZES
             else where.length
         )
-        if why := _unsafe(where.location, base):
+        if where.location != own and (why := _unsafe(where.location, base)):
             problems.append(f"tensor {proto.name!r}: {why}")
         elif not file.is_file():
             problems.append(f"tensor {proto.name!r}: its file {file} is not there")

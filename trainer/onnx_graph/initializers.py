@@ -19,10 +19,11 @@ from onward.trainer.onnx_graph.external_ranges import is_external
 from onward.trainer.onnx_graph.tensor_protos import read_tensor
 
 
-def stored_tensors(graph: onnx.GraphProto, base: Path | None) -> dict[str, torch.Tensor]:
+def stored_tensors(graph: onnx.GraphProto, base: Path | None, *, unaligned: bool = False) -> dict[str, torch.Tensor]:
     """Return every tensor of `stored_protos`, by name; external data is memory-mapped.
 
-    base: the directory of external data. Raises UnsupportedModel with a sentence for each tensor that cannot be used.
+    base: the directory of external data. unaligned: as in `map_external`. Raises UnsupportedModel with a sentence for
+    each tensor that cannot be used.
     """
     sparse = [tensor.values.name for tensor in graph.sparse_initializer]
     refused = [
@@ -42,7 +43,7 @@ def stored_tensors(graph: onnx.GraphProto, base: Path | None) -> dict[str, torch
             refused.append(f"initializer {name!r} is in another file; say in which directory, as `base`")
     if refused:
         raise UnsupportedModel(refused)
-    return {name: _read(proto, base) for name, proto in found.items()}
+    return {name: _read(proto, base, unaligned=unaligned) for name, proto in found.items()}
 
 
 def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
@@ -61,8 +62,10 @@ def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
         yield name, as_tensor_proto(node, attribute)
 
 
-def _read(proto: TensorProto, base: Path | None) -> torch.Tensor:
-    return map_external(proto, base) if base is not None and is_external(proto) else read_tensor(proto)
+def _read(proto: TensorProto, base: Path | None, *, unaligned: bool) -> torch.Tensor:
+    if base is not None and is_external(proto):
+        return map_external(proto, base, unaligned=unaligned)
+    return read_tensor(proto)
 
 
 def store_tensor(tensor: torch.Tensor, proto: TensorProto) -> None:

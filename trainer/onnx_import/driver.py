@@ -40,9 +40,10 @@ from onward.trainer.onnx_graph.blocked_layout import mark_blocks
 from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_graph.external_data import load_small_tensors
 from onward.trainer.onnx_graph.external_ranges import external_problems
-from onward.trainer.onnx_graph.index import dims_of
+from onward.trainer.onnx_graph.index import dims_of, without_large_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
-from onward.trainer.onnx_graph.model_files import opset_problems, read_model
+from onward.trainer.onnx_graph.mapped_model import read_mapped
+from onward.trainer.onnx_graph.model_files import model_problems, opset_problems, read_model
 from onward.trainer.onnx_graph.operator_lengths import known_lengths, with_lengths
 from onward.trainer.onnx_graph.outputs import with_numeric_outputs
 from onward.trainer.onnx_graph.shape_inference import infer_probes
@@ -74,26 +75,41 @@ from onward.trainer.onnx_import.trial_sizes import Lengths, declared_batch, tria
 from onward.trainer.onnx_import.values import FreedBatch, Traced, Value
 
 
-def load_model(path: Path) -> onnx.ModelProto:
+def load_model(path: Path, *, by_parts: bool = False) -> onnx.ModelProto:
     """Read and check an ONNX file. External data stays in its files; `to_module(base=path.parent)` maps it.
 
-    Raises ConfigError when there is no readable file, UnsupportedModel when it is not valid ONNX, has no outputs, or
-    when an external data file is absent, too short or outside the model's directory.
+    by_parts: leave large weights of the file itself there, too, as external data (mapped_model.py); such a model must
+    not be written. Raises ConfigError when there is no readable file, UnsupportedModel when it is not valid ONNX, has
+    no outputs, or when an external data file is absent, too short or outside the model's directory.
     """
     try:
-        model = read_model(path)
+        light = read_mapped(path) if by_parts else None
+        # what is wrong in a file is said by the reading of it as a whole
+        is_light = light is not None and not model_problems(light)
+        model = light if light is not None and is_light else read_model(path)
     except OSError as error:
         raise ConfigError(f"cannot read the model {path}: {error.strerror}") from None
     # before the checker, which opens what the file names
-    if problems := [*opset_problems(model), *external_problems(model, path.parent)]:
+    own = path.name if is_light else ""
+    if problems := [*opset_problems(model), *external_problems(model, path.parent, own=own)]:
         raise UnsupportedModel(problems)
     try:
-        _check(path, model)
+        if not is_light or not _is_valid(model):
+            _check(path, model)
     except onnx.checker.ValidationError as error:
         raise UnsupportedModel(f"{path} is not valid ONNX: {error}") from None
     if not model.graph.output:  # which the checker allows
         raise UnsupportedModel(f"{path} has no outputs, so that there is nothing to train for")
     return model
+
+
+def _is_valid(model: onnx.ModelProto) -> bool:
+    """Return whether the checker accepts a model without the values of its weights."""
+    try:
+        onnx.checker.check_model(without_large_tensors(model))
+    except onnx.checker.ValidationError:
+        return False
+    return True
 
 
 def _check(path: Path, model: onnx.ModelProto) -> None:
@@ -117,6 +133,7 @@ def to_module(
     train: Sequence[str] = (),
     widen: bool | None = None,
     scales: ScaleMode = "frozen",
+    by_parts: bool = False,
 ) -> ImportedGraph:
     """Import a model as a torch module.
 
@@ -130,12 +147,13 @@ def to_module(
     says otherwise. widen: rewrite the shapes of a file that declares a fixed batch for batches of any size (True), or
     import it for its own batch alone, which the module then checks (False); None: widen it where that succeeds.
     Whether the widened graph computes what the file does is proved by `fixed_batch.batch_use`, not here. scales: what
-    becomes of the scales of QuantizeLinear and DequantizeLinear (quantizer_scales.py). Raises
+    becomes of the scales of QuantizeLinear and DequantizeLinear (quantizer_scales.py). by_parts: the module is divided
+    before it computes, and its parameters may be unaligned views of the file until then (`map_external`). Raises
     UnsupportedModel with one sentence for every node that cannot be imported.
     """
     model = with_numeric_outputs(model)
     # before inlining: a tensor stored in a local function has no place of its own to be written back to
-    stored = stored_tensors(model.graph, base)
+    stored = stored_tensors(model.graph, base, unaligned=by_parts)
     records = read_records(model)
     quantized = quantized_weights(model.graph, stored)
     floats = stored | {name: weight.dequantized() for name, weight in quantized.items()}

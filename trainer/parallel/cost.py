@@ -86,8 +86,14 @@ class _CostInterpreter(fx.Interpreter):
         self._flops = flop_counter()
 
     def estimate(self, inputs: Sequence[Tensor]) -> dict[str, NodeCost]:
-        with saved_tensors_hooks(self._count_saved, lambda packed: packed), self._flops, self._autocast():
-            self.run(*inputs)
+        try:
+            with saved_tensors_hooks(self._count_saved, lambda packed: packed), self._flops, self._autocast():
+                self.run(*inputs)
+        finally:
+            # they refer to this object through autograd's hooks, a circle that Python does not see: it would keep the
+            # weights, and the files that these are mapped from
+            self._alive.clear()
+            self._fake_attributes.clear()
         return self._costs
 
     def run_node(self, n: fx.Node) -> Any:

@@ -58,16 +58,19 @@ def dry_run(
     counter = MemoryCounter()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
 
-        def fake_like(tensor: Tensor) -> Tensor:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        def fake_like(tensor: Tensor, *, requires_grad: bool = False) -> Tensor:
+            # no operator reads the tensor itself: each would first make a fake tensor of it, which takes longer
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=requires_grad
+            )
             counter.ignore(fake)
-            return fake.requires_grad_(tensor.requires_grad)
+            return fake
 
         def fake_weight(tensor: Tensor) -> Tensor:
-            fake = fake_like(tensor.detach())
+            fake = fake_like(tensor)
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                fake.grad = fake_like(tensor.detach()) if tensor.requires_grad else None
+                fake.grad = fake_like(tensor) if tensor.requires_grad else None
             return fake
 
         # the modules of training run, with their weights replaced: a copy would have to copy the data too
@@ -76,8 +79,8 @@ def dry_run(
             with autocast():
                 for cast in make_casts(stage.chain):
                     counter.ignore(cast)
-            read = [inputs[position].detach() for position in stage.input_positions]
-            arguments = [fake_like(value) for value in (*stage.received_meta, *read)]
+            received = [fake_like(value, requires_grad=value.requires_grad) for value in stage.received_meta]
+            arguments = [*received, *(fake_like(inputs[position]) for position in stage.input_positions)]
             with counter:
                 with autocast():
                     outputs = stage.chain(*arguments)
@@ -87,7 +90,7 @@ def dry_run(
                 else:
                     results = [output for output in outputs if output.requires_grad]
                 # what the next stage sends back is in a receive buffer, which memory.py counts
-                gradients = [fake_like(result.detach()) for result in results]
+                gradients = [fake_like(result) for result in results]
                 if any(result.requires_grad for result in results):
                     torch.autograd.backward(results, gradients)
     return DryRun(kept_bytes, counter.peak_bytes, tuple(counter.collectives))

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.mesh import Coordinate
@@ -31,8 +30,6 @@ from onward.trainer.model.losses.vocabulary_loss import ClassShard
 from onward.trainer.model.teacher_precision import compute_teacher_apart
 from onward.trainer.model.weight_casts import insert_casts
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
-from onward.trainer.onnx_import.quantizer_scales import RangeObserver
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.parallel.cost import Autocast, NodeCost, estimate_costs
 from onward.trainer.parallel.device import CPU, Device
@@ -46,6 +43,7 @@ from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.recompute import Mode, recompute
 from onward.trainer.parallel.recompute_choice import choose_by_budget, choose_by_name, unit_costs
+from onward.trainer.parallel.stage_weights import is_trained, running_statistic_retention, stored_tensors
 from onward.trainer.parallel.stash import compress_stages
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions
@@ -137,40 +135,42 @@ def build_layout(
     rank (`device.typical`). with_costs: estimate the costs of the nodes even if nothing depends on them. Raises
     ConfigError or UnsupportedModel when the graph cannot be divided as configured.
     """
-    if config.parallel.data > 1 and (problems := _conditional_updates(module)):
-        raise ConfigError(problems)
-    interleave_teacher(module.graph)
-    flattens = config.optimizer.muon.convolutions == "flatten"
-    # before the graph is divided
-    matrices = find_matrices(module, convolutions=flattens) if config.optimizer.name == "muon" else {}
+    check_replicas(module, config)
     last = config.parallel.tensor - 1
     # divided in place like the module itself, but only its shapes are used
     # before the module itself is divided, which happens in place
     module_of_last = module if rank == last else _copy_without_data(module)
-    division = _divide(module_of_last, config, rank=last, group=group, device=device)
-    cuts = _find_cuts(module_of_last, config, example, autocast, with_costs=with_costs)
-    largest = _cut(module_of_last, division, cuts, config, device, matrices)
+    divided = divide(module_of_last, config, rank=last, group=group, device=device)
+    cuts = find_cuts(divided.module, config, example, autocast, with_costs=with_costs)
+    largest = cut(divided, cuts, config, device)
     if rank == last:
         return largest
-    own = _divide(module, config, rank=rank, group=group, device=device)
-    return replace(_cut(module, own, cuts, config, device, matrices), largest=largest)
+    own = divide(module, config, rank=rank, group=group, device=device)
+    return replace(cut(own, cuts, config, device), largest=largest)
 
 
 # -- tensor parallelism
 
 
-class _Division(NamedTuple):
-    """What one tensor-parallel rank holds."""
+@dataclass(frozen=True)
+class DividedGraph:
+    """The graph of one tensor-parallel rank, and what it holds; not cut yet."""
 
+    module: ImportedGraph
     regions: TensorSharding
     vocabulary: VocabularySharding
     placements: Mapping[str, Placement]
     classes: ClassShard | None
     partial: frozenset[str]
+    matrices: Mapping[str, int]
 
 
-def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, device: Device) -> _Division:
+def divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, device: Device) -> DividedGraph:
     """Replace the weights of column- and row-parallel layers by this rank's shards, in place; add casts to half."""
+    interleave_teacher(module.graph)
+    flattens = config.optimizer.muon.convolutions == "flatten"
+    # before the graph is divided
+    matrices = find_matrices(module, convolutions=flattens) if config.optimizer.name == "muon" else {}
     parallel = config.parallel
     regions = find_regions(
         module, parallel.tensor, convolutions=parallel.convolutions, flops_per_byte=device.flops_per_byte
@@ -197,7 +197,7 @@ def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, 
     # after the search for layers, which follows a weight to the product that reads it
     compute_teacher_apart(module, config)
     insert_casts(module, config.precision)
-    return _Division(regions, vocabulary, placements, vocabulary.classes(rank, group), partial)
+    return DividedGraph(module, regions, vocabulary, placements, vocabulary.classes(rank, group), partial, matrices)
 
 
 def _copy_without_data(module: ImportedGraph) -> ImportedGraph:
@@ -220,16 +220,25 @@ def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
 # -- stages and units
 
 
-def _find_cuts(
-    module: ImportedGraph, config: RunConfig, example: Sequence[Tensor], autocast: Autocast, *, with_costs: bool
+def find_cuts(
+    module: ImportedGraph,
+    config: RunConfig,
+    example: Sequence[Tensor],
+    autocast: Autocast,
+    *,
+    with_costs: bool,
+    known: Mapping[str, NodeCost] | None = None,
 ) -> Cuts:
-    """Choose the places between stages and between units, by the costs of the nodes or as configured."""
+    """Choose the places between stages and between units, by the costs of the nodes or as configured.
+
+    module: divided for the last tensor-parallel rank. known: the costs, if they have been estimated for this example.
+    """
     parallel = config.parallel
     num_stages = parallel.pipeline * parallel.stages_per_rank
     has_units = parallel.zero or parallel.units or config.recompute.mode in ("whole", "selective")
     if num_stages == 1 and not has_units and not with_costs:
         return Cuts((), (), {})  # a model whose shapes depend on data can be trained like this, but not estimated
-    node_costs = estimate_costs(module, example, autocast=autocast)
+    node_costs = known or estimate_costs(module, example, autocast=autocast)
     points = find_cut_points(module.graph, node_costs)
     work = node_work(module.graph, node_costs)
     if parallel.cuts:
@@ -240,21 +249,27 @@ def _find_cuts(
     return Cuts(stage_cuts, unit_cuts, node_costs)
 
 
-def _cut(
-    module: ImportedGraph,
-    division: _Division,
-    cuts: Cuts,
-    config: RunConfig,
-    device: Device,
-    matrices: Mapping[str, int],
-) -> Layout:
-    """Split the divided graph into stages of units."""
+def cut(divided: DividedGraph, cuts: Cuts, config: RunConfig, device: Device) -> Layout:
+    """Split the divided graph into stages of units. The graph itself is not changed, and may be cut again."""
+    module = divided.module
     units = iter(split(module, sorted({*cuts.stages, *cuts.units}, key=lambda point: point.position)))
     ends = [0, *(point.position for point in cuts.stages), len(partitioned_nodes(module.graph))]
     sizes = [1 + sum(begin < point.position < end for point in cuts.units) for begin, end in itertools.pairwise(ends)]
     stages = build_stages(module, [[*itertools.islice(units, size)] for size in sizes], cuts.node_costs)
     shared = _shared_weights(stages, config.parallel.pipeline)
-    return Layout(tuple(stages), cuts, *division, shared=shared, matrices=matrices, largest=None, device=device)
+    return Layout(
+        tuple(stages),
+        cuts,
+        regions=divided.regions,
+        vocabulary=divided.vocabulary,
+        placements=divided.placements,
+        classes=divided.classes,
+        partial=divided.partial,
+        shared=shared,
+        matrices=divided.matrices,
+        largest=None,
+        device=device,
+    )
 
 
 def _shared_weights(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[int, ...]]:
@@ -280,52 +295,10 @@ def _shared_weights(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[i
     return {name: tuple(coordinates) for name, coordinates in shared.items()}
 
 
-# -- what a stage stores
-
-
-def stored_places(stage: Stage) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (initializer name, module, attribute) of everything a stage stores; a name once for each of its units."""
-    for part in stage.chain.parts:
-        names: dict[str, str] = part.module.onnx_names  # type: ignore[assignment]
-        for path, name in names.items():
-            owner, _, attribute = path.rpartition(".")
-            yield name, part.module.get_submodule(owner), attribute
-
-
-def stored_tensors(stage: Stage) -> dict[str, Tensor]:
-    """Return initializer name -> tensor of everything a stage stores, in graph order."""
-    tensors: dict[str, Tensor] = {}
-    for name, module, attribute in stored_places(stage):
-        tensors.setdefault(name, getattr(module, attribute))
-    return tensors
-
-
-def running_statistic_retention(stage: Stage) -> dict[str, float]:
-    """Return, by initializer name, the factor by which one micro-batch multiplies each running statistic.
-
-    It is 1 - momentum, to the power of the number of BatchNormalizations that update the same statistic.
-    """
-    found: dict[str, float] = {}
-    for part in stage.chain.parts:
-        names: dict[str, str] = part.module.onnx_names  # type: ignore[assignment]
-        assert isinstance(part.module, fx.GraphModule)
-        for node in part.module.graph.find_nodes(op="call_module"):
-            norm = part.module.get_submodule(str(node.target))
-            if isinstance(norm, RangeObserver):
-                limits = names[str(node.all_input_nodes[1].target)]
-                found[limits] = found.get(limits, 1.0) * (1.0 - norm.momentum)
-                continue
-            if isinstance(norm, BatchNorm) and not norm.frozen:
-                momentum = norm.momentum
-            elif isinstance(norm, RuntimeNode) and norm.statistics and norm.node.op_type == "BatchNormalization":
-                momentum = 1.0 - next((a.f for a in norm.node.attribute if a.name == "momentum"), 0.9)
-            else:
-                continue
-            for operand in node.args[3:]:  # input, scale, bias, running mean, running variance
-                if isinstance(operand, fx.Node) and (name := names.get(str(operand.target))):
-                    # each of several updates keeps 1 - momentum of the one before
-                    found[name] = found.get(name, 1.0) * (1.0 - momentum)
-    return found
+def check_replicas(module: ImportedGraph, config: RunConfig) -> None:
+    """Raise ConfigError for nodes with which replicas would not stay equal."""
+    if config.parallel.data > 1 and (problems := _conditional_updates(module)):
+        raise ConfigError(problems)
 
 
 def _conditional_updates(module: ImportedGraph) -> list[str]:
@@ -344,11 +317,6 @@ def _conditional_updates(module: ImportedGraph) -> list[str]:
                 "number of times; use parallel.data = 1, or freeze its scale and bias"
             )
     return problems
-
-
-def is_trained(tensor: Tensor) -> bool:
-    """Return whether a stored tensor is trained: a parameter that is not frozen."""
-    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 # -- recomputation

@@ -32,8 +32,9 @@ the unit in use and the one that is gathered or scattered meanwhile. Source: Raj
 (https://arxiv.org/abs/1910.02054), with copies as trainer/parallel/replicas/zero.py keeps them.
 
 While a rank model is built, the device holds W - S + S/n and at most one unit and two shards of it: less than in a
-step. What ZeRO shards stays on the host until then, where every rank reads the whole file first. On a CPU that is the
-same memory, and these numbers do not contain it.
+step. What ZeRO shards stays in the model's file until then, which is mapped. Weights that the file holds in half
+precision are converted when it is opened: of those each rank has all on the host first, which these numbers do not
+contain.
 
 Activations and the rest of the transient bytes come from a dry run of each stage (dry_run.py) and from the order of the
 passes in the schedule: the activations of all micro-batches in flight are

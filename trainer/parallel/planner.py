@@ -11,39 +11,28 @@ with the shortest step among them becomes the plan.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from onward.trainer.config.rules.ranks import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.input_columns import Feed, feeds
 from onward.trainer.data.signature import read_training_signature
-from onward.trainer.data.storage.sharding import infer_training_schema
-from onward.trainer.data.targets import counted_targets, labels_of
-from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
-from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, UnsupportedModel
-from onward.trainer.model import precision
 from onward.trainer.model.fixed_batch import choose_fixed_batch
 from onward.trainer.model.layers import layer_scales, number_layers
-from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.optim.weight_settings import settings_of
-from onward.trainer.parallel.device import CONTEXT_BYTES, describe, reserve, typical
-from onward.trainer.parallel.dry_run import dry_run
-from onward.trainer.parallel.estimate import Estimate, RankEstimate
-from onward.trainer.parallel.layout import build_layout, drop_data, recompute_units
+from onward.trainer.parallel.device import CONTEXT_BYTES, describe, reserve
+from onward.trainer.parallel.estimate import Estimate
+from onward.trainer.parallel.estimator import Estimator
+from onward.trainer.parallel.layout import drop_data
 from onward.trainer.parallel.matrices import find_matrices
-from onward.trainer.parallel.memory import estimate_memory
 from onward.trainer.parallel.plan_record import Plan, PlannedRate
 
 AXES = ("data", "tensor", "pipeline")
@@ -60,14 +49,15 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
     config = config.model_copy(update={"precision": resolve_precision(config.precision, capability_of(device))})
     if config.model.fixed_batch == "auto":  # `onward plan`; a rehearsal has chosen it
         config, _ = choose_fixed_batch(config)
-    module = module or open_with_teacher(config).module
+    module = module or open_with_teacher(config, by_parts=True).module
     rates = _rates(module, config)
     # `auto` copies the graph many times, and only the shapes of its weights are used
     drop_data(module.modules())
+    estimator = Estimator(module, device)
     if config.parallel.sizes == "auto":
-        return _choose(module, config, device).model_copy(update={"rates": rates})
+        return _choose(estimator, config, device).model_copy(update={"rates": rates})
     try:
-        return _estimate(module, config, device).record().model_copy(update={"rates": rates})
+        return estimator.estimate(config).record().model_copy(update={"rates": rates})
     except (RuntimeError, ValueError, IndexError) as error:  # those of torch, for shapes that do not fit
         reason = (str(error).strip().splitlines() or [""])[0]
         raise UnsupportedModel(
@@ -92,71 +82,10 @@ def _rates(module: ImportedGraph, config: RunConfig) -> tuple[PlannedRate, ...]:
     return tuple(found)
 
 
-def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return inputs, and labels for each loss, of one micro-batch: zeros, as long as the longest of the first rows."""
-    signature = read_training_signature(config.model)
-    schema, text = infer_training_schema(config, signature), text_columns(config, signature)
-
-    def zeros(feed: Feed) -> Tensor:
-        columns = [schema[name] for name in feed.columns]
-        row = (*columns[0].shape, len(columns)) if feed.stacked else (1,) if feed.is_one_column else columns[0].shape
-        row = feed.image.sample_shape if feed.image else feed.mask or row
-        if text and text.block_mask and feed.columns == (text.block_mask.name,):
-            row = (*(1,) * (len(text.block_mask.shape or ()) - 3), *row, *row)
-        return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))
-
-    tensors, num_inputs = [zeros(feed) for feed in feeds(config, signature)], len(signature.inputs)
-    inputs, labels = tensors[:num_inputs], labels_of(config.losses, iter(tensors[num_inputs:]))
-    masks = dict(zip([info.name for info in signature.inputs], inputs, strict=True))
-    counted = [counted_targets(each, config.losses, labels, masks.get(each.mask)) for each in config.soft_losses]
-    return inputs, [*labels, *counted]
-
-
-def _estimate(module: ImportedGraph, config: RunConfig, device: torch.device) -> Estimate:
-    """Divide a copy of the graph as configured, and estimate what it takes."""
-    inputs, labels = example_batch(config)
-    autocast = partial(precision.autocast, config.precision, device)
-    # build_layout divides the graph in place, and `auto` estimates many divisions of it
-    module = copy.deepcopy(module)
-    layout = build_layout(
-        module,
-        config,
-        inputs,
-        rank=config.parallel.tensor - 1,  # where shards are unequal, the last rank has the largest
-        group="tensor",
-        autocast=autocast,
-        # as training does; `describe` knows this machine's GPU, which may not be that of every rank
-        device=typical(device.type, config.precision.compute),
-        with_costs=True,
-    )
-    # the weights of "balanced" are known from the whole data only, and need no memory
-    plain = [e.model_copy(update={"class_weights": ()}) if e.class_weights == "balanced" else e for e in config.losses]
-    soft = config.soft_losses
-    losses = Losses(plain, module.output_names, module.output_shapes, classes=layout.classes, soft=soft)
-
-    def batch_loss(outputs: Sequence[Tensor]) -> Tensor:
-        on_device = [None if each is None else each.to(device) for each in labels]
-        return losses.weighted(losses(outputs, on_device, config.micro_batch_size))
-
-    batch_bytes = sum(value.nbytes for value in (*inputs, *labels) if value is not None)
-    ranks = []
-    for pipeline in range(config.parallel.pipeline):
-        stages = layout.of(pipeline, config.parallel.pipeline)
-        weights = layout.weights(stages, Coordinate(pipeline, 0, 0))
-        recomputed = recompute_units(layout, stages, config, inputs, pipeline=pipeline)
-        dry_runs = []
-        for stage in stages:
-            is_last = stage.index == stage.num_stages - 1
-            dry_runs.append(dry_run(stage, inputs, autocast, device=device, loss=batch_loss if is_last else None))
-        memory = estimate_memory(dry_runs, stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
-        ranks.append(RankEstimate(stages, weights, recomputed, dry_runs, memory))
-    return Estimate(config, layout, ranks, batch_bytes, describe(device, config.precision.compute))
-
-
 # -- parallel.sizes = "auto"
 
 
-def _choose(module: ImportedGraph, config: RunConfig, device: torch.device) -> Plan:
+def _choose(estimator: Estimator, config: RunConfig, device: torch.device) -> Plan:
     """Return the plan with the shortest step of all divisions of the ranks that fit into memory."""
     num_ranks = config.launch.num_ranks
     limit = int(config.parallel.memory_gib * 2**30) or _memory_of_a_rank(config, device)
@@ -166,7 +95,7 @@ def _choose(module: ImportedGraph, config: RunConfig, device: torch.device) -> P
     considered: list[str] = []
     for sizes in divisions(num_ranks):
         try:
-            fitting.append(_first_that_fits(module, _with(config, parallel=sizes), device, limit))
+            fitting.append(_first_that_fits(estimator, _with(config, parallel=sizes), device, limit))
         except ConfigError as error:
             considered.append(f"{' x '.join(f'{axis} {sizes[axis]}' for axis in AXES)}: {error}")
     if not fitting:
@@ -185,10 +114,10 @@ def _choose(module: ImportedGraph, config: RunConfig, device: torch.device) -> P
             considered.append(f"{estimate.name}: {_gib(estimate.peak_bytes)}, a step takes {times:.2f} times as long")
     # estimated again, because the other estimates may have been made for a higher ZeRO stage
     chosen = _with(best.config, parallel={"memory_gib": config.parallel.memory_gib or limit / 2**30})
-    return _estimate(module, chosen, device).record(limit=limit, considered=considered)
+    return estimator.estimate(chosen).record(limit=limit, considered=considered)
 
 
-def _first_that_fits(module: ImportedGraph, config: RunConfig, device: torch.device, limit: int) -> Estimate:
+def _first_that_fits(estimator: Estimator, config: RunConfig, device: torch.device, limit: int) -> Estimate:
     """Return the simplest configuration of these sizes that fits: with more micro-batches, ZeRO, recomputation.
 
     Raises ConfigError where none does.
@@ -201,7 +130,7 @@ def _first_that_fits(module: ImportedGraph, config: RunConfig, device: torch.dev
     for count in _micro_batch_counts(config):
         # units are cut for the highest ZeRO stage, so that one dry run serves all
         highest = _with(config, train={"gradient_accumulation_steps": count}, parallel={"zero": zero_stages[-1]})
-        estimate = _estimate(module, highest, device)
+        estimate = estimator.estimate(highest)
         for zero in zero_stages:
             estimate = estimate.with_zero(zero)
             if estimate.fits(limit):
@@ -215,7 +144,7 @@ def _first_that_fits(module: ImportedGraph, config: RunConfig, device: torch.dev
         wanted = _with(estimate.config, recompute=recompute, parallel={"memory_gib": limit / 2**30})
         # ConfigError: recomputing all units in this mode is not enough
         with contextlib.suppress(ConfigError):
-            estimate = _estimate(module, wanted, device)
+            estimate = estimator.estimate(wanted)
             if estimate.fits(limit):
                 return estimate
     raise ConfigError(f"takes {_gib(estimate.peak_bytes)} at least")

@@ -14,6 +14,7 @@ so the ranks need not exchange anything to agree.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,23 +37,19 @@ from onward.trainer.model.in_place import relu_in_place
 from onward.trainer.model.layers import layer_scales
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import TrainableModel
+from onward.trainer.onnx_graph.external_data import is_mapped, own_copy
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.parallel.compile_stages import compile_stages
 from onward.trainer.parallel.cost import Autocast, estimate_costs
 from onward.trainer.parallel.device import typical
-from onward.trainer.parallel.layout import (
-    build_layout,
-    drop_data,
-    is_trained,
-    recompute_units,
-    stored_places,
-    stored_tensors,
-)
+from onward.trainer.parallel.layout import build_layout, drop_data, recompute_units
 from onward.trainer.parallel.part_sums import PartSums
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.replicas.norms import gradient
 from onward.trainer.parallel.replicas.reducer import Reducer, is_statistic
 from onward.trainer.parallel.replicas.zero import Sharded, is_sharded
+from onward.trainer.parallel.stage_weights import is_trained, stored_places, stored_tensors
+from onward.trainer.run.this_machine import release_free_memory
 
 
 @dataclass(frozen=True)
@@ -170,6 +167,7 @@ def build_rank_model(
     statistics_names = frozenset(
         name for name, tensor in stored.items() if is_statistic(tensor) and not name.startswith(TEACHER)
     )
+    del stored  # each weight is freed when this rank has taken its part
 
     scales = layer_scales(module, config.optimizer.layer_decay)  # of the graph before it is divided
     device = typical(mpi.device.type, config.precision.compute)
@@ -196,6 +194,8 @@ def build_rank_model(
     # the own stages hold their weights by now; what else the graph still refers to would double the memory
     others = [stage.chain for stage in layout.stages if stage not in own]
     drop_data(owner for tree in (module, *others) for owner in tree.modules())
+    gc.collect()  # what the import made refers to itself in circles
+    release_free_memory()
     half = precision.COMPUTE.get(config.precision.compute)
     replicas = partial(Sharded, own, half=half) if config.parallel.zero else Reducer
     reducer = replicas(
@@ -206,6 +206,7 @@ def build_rank_model(
         shared=layout.shared,
         timeout_s=config.collective_timeout_s,
     )
+    release_free_memory()  # ZeRO has copied units one after the other
     return RankModel(
         stages=tuple(own),
         losses=Losses(
@@ -238,7 +239,16 @@ def _move(chain: nn.Module, device: torch.device, *, but: Collection[Tensor]) ->
     """Move parameters and buffers to the device, except those in `but`."""
     # Module.to would make copies of a buffer that several modules share
     moved: dict[Tensor, Tensor] = {}
-    chain._apply(lambda tensor: tensor if tensor in but else moved.setdefault(tensor, tensor.to(device)))  # type: ignore[no-untyped-call]
+
+    def place(tensor: Tensor) -> Tensor:
+        if tensor in but:
+            return tensor
+        if tensor not in moved:
+            # training changes weights in place, and the file that they are mapped from is let go
+            moved[tensor] = own_copy(tensor) if device.type == "cpu" and is_mapped(tensor) else tensor.to(device)
+        return moved[tensor]
+
+    chain._apply(place)  # type: ignore[no-untyped-call]
 
 
 # -- what runs where
@@ -270,7 +280,7 @@ def _copy_shared_parameters(stages: Sequence[Stage]) -> None:
     held: set[str] = set()
     for stage in stages:
         copies = {
-            name: nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+            name: nn.Parameter(own_copy(tensor), requires_grad=tensor.requires_grad)
             for name, tensor in stored_tensors(stage).items()
             if name in held and isinstance(tensor, nn.Parameter)
         }

@@ -18,9 +18,9 @@ from onward.trainer.data.signature import model_bytes
 from onward.trainer.distributed.weights import TEACHER, Placement, Weight
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.optim.state import state_bytes
-from onward.trainer.parallel.layout import is_trained
 from onward.trainer.parallel.matrices import find_matrices
 from onward.trainer.parallel.replicas.reducer import is_statistic
+from onward.trainer.parallel.stage_weights import is_trained
 from onward.trainer.run.records import Needs
 
 

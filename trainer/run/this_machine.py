@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import math
@@ -30,6 +31,13 @@ def free_host_memory() -> int:
         with contextlib.suppress(OSError, ValueError):  # "max" is not a number: no limit
             free.append(int((group / limit).read_text()) - int((group / used).read_text()))
     return max(0, min(free))
+
+
+def release_free_memory() -> None:
+    """Return free memory to the system: the C library keeps it for the thread that had it, and others get more."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+    if trim is not None:
+        trim(0)
 
 
 def memory_limit(group: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -12,7 +12,7 @@ import torch
 from onward.flows.inspection_report import show_plan
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.parallel import planner
+from onward.trainer.parallel import estimator, planner
 from onward.trainer.parallel.device import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -57,7 +57,8 @@ def test_a_gpu_starts_operators_while_it_computes_and_a_cpu_does_not() -> None:
 
 def described(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], None]:
     def use(device: Device) -> None:
-        monkeypatch.setattr(planner, "describe", lambda *_: device)
+        for module in (planner, estimator):
+            monkeypatch.setattr(module, "describe", lambda *_: device)
 
     return use
 

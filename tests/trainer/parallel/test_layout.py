@@ -15,7 +15,8 @@ from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.train_selection import select_trained
-from onward.trainer.parallel.layout import Layout, build_layout, recompute_units, running_statistic_retention
+from onward.trainer.parallel.layout import Layout, build_layout, recompute_units
+from onward.trainer.parallel.stage_weights import running_statistic_retention
 from tests.support import graphs
 
 HERE = Coordinate(0, 0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import threading
@@ -13,6 +12,7 @@ from typing import TypeVar
 
 from onward.trainer.bounds import IMAGE_BYTES
 from onward.trainer.data.images.decoding import memory_of
+from onward.trainer.run.this_machine import release_free_memory
 
 LARGE_BYTES = 256 << 20
 """Images above give their memory back at once."""
@@ -48,14 +48,7 @@ def room_for(contents: Iterable[bytes]) -> Iterator[None]:
         yield
     finally:
         if size > LARGE_BYTES:
-            _give_back()
+            release_free_memory()
         with _change:
             _used[0] -= size
             _change.notify_all()
-
-
-def _give_back() -> None:
-    """Return free memory to the system: the C library keeps it for the thread that had it, and others get more."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
-    if trim is not None:
-        trim(0)

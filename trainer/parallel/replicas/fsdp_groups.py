@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from onward.trainer.model.weight_casts import read_in_half_only
+from onward.trainer.onnx_graph.external_data import own_copy
 from onward.trainer.parallel.pipeline.stage import Chain
 from onward.trainer.parallel.replicas.background_scatter import BackgroundScatter
 
@@ -141,7 +142,9 @@ def _on_device(parameters: Collection[nn.Parameter], device: torch.device) -> It
 
 
 def _moved(data: Tensor, device: torch.device) -> Tensor:
-    # a row-parallel shard may be a view of columns
+    # a row-parallel shard may be a view of columns; FSDP reads its own part only of a mapped file, but computes with it
+    if data.device.type == "cpu" and data.numel() and data.data_ptr() % data.element_size():
+        data = own_copy(data)
     return data.contiguous().to(device)
 
 

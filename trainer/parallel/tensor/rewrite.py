@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 
 from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
 from onward.trainer.distributed.weights import Interval, Placement, slices
+from onward.trainer.onnx_graph.external_data import copy_bytes
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, is_low_rank, stored_tensor
 from onward.trainer.parallel.tensor.region_dropout import RankSeeded
@@ -88,7 +89,7 @@ def keep_shard(module: nn.Module, path: str, placement: Placement) -> None:
     shard = full.new_empty(placement.local_shape)
     with torch.no_grad():
         for box, piece in placement.take(full):
-            shard[slices(box)] = piece
+            copy_bytes(shard[slices(box)], piece)
     if isinstance(full, nn.Parameter):
         owner.register_parameter(leaf, nn.Parameter(shard, requires_grad=full.requires_grad))
     else:

@@ -24,12 +24,12 @@ from onward.trainer.model.weight_casts import insert_casts
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.parallel.cost import estimate_costs
-from onward.trainer.parallel.layout import is_trained, running_statistic_retention
 from onward.trainer.parallel.pipeline.balance import choose_unit_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import find_cut_points
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.replicas.zero import Sharded
+from onward.trainer.parallel.stage_weights import is_trained, running_statistic_retention
 from tests.support import graphs
 from tests.support.ranks import run_ranks
 from tests.support.reducing import reduced_norm

@@ -23,6 +23,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "memory_format": ("--models", "unet", "--batches", "1", "--size", "16", "--rounds", "1"),
     "memory_prediction": ("SqueezeNet 96: micro-batches 1", "SqueezeNet 96: pipeline"),
     "pipeline_bubble": ("--ranks", "2", "--micro-batches", "2", "--forward-ms", "1"),
+    "products": ("--rows", "32", "--width", "16", "--rounds", "1"),
     "recompute": (),
     "roles": ("swish",),
     "quantization": ("--models", "mobile_net", "--steps", "3"),
@@ -33,6 +34,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "sharding_speed": ("--megabytes", "2", "--rounds", "1"),
     "soaks": ("--layouts", "one rank", "--faults", "1", "--kinds", "rank-kill"),
     "suspend_time": ("--rounds", "1"),
+    "threads": ("--models", "squeezenet", "--ranks", "1", "--rounds", "2"),
     "update_time": ("--rounds", "1"),
 }
 """Benchmark -> its arguments for the least work."""

@@ -60,28 +60,28 @@ def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device
     there is no compiler.
     """
     use_channels_last(module, config, device, rows=rows)
-    if not config.compile:
+    if not config.compiles:
         return module
     choice = CompileChoice(
         shapes="static" if config.shapes == "static" else "dynamic",
         mode="default" if config.compile_mode == "auto" else config.compile_mode,
         regions="repeated" if config.compile_regions == "repeated" else "whole",
     )
-    return Compiler(choice).compile(module, module)
+    return Compiler(choice, device=device).compile(module, module)
 
 
 class Compiler:
     """Compiles the modules of one chain, which all run compiled or all eagerly in one forward pass.
 
-    beat: called before and after each compilation, which may take minutes. Raises ConfigError where there is no C++
-    compiler.
+    device: on which they compute. beat: called before and after each compilation, which may take minutes. Raises
+    ConfigError where there is no C++ compiler.
     """
 
-    def __init__(self, choice: CompileChoice, *, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, choice: CompileChoice, *, device: torch.device, beat: Callable[[], None] = lambda: None) -> None:
         if problem := missing_compiler():
             raise ConfigError(problem)
         keep_compiled_code()
-        self.choice = choice
+        self.choice, self.device = choice, device
         self.eager = False
         """Whether the current forward pass is not compiled."""
         self.num_modules = 0
@@ -100,6 +100,10 @@ class Compiler:
             )
         # integers from another unit arrive as tensors
         divided = bool(breaks or graph.graph.find_nodes(op="call_method", target="item"))
+        if self.device.type == "cpu":
+            from onward.trainer.model.compiled_on_cpu import use_sigmoid_in_gelu  # here: it imports the compiler
+
+            use_sigmoid_in_gelu(graph)
         outlines = self.choice.regions == "repeated" and unit is graph and not divided
         blocks = outline_repeated_blocks(graph) if outlines else []
         for block in blocks:
@@ -108,9 +112,14 @@ class Compiler:
 
     def _compile(self, module: nn.Module, *, fullgraph: bool) -> nn.Module:
         self.num_modules += 1
-        mode = None if self.choice.mode == "default" else self.choice.mode
+        from onward.trainer.model.compiled_on_cpu import compile_options  # here: it imports the compiler
+
+        mode, options = self.choice.mode, compile_options(self.device)
+        if options and mode != "default":  # torch takes one of the two
+            options |= torch._inductor.list_mode_options(mode)
+        how = {"options": options} if options else {"mode": None if mode == "default" else mode}
         dynamic = self.choice.shapes == "dynamic"
-        return Compiled(torch.compile(module, fullgraph=fullgraph, dynamic=dynamic, mode=mode), self)  # type: ignore[arg-type]
+        return Compiled(torch.compile(module, fullgraph=fullgraph, dynamic=dynamic, **how), self)  # type: ignore[arg-type]
 
     def watch(self, chain: nn.Module, training_shapes: Shapes) -> None:
         """Decide before each forward pass of a chain whether it is compiled; it takes tensors of these shapes for a

@@ -39,6 +39,7 @@ from onward.trainer.parallel.compile_stages import compile_stages
 from onward.trainer.parallel.cost import Autocast, estimate_costs
 from onward.trainer.parallel.device import typical
 from onward.trainer.parallel.layout import (
+    Layout,
     build_layout,
     drop_data,
     is_trained,
@@ -172,13 +173,8 @@ def build_rank_model(
     for stage in own:
         # the stages of this rank only: the full model may not fit on the device
         _move(stage.chain, mpi.device, but=_sharded_tensors(layout.weights([stage], here), config))
-        for part in stage.chain.parts:
-            # FSDP2 has weights at other addresses in each pass: what would be kept of a step are copies of all
-            complete = not config.parallel.zero
-            graph, rows = cast("ImportedGraph", part.module), config.micro_batch_size
-            use_channels_last(graph, config.graph, mpi.device, rows=rows, weights=complete)
     weights = layout.weights(own, here)
-    recompute_units(layout, own, config, example, pipeline=here.pipeline)
+    prepare_units(layout, own, config, example, device=mpi.device, pipeline=here.pipeline)
     # the recomputation, too: the compiler then skips what the gradients do not need
     compile_stages(own, module, config, example, device=mpi.device, one_shape=one_shape, autocast=autocast, beat=beat)
     # the own stages hold their weights by now; what else the graph still refers to would double the memory
@@ -230,6 +226,27 @@ def _move(chain: nn.Module, device: torch.device, *, but: Collection[Tensor]) ->
 
 
 # -- what runs where
+
+
+def prepare_units(
+    layout: Layout,
+    stages: Sequence[Stage],
+    config: RunConfig,
+    example: Sequence[Tensor],
+    *,
+    device: torch.device,
+    pipeline: int,
+) -> None:
+    """Choose the memory format and the recomputation of the units of a pipeline coordinate's stages, in place.
+
+    Raises as `recompute_units`.
+    """
+    for part in [part for stage in stages for part in stage.chain.parts]:
+        # FSDP2 has weights at other addresses in each pass: what would be kept of a step are copies of all
+        complete = not config.parallel.zero
+        graph, rows = cast("ImportedGraph", part.module), config.micro_batch_size
+        use_channels_last(graph, config.graph, device, rows=rows, weights=complete)
+    recompute_units(layout, stages, config, example, pipeline=pipeline)
 
 
 def _stages_for_inputs(

@@ -51,6 +51,20 @@ def core_limit(group: Path = Path("/sys/fs/cgroup")) -> float | None:
     return None
 
 
+def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return the cores that this process may use. The hyperthreads of a core share its arithmetic units: they are one.
+
+    topology: what Linux says of the processors. One of which it says nothing counts as a core.
+    """
+    cores = set()
+    for processor in os.sched_getaffinity(0):
+        try:
+            cores.add((topology / f"cpu{processor}" / "topology" / "thread_siblings_list").read_text().strip())
+        except OSError:
+            cores.add(str(processor))
+    return len(cores)
+
+
 def most_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> tuple[int | None, str]:
     """Return how many GPUs torch can find here at most, and why, as a clause; None = not known without torch.
 

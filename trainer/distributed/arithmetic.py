@@ -6,9 +6,9 @@
     auto                 bf16                                            fp32          fp32
     bf16, fp16           as they say                                     ...           ...
 
-On a CPU fp32 is fp32, whatever the environment says (ONEDNN_DEFAULT_FPMATH_MODE lets oneDNN compute in bf16), and
-numbers below 1.2e-38 are zero. The momentum of a weight that gets no more gradients would otherwise stay at such a
-number, since 0.9 of the smallest is rounded to the smallest, and processors take several times as long for them.
+On a CPU fp32 is fp32, whatever the environment says to torch (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and numbers below
+1.2e-38 are zero. The momentum of a weight that gets no more gradients would otherwise stay at such a number, since 0.9
+of the smallest is rounded to the smallest, and processors take several times as long for them.
 
 TF32 is fp32 whose products and convolutions read 10 of the 23 bits of each factor (NVIDIA, Ampere whitepaper). torch
 switches it on for convolutions by default and off for matrix products; here `fp32` switches both off.
@@ -38,10 +38,6 @@ WORKSPACES = (":4096:8", ":16:8")
 """Values of CUBLAS_WORKSPACE_CONFIG with which cuBLAS gives the same bits every time, the faster one first."""
 
 
-FPMATH_MODES = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
-"""Variables that oneDNN reads at its first call, and then may compute fp32 products in another type."""
-
-
 def set_arithmetic(config: RunConfig, mpi: MPIContext) -> RunConfig:
     """Return the configuration with the type in which this job computes, and set torch's switches for it.
 
@@ -58,7 +54,9 @@ def set_arithmetic(config: RunConfig, mpi: MPIContext) -> RunConfig:
         torch.backends.cuda.matmul.allow_tf32 = precision.compute == "tf32"
         torch.backends.cudnn.allow_tf32 = precision.compute == "tf32"
     else:
-        _set_switches_of_cpu(warns=mpi.rank == 0)
+        # threads that are started later have the switch of the one that starts them
+        torch.set_flush_denormal(True)
+        torch.set_float32_matmul_precision("highest")
     if config.train.deterministic:
         _use_deterministic_algorithms(compiled=config.graph.compiles)
     return config.model_copy(update={"precision": precision})
@@ -90,15 +88,6 @@ def _least_capability(mpi: MPIContext) -> tuple[int, int]:
     if mpi.world_size > 1 and mpi.device.type == "cuda":
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return divmod(int(least), 1000)
-
-
-def _set_switches_of_cpu(*, warns: bool) -> None:
-    # threads that are started later have the switch of the one that starts them
-    torch.set_flush_denormal(True)
-    torch.set_float32_matmul_precision("highest")
-    for name in FPMATH_MODES:
-        if os.environ.pop(name, None) and warns:
-            log.warning("%s is ignored: precision.compute decides in which type products are computed", name)
 
 
 # -- train.deterministic

@@ -35,7 +35,8 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.model.channels_last import use_channels_last
 from onward.trainer.model.repeated_blocks import outline_repeated_blocks
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
-from onward.trainer.run.directory import onward_home
+from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.records import Rehearsal, read_record
 from onward.trainer.run.this_machine import missing_compiler
 
 log = logging.getLogger(__name__)
@@ -186,6 +187,14 @@ class Compiled(nn.Module):
                 log.warning("graph.compile: from now on shapes that need yet another code run eagerly")
             self._limited = True
             return original(*values)
+
+
+def why_compiled(run: RunDir) -> str:
+    """Return why `graph.compile` "auto" of a run is what it is; "" if it was given, or no rehearsal is recorded."""
+    if not run.rehearsal.exists():
+        return ""
+    found = read_record(run.rehearsal, Rehearsal).compile
+    return f"graph.compile 'auto' is {str(found.compiles).lower()}: {found.text}" if found else ""
 
 
 def compiled_s() -> float:

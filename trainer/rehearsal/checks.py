@@ -132,8 +132,8 @@ def checks(
             lambda: _time(graph, partial(batch, first.rows, "training"), config, findings),
         )
     ]
-    evaluated = next(size.rows for size in sizes if size.kind == "evaluation")
-    both: dict[Kind, int] = {"training": first.rows, "evaluation": evaluated}
+    evaluated = [size.rows for size in sizes if size.kind == "evaluation"]
+    both: dict[Kind, int] = {"training": first.rows, "evaluation": (evaluated or [config.evaluation_batch_size])[0]}
     compiled = [
         (
             "whether compiling pays",

@@ -59,8 +59,8 @@ def test_a_run_compiles_if_it_has_more_steps_than_pay_for_a_start(
 
 def test_the_choice_says_all_its_numbers() -> None:
     assert TIMES.choice(2000).text == (
-        "the passes of a step take 0.5 s eagerly and 0.375 s compiled; compiling took 30.0 s, and with the code that was "
-        "kept 5.0 s: 40 of the 2000 steps pay for a start, and the others are faster"
+        "the passes of a step take 0.5 s eagerly and 0.375 s compiled; compiling took 30.0 s, and with the code that "
+        "was kept 5.0 s: 40 of the 2000 steps pay for a start, and the others are faster"
     )
     assert TIMES.choice(20).text.endswith("a start would pay after 40 steps, and the run has 20")
 

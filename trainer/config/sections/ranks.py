@@ -100,8 +100,8 @@ class LaunchConfig(Section):
     """`auto` = before a new run is launched, run a few micro-batches of the first rows forward and backward on the CPU,
     and compare the untrained file with onnxruntime; what fails is refused. `off` = do not."""
     rehearsal_timeout_s: PositiveFloat = 60.0
-    """Longest time of the rehearsal once the model is open; what was not reached by then is left out and named. The trial
-    of `graph.compile = "auto"` has a limit of its own."""
+    """Longest time of the rehearsal once the model is open; what was not reached by then is left out and named. The
+    trial of `graph.compile = "auto"` has a limit of its own."""
     threads_per_rank: NonNegativeInt = 0
     """CPU threads of one rank; 0 = the cores that the machine and its container give, each with one of its
     hyperthreads, divided by the machine's ranks. Runs are bit-identical only with the same number."""

@@ -28,7 +28,7 @@ from onward.trainer.distributed.processes import MPIContext, Place, assign_gpus,
 from onward.trainer.errors import ConfigError, Fenced, RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import write_record
-from onward.trainer.run.this_machine import physical_cores
+from onward.trainer.run.this_machine import physical_cores, spin_briefly_if_busy
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,6 +79,39 @@ def test_a_rank_has_the_cores_of_its_host_and_container_over_the_ranks(
 def test_processors_of_which_the_system_says_nothing_are_cores(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 5, 7})
     assert physical_cores(tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    ("load", "given", "spins"),
+    [
+        (6.5, {}, "1000"),
+        (4.5, {}, None),  # a run of its own before this one
+        (6.5, {"GOMP_SPINCOUNT": "7"}, "7"),
+        (6.5, {"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+def test_threads_wait_asleep_where_other_programs_compute(
+    load: float, given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    spin_briefly_if_busy()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_it_is_decided_before_torch_is_imported() -> None:
+    code = """
+import os, sys
+os.getloadavg = lambda: (1e6, 1e6, 1e6)
+sys.argv[1:] = ["plan", "absent"]
+import onward.trainer.run.this_machine as m
+before = m.spin_briefly_if_busy
+m.spin_briefly_if_busy = lambda: (before(), print("torch" in sys.modules, os.environ["GOMP_SPINCOUNT"]))
+import onward.trainer.__main__
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ended.stdout == "False 1000\n"
 
 
 def host_of(local_size: int, num_gpus: int, *, first: int = 0, visible: Sequence[int] = ()) -> list[Place]:

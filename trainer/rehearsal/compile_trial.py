@@ -22,10 +22,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.config.rules import ranks as rules
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch
@@ -177,7 +179,10 @@ def obstacle(config: RunConfig, *, on_gpu: bool) -> str:
 
 
 def number_of_steps(config: RunConfig, rows: FirstRows, *, step_s: float) -> int | None:
-    """Return the steps of the run, as far as `stop.max_hours` lets it go; None if its rows are not counted yet."""
+    """Return the steps of the run, as far as `stop.max_hours` lets it go; None if its rows are not counted yet.
+
+    A run that begins with a checkpoint of another one has the steps behind it.
+    """
     num_rows = rows.counts[0] if rows.counts else 0
     if not config.train.num_steps and not num_rows:
         with contextlib.suppress(OnwardError, OSError):
@@ -185,6 +190,9 @@ def number_of_steps(config: RunConfig, rows: FirstRows, *, step_s: float) -> int
     if not config.train.num_steps and not num_rows:
         return None
     steps = config.num_steps(num_rows)
+    if config.checkpoint.load:
+        with contextlib.suppress(OnwardError, OSError):  # the ranks say what is wrong with it
+            steps = max(0, steps - read_manifest(Path(config.checkpoint.load)).state.step)
     return min(steps, int(3600 * config.stop.max_hours / step_s)) if config.stop.max_hours else steps
 
 

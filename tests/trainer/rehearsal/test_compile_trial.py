@@ -114,6 +114,15 @@ def test_the_steps_of_a_run_are_those_that_its_hours_allow() -> None:
     assert number_of_steps(config(train=epochs), rows, step_s=1.0) == 30
 
 
+def test_a_run_that_begins_with_a_checkpoint_has_the_steps_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: Any = SimpleNamespace(counts=(80, 20))
+    given = config(checkpoint={"load": "/runs/other/checkpoints/step-000000400"})
+    assert number_of_steps(given, rows, step_s=1.0) == 1000  # it cannot be read: the ranks will say so
+    manifest = SimpleNamespace(state=SimpleNamespace(step=400))
+    monkeypatch.setattr(compile_trial, "read_manifest", lambda path: manifest)
+    assert number_of_steps(given, rows, step_s=1.0) == 600
+
+
 class Decided:
     """`decide` on a micro-batch of a given time."""
 

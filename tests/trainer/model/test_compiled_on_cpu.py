@@ -98,6 +98,7 @@ def test_the_vendor_of_the_processor_decides(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")  # inductor's own
 @pytest.mark.parametrize("shapes", ["static", "dynamic"])
 def test_with_both_a_graph_trains_as_it_does_eagerly(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:

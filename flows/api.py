@@ -102,13 +102,24 @@ def _train(
     from onward.flows.local_run import close_flow_run, create_flow_run, prefect_server, run_to_end
     from onward.flows.run_status import outcome_of
     from onward.flows.runs import how_to_continue, may_continue
+    from onward.infra.forks import fork_server
+    from onward.infra.mlflow_store import made_ahead
+    from onward.tasks.registered_models import store_of
     from onward.tasks.rehearsing import begun_ahead
     from onward.trainer.run.origins import record_origins
 
     grace_s = config.launch.stop_grace_s
     # the signal handler first: starting the server takes seconds, in which the process may be stopped
     rehearsal = contextlib.nullcontext() if resume else begun_ahead(config)
-    with exit_on_sigterm(), acknowledged_interrupt(grace_s, say=view.say), rehearsal, prefect_server():
+    with (
+        exit_on_sigterm(),
+        acknowledged_interrupt(grace_s, say=view.say),
+        fork_server(),
+        rehearsal,
+        made_ahead(store_of(config.monitor)) as mlflow,
+        prefect_server(),
+    ):
+        mlflow.join()  # what follows imports the packages that MLflow imports, too
         print("onward: opening the flow in Prefect", file=sys.stderr, flush=True)
         run, flow_run = create_flow_run(config, resume=resume, asked_ms=asked_ms)
         try:

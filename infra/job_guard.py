@@ -30,6 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 TAG = "ONWARD_RUN_TAG"
+NO_TAG = "0" * 32
+"""In the place of a tag."""
 GRACE_S = 10.0
 """Longest time a job gets to save after its flow process was killed."""
 RENEW_S = 1.0

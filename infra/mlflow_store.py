@@ -9,6 +9,8 @@ import contextlib
 import fcntl
 import logging
 import os
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -141,6 +143,36 @@ def connect(tracking_uri: str) -> MlflowClient:
         if database_of(tracking_uri):
             client.search_experiments(max_results=1)  # creates the tables of a new database
     return client
+
+
+@contextlib.contextmanager
+def made_ahead(tracking_uri: str) -> Iterator[threading.Thread]:
+    """Import MLflow, and make a database that does not exist yet, in a thread; join it before any other import.
+
+    What is wrong with the database is for the first call to say.
+    """
+
+    def make() -> None:
+        with contextlib.suppress(Exception):
+            if database_of(tracking_uri):
+                connect(tracking_uri)
+            import mlflow  # noqa: F401
+
+    thread = threading.Thread(target=make, name="make the MLflow database")
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join()
+
+
+def import_for_models() -> None:
+    """Import what registering a model needs, so that its first call takes no seconds."""
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")  # deprecations inside MLflow
+        import mlflow.models
+        import mlflow.onnx
+        import mlflow.types  # noqa: F401
 
 
 def _close_files(client: MlflowClient) -> None:

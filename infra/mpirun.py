@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from onward.infra import job_guard
+from onward.infra import forks, job_guard
 from onward.infra.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
 from onward.infra.parent_death import signalled_with_parent
 from onward.infra.stopped_ranks import StoppedRanks
@@ -119,7 +119,9 @@ class MpiJob:
         # A login over ssh starts with an empty environment.
         names = sorted({*environment_of_ranks(environment), TAG}) if self.hostfile else []
         exports = [word for name in names if name.startswith(CARRIED) for word in ("-x", name)]
-        ranks = [sys.executable, "-m", *self.module]
+        # a fork server is on this host, and another one may be a scheduler's choice
+        here = not self.hostfile and not any(name in environment for name in ALLOCATIONS)
+        ranks = [*(forks.python() if here else [sys.executable]), "-m", *self.module]
         return [str(find_mpirun()), "-n", str(self.num_ranks), "--bind-to", "none", *hosts, *exports, *ranks]
 
     def run(self) -> Outcome:

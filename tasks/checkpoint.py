@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from onward.infra.mlflow_store import TrackingError, TrackingUnavailable
+from onward.infra.mlflow_store import TrackingError, TrackingUnavailable, import_for_models
 from onward.infra.tracking import Tracker
 from onward.tasks.metric_points import Evaluations
 from onward.tasks.task_logger import Log, task_logger
@@ -52,14 +52,17 @@ def checkpoint(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) ->
     retention = CheckpointRetention(run, config, log)
     tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
     recorder = CheckpointRecorder(tracker, log, Evaluations(run.events))
-    closed = False
+    closed = ready = False
     while not closed:
         # Read first, so that the last pass sees everything that was saved before the log was closed.
         closed = run.closed.exists()
         retention.update()
         recorder.send(retention.kept)
+        if retention.kept and not ready:  # soon the last one is exported and registered
+            import_for_models()
+            ready = True
         if not closed:
-            time.sleep(tick_s)
+            run.wait_for_end(tick_s)
     recorder.finish(retention.kept, patience_s=0 if is_full(run.root) else patience_s)
     if retention.kept and not any(each.best for each in retention.kept):
         log.warning("no checkpoint has the metric %s, so the newest counts as the best", config.best_metric)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Iterable
 from typing import Literal, cast
 from uuid import UUID
@@ -78,7 +77,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
         if not closed:
             lines.tick(progress)
             pruning.poll()
-            time.sleep(tick_s)
+            run.wait_for_end(tick_s)
     board.close()
     summary = progress.summary(_outcome(run))
     tables = [class_table(event, run) for event in confusions.values()]

@@ -53,7 +53,8 @@ def begun_ahead(config: RunConfig) -> Iterator[None]:
     if config.launch.rehearsal == "off" or config.quantize.aware or any(urls_in(dict(config))):
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="onward-rehearse-") as name:
+    # of a process that was killed a file may still appear
+    with tempfile.TemporaryDirectory(prefix="onward-rehearse-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         _write_config(folder, config, NONE)
         process = start_module("onward.trainer", "rehearse", name, folder=folder, log=folder / "process.log")
@@ -134,7 +135,7 @@ def plan(config: RunConfig, copies: LocalCopies = NONE, quantized: Path | None =
 @contextlib.contextmanager
 def _process(command: str, config: RunConfig, copies: LocalCopies, *, quantized: Path | None = None) -> Iterator[Path]:
     """Run `python -m onward.trainer COMMAND` on a configuration; yield the directory with the records that it left."""
-    with tempfile.TemporaryDirectory(prefix=f"onward-{command}-") as name:
+    with tempfile.TemporaryDirectory(prefix=f"onward-{command}-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         _write_config(folder, config, copies)
         ahead = _begun.pop() if _begun and command == "rehearse" else None

@@ -47,9 +47,9 @@ def retry_number(earlier: Sequence[AttemptEnding], checkpoint: int) -> int:
 
 
 def delay_before(retry: int, config: RunConfig) -> float:
-    """Return the pause before a retry: it doubles with each retry without progress."""
+    """Return the pause before a retry: short, as most faults are over, and four times as long after each in vain."""
     first = config.launch.retry_delay_s
-    return min(first * 2.0 ** min(retry - 1, 20), max(LONGEST_DELAY_S, first))
+    return min(first * 4.0 ** min(retry - 1, 20), max(LONGEST_DELAY_S, first))
 
 
 def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptEnding:

@@ -142,8 +142,8 @@ def save(run: RunDir, step: int) -> None:
 def test_without_progress_the_retries_are_used_up_and_their_pauses_grow(tmp_path: Path, kind: EndingKind) -> None:
     run = new_run(tmp_path, launch={"retries": 3})
     found = [ending(run, kind, step=5) for _ in range(4)]
-    assert [(each.retry, each.delay_s) for each in found] == [(1, 2), (2, 4), (3, 8), (0, 0)]
-    assert found[0].action == "it starts again from the beginning (5 steps are repeated) in 2 s, retry 1 of 3"
+    assert [(each.retry, each.delay_s) for each in found] == [(1, 0.5), (2, 2), (3, 8), (0, 0)]
+    assert found[0].action == "it starts again from the beginning (5 steps are repeated) in 0.5 s, retry 1 of 3"
     assert found[-1].action == "the run ends after 3 retries without a new checkpoint (launch.retries)"
 
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_beyond_all_earlier_ones_resets_the_retries(tmp_path: Path)
     steps = [0, 0, 20, 20, 40, 40, 20, 40]  # the last but one lost a damaged checkpoint, which is no progress
     found = [ending(run, "rank_lost", step=step + 7, checkpoint=step) for step in steps]
     assert [each.retry for each in found] == [1, 2, 1, 2, 1, 2, 0, 1]
-    assert found[2].action == "it goes on from the checkpoint of step 20 (7 steps are repeated) in 2 s, retry 1 of 2"
+    assert found[2].action == "it goes on from the checkpoint of step 20 (7 steps are repeated) in 0.5 s, retry 1 of 2"
 
 
 @pytest.mark.parametrize("kind", ["done", "stopped", "user_error", "data_error", "non_finite", "out_of_memory"])

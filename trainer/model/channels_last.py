@@ -4,15 +4,17 @@
     after     images -- contiguous(channels_last) -------- conv2d       weight (fp32) -- half(channels_last) -- conv2d
 
 torch's convolutions follow the format of their input, and would convert a contiguous weight in every forward and
-backward pass. The `half` node (weight_casts.py) converts it once in a step, in the pass that casts it; in fp32 it does
-nothing else. Parameters, gradients in the reducer's buckets, optimizer state and checkpoints keep the layout of the
-file.
+backward pass. So a parameter that only convolutions read is stored in that format, with its gradient and its moments;
+its shape, and what checkpoints and files hold, stay the same. Where something needs the order of the file (ZeRO, tied
+weights, update rules that split weights) a `half` node (weight_casts.py) converts it once in a step, in the pass that
+casts it; in fp32 it does nothing else.
 """
 
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Collection
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,19 +22,30 @@ from torch import fx, nn
 
 from onward.trainer.config.sections.model import GraphConfig
 from onward.trainer.model.weight_casts import half
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 
 CONVOLUTIONS = (F.conv2d, F.conv_transpose2d)
+WeightFormat = Literal["stored", "once", "each"]
 
 
 def use_channels_last(
-    module: fx.GraphModule, config: GraphConfig, device: torch.device, *, rows: int, weights: bool = True
+    module: fx.GraphModule,
+    config: GraphConfig,
+    device: torch.device,
+    *,
+    rows: int,
+    weights: WeightFormat = "stored",
+    but: Collection[str] = (),
 ) -> None:
     """Convert images and weights of a graph's convolutions where it is configured, in place. Call before compiling.
 
-    `fastest` converts on GPUs, and on CPUs where it pays. rows: samples of a micro-batch. weights: false leaves the
-    conversion of weights to the convolutions.
+    `fastest` converts on GPUs, and on CPUs where it pays. rows: samples of a micro-batch. weights: whether parameters
+    are `stored` in the format, with `fastest` and on CPUs, or converted `once` in each step, or by `each` convolution.
+    but: initializer names of those that are converted, not stored.
     """
     format = config.memory_format
+    if weights == "stored" and (format != "fastest" or device.type != "cpu"):
+        weights = "once"
     wanted = format == "channels_last" or (format in ("auto", "fastest") and device.type == "cuda")
     if not wanted and format == "fastest":
         wanted = _pays_on_cpu(module, rows)
@@ -43,7 +56,9 @@ def use_channels_last(
         converted.meta.update(image.meta)
         for user in [user for user in image.users if user is not converted]:
             user.replace_input_with(image, converted)
-    if images and weights:
+    if images and weights == "stored":
+        _store_weights(module, but)
+    if images and weights != "each":
         _convert_weights(module)
     if images:
         module.recompile()
@@ -74,12 +89,29 @@ def _convolutions(graph: fx.Graph) -> list[fx.Node]:
     return [node for target in CONVOLUTIONS for node in graph.find_nodes(op="call_function", target=target)]
 
 
+def _store_weights(module: fx.GraphModule, but: Collection[str]) -> None:
+    """Store the parameters in channels-last format that nothing but convolutions reads."""
+    names = {tensor: name for name, tensor in named_weights(cast("ImportedGraph", module)).items()}
+    found = {_stored(module, _weight_read(node)[1]) for node in _convolutions(module.graph)}
+    others = {
+        _stored(module, read)
+        for read in module.graph.find_nodes(op="get_attr")
+        for given in read.users
+        for user in (given.users if given.target is half else (given,))
+        if user.target not in CONVOLUTIONS or _weight_read(user)[1] is not read
+    }
+    for parameter in found - others:
+        if isinstance(parameter, nn.Parameter) and names.get(parameter) not in but:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+
 def _convert_weights(module: fx.GraphModule) -> None:
     """Put a `half` node with the format before each convolution, once for all that read one parameter."""
     made: dict[fx.Node, fx.Node] = {}
     for node in _convolutions(module.graph):
         given, read = _weight_read(node)
-        if not isinstance(_stored(module, read), nn.Parameter):
+        parameter = _stored(module, read)
+        if not isinstance(parameter, nn.Parameter) or parameter.is_contiguous(memory_format=torch.channels_last):
             continue
         if read not in made:
             with module.graph.inserting_after(read):

@@ -33,6 +33,7 @@ from torch import Tensor, fx, nn
 from onward.trainer.config.sections.model import GraphConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.channels_last import use_channels_last
+from onward.trainer.model.in_place import relu_in_place
 from onward.trainer.model.repeated_blocks import outline_repeated_blocks
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.run.directory import RunDir, onward_home
@@ -61,6 +62,7 @@ def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device
     there is no compiler.
     """
     use_channels_last(module, config, device, rows=rows)
+    relu_in_place(module)
     if not config.compiles:
         return module
     choice = CompileChoice(

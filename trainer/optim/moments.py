@@ -59,27 +59,31 @@ class Segment:
     """Position of the first element in this rank's part of the weight."""
 
 
-def segments(
-    optimizer: torch.optim.Optimizer, group: Group, gradients: Sequence[Tensor], *, unsplit: bool = False
-) -> Iterator[list[Segment]]:
-    """Count a step of the group's weights, and yield all their elements in lists of about CHUNK elements.
-
-    A weight is split at multiples of CHUNK of its own elements, so that all copies of it are split equally. unsplit:
-    yield one list of unsplit weights. Otherwise weights and gradients must be contiguous.
-    """
+def count_step(optimizer: torch.optim.Optimizer, group: Group) -> list[dict[str, Tensor]]:
+    """Count a step of the group's weights, and return the state of each."""
     states = [optimizer.state[weight] for weight in group["params"]]
     if states:
         # one call for all weights: a loop would start one kernel for each
         torch._foreach_add_([state["step"] for state in states], 1.0)
         group["updates"] += 1
+    return states
+
+
+def segments(optimizer: torch.optim.Optimizer, group: Group, gradients: Sequence[Tensor]) -> Iterator[list[Segment]]:
+    """Count a step of the group's weights, and yield all their elements in lists of about CHUNK elements.
+
+    A weight is split at multiples of CHUNK of its own elements, so that all copies of it are split equally. Weights and
+    gradients must be contiguous.
+    """
+    states = count_step(optimizer, group)
     batch: list[Segment] = []
     size = 0
     for of, gradient, state in zip(group["weights"], gradients, states, strict=True):
         moments = tuple(tensor for field, tensor in state.items() if field != "step")
         full = Segment(of.tensor.detach(), gradient, moments, state["step"], of, 0)
-        for segment in [full] if unsplit else _split(full):
+        for segment in _split(full):
             length = segment.weight.numel()
-            if size + length > CHUNK[gradient.device.type] and batch and not unsplit:
+            if size + length > CHUNK[gradient.device.type] and batch:
                 yield batch
                 batch, size = [], 0
             if length:

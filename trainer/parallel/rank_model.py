@@ -30,7 +30,8 @@ from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import TEACHER, Placement, Weight, checkpoint_key, slices
 from onward.trainer.model import precision
-from onward.trainer.model.channels_last import use_channels_last
+from onward.trainer.model.channels_last import WeightFormat, use_channels_last
+from onward.trainer.model.in_place import relu_in_place
 from onward.trainer.model.layers import layer_scales
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import TrainableModel
@@ -173,8 +174,8 @@ def build_rank_model(
     for stage in own:
         # the stages of this rank only: the full model may not fit on the device
         _move(stage.chain, mpi.device, but=_sharded_tensors(layout.weights([stage], here), config))
-    weights = layout.weights(own, here)
     prepare_units(layout, own, config, example, device=mpi.device, pipeline=here.pipeline)
+    weights = layout.weights(own, here)
     # the recomputation, too: the compiler then skips what the gradients do not need
     compile_stages(own, module, config, example, device=mpi.device, one_shape=one_shape, autocast=autocast, beat=beat)
     # the own stages hold their weights by now; what else the graph still refers to would double the memory
@@ -241,11 +242,15 @@ def prepare_units(
 
     Raises as `recompute_units`.
     """
+    # the fused kernel takes weights in any order; other rules split them, or hash the positions of their elements
+    stores_any_order = config.optimizer.name in ("adam", "adamw") and config.optimizer.moments == "fp32"
     for part in [part for stage in stages for part in stage.chain.parts]:
         # FSDP2 has weights at other addresses in each pass: what would be kept of a step are copies of all
-        complete = not config.parallel.zero
+        format: WeightFormat = "each" if config.parallel.zero else "stored" if stores_any_order else "once"
         graph, rows = cast("ImportedGraph", part.module), config.micro_batch_size
-        use_channels_last(graph, config.graph, device, rows=rows, weights=complete)
+        use_channels_last(graph, config.graph, device, rows=rows, weights=format, but=layout.shared)
+        if config.recompute.mode != "selective":  # which may keep what a ReLU would overwrite
+            relu_in_place(graph)
     recompute_units(layout, stages, config, example, pipeline=pipeline)
 
 

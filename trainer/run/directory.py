@@ -64,6 +64,7 @@ Durable files are written under a temporary name, fsynced and renamed: they are 
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -281,6 +282,12 @@ class RunDir:
     def close_log(self) -> None:
         """Mark the event log as complete. Call after training, however it ended."""
         self.closed.touch()
+
+    def wait_for_end(self, limit_s: float) -> None:
+        """Wait until the event log is complete, at most `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while not self.closed.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     # -- the fence: an attempt that was replaced must not write any more
 

@@ -104,9 +104,9 @@ class GraphConfig(Section):
     to compile. `auto` = whole."""
     memory_format: Literal["fastest", "contiguous", "channels_last", "auto"] = "fastest"
     """Memory format of images inside the graph. `fastest` = channels_last for convolutions on a GPU; on a CPU if their
-    results in a micro-batch outnumber the weights to convert in each step, which is so unless many weights with large
-    kernels read a few small images. `auto` = channels_last on a GPU, contiguous on a CPU, as in runs of earlier
-    versions."""
+    results in a micro-batch outnumber the weights to convert, which is so unless many weights with large kernels read a
+    few small images; with Adam their weights are stored in that format, too. `auto` = channels_last on a GPU,
+    contiguous on a CPU, as in runs of earlier versions."""
     dropout: Decay = 0.0
     """Probability of dropout that is added where exporters remove it: on embeddings, residual branches and attention
     weights of the fused graph. The exported file never contains it."""

@@ -108,8 +108,8 @@ class LaunchConfig(Section):
     retries: NonNegativeInt = 2
     """How often a failed job is started again without progress: from its newest checkpoint or, without one, from step 0
     (see `checkpoint.minutes`). A checkpoint beyond all earlier ones is progress, after which the count begins again."""
-    retry_delay_s: NonNegativeFloat = 2.0
-    """Pause before a retry; each further retry without progress doubles it, up to a minute."""
+    retry_delay_s: NonNegativeFloat = 0.5
+    """Pause before a retry; before each further retry without progress it is four times as long, up to a minute."""
     on_out_of_memory: Literal["stop", "smaller"] = "stop"
     """What follows when a rank runs out of memory. `smaller` = the next attempt has micro-batches of half the samples
     and twice `train.gradient_accumulation_steps`: the same batch, and the bits of a run that was configured so. They

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.sections.training import OptimizerConfig
-from onward.trainer.optim.moments import Group, Segment, in_fp32, segments
+from onward.trainer.optim.moments import Group, count_step, in_fp32, segments
 from onward.trainer.optim.rules.rule import Rule, UpdateContext, gradients_of
 from onward.trainer.optim.weight_settings import WeightSettings
 
@@ -38,21 +38,36 @@ class Adam(Rule):
 
     def update_group(self, group: Group) -> None:
         """Update the weights of one group from their gradients."""
-        for batch in segments(self, group, gradients_of(group), unsplit=self._config.moments == "fp32"):
+        gradients = gradients_of(group)
+        if self._config.moments == "fp32":  # nothing to round, and nothing to split
+            states = count_step(self, group)
+            fields = ([state[field] for state in states] for field in ("step", "moment_1", "moment_2"))
+            if states:
+                self._update(group, group["params"], gradients, *fields)
+            return
+        for batch in segments(self, group, gradients):
             with in_fp32(batch, seed=self._context.seed, step=group["updates"]) as moments:
-                self._update(group, batch, *moments)
+                weights, given, steps = zip(*((each.weight, each.gradient, each.step) for each in batch), strict=True)
+                self._update(group, list(weights), list(given), list(steps), *moments)
 
-    def _update(self, group: Group, batch: list[Segment], first: list[Tensor], second: list[Tensor]) -> None:
+    def _update(
+        self,
+        group: Group,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        steps: list[Tensor],
+        first: list[Tensor],
+        second: list[Tensor],
+    ) -> None:
         settings: WeightSettings = group["settings"]
         epsilon, decay = settings.epsilon, settings.weight_decay
-        weights, steps = [segment.weight for segment in batch], [segment.step for segment in batch]
         if not settings.bias_correction:
             steps = [torch.full_like(steps[0], math.inf)] * len(steps)
         elif self._decays_after:
             epsilon /= math.sqrt(1.0 - settings.beta ** group["updates"])
         torch._fused_adamw_(
             weights,
-            [segment.gradient for segment in batch],
+            gradients,
             first,
             second,
             [],

@@ -86,9 +86,14 @@ def make_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig, state:
     for group in optimizer.param_groups:
         for weight in group["params"]:
             for field in state(group["settings"], weight.ndim):
-                shape = [weight.shape[dim] for dim in dims_of(field, weight.ndim)]
-                dtype = torch.float32 if field == "step" else state_dtype(field, config, weight.dtype)
-                optimizer.state[weight][field] = torch.zeros(shape, dtype=dtype, device=weight.device)
+                dims, dtype = dims_of(field, weight.ndim), state_dtype(field, config, weight.dtype)
+                if len(dims) == weight.ndim > 0:  # in the order of the weight's elements in memory
+                    state_of = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+                else:
+                    shape = [weight.shape[dim] for dim in dims]
+                    dtype = torch.float32 if field == "step" else dtype
+                    state_of = torch.zeros(shape, dtype=dtype, device=weight.device)
+                optimizer.state[weight][field] = state_of
 
 
 def state_dtype(field: str, config: OptimizerConfig, of_weight: torch.dtype) -> torch.dtype:

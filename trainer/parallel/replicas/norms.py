@@ -65,8 +65,14 @@ def _squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
             (large if tensor.device.type == "cpu" and tensor.numel() >= ROW_ELEMENTS else small).append(tensor)
     # squared in fp64: a norm of fp32 numbers is representable where its square may overflow
     found = [torch.stack(torch._foreach_norm(small, dtype=torch.float64))] if small else []
-    found += [_row_norms(tensor.reshape(-1)) for tensor in large]
+    found += [_row_norms(_in_memory_order(tensor)) for tensor in large]
     return torch.cat(found).square().sum() if found else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Return the elements, flat, without a copy for weights in channels-last format."""
+    dense = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return (tensor.permute(0, 2, 3, 1) if dense else tensor).reshape(-1)
 
 
 def _row_norms(flat: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Sum the gradients of all replicas in flat buckets, which are sent while the backward pass still runs.
 
-The `.grad` of every trained weight is a view into a flat bucket, in reverse graph order:
+With several replicas, or several micro-batches, the `.grad` of every trained weight is a view into a flat bucket, in
+reverse graph order:
 
     graph         embedding [32]   layer.weight [40]   layer.bias [8]   head [24]
     bucket 0      | head 24 | layer.bias 8 |
@@ -14,13 +15,15 @@ The `.grad` of every trained weight is a view into a flat bucket, in reverse gra
 A bucket is sent once all its gradients are computed, and in the order of the buckets. That order never changes, so a
 resumed run reduces exactly as the first one did (torch's DDP rebuilds its buckets after the first iteration).
 
+With one replica and one micro-batch there is nothing to send and nothing to add to: each gradient is the tensor that
+the backward pass has made.
+
 A weight that several stages hold is in a bucket of the first of them only: the others add their gradients there after
 the backward pass and get the sum back (`copies.TiedGradients`).
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -101,18 +104,18 @@ class Reducer:
             )
         self._num_early = len(early)
         self._in_buckets = {*own, *tied}
-        self._gradients = [bucket.gradients for bucket in self._buckets]
-        for weight in self._trained:
-            if weight not in self._in_buckets:
-                # a copy of a tied weight that is not the first: its gradient is sent to the first one, not in a bucket
-                weight.tensor.grad = torch.zeros_like(weight.tensor, requires_grad=False)
-                self._gradients.append(gradient(weight))
+        # copies of a tied weight that are not the first: their gradients are sent to the first one, not in a bucket
+        self._other_copies = [weight for weight in self._trained if weight not in self._in_buckets]
+        # gradients that CUDA graphs compute are in memory that the next replay overwrites
+        self._may_adopt = self._group.size() == 1 and mpi.device.type == "cpu"
+        self._adopts = False
+        """Whether the gradients of this step are the tensors that the backward pass makes."""
         self.num_sent = 0
         """Buckets whose all-reduce has started in this step."""
         self._num_backwards = 0
         # a hook that runs after autograd has added to `.grad`; the buckets of tied weights wait for other stages in
         # `reduce`
-        for bucket in early:
+        for bucket in early if self._group.size() > 1 else ():
             for place, weight in enumerate(bucket.weights):
                 weight.tensor.register_post_accumulate_grad_hook(self._gradient_hook(bucket, place))  # type: ignore[no-untyped-call]
 
@@ -127,11 +130,13 @@ class Reducer:
         self._num_batchnorm_updates = num_batchnorm_updates
         self._num_backwards, self.num_sent = num_backwards, 0
         self._carrier.begin(num_targets)
-        if self._gradients:
-            # in place and not `grad = None`, which would make autograd replace the views into the buckets
-            torch._foreach_zero_(self._gradients)
+        # torch would add the second gradient of a weight to the first one in place, though two first ones can be views
+        # of one tensor (those of a and b in a.view(4) + b.view(4)); so several are added in buckets
+        self._adopts = self._may_adopt and num_backwards == 1
+        for weight in self._trained if self._adopts else self._other_copies:
+            weight.tensor.grad = None if self._adopts else torch.zeros_like(weight.tensor, requires_grad=False)
         for bucket in self._buckets:
-            bucket.missing, bucket.arrivals = len(bucket.weights), [0] * len(bucket.weights)
+            bucket.begin(adopts=self._adopts)
 
     def reduce(self) -> Tensor:
         """Complete the gradients: sum over replicas and over stages that share a weight. Merge running statistics.
@@ -141,6 +146,8 @@ class Reducer:
         """
         # from here on hooks do nothing: a backward pass outside of a step must not send a bucket
         self._num_backwards = 0
+        if self._adopts:
+            _separate(self._trained)
         # buckets with a weight that no backward pass of this rank reached: the other replicas may have sent them
         self._send(self._num_early)
         self._tied.gather()
@@ -168,8 +175,10 @@ class Reducer:
 
     def multiply(self, factor: float) -> None:
         """Multiply every gradient in place; unscaling and clipping are one multiplication."""
-        if factor != 1.0 and self._gradients:
-            torch._foreach_mul_(self._gradients, factor)
+        flat = [bucket.gradients for bucket in self._buckets if bucket.gradients is not None]
+        gradients = flat + [gradient(weight) for weight in (self._trained if self._adopts else self._other_copies)]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def sum(self, *numbers: float | Tensor) -> list[float]:
         """Sum a few numbers over all ranks. Collective: every rank of the world."""
@@ -238,15 +247,29 @@ class _Bucket:
         """Weights whose gradient is not complete in this step."""
         self.arrivals: list[int] = []
         """For each weight, the backward passes that have added to its gradient."""
+        self.gradients: Tensor | None = None
+        """Flat; None in a step whose gradients are adopted."""
         self._wait: Job | None = None
-        tensors = [weight.tensor for weight in weights]
-        total = sum(tensor.numel() for tensor in tensors)
-        self.gradients = torch.zeros(total, dtype=tensors[0].dtype, device=tensors[0].device)
-        for tensor, part in zip(tensors, _views(self.gradients, tensors), strict=True):
-            tensor.grad = part
+
+    def begin(self, *, adopts: bool) -> None:
+        """Set the gradients to zero, or drop them."""
+        self.missing, self.arrivals = len(self.weights), [0] * len(self.weights)
+        if adopts:
+            self.gradients = None
+        elif self.gradients is not None:
+            # in place and not `grad = None`, which would make autograd replace the views into the bucket
+            self.gradients.zero_()
+        else:
+            tensors = [weight.tensor for weight in self.weights]
+            total = sum(tensor.numel() for tensor in tensors)
+            self.gradients = torch.zeros(total, dtype=tensors[0].dtype, device=tensors[0].device)
+            parts = torch.split(self.gradients, [tensor.numel() for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.grad = _strided_like(part, tensor)
 
     def send(self, carrier: Carrier) -> None:
-        self._wait = carrier.start(self.gradients, [weight.tensor.numel() for weight in self.weights])
+        if self.gradients is not None:
+            self._wait = carrier.start(self.gradients, [weight.tensor.numel() for weight in self.weights])
 
     def wait(self) -> None:
         if self._wait is not None:
@@ -277,6 +300,19 @@ def _carrier(config: ParallelConfig, mesh: DeviceMesh, mpi: MPIContext, *, timeo
     return Summed(channel, compression=compression, device=mpi.device, timeout_s=timeout_s)
 
 
+def _separate(weights: Sequence[Weight]) -> None:
+    """Give each weight a gradient in memory of its own: a copy where two are views of one tensor, else zeros."""
+    seen: set[int] = set()
+    for weight in weights:
+        if weight.tensor.grad is None:  # no backward pass reached it
+            weight.tensor.grad = torch.zeros_like(weight.tensor, requires_grad=False)
+            continue
+        memory = weight.tensor.grad.untyped_storage().data_ptr()
+        if memory in seen:
+            weight.tensor.grad = weight.tensor.grad.clone()
+        seen.add(memory)
+
+
 def is_statistic(tensor: Tensor) -> bool:
     """Return whether a stored tensor is a running statistic."""
     return not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
@@ -288,8 +324,13 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return views into a flat tensor, one of the shape of each of `like`."""
-    ends = itertools.accumulate(tensor.numel() for tensor in like)
-    return [flat[end - tensor.numel() : end].view_as(tensor) for tensor, end in zip(like, ends, strict=True)]
+    parts = torch.split(flat, [tensor.numel() for tensor in like])
+    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _strided_like(flat: Tensor, tensor: Tensor) -> Tensor:
+    """Return a flat tensor in the shape of another one, and with its strides if those are dense (channels-last)."""
+    return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride(), flat.storage_offset())
 
 
 def bucket_bytes(config: ParallelConfig, backend: str) -> tuple[int, int]:

@@ -48,6 +48,34 @@ def reducer_of(mpi: MPIContext, weights: list[Weight], **others: Any) -> Reducer
     return Reducer(weights, mpi=mpi, **settings | others)
 
 
+# -- one replica
+
+
+def gradients_of_one_replica(mpi: MPIContext) -> list[list[list[float]]]:
+    """The gradients of a, b and c, doubled, of one micro-batch, then of two, then of one again."""
+    a, b = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    unreached = nn.Parameter(torch.ones(3))
+    weights = [weight("a", a), weight("b", b), weight("c", unreached)]
+    reducer = reducer_of(mpi, weights)
+    found = []
+    for number in (1, 2, 1):
+        reducer.begin(number)
+        for _ in range(number):
+            # torch hands out two views of one tensor as the gradients of a and b
+            ((a.view(4) + b.view(4)) * torch.arange(4.0)).sum().backward()
+        reducer.reduce()
+        reducer.multiply(2.0)
+        found.append([each.tensor.grad.flatten().tolist() for each in weights])
+    return found
+
+
+def test_gradients_that_torch_makes_as_views_of_one_tensor_are_multiplied_and_added_once() -> None:
+    (found,) = run_ranks(1, "tests.trainer.parallel.replicas.test_reducer:gradients_of_one_replica")
+    once = [0.0, 2.0, 4.0, 6.0]
+    twice = [0.0, 4.0, 8.0, 12.0]
+    assert found == [[each, each, [0.0] * 3] for each in (once, twice, once)]
+
+
 # -- buckets
 
 

@@ -1,0 +1,103 @@
+"""Start Python programs of this host as forks of one process that has imported torch, which takes seconds each time.
+
+    flow process --- pipe ---> fork server (trainer/fork_server.py): imports torch and the trainer once
+         |                          | fork
+         +--- client (fork_client.py) ... the rehearsal, the export, a report
+         +--- mpirun --- client ......... a rank of the preflight, of an attempt, of the next attempt
+
+The client is what is started, waited for and signalled. The server ends when the flow process has ended, however that
+was, and all of its forks have; without a server each program is started as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from onward.infra import fork_client
+from onward.infra.job_guard import NO_TAG, TAG
+
+SERVER = ("onward.trainer.fork_server",)
+"""The module of the server."""
+LONGEST_PATH = 100
+"""Bytes that the kernel takes for the path of a socket, nearly."""
+END_S = 5.0
+"""Longest time that the server has to end."""
+
+
+@dataclass(frozen=True)
+class _Server:
+    process: subprocess.Popen[bytes]
+    path: Path
+
+
+_running: list[_Server] = []
+"""The server of this process, if it has one."""
+
+
+@contextlib.contextmanager
+def fork_server() -> Iterator[None]:
+    """Keep a fork server running inside. Within another one, or where it cannot be started, do nothing."""
+    if _running:
+        yield
+        return
+    folder = Path(tempfile.mkdtemp(prefix="onward-forks-"))
+    read, written = os.pipe()
+    server = _start(folder, read)
+    os.close(read)
+    try:
+        _running.extend(filter(None, [server]))
+        yield
+    finally:
+        _running.clear()
+        os.close(written)  # the server reads the end of this pipe, also when this process is killed
+        if server:
+            _end(server.process)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def python() -> list[str]:
+    """Return the words that run Python: as a fork if a server runs, else the interpreter itself."""
+    if _running and _running[0].process.poll() is None:
+        return [sys.executable, "-I", "-S", fork_client.__file__, str(_running[0].path)]
+    return [sys.executable]
+
+
+def _start(folder: Path, alive: int) -> _Server | None:
+    path = folder / "socket"
+    if len(os.fsencode(path)) > LONGEST_PATH:
+        return None
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # no memory or process id is left
+        listener.bind(str(path))
+        listener.listen(64)  # from now on clients wait for their forks
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *SERVER, str(listener.fileno()), str(alive), str(folder)],
+                # packages leave files behind; a fork writes its job's tag in the place of this one, where `members`
+                # reads it
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder), TAG: NO_TAG},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(listener.fileno(), alive),
+                start_new_session=True,  # Ctrl-C in the terminal goes to the flow process alone
+            )
+        return _Server(process, path)
+    return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

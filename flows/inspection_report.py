@@ -302,7 +302,8 @@ def _division(found: Plan) -> Iterator[tuple[str, str]]:
     yield "micro-batches", f"{found.gradient_accumulation_steps} of {found.micro_batch_size} samples in each replica"
     if parallel.pipeline > 1:
         yield "schedule", f"{parallel.schedule}, bubble {found.bubble:.1%}"
-    yield "recomputation", found.recompute.mode
+    rounded = "" if found.recompute.stash == "exact" else f", inputs of products in {found.recompute.stash}"
+    yield "recomputation", found.recompute.mode + rounded
     yield "products", found.compute
     yield "device", found.device
     limit = f" of {found.memory_bytes / 2**30:.3g} GiB" if found.memory_bytes else ""

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 CHOSEN = {
     "train.gradient_accumulation_steps",
     *(f"parallel.{name}" for name in ("data", "tensor", "pipeline", "zero")),
-    "recompute.mode",
+    *("recompute.mode", "recompute.stash"),
 }
 """Settings that `parallel = "auto"` chooses. The saved configuration of such a run holds the chosen values."""
 

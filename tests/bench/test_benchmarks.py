@@ -32,10 +32,12 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "reduction": ("--sizes-kib", "64", "--rounds", "3"),
     "sharding_memory": ("2", "4"),
     "sharding_speed": ("--megabytes", "2", "--rounds", "1"),
+    "stash": ("--models", "unet", "--batch", "2", "--size", "16", "--rounds", "1"),
     "soaks": ("--layouts", "one rank", "--faults", "1", "--kinds", "rank-kill"),
     "suspend_time": ("--rounds", "1"),
     "threads": ("--models", "squeezenet", "--ranks", "1", "--rounds", "2"),
     "update_time": ("--rounds", "1"),
+    "zero_time": ("--rounds", "1", "--tokens", "128", "--sides", "ZeRO 1", "ZeRO 1, waiting"),
 }
 """Benchmark -> its arguments for the least work."""
 NO_BENCHMARKS = {"__init__", "handwritten", "test_benchmarks"}

@@ -14,6 +14,7 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,15 @@ def train_all(mpi: MPIContext, roots: list[str]) -> None:
             calls.append(how)
         return collective(x, group, how)
 
+    def counted(move_rows: Callable[..., torch.Tensor], x: torch.Tensor, part: Any) -> torch.Tensor:
+        if not is_fake(x):
+            calls.append("rows")
+        return move_rows(x, part)
+
     collective, calls = collectives.all_reduce, list[str]()
     collectives.all_reduce = vocabulary_loss.all_reduce = counted_all_reduce
+    gather, scatter = collectives.all_gather_rows, collectives.reduce_scatter_rows  # of sequence parallelism
+    collectives.all_gather_rows, collectives.reduce_scatter_rows = partial(counted, gather), partial(counted, scatter)
     for root in roots:
         run, made = RunDir(Path(root)), dict[int, int]()
         if mpi.rank == 0:
@@ -165,6 +173,7 @@ def train_all(mpi: MPIContext, roots: list[str]) -> None:
         if {1, 2} <= made.keys():  # not where it began with a checkpoint of the first step
             (run.root / f"collectives-{mpi.rank}").write_text(str(made[2] - made[1]))
     collectives.all_reduce = vocabulary_loss.all_reduce = collective
+    collectives.all_gather_rows, collectives.reduce_scatter_rows = gather, scatter
 
 
 def num_collectives(run: RunDir) -> list[int]:
@@ -175,7 +184,7 @@ def num_collectives(run: RunDir) -> list[int]:
 def num_planned(run: RunDir) -> int:
     """What the plan says of the rank that sends most."""
     found = plan(read_config(run)).traffic
-    return sum(each.count for each in found if each.what == "all-reduce of activations")
+    return sum(each.count for each in found if each.axis == "tensor" and each.what.endswith(" of activations"))
 
 
 def evaluated(run: RunDir) -> float:

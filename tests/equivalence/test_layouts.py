@@ -19,6 +19,7 @@ from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.onnx_graph.small_models import build_resnet18
 from onward.trainer.run.directory import RunDir, read_config
 from tests.equivalence import layouts
 from tests.equivalence.layouts import (
@@ -237,3 +238,39 @@ def test_ranks_with_unequal_shares_recompute_what_the_others_do(tmp_path: Path) 
         for name, tensor in wanted.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=TOLERANCE * float(tensor.abs().max()))
     assert losses(runs[2]) == pytest.approx(losses(runs[1]), rel=TOLERANCE)
+
+
+COMPRESSED = {"recompute": {"mode": "compressed"}}
+ROUNDED = {"recompute": {"mode": "compressed", "stash": "bf16"}}
+
+
+@pytest.mark.mpi
+def test_compressed_activations_train_the_same_bits(tmp_path: Path) -> None:
+    plain, compressed = Case(CONV, ALONE), Case(CONV, ALONE, sections=COMPRESSED)
+    runs = trained([plain, compressed], tmp_path)
+    assert losses(runs[plain]) == losses(runs[compressed])
+    assert_equal_bits(final_tensors(runs[plain]), final_tensors(runs[compressed]))
+
+
+def small_images(rows: int) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    return {"image": random.normal(size=(rows, 3, 24, 24)).astype(np.float32), "label": random.integers(0, 5, rows)}
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_compressed_activations_change_no_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact ones leave every bit of what the layout trains, rounded ones its losses; the images are large enough."""
+    name = "wide"
+    monkeypatch.setitem(MODELS, name, (lambda: build_resnet18(num_classes=5, image_size=24, width=8), small_images))
+    monkeypatch.setitem(layouts.LAYOUTS, "pp2 zero bubble", {"pipeline": 2, "schedule": "zero_bubble"})
+    tried = [("dp2",), ("dp2", 3), ("tp2",), ("pp2",), ("pp2 interleaved",), ("pp2 zero bubble",), ("dp2 x pp2", 2)]
+    cases = {each: [Case(name, *each, sections=how) for how in ({}, COMPRESSED, ROUNDED)] for each in tried}
+    runs = trained([case for three in cases.values() for case in three], tmp_path, timeout_s=1800)
+    for plain, exact, rounded in cases.values():
+        assert losses(runs[plain]) == losses(runs[exact]), plain.name
+        assert_equal_bits(final_tensors(runs[plain]), final_tensors(runs[exact]))
+        found = differences(runs[rounded], runs[plain])
+        assert found["loss"] < 1e-4, (plain.name, found)
+        assert 1e-4 < found["gradients"] < 0.02, (plain.name, found)

@@ -32,6 +32,11 @@ SETTINGS: dict[str, Sections] = {
     **{compute: {"precision": {"compute": compute}} for compute in PRECISIONS},
     "recompute whole": {"recompute": {"mode": "whole"}},
     "recompute selective, bf16": {"recompute": {"mode": "selective"}, "precision": {"compute": "bf16"}},
+    "compressed, exact": {"recompute": {"mode": "compressed"}},
+    "compressed, fp8, bf16": {
+        "recompute": {"mode": "compressed", "stash": "fp8"},
+        "precision": {"compute": "bf16"},
+    },
     **{f"ZeRO {zero}": {"parallel": {"zero": zero}} for zero in (1, 2, 3)},
     "ZeRO 3, bf16": {"parallel": {"zero": 3}, "precision": {"compute": "bf16"}},
     "channels last": {"graph": {"memory_format": "channels_last"}},

@@ -20,7 +20,7 @@ STEP: dict[str, dict[str, int]] = {
     "2 replicas, 4 micro-batches": {"all_reduce": 3},
     # and the number of updates of the running statistics, and what they added
     "2 replicas, BatchNorm, 4 micro-batches": {"all_reduce": 5},
-    "2 replicas, ZeRO 2": {"all_reduce": 2, "_allgather_base": 1, "_reduce_scatter_base": 1},
+    "2 replicas, ZeRO 2": {"all_reduce": 2, "_allgather_base": 1, "alltoall_base": 1},
     # 12 in each micro-batch, of activations and of numbers per label; replicated gradients are made equal
     "2 tensor-parallel ranks": {"all_reduce": 12 + 1, "broadcast": 1},
     "2 tensor-parallel ranks, 4 micro-batches": {"all_reduce": 4 * 12 + 1, "broadcast": 1},

@@ -5,7 +5,14 @@
           backward: all-reduce                                             backward: identity
 
 These are f and g of Megatron-LM (Shoeybi et al. 2019, section 3), there copy_to_tensor_model_parallel_region and
-reduce_from_tensor_model_parallel_region. A process group is given by its name: a name is a plain string in the graph's
+reduce_from_tensor_model_parallel_region. With sequence parallelism the values between regions are divided along the
+sequence (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198), with as many bytes:
+
+    x, own rows --- gather_from_sequence --- column-parallel --- ... --- row-parallel --- reduce_scatter_to_sequence
+                    forward:  all-gather                                                  forward:  reduce-scatter
+                    backward: reduce-scatter                                              backward: all-gather
+
+A process group is given by its name: a name is a plain string in the graph's
 code, which torch.compile and fake tensors accept; fake tensors need no process group of that name.
 
 The operators of torch's functional collectives are called without their Python wrapper. The wrapper returns a tensor
@@ -16,11 +23,13 @@ the same.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # registers the operators' shapes on meta tensors
 from torch import Tensor
+
+from onward.trainer.errors import ConfigError
 
 
 def copy_to_region(x: Tensor, group: str) -> Tensor:
@@ -41,6 +50,105 @@ def all_reduce(x: Tensor, group: str, op: Literal["sum", "max", "min"]) -> Tenso
     operators = torch.ops._c10d_functional
     # The operator copies its input, whatever its strides, into a new contiguous tensor: no clone is needed here.
     return operators.wait_tensor(operators.all_reduce(x.detach(), op, group))  # type: ignore[no-any-return]
+
+
+# -- values that are divided along the sequence
+
+
+class SequencePart(NamedTuple):
+    """This rank's part of a dimension that `size` ranks of a group divide evenly."""
+
+    dim: int
+    rank: int
+    size: int
+    group: str
+
+
+def gather_from_sequence(
+    x: Tensor, dim: int, rank: int, size: int, group: str, gradient: Literal["sum", "same"]
+) -> Tensor:
+    """Return the rows of all ranks. Collective in the forward pass, and with "sum" in the backward pass.
+
+    gradient: "sum" where each rank computes a part of the gradient of the result, "same" where all compute all of it.
+    """
+    return _GatherFromSequence.apply(x, SequencePart(dim, rank, size, group), gradient)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_scatter_to_sequence(x: Tensor, dim: int, rank: int, size: int, group: str) -> Tensor:
+    """Sum the partial results of all ranks, and return this rank's rows of the sum. Collective in both passes."""
+    return _ReduceScatterToSequence.apply(x, SequencePart(dim, rank, size, group))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def take_from_sequence(x: Tensor, dim: int, rank: int, size: int, group: str) -> Tensor:
+    """Return this rank's rows of a value that all ranks have. Collective in the backward pass."""
+    return _TakeFromSequence.apply(x, SequencePart(dim, rank, size, group))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def all_gather_rows(x: Tensor, part: SequencePart) -> Tensor:
+    """Return the rows of all ranks, without a gradient. Collective."""
+    operators = torch.ops._c10d_functional
+    stacked = operators.all_gather_into_tensor(x.detach().contiguous(), part.size, part.group)
+    return torch.cat(operators.wait_tensor(stacked).chunk(part.size), part.dim)
+
+
+def reduce_scatter_rows(x: Tensor, part: SequencePart) -> Tensor:
+    """Return this rank's rows of the sum over the ranks, without a gradient. Collective."""
+    operators = torch.ops._c10d_functional
+    rows = torch.cat(x.detach().chunk(part.size, part.dim))
+    if x.device.type != "cpu":
+        reduced = operators.reduce_scatter_tensor(rows, "sum", part.size, part.group)
+        return operators.wait_tensor(reduced)  # type: ignore[no-any-return]
+    # gloo's reduce-scatter is an all-reduce, of twice the bytes
+    lengths = [rows.shape[0] // part.size] * part.size
+    received = operators.wait_tensor(operators.all_to_all_single(rows, lengths, lengths, part.group))
+    return received.unflatten(0, (part.size, -1)).sum(0)  # type: ignore[no-any-return]
+
+
+def own_rows(x: Tensor, part: SequencePart) -> Tensor:
+    """Return this rank's rows. Raises ConfigError if the ranks cannot have equally many."""
+    length = x.shape[part.dim]
+    if length % part.size:
+        raise ConfigError(
+            f"parallel.sequence_parallel: {length} positions of a sequence cannot be divided evenly over "
+            f"parallel.tensor = {part.size} ranks; use sequences whose length is a multiple of {part.size}, or set "
+            "parallel.sequence_parallel = false"
+        )
+    return x.narrow(part.dim, part.rank * (length // part.size), length // part.size)
+
+
+class _GatherFromSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, part: SequencePart, gradient: str) -> Tensor:
+        context.part, context.gradient = part, gradient
+        return all_gather_rows(x, part)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        found = reduce_scatter_rows if context.gradient == "sum" else own_rows
+        return found(gradient, context.part), None, None
+
+
+class _ReduceScatterToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, part: SequencePart) -> Tensor:
+        context.part = part
+        own_rows(x, part)  # for its error
+        return reduce_scatter_rows(x, part)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gather_rows(gradient, context.part), None
+
+
+class _TakeFromSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, part: SequencePart) -> Tensor:
+        context.part = part
+        return own_rows(x, part).clone()  # a view would keep all of x
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gather_rows(gradient, context.part), None
 
 
 class _CopyToRegion(torch.autograd.Function):

@@ -173,6 +173,8 @@ class Weight:
     retention: float = field(default=0.0, compare=False)
     """For a running statistic: the factor by which one micro-batch multiplies the old value, that is 1 - momentum of
     its BatchNormalization. 0 if that is unknown."""
+    partial: bool = field(default=False, compare=False)
+    """Whether each tensor-parallel rank computes a part of the gradient, of its own rows, which the reducer sums."""
     outputs: int | None = field(default=None, compare=False)
     """Of the matrix of a hidden layer that Muon takes by default: the dimension of the output features."""
     stage: int = 0

@@ -150,11 +150,12 @@ def _paths_to_products(node: fx.Node) -> Iterator[tuple[fx.Node, ...]]:
     for user in node.users:
         if user.op == "call_function" and user.target in PRODUCTS:
             yield (user,)
-        elif _is_view(user) and user.all_input_nodes == [node]:
+        elif is_view(user) and user.all_input_nodes == [node]:
             yield from ((user, *rest) for rest in _paths_to_products(user))
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Return whether a node changes the shape of what it reads, and no value."""
     if node.op == "call_method":
         return node.target in VIEWS
     name = getattr(node.target, "__name__", "")

@@ -136,11 +136,12 @@ class Estimate:
 
     def _tensor_traffic(self) -> Iterator[Traffic]:
         num_micro_batches = self.config.train.gradient_accumulation_steps
-        most = max(([size for run in rank.dry_runs for _, size in run.collectives] for rank in self.ranks), key=sum)
+        most = max((_sent_sizes(rank.dry_runs) for rank in self.ranks), key=sum)
         if most:
+            how = "reduce-scatter and all-gather" if self.config.parallel.sequence_parallel else "all-reduce"
             yield Traffic(
                 axis="tensor",
-                what="all-reduce of activations",
+                what=f"{how} of activations",
                 count=num_micro_batches * len(most),
                 bytes=num_micro_batches * sum(most),
             )
@@ -247,6 +248,11 @@ class Estimate:
             recomputed=len(recomputed),
             units=len(stage.chain.parts),
         )
+
+
+def _sent_sizes(dry_runs: Sequence[DryRun]) -> list[int]:
+    """Return the size of each all-reduce; of an all-gather or a reduce-scatter half, which is what it sends of that."""
+    return [size if name == "all_reduce" else size // 2 for run in dry_runs for name, size in run.collectives]
 
 
 def sent_bytes(stage: Stage) -> int:

@@ -46,8 +46,10 @@ from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.recompute import Mode, recompute
 from onward.trainer.parallel.recompute_choice import choose_by_budget, choose_by_name, unit_costs
+from onward.trainer.parallel.stash import compress_stages
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions
+from onward.trainer.parallel.tensor.sequence import divide_sequence
 from onward.trainer.parallel.tensor.vocabulary import VocabularySharding, find_vocabulary_sharding, shard_vocabulary
 
 
@@ -77,6 +79,8 @@ class Layout:
     """Initializer name -> the part that this tensor-parallel rank holds, for every weight that is sharded."""
     classes: ClassShard | None
     """The classes of the logits that this tensor-parallel rank computes; None = all."""
+    partial: frozenset[str]
+    """Names of the weights whose gradients the tensor-parallel ranks compute in parts (`Weight.partial`)."""
     shared: Mapping[str, tuple[int, ...]]
     """Initializer name -> pipeline coordinates of the ranks that hold it, for every weight that several stages hold."""
     matrices: Mapping[str, int]
@@ -108,6 +112,7 @@ class Layout:
                         # a replicated weight is counted by tensor rank 0, a sharded one by the holder of each part
                         counted=first and (here.tensor == 0 or name in self.placements),
                         retention=retention.get(name, 0.0),
+                        partial=name in self.partial,
                         outputs=self.matrices.get(name),
                         stage=stage.index,
                     )
@@ -161,6 +166,7 @@ class _Division(NamedTuple):
     vocabulary: VocabularySharding
     placements: Mapping[str, Placement]
     classes: ClassShard | None
+    partial: frozenset[str]
 
 
 def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, device: Device) -> _Division:
@@ -187,10 +193,11 @@ def _divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, 
             + (f" ({reasons})" if reasons else "")
             + "; use parallel.data or parallel.pipeline"
         )
+    partial = divide_sequence(module, parallel, rank=rank, group=group).partial
     # after the search for layers, which follows a weight to the product that reads it
     compute_teacher_apart(module, config)
     insert_casts(module, config.precision)
-    return _Division(regions, vocabulary, placements, vocabulary.classes(rank, group))
+    return _Division(regions, vocabulary, placements, vocabulary.classes(rank, group), partial)
 
 
 def _copy_without_data(module: ImportedGraph) -> ImportedGraph:
@@ -219,7 +226,7 @@ def _find_cuts(
     """Choose the places between stages and between units, by the costs of the nodes or as configured."""
     parallel = config.parallel
     num_stages = parallel.pipeline * parallel.stages_per_rank
-    has_units = parallel.zero or parallel.units or config.recompute.mode != "none"
+    has_units = parallel.zero or parallel.units or config.recompute.mode in ("whole", "selective")
     if num_stages == 1 and not has_units and not with_costs:
         return Cuts((), (), {})  # a model whose shapes depend on data can be trained like this, but not estimated
     node_costs = estimate_costs(module, example, autocast=autocast)
@@ -357,18 +364,22 @@ def recompute_units(
 ) -> list[tuple[int, ...]]:
     """Mark the units of a rank's stages that the backward pass computes again; return their numbers for each stage.
 
-    inputs: those of the example. Raises ConfigError for names that no unit has, or when memory is too small for any
-    choice.
+    In mode `compressed` there are none, and all keep less. inputs: those of the example. Raises ConfigError for names
+    that no unit has, or when memory is too small for any choice.
     """
     mode = config.recompute.mode
-    chosen: Sequence[Sequence[int]]
+    nothing: list[tuple[int, ...]] = [() for _ in stages]
     if mode == "none":
-        chosen = [() for _ in stages]
-    elif config.recompute.units:
+        return nothing
+    if mode == "compressed":
+        compress_stages(stages, config.recompute.stash)
+        return nothing
+    chosen: Sequence[Sequence[int]]
+    if config.recompute.units:
         all_units = [unit for stage in layout.stages for unit in stage.chain.parts]
         chosen = [choose_by_name(stage.chain, config.recompute.units, elsewhere=all_units) for stage in stages]
     elif config.parallel.memory_gib:
-        chosen = _fewest_units(layout.largest or layout, config, inputs, pipeline=pipeline)
+        chosen = _fewest_units(layout.largest or layout, config, inputs, mode, pipeline=pipeline)
     else:
         # neither names nor a memory limit: recompute everything
         chosen = [range(len(stage.chain.parts)) for stage in stages]
@@ -377,9 +388,10 @@ def recompute_units(
     return [tuple(numbers) for numbers in chosen]
 
 
-def _fewest_units(layout: Layout, config: RunConfig, inputs: Sequence[Tensor], *, pipeline: int) -> list[Sequence[int]]:
+def _fewest_units(
+    layout: Layout, config: RunConfig, inputs: Sequence[Tensor], mode: Mode, *, pipeline: int
+) -> list[Sequence[int]]:
     """Choose, in each stage of one pipeline coordinate, as few units as fit into `parallel.memory_gib`."""
-    assert config.recompute.mode != "none"
     stages = layout.of(pipeline, config.parallel.pipeline)
     weights = layout.weights(stages, Coordinate(pipeline, 0, 0))
     units = [unit for stage in stages for unit in unit_costs(stage.chain.parts, layout.cuts.node_costs)]
@@ -387,8 +399,7 @@ def _fewest_units(layout: Layout, config: RunConfig, inputs: Sequence[Tensor], *
     left_bytes, in_flight = activation_budget(
         stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes, device_type=layout.device.type
     )
-    modes: tuple[Mode, ...] = ("none", config.recompute.mode)
-    _, picked = choose_by_budget(units, in_flight=in_flight, budget_bytes=left_bytes, modes=modes)
+    _, picked = choose_by_budget(units, in_flight=in_flight, budget_bytes=left_bytes, modes=("none", mode))
     # `picked` numbers the units of all stages one after the other
     ends = [0, *itertools.accumulate(len(stage.chain.parts) for stage in stages)]
     return [[n - begin for n in picked if begin <= n < end] for begin, end in itertools.pairwise(ends)]

@@ -140,7 +140,7 @@ def needs_plan(config: RunConfig) -> bool:
 def may_train_unplanned(config: RunConfig) -> bool:
     """Return whether a graph can be trained that has no plan, because its shapes depend on data: it is not cut."""
     parallel = config.parallel
-    is_cut = parallel.pipeline > 1 or parallel.zero or parallel.units or config.recompute.mode != "none"
+    is_cut = parallel.pipeline > 1 or parallel.zero or parallel.units or config.recompute.mode in ("whole", "selective")
     return parallel.sizes == "given" and not is_cut
 
 

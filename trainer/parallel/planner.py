@@ -206,9 +206,13 @@ def _first_that_fits(module: ImportedGraph, config: RunConfig, device: torch.dev
             estimate = estimate.with_zero(zero)
             if estimate.fits(limit):
                 return estimate
-    # selective recomputation saves time on GPUs only
-    for mode in ("selective", "whole") if device.type == "cuda" else ("whole",):
-        wanted = _with(estimate.config, recompute={"mode": mode}, parallel={"memory_gib": limit / 2**30})
+    # selective recomputation saves time on GPUs only; `compressed` costs next to none, and nothing here may round
+    modes = ["selective", "whole"] if device.type == "cuda" else ["whole"]
+    if config.recompute.mode == "none" and not config.graph.compile:
+        modes.insert(0, "compressed")
+    for mode in modes:
+        recompute = {"mode": mode, "stash": "exact"}
+        wanted = _with(estimate.config, recompute=recompute, parallel={"memory_gib": limit / 2**30})
         # ConfigError: recomputing all units in this mode is not enough
         with contextlib.suppress(ConfigError):
             estimate = _estimate(module, wanted, device)

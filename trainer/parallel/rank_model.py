@@ -29,6 +29,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import TEACHER, Placement, Weight, checkpoint_key, slices
+from onward.trainer.errors import ConfigError
 from onward.trainer.model import precision
 from onward.trainer.model.channels_last import WeightFormat, use_channels_last
 from onward.trainer.model.in_place import relu_in_place
@@ -156,6 +157,11 @@ def build_rank_model(
     shapes of the example. beat: called before and after each compilation. Collective: every rank. Raises ConfigError
     or UnsupportedModel, with the same text on every rank, when the graph cannot be divided as configured.
     """
+    if config.parallel.sequence_parallel and config.parallel.tensor > 1 and not one_shape:
+        raise ConfigError(
+            "parallel.sequence_parallel divides sequences of one length, and the samples of this data have several; "
+            "pad them to one length, or set parallel.sequence_parallel = false"
+        )
     module, here = trainable.module, ParallelDims.of(config.parallel).coordinate(mpi.rank)
     stored = named_weights(module)
     autocast = partial(precision.autocast, config.precision, mpi.device)
@@ -174,8 +180,9 @@ def build_rank_model(
     for stage in own:
         # the stages of this rank only: the full model may not fit on the device
         _move(stage.chain, mpi.device, but=_sharded_tensors(layout.weights([stage], here), config))
-    prepare_units(layout, own, config, example, device=mpi.device, pipeline=here.pipeline)
+    choose_formats(layout, own, config, mpi.device)
     weights = layout.weights(own, here)
+    recompute_units(layout, own, config, example, pipeline=here.pipeline)
     # the recomputation, too: the compiler then skips what the gradients do not need
     compile_stages(own, module, config, example, device=mpi.device, one_shape=one_shape, autocast=autocast, beat=beat)
     # the own stages hold their weights by now; what else the graph still refers to would double the memory
@@ -229,19 +236,8 @@ def _move(chain: nn.Module, device: torch.device, *, but: Collection[Tensor]) ->
 # -- what runs where
 
 
-def prepare_units(
-    layout: Layout,
-    stages: Sequence[Stage],
-    config: RunConfig,
-    example: Sequence[Tensor],
-    *,
-    device: torch.device,
-    pipeline: int,
-) -> None:
-    """Choose the memory format and the recomputation of the units of a pipeline coordinate's stages, in place.
-
-    Raises as `recompute_units`.
-    """
+def choose_formats(layout: Layout, stages: Sequence[Stage], config: RunConfig, device: torch.device) -> None:
+    """Choose the memory format of the units of some stages, and let ReLUs overwrite their operands, in place."""
     # the fused kernel takes weights in any order; other rules split them, or hash the positions of their elements
     stores_any_order = config.optimizer.name in ("adam", "adamw") and config.optimizer.moments == "fp32"
     for part in [part for stage in stages for part in stage.chain.parts]:
@@ -249,9 +245,9 @@ def prepare_units(
         format: WeightFormat = "each" if config.parallel.zero else "stored" if stores_any_order else "once"
         graph, rows = cast("ImportedGraph", part.module), config.micro_batch_size
         use_channels_last(graph, config.graph, device, rows=rows, weights=format, but=layout.shared)
-        if config.recompute.mode != "selective":  # which may keep what a ReLU would overwrite
+        # `selective` may keep what a ReLU would overwrite, and `compressed` looks for ReLUs first
+        if config.recompute.mode not in ("selective", "compressed"):
             relu_in_place(graph)
-    recompute_units(layout, stages, config, example, pipeline=pipeline)
 
 
 def _stages_for_inputs(

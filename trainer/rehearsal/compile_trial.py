@@ -40,9 +40,9 @@ from onward.trainer.model.precision import autocast
 from onward.trainer.model.weight_casts import casts_kept
 from onward.trainer.parallel.compile_stages import compile_stages
 from onward.trainer.parallel.device import typical
-from onward.trainer.parallel.layout import build_layout
+from onward.trainer.parallel.layout import build_layout, recompute_units
 from onward.trainer.parallel.pipeline.stage import Stage
-from onward.trainer.parallel.rank_model import prepare_units
+from onward.trainer.parallel.rank_model import choose_formats
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
 from onward.trainer.rehearsal.sizes import Kind
@@ -264,7 +264,8 @@ def _stages(graph: RehearsedGraph, config: RunConfig, training: Batch, cast: Any
     layout = build_layout(graph.module, config, training.inputs, rank=0, group="", autocast=cast, device=device)
     for coordinate in range(config.parallel.pipeline):
         own = layout.of(coordinate, config.parallel.pipeline)
-        prepare_units(layout, own, config, training.inputs, device=CPU, pipeline=coordinate)
+        choose_formats(layout, own, config, CPU)
+        recompute_units(layout, own, config, training.inputs, pipeline=coordinate)
     return layout.stages
 
 

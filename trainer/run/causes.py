@@ -46,7 +46,7 @@ def memory_advice(config: RunConfig) -> str:
     if size > 1:
         steps = config.train.gradient_accumulation_steps
         choices.append(f"raise train.gradient_accumulation_steps (now {steps}: a micro-batch has {size} samples)")
-    if config.recompute.mode == "none":
+    if config.recompute.mode in ("none", "compressed"):
         choices.append("set recompute.mode = 'whole'")
     if parallel.data > 1 and parallel.zero < 3:
         choices.append(f"raise parallel.zero (now {parallel.zero})")

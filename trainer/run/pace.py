@@ -82,7 +82,7 @@ def settings_of_pace(config: RunConfig) -> dict[str, Any]:
     # rates, betas and decays are only numbers in the same computation
     for name in ("optimizer", "average"):
         found[name] = {key: each for key, each in found[name].items() if not isinstance(each, float)}
-    if config.recompute.mode == "none":  # with it, how much is recomputed depends on the memory
+    if config.recompute.mode in ("none", "compressed"):  # with it, how much is recomputed depends on the memory
         found["parallel"].pop("memory_gib", None)
     return found
 

@@ -194,6 +194,18 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"recompute": {"units": ["h*", "x"]}},
         ["recompute.units ['h*', 'x'] needs recompute.mode 'whole' or 'selective'"],
     ),
+    "units that are compressed": (
+        {"recompute": {"mode": "compressed", "units": ["x"]}},
+        ["recompute.units ['x'] needs recompute.mode 'whole' or 'selective'"],
+    ),
+    "rounded without compression": (
+        {"recompute": {"mode": "whole", "stash": "fp8"}},
+        ["recompute.stash 'fp8' needs recompute.mode 'compressed', not 'whole'"],
+    ),
+    "compressed and compiled": (
+        {"recompute": {"mode": "compressed"}, "graph": {"compile": True}},
+        ["recompute.mode 'compressed' cannot be combined with graph.compile, which chooses itself what is kept for"],
+    ),
     "moments of SGD": (
         {"optimizer": {"name": "sgd", "moments": "bf16"}},
         ["optimizer.moments 'bf16' is for adam, adamw, lamb, nadam, radam, rmsprop and lion, not for sgd"],
@@ -348,6 +360,7 @@ CONSISTENT: dict[str, dict[str, Any]] = {
         "train": IN_FOUR,
     },
     "groups of shards": {"parallel": {"data": 4, "zero": 3, "shard": 2}},
+    "rounded activations": {"recompute": {"mode": "compressed", "stash": "bf16"}},
     "Adasum over MPI": {"parallel": {"data": 2, "reduction": "adasum", "transport": "mpi", "compression": "fp16"}},
     "small moments": {"optimizer": {"name": "lamb", "moments": "bf16"}, "recompute": {"mode": "whole", "units": ["a"]}},
 }

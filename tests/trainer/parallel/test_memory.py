@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from onward.trainer.model.weight_casts import casts_kept, insert_casts, make_cas
 from onward.trainer.onnx_graph.reference_models import build_gpt2
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.train_selection import select_trained
+from onward.trainer.parallel import stash_functions
 from onward.trainer.parallel.cost import estimate_costs
 from onward.trainer.parallel.dry_run import MemoryCounter, dry_run
 from onward.trainer.parallel.memory import pass_order
@@ -26,7 +28,8 @@ from onward.trainer.parallel.pipeline.balance import choose_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import find_cut_points
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
-from onward.trainer.parallel.recompute import Mode, recompute
+from onward.trainer.parallel.recompute import recompute
+from onward.trainer.parallel.stash import compress_stages
 from tests.support import graphs
 from tests.support.graphs import feed
 from tests.support.losses import loss_of
@@ -35,8 +38,8 @@ CPU = torch.device("cpu")
 NAMES = ("tiny_transformer", "tiny_bert", "tiny_llama", "tiny_resnet")
 
 
-def in_units(name: str, mode: Mode, *, compute: str = "fp32") -> tuple[Stage, list[Tensor], Loss]:
-    """Return a graph as one stage of three recomputed units, its inputs, and its loss."""
+def in_units(name: str, mode: Any, *, compute: str = "fp32") -> tuple[Stage, list[Tensor], Loss]:
+    """Return a graph as one stage of three recomputed or compressed units, its inputs, and its loss."""
     model = getattr(graphs, name)()
     module = to_module(model)
     insert_casts(module, PrecisionConfig.model_validate({"compute": compute}))
@@ -46,14 +49,25 @@ def in_units(name: str, mode: Mode, *, compute: str = "fp32") -> tuple[Stage, li
     narrow = [point for point in find_cut_points(module.graph, node_costs) if point.is_narrow]
     parts = split(module, choose_cuts(narrow, node_work(module.graph, node_costs), 3))
     stage = build_stages(module, [parts], node_costs)[0]
-    recompute(stage.chain, mode, range(len(parts)))
+    if mode in ("exact", "bf16", "fp8"):
+        compress_stages([stage], mode)
+    else:
+        recompute(stage.chain, mode, range(len(parts)))
     return stage, inputs, Loss(loss_of(ModelConfig(path="model.onnx", loss="mse")), module.output_names)
 
 
 @pytest.mark.parametrize("halves", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("mode", ["none", "whole", "selective"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_dry_run_counts_the_bytes_of_the_real_step(name: str, mode: Mode, halves: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *itertools.product(NAMES, ["none", "whole", "selective"]),
+        *itertools.product(("tiny_resnet",), ["exact", "bf16", "fp8"]),
+    ],
+)
+def test_a_dry_run_counts_the_bytes_of_the_real_step(
+    name: str, mode: str, halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stash_functions, "SMALLEST", 1)
     stage, inputs, loss = in_units(name, mode, compute="bf16" if halves else "fp32")
     autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=halves)
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError, UnsupportedModel
-from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
 from onward.trainer.parallel.plan_record import Plan
 from onward.trainer.parallel.planner import divisions, plan
 from onward.trainer.run.directory import RunDir, read_config
@@ -222,3 +222,46 @@ def test_auto_leaves_out_divisions_that_the_graph_or_the_batch_does_not_allow(tm
         "data 7 x tensor 1 x pipeline 1: 16 samples (train.global_batch_size) do not divide among 7 replicas "
         "with 1 or more micro-batches each"
     ) in found.considered
+
+
+def conv_net(folder: Path, **sections: Any) -> RunConfig:
+    """A SqueezeNet, a batch of 8 images of 64 x 64 pixels."""
+    rows = np.random.default_rng(0)
+    columns = {"image": rows.normal(size=(16, 3, 64, 64)).astype(np.float32), "label": rows.integers(0, 5, 16)}
+    train = {"global_batch_size": 8, "num_steps": 1}
+    model = build_squeezenet(num_classes=5, image_size=64)
+    return read_config(make_run(folder, model, columns, **{"train": train, **sections}))
+
+
+def test_the_plan_of_compressed_activations_knows_that_they_are_smaller(tmp_path: Path) -> None:
+    plain = plan(conv_net(tmp_path / "plain"))
+    exact, fp8 = (
+        plan(conv_net(tmp_path / stash, recompute={"mode": "compressed", "stash": stash})) for stash in ("exact", "fp8")
+    )
+    activations = [found.memory[0].activations for found in (plain, exact, fp8)]
+    assert activations[1] < 0.5 * activations[0]
+    assert activations[2] < 0.9 * activations[1]
+    assert (exact.stages[0].recomputed, exact.stages[0].units) == (0, 1)
+    assert exact.step_s == plain.step_s
+
+
+def test_auto_compresses_before_it_recomputes_and_never_rounds(tmp_path: Path) -> None:
+    def automatic(folder: Path, peak: float, **sections: Any) -> Plan:
+        # one sample a micro-batch already: nothing else is left to try
+        sizes = {"sizes": "auto", "memory_gib": peak / 2**30}
+        train = {"global_batch_size": 1, "num_steps": 1}
+        return plan(conv_net(folder, parallel=sizes, launch={"num_ranks": 1}, train=train, **sections))
+
+    plain, exact, fp8 = (
+        automatic(tmp_path / name, 2.0**30, recompute=recompute).memory[0].peak
+        for name, recompute in {
+            "plain": {},
+            "exact": {"mode": "compressed"},
+            "fp8": {"mode": "compressed", "stash": "fp8"},
+        }.items()
+    )
+    assert fp8 < exact < plain
+    found = automatic(tmp_path / "between", (plain + exact) / 2)
+    assert (found.recompute.mode, found.recompute.stash) == ("compressed", "exact")
+    with pytest.raises(ConfigError, match="no division of 1 ranks fits"):
+        automatic(tmp_path / "tight", min(fp8, exact - 1000))

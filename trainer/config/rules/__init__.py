@@ -21,6 +21,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     ranks.replicas,
     ranks.device,
     ranks.zero_bubble,
+    ranks.sequence,
     ranks.recomputation,
     updates.length,
     updates.loss_scale,

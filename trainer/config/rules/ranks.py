@@ -31,6 +31,14 @@ def sizes_beside_auto(parallel: ParallelConfig) -> Iterable[str]:
         )
 
 
+def sequence(parallel: ParallelConfig) -> Iterable[str]:
+    if parallel.sequence_parallel and parallel.sizes == "given" and parallel.tensor == 1:
+        yield (
+            "parallel.sequence_parallel divides what lies between tensor-parallel layers over the ranks of "
+            "parallel.tensor, which is 1; set parallel.tensor above 1, or sequence_parallel = false"
+        )
+
+
 def pipeline(parallel: ParallelConfig, train: TrainConfig) -> Iterable[str]:
     stages, num_micro_batches = parallel.pipeline * parallel.stages_per_rank, train.gradient_accumulation_steps
     looped = parallel.schedule in ("interleaved", "zero_bubble")
@@ -88,8 +96,10 @@ def zero_bubble(parallel: ParallelConfig, graph: GraphConfig) -> Iterable[str]:
 
 
 def recomputation(recompute: RecomputeConfig) -> Iterable[str]:
-    if recompute.units and recompute.mode == "none":
+    if recompute.units and recompute.mode in ("none", "compressed"):
         yield f"recompute.units {list(recompute.units)} needs recompute.mode 'whole' or 'selective'"
+    if recompute.stash != "exact" and recompute.mode != "compressed":
+        yield f"recompute.stash {recompute.stash!r} needs recompute.mode 'compressed', not {recompute.mode!r}"
 
 
 def device(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
@@ -115,6 +125,11 @@ def compilation(
             if not graph.compile and getattr(graph, name) != "auto":
                 yield f"graph.{name} {getattr(graph, name)!r} has no effect without graph.compile = true"
         return
+    if recompute.mode == "compressed":
+        yield (
+            "recompute.mode 'compressed' cannot be combined with graph.compile, which chooses itself what is kept for "
+            "the backward pass; use recompute.mode 'none', 'whole' or 'selective', or graph.compile = false"
+        )
     repeated = graph.compile_regions == "repeated"
     if graph.compile_mode == "reduce-overhead":
         obstacles = {
@@ -130,6 +145,6 @@ def compilation(
                 f"{' and '.join(found)}; use 'default'"
             )
     # both are by unit, and a unit is a few layers already
-    if repeated and (parallel.zero or recompute.mode != "none"):
+    if repeated and (parallel.zero or recompute.mode in ("whole", "selective")):
         other = f"parallel.zero {parallel.zero}" if parallel.zero else f"recompute.mode {recompute.mode!r}"
         yield f"graph.compile_regions 'repeated' cannot be combined with {other}; use 'whole', which compiles each unit"

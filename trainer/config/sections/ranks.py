@@ -32,6 +32,9 @@ class ParallelConfig(Section):
     convolutions: Literal["auto", "never", "always"] = "auto"
     """Tensor parallelism: divide pairs of convolutions by channel; `auto` = where this saves more time than its
     messages cost."""
+    sequence_parallel: bool = False
+    """Tensor parallelism: divide what lies between the divided layers (norms, dropout, residual sums) along the
+    sequence, which `tensor` must divide. Less memory for activations; as many bytes are sent."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
     """Pipeline: the order of forward and backward passes. `zero_bubble` is refused for graphs that it computes
     wrongly."""
@@ -74,11 +77,15 @@ class ParallelConfig(Section):
 
 
 class RecomputeConfig(Section):
-    """Activation checkpointing: activations are recomputed in the backward pass. Gradients have the same bits."""
+    """What is kept in memory for the backward pass. Gradients have the same bits, but where `stash` rounds."""
 
-    mode: Literal["none", "whole", "selective"] = "none"
+    mode: Literal["none", "whole", "selective", "compressed"] = "none"
     """What a unit keeps for its backward pass: all activations (`none`), only its inputs (`whole`), or its inputs and
-    the results of matrix products (`selective`)."""
+    the results of matrix products (`selective`); the rest is recomputed. `compressed` recomputes nothing and keeps all
+    in less memory: bits for ReLU and Clip, a byte for each result of a max pool."""
+    stash: Literal["exact", "bf16", "fp8"] = "exact"
+    """In mode `compressed`, how the inputs of products, convolutions and BatchNorm are kept: as they are, or rounded to
+    2 bytes (`bf16`) or 1 byte (`fp8`) an element, which rounds gradients too."""
     units: tuple[str, ...] = ()
     """Glob patterns of tensors in the graph: the units that compute them are recomputed. Empty = all units, or, if
     `parallel.memory_gib` is set, as many as needed."""

@@ -85,7 +85,8 @@ class ReplicatedWeights:
     """The weights of which all tensor-parallel ranks hold the same part, and which must stay equal bit by bit.
 
     Their gradients are equal in exact arithmetic. But an all-reduce over the replicas adds in an order that depends on
-    the position of a number in the buffer, so the ranks may differ by rounding. Collective: the tensor axis.
+    the position of a number in the buffer, so the ranks may differ by rounding. With sequence parallelism each rank
+    has a part of some of them, the gradient from its own rows. Collective: the tensor axis.
     """
 
     def __init__(self, weights: Sequence[Weight], mesh: DeviceMesh) -> None:
@@ -101,6 +102,19 @@ class ReplicatedWeights:
             dist.all_gather(table, own, group=self._group)
             equal = (torch.stack(table) == own).all(0).tolist()
             self.weights = [weight for weight, same in zip(weights, equal, strict=True) if same]
+
+    def equalise(self, weights: Iterable[Weight]) -> None:
+        """Give all ranks the same gradients of `weights`: the sums of partial ones, else those of the first rank.
+
+        Collective: as the class.
+        """
+        given = [weight for weight in weights if self._group.size() > 1]
+        if parts := [gradient(weight) for weight in given if weight.partial]:
+            flat = torch.cat([part.flatten() for part in parts])
+            dist.all_reduce(flat, group=self._group)
+            sums = flat.split([part.numel() for part in parts])  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(parts, [total.view_as(part) for total, part in zip(sums, parts, strict=True)])
+        self.broadcast(gradient(weight) for weight in given if not weight.partial)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Copy tensors, which belong to `weights`, from the first rank to the others. Collective: as the class."""

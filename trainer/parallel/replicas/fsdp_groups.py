@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard
 
 from onward.trainer.model.weight_casts import read_in_half_only
 from onward.trainer.parallel.pipeline.stage import Chain
+from onward.trainer.parallel.replicas.background_scatter import BackgroundScatter
 
 
 def gathered_in_half(chain: Chain) -> set[Tensor]:
@@ -97,6 +98,22 @@ def shard_chain(
     with _on_device(common, device):
         root = _fully_shard(chain, mesh, regather=regather, ignored=others)
     _prefetch(root, [group for group in groups if group])
+
+
+def gather_in_background(chain: Chain) -> None:
+    """Let the thread compute while the weights that a sharded chain prefetches are on their way, on the CPU.
+
+    On a GPU only a stream waits for them.
+    """
+    assert isinstance(chain, FSDPModule)
+    chain._set_unshard_async_op(True)
+
+
+def scatter_with(chain: Chain, scatter: BackgroundScatter) -> None:
+    """Let a sharded chain reduce its gradients by `scatter`."""
+    for module in chain.modules():
+        if isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group is not None:
+            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
 
 
 def _prefetch(root: FSDPModule, units: Sequence[Sequence[FSDPModule]]) -> None:

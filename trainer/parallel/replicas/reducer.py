@@ -155,9 +155,7 @@ class Reducer:
         self._merge_statistics()
         for bucket in self._buckets:
             bucket.wait()
-        self._replicated.broadcast(
-            gradient(weight) for weight in self._replicated.weights if weight in self._in_buckets
-        )
+        self._replicated.equalise(weight for weight in self._replicated.weights if weight in self._in_buckets)
         self._tied.broadcast()
         # the replicas hold the same gradients by now, so each squares only some of them
         return local_squares(self._trained[self._group.rank() :: self._group.size()], self._device)

@@ -8,7 +8,8 @@ Each rank keeps and updates a shard of every weight. The weights of a unit are a
     2      the same                                        after each backward pass
     3      during one forward or backward pass             after each backward pass
 
-While a unit computes, the weights of the next unit and the gradients of the previous one are in transit.
+While a unit computes, the weights of the next unit and the gradients of the previous one are in transit: on a GPU by
+FSDP2's streams, on the CPU by gloo's threads (background_scatter.py).
 
 In bf16 and fp16 a weight that only products read is gathered in that type, in half the bytes:
 
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -44,8 +45,9 @@ from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.pipeline.stage import Chain, Stage
+from onward.trainer.parallel.replicas.background_scatter import BackgroundScatter
 from onward.trainer.parallel.replicas.copies import ReplicatedWeights, TiedGradients
-from onward.trainer.parallel.replicas.fsdp_groups import shard_chain, shard_dim
+from onward.trainer.parallel.replicas.fsdp_groups import gather_in_background, scatter_with, shard_chain, shard_dim
 from onward.trainer.parallel.replicas.norms import gradient, local_squares, sum_over_world
 from onward.trainer.parallel.replicas.recast import recast_in_backward
 from onward.trainer.parallel.replicas.reducer import Reducer
@@ -83,9 +85,15 @@ class Sharded:
         grid = mesh["replicate", "shard"] if self._replicate.size() > 1 else shard
         sharded = [weight for weight in weights if is_sharded(weight, zero=config.zero)]
         owners = _owners(stages)
+        # on a GPU, streams do what these do on the CPU
+        is_cpu = mpi.device.type == "cpu"
+        self._scatter = BackgroundScatter(at_once=self._replicate.size() > 1) if is_cpu else None
         for stage in stages:
             tensors = {weight.tensor for weight in sharded}
             shard_chain(stage.chain, tensors, grid, mpi.device, regather=config.zero == 3, half=half)
+            if self._scatter is not None:
+                gather_in_background(stage.chain)
+                scatter_with(stage.chain, self._scatter)
         # FSDP has replaced the parameters in their modules by DTensors, and keeps these for good
         held = [getattr(*owners[weight.tensor]) for weight in sharded]
         parts = {weight: _part(weight, parameter, shard) for weight, parameter in zip(sharded, held, strict=True)}
@@ -106,7 +114,8 @@ class Sharded:
         self._replicated = ReplicatedWeights(self.weights, mesh)
         self._tied = TiedGradients(trained, shared=shared, mesh=mesh, timeout_s=timeout_s)
         self._device = mpi.device
-        self._passes = [_BackwardPasses(stage.chain, zero=config.zero) for stage in stages]
+        begin_pass = self._collect if is_cpu else lambda: None
+        self._passes = [_BackwardPasses(stage.chain, zero=config.zero, begin_pass=begin_pass) for stage in stages]
         if config.zero == 3:
             for stage in stages:
                 recast_in_backward(stage.chain, self._device)
@@ -129,17 +138,31 @@ class Sharded:
         Returns this rank's part of the squared global norm (see `local_squares`), which `sum` adds up. Collective:
         every rank of the world.
         """
-        for parameter, weight in self._trained:
-            found, parameter.grad = parameter.grad, None
-            # FSDP leaves the gradient on its own parameter; the optimizer and the norms read it from the shard
-            weight.tensor.grad = torch.zeros_like(weight.tensor) if found is None else _local(found)
+        self._collect()
+        for _, weight in self._trained:
+            if weight.tensor.grad is None:
+                weight.tensor.grad = torch.zeros_like(weight.tensor)
         self._tied.gather()
         own = {weight for _, weight in self._trained}
-        self._replicated.broadcast(gradient(weight) for weight in self._replicated.weights if weight in own)
+        self._replicated.equalise(weight for weight in self._replicated.weights if weight in own)
         self._tied.broadcast()
         # groups of shards hold the same gradients, so each group squares only some of them
         share = [weight for _, weight in self._trained][self._replicate.get_local_rank() :: self._replicate.size()]
         return local_squares(share, self._device) + self._unsharded.reduce()
+
+    def _collect(self) -> None:
+        """Move the gradients from FSDP's parameters to the shards, where the optimizer and the norms read them.
+
+        Before each pass in which FSDP would add to gradients that are still under way.
+        """
+        if self._scatter is not None:
+            self._scatter.wait()
+        for parameter, weight in self._trained:
+            found, parameter.grad = parameter.grad, None
+            if found is not None and weight.tensor.grad is None:
+                weight.tensor.grad = _local(found)
+            elif found is not None:
+                gradient(weight).add_(_local(found))
 
     def undo(self) -> None:
         """Restore the running statistics of `begin`: a skipped update must change nothing."""
@@ -172,7 +195,8 @@ class _BackwardPasses:
     PipelineStage configures FSDP as well, but counts the passes differently.)
     """
 
-    def __init__(self, chain: Chain, *, zero: int) -> None:
+    def __init__(self, chain: Chain, *, zero: int, begin_pass: Callable[[], None]) -> None:
+        self._begin_pass = begin_pass
         self._modules = [module for module in chain.modules() if isinstance(module, FSDPModule)]
         self._root = chain
         self._zero = zero
@@ -199,6 +223,7 @@ class _BackwardPasses:
     def _backward(self, first: Tensor) -> None:
         assert self._left > 0, "more backward passes than `begin` announced"
         self._left -= 1
+        self._begin_pass()
         # before the first gradient of the pass is computed, so FSDP reduces the gradients of this pass at once
         if self._left == 0:
             self._configure(last=True)

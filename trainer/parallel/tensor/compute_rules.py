@@ -50,13 +50,17 @@ ELEMENTWISE = (
     "threshold", "to", "truediv", "where", "zeros_like", "ones_like",
 )
 # fmt: on
-
-
-@rule(
-    *(getattr(owner, name) for name in ELEMENTWISE for owner in (torch, F, operator) if hasattr(owner, name)),
-    *ELEMENTWISE,
-    *(hard_sigmoid, scaled_elu, shrink, swish),
+ELEMENTWISE_CALLS = frozenset(
+    (
+        *(getattr(owner, name) for name in ELEMENTWISE for owner in (torch, F, operator) if hasattr(owner, name)),
+        *ELEMENTWISE,
+        *(hard_sigmoid, scaled_elu, shrink, swish),
+    )
 )
+"""Functions, and names of methods, that compute each element of the result from those at its place."""
+
+
+@rule(*ELEMENTWISE_CALLS)
 def elementwise(p: Propagation, node: Any) -> Sharding:
     return p.broadcast(node, [operand for operand in node.all_input_nodes if p.graph.is_tensor(operand)], p.rank(node))
 

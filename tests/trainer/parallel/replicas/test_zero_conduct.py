@@ -60,7 +60,8 @@ class Order(TorchDispatchMode):
         self.seen = ""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        letters = {"_allgather_base_.default": "G", "_reduce_scatter_base_.default": "S", "mm.default": "m"}
+        # on the CPU a reduce-scatter is an all-to-all, whose sums follow
+        letters = {"_allgather_base_.default": "G", "alltoall_base_.default": "S", "mm.default": "m"}
         self.seen += letters.get(function.__name__, "")
         return function(*args, **(kwargs or {}))
 

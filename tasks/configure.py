@@ -32,6 +32,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.rules.ranks import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import HOW_TO_COMPILE
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.signature import model_digest
 from onward.trainer.data.tables.chosen_columns import with_columns
@@ -127,6 +128,10 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         before["model.fixed_batch"] = "auto"
     if given.precision.compute == "auto":
         before["precision.compute"] = "auto"
+    if given.graph.compile == "auto":
+        before["graph.compile"] = "auto"
+        for name in () if saved.graph.compile else HOW_TO_COMPILE:
+            before[f"graph.{name}"] = now[f"graph.{name}"]
     for name in set(type(saved.stop).model_fields) - {"metric"}:
         before[f"stop.{name}"] = now[f"stop.{name}"]
     if changed := [key for key in before | now if before.get(key) != now.get(key)]:
@@ -139,6 +144,8 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
 def _log(found: Rehearsal) -> None:
     """Log what the rehearsal found: Prefect's page and the terminal of `onward run` show it."""
     log.info("%s", found.summary)
+    if found.compile:
+        log.info("graph.compile 'auto' is %s: %s", str(found.compile.compiles).lower(), found.compile.text)
     for warning in found.warnings:
         log.warning("%s: %s\n    -> %s", warning.key, warning.what, warning.remedy)
     for left_out in found.not_rehearsed if found.batches else ():

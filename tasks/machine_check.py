@@ -43,7 +43,7 @@ def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
         problems += _device_problems(launch, parallel)
         problems += _hostfile_problems(launch, num_ranks(parallel, launch))
     graph = sections.get("graph")
-    if graph and graph.compile and not (launch and launch.hostfile) and (missing := missing_compiler()):
+    if graph and graph.compiles and not (launch and launch.hostfile) and (missing := missing_compiler()):
         problems.append(missing)
     if resumed:
         return problems

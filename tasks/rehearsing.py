@@ -23,7 +23,7 @@ from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs
 from onward.trainer.run.directory import RunDir, refusal_in
 from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
 from onward.trainer.run.quantized_record import Quantized
-from onward.trainer.run.records import Rehearsal, read_record, write_record
+from onward.trainer.run.records import CompileTrial, Rehearsal, read_record, write_record
 from onward.trainer.run.refusals import Refusal, own_error
 
 log = logging.getLogger(__name__)
@@ -90,14 +90,24 @@ def rehearse(
     quantized: the directory of the model that `quantize.aware` has made.
     """
     if config.launch.rehearsal == "off":
-        return _planned(config, copies, quantized), Rehearsal(not_rehearsed=("everything: launch.rehearsal is 'off'",))
+        found = Rehearsal(not_rehearsed=("everything: launch.rehearsal is 'off'",))
+        if config.graph.compile == "auto":
+            why = "nothing was measured, since launch.rehearsal is 'off'"
+            found = found.model_copy(update={"compile": CompileTrial(compiles=False, text=why)})
+        return _with_choices(_planned(config, copies, quantized), found), found
     with _process("rehearse", config, copies, quantized=quantized) as folder:
         if config.parallel.sizes == "auto":
             config = with_plan(config, read_record(folder / "plan.json", Plan))
         found = read_record(RunDir(folder).rehearsal, Rehearsal)
     model = config.model.model_copy(update={"fixed_batch": found.fixed_batch})
+    return _with_choices(config.model_copy(update={"model": model}), found), found
+
+
+def _with_choices(config: RunConfig, found: Rehearsal) -> RunConfig:
+    """Return the configuration with what a rehearsal has measured in place of "auto"."""
     precision = config.precision.model_copy(update={"compute": found.compute or config.precision.compute})
-    return config.model_copy(update={"model": model, "precision": precision}), found
+    graph = config.graph.with_compile(found.compile.compiles) if found.compile else config.graph
+    return config.model_copy(update={"precision": precision, "graph": graph})
 
 
 def _planned(config: RunConfig, copies: LocalCopies, quantized: Path | None) -> RunConfig:

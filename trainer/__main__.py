@@ -27,10 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from onward.trainer.distributed.launched import die_with_parent, launched_rank
+from onward.trainer.run.this_machine import spin_briefly_if_busy
 
 # Before the imports below, which take seconds: a rank whose launcher is killed meanwhile would be left behind.
 if launched_rank() is not None:
     die_with_parent()
+
+# before torch is imported, whose OpenMP reads it
+spin_briefly_if_busy()
 
 import torch
 

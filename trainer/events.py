@@ -6,9 +6,10 @@ MLflow, TensorBoard and the live view are filled from the log. A line is
 
 Kinds: `start` (an attempt begins at `step`; `num_steps`, `num_samples`, `num_parameters`, `compute`: the type of the
 products; `num_rows`: the samples of an epoch; `flops_per_sample`: forward and backward, of a sample of mean length,
-null if they cannot be counted; `peak_flops_per_s`: of all ranks, null if it is not known; `resumed`: from which
-checkpoint and what is made again, in a sentence, else ""; `damaged`: newer checkpoints that were not used;
-`certificate`: the digest of the one that was), `scalars` (`values`), `evaluation` (`values`), `confusion` (`loss`: its
+null if they cannot be counted; `peak_flops_per_s`: of all ranks, null if it is not known; `compile`: why
+`graph.compile` "auto" is what it is, in a sentence, else ""; `resumed`: from which checkpoint and what is made again,
+in a sentence, else ""; `damaged`: newer checkpoints that were not used; `certificate`: the digest of the one that was),
+`scalars` (`values`), `evaluation` (`values`), `confusion` (`loss`: its
 output if there are several, else ""; `counts`: targets by [class][predicted class], of yes-or-no labels by
 [label][is][predicted]), `histogram` (`name`, `counts`, `edges`), `bad_values` (`text`: where an evaluation loss became
 NaN or infinite), `checkpoint` (`path`; `certificate`: its digests), `times` (`seconds`: what the attempt has spent its
@@ -100,7 +101,8 @@ class EventWriter:
 def sentence(kind: str, step: int, fields: Mapping[str, Any]) -> str:
     """Return what train.log says of an event; "" for those of every few steps."""
     if kind == "start":
-        return f"begins at step {step} of {fields.get('num_steps', 0)}; {fields.get('resumed') or 'it is a new run'}"
+        begins = f"begins at step {step} of {fields.get('num_steps', 0)}; {fields.get('resumed') or 'it is a new run'}"
+        return begins + (f"; {why}" if (why := fields.get("compile")) else "")
     if kind == "evaluation":
         return f"step {step}: " + ", ".join(f"{key} {value:.4g}" for key, value in fields["values"].items())
     if kind == "checkpoint":

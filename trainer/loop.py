@@ -34,7 +34,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import check_fit
 from onward.trainer.errors import Diverged, ReplicasDiffer
 from onward.trainer.events import EventWriter, Heartbeat
-from onward.trainer.model.compile import compiled_s
+from onward.trainer.model.compile import compiled_s, why_compiled
 from onward.trainer.model.metrics.measures import Counts
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
@@ -202,7 +202,7 @@ def train(
     peak = peak_of_ranks(config, mpi)
     sizes = {"num_samples": num_samples, "num_rows": batches.num_rows, "num_parameters": model.num_parameters}
     costs = {"flops_per_sample": flops.mean if flops else None, "peak_flops_per_s": peak}
-    shown = sizes | costs | {"compute": config.precision.compute}
+    shown = sizes | costs | {"compute": config.precision.compute, "compile": why_compiled(run)}
     from_where = {"resumed": resumed, "damaged": damaged, "certificate": checkpoints.previous}
     events.emit("start", state.step, num_steps=num_steps, **shown, **from_where)
     spent.lap("setup")

@@ -39,7 +39,9 @@ def cores() -> Iterator[Finding]:
     what = f"{usable} of {all_cores} cores may be used"
     if quota and quota < usable:
         what += f", but the container gets the time of {quota:g}"
-        fix = f"set launch.threads_per_rank, so that all ranks together have {max(1, int(quota))} threads"
+        together = max(1, int(quota))
+        fix = "leave launch.threads_per_rank at 0, which counts on it, or set it so that all ranks together have "
+        fix += f"{together} thread{'s' * (together > 1)}"
         yield Finding(check="cores", level="note", what=what, fix=fix, numbers={**numbers, "container": quota})
     else:
         yield Finding(check="cores", level="ok", what=what, numbers=numbers)

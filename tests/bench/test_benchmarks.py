@@ -23,6 +23,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "memory_format": ("--models", "unet", "--batches", "1", "--size", "16", "--rounds", "1"),
     "memory_prediction": ("SqueezeNet 96: micro-batches 1", "SqueezeNet 96: pipeline"),
     "pipeline_bubble": ("--ranks", "2", "--micro-batches", "2", "--forward-ms", "1"),
+    "products": ("--rows", "32", "--width", "16", "--rounds", "1"),
     "rank_memory": ("--layers", "2", "--width", "64", "--layouts", "tensor 2"),
     "recompute": (),
     "roles": ("swish",),
@@ -35,6 +36,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "stash": ("--models", "unet", "--batch", "2", "--size", "16", "--rounds", "1"),
     "soaks": ("--layouts", "one rank", "--faults", "1", "--kinds", "rank-kill"),
     "suspend_time": ("--rounds", "1"),
+    "threads": ("--models", "squeezenet", "--ranks", "1", "--rounds", "2"),
     "update_time": ("--rounds", "1"),
     "zero_time": ("--rounds", "1", "--tokens", "128", "--sides", "ZeRO 1", "ZeRO 1, waiting"),
 }

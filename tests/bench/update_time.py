@@ -1,45 +1,51 @@
 """One weight update of Onward, by default, beside a hand-written PyTorch loop: the same model, batch and machine.
 
-    python -m tests.bench.update_time [--rounds 7] [--json]
+    python -m tests.bench.update_time [--models squeezenet gpt2 gpt] [--compiled] [--rounds 7] [--json]
 
 Both sides run in one process, turn and turn about, so that whatever else the machine does hits both.
 A round is a few updates of one side, then of the other; the figure is the median over the rounds of the
-ratio of their wall times (below 1: Onward is faster). With 2 ranks the hand-written side is
-DistributedDataParallel. Hand-written means: the module in plain torch (torchvision's SqueezeNet v1.1 in
-channels-last format; a GPT-2 with scaled_dot_product_attention), fused AdamW, clip_grad_norm_,
-cross-entropy - what one would write without Onward.
+ratio of their times (below 1: Onward is faster): the process's own time on one rank, of one thread; wall time
+with 2 ranks, where the hand-written side is DistributedDataParallel. Hand-written means: the module in plain torch
+(torchvision's SqueezeNet v1.1 in channels-last format; a GPT-2 with scaled_dot_product_attention), fused AdamW,
+clip_grad_norm_, cross-entropy - what one would write without Onward. With --compiled Onward's side has
+graph.compile = true, on one rank; the loop by hand stays eager, and is compiled as a third side.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import GraphConfig, ModelConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
-from onward.trainer.config.sections.training import OptimizerConfig
+from onward.trainer.config.sections.training import OptimizerConfig, TrainConfig
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight
-from onward.trainer.model.compile import accelerate
+from onward.trainer.model.channels_last import use_channels_last
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.onnx_graph.reference_models import build_squeezenet
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.driver import to_module
-from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor
+from onward.trainer.parallel.compile_stages import compile_stages
 from onward.trainer.parallel.pipeline.engine import Pipeline
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import build_stages
@@ -50,6 +56,7 @@ from tests.support.ranks import run_ranks
 
 UPDATES = 5
 GPT2_SIZES = {"vocabulary": 256, "length": 256, "layers": 4, "heads": 4, "width": 128}
+GPT_SIZES = {"vocabulary": 256, "length": 128, "layers": 4, "heads": 4, "width": 256}
 
 
 def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
@@ -64,22 +71,38 @@ def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
     return imported, squeezenet1_1(num_classes=10).to(memory_format=torch.channels_last), batch
 
 
-def gpt2(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
+def gpt2(batch_size: int, sizes: Mapping[str, int] = GPT2_SIZES) -> tuple[nn.Module, nn.Module, Batch]:
     """(imported, hand-written, batch)."""
-    model = gpt2_model(GPT2_SIZES)
-    shape = (batch_size, GPT2_SIZES["length"])
+    model = gpt2_model(sizes)
+    shape = (batch_size, sizes["length"])
     batch = Batch((torch.randint(0, 256, shape),), (torch.randint(0, 256, shape),), batch_size, (math.prod(shape),))
-    return to_module(model), gpt2_from(model, GPT2_SIZES), batch
+    return to_module(model), gpt2_from(model, sizes), batch
 
 
-MODELS = {"squeezenet": (squeezenet, 32), "gpt2": (gpt2, 8)}
+MODELS = {"squeezenet": (squeezenet, 32), "gpt2": (gpt2, 8), "gpt": (partial(gpt2, sizes=GPT_SIZES), 8)}
+"""`gpt`: 4 layers of width 256, 128 tokens."""
 
 
-def onward_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Callable[[], float]:
+def onward_update(
+    module: ImportedGraph, batch: Batch, mpi: MPIContext, *, compiled: bool = False
+) -> Callable[[], float]:
     """One update with the nouns of the loop, of a graph as a run computes it by default."""
-    accelerate(cast("fx.GraphModule", module), GraphConfig(), mpi.device, rows=batch.size)
+    graph = GraphConfig(compile=compiled)
+    use_channels_last(module, graph, mpi.device, rows=batch.size)
     mesh = make_mesh(mpi, ParallelDims(data=mpi.world_size), timeout_s=60)
     (stage,) = build_stages(module, [split(module, ())], {})  # the graph as one unit
+    train = TrainConfig(num_steps=1)
+    config = RunConfig(model=ModelConfig(path="-"), data=DataConfig(source="digits"), graph=graph, train=train)
+    compile_stages(
+        [stage],
+        module,
+        config,
+        batch.inputs,
+        device=mpi.device,
+        one_shape=True,
+        autocast=nullcontext,
+        beat=lambda: None,
+    )
     pipeline = Pipeline(
         [stage],
         # the GPT-2 has as many tokens in a row as in its vocabulary
@@ -108,10 +131,13 @@ def onward_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Callable[
     return update
 
 
-def handwritten_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Callable[[], float]:
+def handwritten_update(
+    module: nn.Module, batch: Batch, mpi: MPIContext, *, compiled: bool = False
+) -> Callable[[], float]:
     """One update as one writes it; DDP when there are several ranks."""
     module.train()
     model = DistributedDataParallel(module) if mpi.world_size > 1 else module
+    model = cast("nn.Module", torch.compile(model)) if compiled else model
     optimizer = torch.optim.AdamW(module.parameters(), weight_decay=0.0, fused=True)
 
     def update() -> float:
@@ -126,23 +152,27 @@ def handwritten_update(module: nn.Module, batch: Batch, mpi: MPIContext) -> Call
     return update
 
 
-def compare(mpi: MPIContext, name: str, rounds: int) -> dict[str, float]:
+def compare(mpi: MPIContext, name: str, rounds: int, compiled: bool = False) -> dict[str, float]:
     """Medians in ms of both sides, and the median of the rounds' ratios. Collective: every rank."""
     torch.manual_seed(mpi.rank)
     build, batch_size = MODELS[name]
     imported, handwritten, batch = build(batch_size)
     sides = {
-        "onward": onward_update(imported, batch, mpi),
+        "onward": onward_update(cast("ImportedGraph", imported), batch, mpi, compiled=compiled),
         "handwritten": handwritten_update(handwritten, batch, mpi),
     }
+    if compiled:
+        sides["handwritten_compiled"] = handwritten_update(copy.deepcopy(handwritten), batch, mpi, compiled=True)
+    clock = time.process_time if mpi.world_size == 1 else time.perf_counter
     times: dict[str, list[float]] = {side: [] for side in sides}
     for turn in range(rounds + 1):
-        for side, update in sides.items():
-            started_at = time.perf_counter()
+        # in each turn another side begins
+        for side, update in list(sides.items())[:: 1 if turn % 2 else -1]:
+            started_at = clock()
             for _ in range(UPDATES):
                 update()
             if turn:  # the first turn warms up
-                times[side].append((time.perf_counter() - started_at) / UPDATES)
+                times[side].append((clock() - started_at) / UPDATES)
     ratios = [ours / theirs for ours, theirs in zip(times["onward"], times["handwritten"], strict=True)]
     medians = {f"{side}_ms": 1e3 * statistics.median(values) for side, values in times.items()}
     return medians | {"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
@@ -151,15 +181,18 @@ def compare(mpi: MPIContext, name: str, rounds: int) -> dict[str, float]:
 def main() -> None:
     """Run every comparison and print a table (or JSON)."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["squeezenet", "gpt2"], choices=list(MODELS))
+    parser.add_argument("--compiled", action="store_true", help="with graph.compile = true, on one rank: minutes more")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    what = (arguments.rounds, arguments.compiled)
     results = {
         f"{name}, {ranks} rank{'s' * (ranks > 1)}": run_ranks(
-            ranks, "tests.bench.update_time:compare", name, arguments.rounds, timeout_s=600
+            ranks, "tests.bench.update_time:compare", name, *what, timeout_s=900
         )[0]
-        for name in MODELS
-        for ranks in (1, 2)
+        for name in arguments.models
+        for ranks in ((1,) if arguments.compiled else (1, 2))
     }
     if arguments.json:
         print(json.dumps(results, indent=2))
@@ -169,6 +202,7 @@ def main() -> None:
         print(
             f"{label:24}{row['onward_ms']:>9.1f} ms{row['handwritten_ms']:>9.1f} ms{row['ratio']:>8.2f}   "
             f"({row['ratio_min']:.2f} .. {row['ratio_max']:.2f})"
+            + (f"; by hand, compiled: {row['handwritten_compiled_ms']:.1f} ms" if arguments.compiled else "")
         )
 
 

@@ -206,7 +206,7 @@ def test_the_limits_of_a_container_are_read(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(resources, "memory_limit", lambda: 1 << 30)
     monkeypatch.setattr(resources, "free_host_memory", lambda: 1 << 29)
     (few,) = worst(resources.cores(), "note")
-    assert "but the container gets the time of 0.5 -> set launch.threads_per_rank" in few
+    assert "but the container gets the time of 0.5 -> leave launch.threads_per_rank at 0, which counts on it" in few
     (little,) = worst(resources.memory())
     assert "0.5 GiB of 1.0 GiB are free; the container's limit is 1.0 GiB" in little
 

@@ -19,15 +19,17 @@ from onward.tasks import rehearsing, subprocesses
 from onward.tasks.configure import configure
 from onward.trainer.config.loading import ENTRIES, build_config
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.run_config import SECTIONS
+from onward.trainer.config.run_config import SECTIONS, RunConfig
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError, DataError, OnwardError, RuntimeUnavailable
+from onward.trainer.model.compile import why_compiled
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.rehearsal.checks import _time
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.run.directory import RunDir, onward_home, read_config
-from onward.trainer.run.records import Rehearsal, RehearsedBatch, read_record
-from tests.support.graphs import tiny_conv_net
+from onward.trainer.run.records import CompileTrial, Rehearsal, RehearsedBatch, read_record
+from tests.support import runs
+from tests.support.graphs import tiny_conv_net, tiny_transformer
 from tests.support.images import write_classes
 from tests.support.runs import tiny_images
 
@@ -362,6 +364,94 @@ def test_without_a_time_in_bf16_the_precision_is_not_chosen_and_the_run_is_not_r
     _time(None, unsupported, config, findings)  # type: ignore[arg-type]
     assert findings.compute == ""
     assert findings.not_rehearsed == ["the time in fp32 and bf16: RuntimeError: not implemented for 'BFloat16'"]
+
+
+def test_compiling_a_short_run_is_not_tried_and_the_choice_is_said_and_kept(configured: Configured) -> None:
+    arguments, auto = (tiny_conv_net(), tiny_images(25)), {"compile": "auto", "shapes": "static"}
+    found = configured(*arguments, graph=auto)
+    assert found.compile is not None
+    assert not found.compile.compiles
+    assert re.match(r"the passes of 4 steps take about \S+ s, of which compiling could save some", found.compile.text)
+    assert found.not_rehearsed == ()
+    assert found.summary.endswith("graph.compile 'auto' is false")
+    run = RunDir(onward_home() / "runs" / "run")
+    # what needs compile = true would be refused when the configuration is read again
+    assert (read_config(run).graph.compile, read_config(run).graph.shapes) == (False, "auto")
+    assert why_compiled(run).startswith("graph.compile 'auto' is false: the passes of 4 steps")
+    configured(*arguments, graph=auto)  # as `onward resume` does
+    with pytest.raises(ConfigError, match=r"graph\.compile was False when the run began, now True"):
+        configured(*arguments, graph={"compile": True})
+
+
+def test_without_a_rehearsal_nothing_is_compiled(configured: Configured) -> None:
+    found = configured(tiny_conv_net(), tiny_images(25), graph={"compile": "auto"}, launch={"rehearsal": "off"})
+    assert found.compile is not None
+    assert (found.compile.compiles, found.compile.text) == (
+        False,
+        "nothing was measured, since launch.rehearsal is 'off'",
+    )
+    assert read_config(RunDir(onward_home() / "runs" / "run")).graph.compile is False
+
+
+def test_a_choice_to_compile_is_that_of_the_run_and_stays_when_it_is_resumed(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = CompileTrial(compiles=True, text="it pays", steps=4, break_even=2)
+    asked = []
+
+    def rehearsed(config: RunConfig, *_: Any, **__: Any) -> tuple[RunConfig, Rehearsal]:
+        asked.append(config.graph.compile)
+        found = Rehearsal(compile=chosen)
+        return rehearsing._with_choices(config, found), found
+
+    monkeypatch.setattr("onward.tasks.configure.rehearse", rehearsed)
+    arguments, auto = (tiny_conv_net(), tiny_images(25)), {"compile": "auto", "shapes": "static"}
+    for _ in range(2):
+        configured(*arguments, graph=auto)
+    run = RunDir(onward_home() / "runs" / "run")
+    assert asked == ["auto"]
+    assert (read_config(run).graph.compile, read_config(run).graph.shapes) == (True, "static")
+    with pytest.raises(ConfigError, match=r"graph\.shapes was 'static' when the run began, now 'dynamic'"):
+        configured(*arguments, graph={"compile": "auto", "shapes": "dynamic"})
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.timeout(1800)
+def test_a_run_takes_the_code_of_its_trial_and_killed_and_resumed_has_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "code"))
+
+    def make(name: str, **graph: Any) -> RunDir:
+        return runs.make_run(
+            tmp_path / name,
+            tiny_transformer(dropout=0.2),
+            runs.tiny_text(80),
+            train={"global_batch_size": 8, "num_steps": 10, "evaluation_period": 5, "seed": 5},
+            checkpoint={"period": 4},
+            graph=graph,
+            launch={"heartbeat_timeout_s": 300},
+        )
+
+    given = read_config(make("given", compile="auto"))
+    # so many steps that compiling is tried; each is a few milliseconds
+    train = given.train.model_copy(update={"num_steps": 10_000_000})
+    chosen, found = rehearsing.rehearse(given.model_copy(update={"train": train}))
+    assert found.compile is not None
+    assert found.compile.compile_s > 0 < found.compile.eager_s, found.compile.text
+    assert chosen.graph.compile is found.compile.compiles
+
+    def kept() -> set[Path]:
+        return {path for path in (tmp_path / "code" / "fxgraph").rglob("*") if path.is_file()}
+
+    code, undisturbed, killed = kept(), make("undisturbed", compile=True), make("killed", compile=True)
+    assert code
+    runs.train_run(undisturbed, timeout_s=600)
+    assert kept() == code, "the ranks have compiled other graphs than the trial"
+    runs.train_until(killed, ("scalars", 6), rank=0)
+    runs.train_run(killed, timeout_s=600)
+    runs.assert_equal_bits(runs.final_tensors(killed), runs.final_tensors(undisturbed))
 
 
 def test_a_rehearsal_that_was_begun_ahead_is_taken_for_the_same_run_alone_and_ended_if_nothing_takes_it(

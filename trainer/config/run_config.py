@@ -88,7 +88,7 @@ class RunConfig(Section):
     @property
     def compile_timeout_s(self) -> float:
         """Longest silence while a rank compiles; 0 if nothing is compiled."""
-        return self.launch.compile_timeout_s if self.graph.compile else 0.0
+        return self.launch.compile_timeout_s if self.graph.compiles else 0.0
 
     @property
     def collective_timeout_s(self) -> float:

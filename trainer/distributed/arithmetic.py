@@ -6,6 +6,10 @@
     auto                 bf16                                            fp32          fp32
     bf16, fp16           as they say                                     ...           ...
 
+On a CPU fp32 is fp32, whatever the environment says to torch (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and numbers below
+1.2e-38 are zero. The momentum of a weight that gets no more gradients would otherwise stay at such a number, since 0.9
+of the smallest is rounded to the smallest, and processors take several times as long for them.
+
 TF32 is fp32 whose products and convolutions read 10 of the 23 bits of each factor (NVIDIA, Ampere whitepaper). torch
 switches it on for convolutions by default and off for matrix products; here `fp32` switches both off.
 """
@@ -49,8 +53,12 @@ def set_arithmetic(config: RunConfig, mpi: MPIContext) -> RunConfig:
         # newer ones makes torch refuse to read the older ones
         torch.backends.cuda.matmul.allow_tf32 = precision.compute == "tf32"
         torch.backends.cudnn.allow_tf32 = precision.compute == "tf32"
+    else:
+        # threads that are started later have the switch of the one that starts them
+        torch.set_flush_denormal(True)
+        torch.set_float32_matmul_precision("highest")
     if config.train.deterministic:
-        _use_deterministic_algorithms(compiled=config.graph.compile)
+        _use_deterministic_algorithms(compiled=config.graph.compiles)
     return config.model_copy(update={"precision": precision})
 
 

@@ -15,6 +15,7 @@ there are none after `connect()`, except for parallel.transport = 'mpi', which p
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import socket
 import zlib
@@ -34,6 +35,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from onward.trainer.distributed.launched import die_with_parent, launched_rank
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.extras import how_to_install
+from onward.trainer.run.this_machine import core_limit, physical_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,7 +63,7 @@ def connect(
 ) -> MPIContext:
     """Join the job. Collective: the first call of every rank; a process started alone is a world of 1.
 
-    `timeout_s` bounds every later wait for another rank; `threads` of 0 are the host's cores over its ranks;
+    `timeout_s` bounds every later wait for another rank; `threads`: see `threads_of_rank`;
     `ranks_per_gpu` above 1 sends GPU tensors by gloo in place of NCCL. Raises RuntimeUnavailable when MPI is missing,
     the world has another size, or a rank finds no GPU.
     """
@@ -72,7 +74,7 @@ def connect(
         raise RuntimeUnavailable(_wrong_world(world.size, expected_world_size))
     place = _place(world)
     chosen = _choose_device(world, device, place, ranks_per_gpu=ranks_per_gpu)
-    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // place.local_size))
+    torch.set_num_threads(threads_of_rank(place.local_size, threads))
 
     timeout = datetime.timedelta(seconds=timeout_s)
     store = _open_store(world, single_host=place.local_size == world.size, timeout=timeout)
@@ -94,6 +96,16 @@ def connect(
         device_id=chosen if nccl else None,
     )
     return MPIContext(world.rank, world.size, place.local_rank, place.local_size, socket.gethostname(), chosen)
+
+
+def threads_of_rank(local_size: int, threads: int = 0) -> int:
+    """Return the threads in which one of `local_size` ranks of this host computes. threads: as configured, 0 = chosen.
+
+    Chosen are the cores that this process may use over the ranks: without hyperthreads, which add no arithmetic, and no
+    more than the time that its container gets, since threads beyond it would be stopped while others wait for them.
+    """
+    cores = min(physical_cores(), core_limit() or math.inf)
+    return threads or max(1, int(cores) // local_size)
 
 
 def disconnect() -> None:

@@ -36,7 +36,8 @@ from onward.trainer.model.channels_last import use_channels_last
 from onward.trainer.model.in_place import relu_in_place
 from onward.trainer.model.repeated_blocks import outline_repeated_blocks
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
-from onward.trainer.run.directory import onward_home
+from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.records import Rehearsal, read_record
 from onward.trainer.run.this_machine import missing_compiler
 
 log = logging.getLogger(__name__)
@@ -62,28 +63,28 @@ def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device
     """
     use_channels_last(module, config, device, rows=rows)
     relu_in_place(module)
-    if not config.compile:
+    if not config.compiles:
         return module
     choice = CompileChoice(
         shapes="static" if config.shapes == "static" else "dynamic",
         mode="default" if config.compile_mode == "auto" else config.compile_mode,
         regions="repeated" if config.compile_regions == "repeated" else "whole",
     )
-    return Compiler(choice).compile(module, module)
+    return Compiler(choice, device=device).compile(module, module)
 
 
 class Compiler:
     """Compiles the modules of one chain, which all run compiled or all eagerly in one forward pass.
 
-    beat: called before and after each compilation, which may take minutes. Raises ConfigError where there is no C++
-    compiler.
+    device: on which they compute. beat: called before and after each compilation, which may take minutes. Raises
+    ConfigError where there is no C++ compiler.
     """
 
-    def __init__(self, choice: CompileChoice, *, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, choice: CompileChoice, *, device: torch.device, beat: Callable[[], None] = lambda: None) -> None:
         if problem := missing_compiler():
             raise ConfigError(problem)
         keep_compiled_code()
-        self.choice = choice
+        self.choice, self.device = choice, device
         self.eager = False
         """Whether the current forward pass is not compiled."""
         self.num_modules = 0
@@ -102,6 +103,10 @@ class Compiler:
             )
         # integers from another unit arrive as tensors
         divided = bool(breaks or graph.graph.find_nodes(op="call_method", target="item"))
+        if self.device.type == "cpu":
+            from onward.trainer.model.compiled_on_cpu import use_sigmoid_in_gelu  # here: it imports the compiler
+
+            use_sigmoid_in_gelu(graph)
         outlines = self.choice.regions == "repeated" and unit is graph and not divided
         blocks = outline_repeated_blocks(graph) if outlines else []
         for block in blocks:
@@ -110,9 +115,14 @@ class Compiler:
 
     def _compile(self, module: nn.Module, *, fullgraph: bool) -> nn.Module:
         self.num_modules += 1
-        mode = None if self.choice.mode == "default" else self.choice.mode
+        from onward.trainer.model.compiled_on_cpu import compile_options  # here: it imports the compiler
+
+        mode, options = self.choice.mode, compile_options(self.device)
+        if options and mode != "default":  # torch takes one of the two
+            options |= torch._inductor.list_mode_options(mode)
+        how = {"options": options} if options else {"mode": None if mode == "default" else mode}
         dynamic = self.choice.shapes == "dynamic"
-        return Compiled(torch.compile(module, fullgraph=fullgraph, dynamic=dynamic, mode=mode), self)  # type: ignore[arg-type]
+        return Compiled(torch.compile(module, fullgraph=fullgraph, dynamic=dynamic, **how), self)  # type: ignore[arg-type]
 
     def watch(self, chain: nn.Module, training_shapes: Shapes) -> None:
         """Decide before each forward pass of a chain whether it is compiled; it takes tensors of these shapes for a
@@ -179,6 +189,14 @@ class Compiled(nn.Module):
                 log.warning("graph.compile: from now on shapes that need yet another code run eagerly")
             self._limited = True
             return original(*values)
+
+
+def why_compiled(run: RunDir) -> str:
+    """Return why `graph.compile` "auto" of a run is what it is; "" if it was given, or no rehearsal is recorded."""
+    if not run.rehearsal.exists():
+        return ""
+    found = read_record(run.rehearsal, Rehearsal).compile
+    return f"graph.compile 'auto' is {str(found.compiles).lower()}: {found.text}" if found else ""
 
 
 def compiled_s() -> float:

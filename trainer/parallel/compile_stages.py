@@ -52,11 +52,11 @@ def compile_stages(
     graph: the whole graph; example: its inputs for one micro-batch. one_shape: whether all samples have one shape.
     beat: called before and after each compilation. Raises ConfigError for what cannot be compiled as configured.
     """
-    if not config.graph.compile:
+    if not config.graph.compiles:
         return
     choice = choose(graph, config, example, device=device, one_shape=one_shape, autocast=autocast)
     for stage in stages:
-        compiler = Compiler(choice, beat=beat)
+        compiler = Compiler(choice, device=device, beat=beat)
         for number, part in enumerate(stage.chain.parts):
             assert isinstance(part.module, fx.GraphModule)
             stage.chain.units[number] = compiler.compile(stage.chain.units[number], part.module)

@@ -42,7 +42,7 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weigh
 from onward.trainer.parallel.compile_stages import compile_stages
 from onward.trainer.parallel.cost import Autocast, estimate_costs
 from onward.trainer.parallel.device import typical
-from onward.trainer.parallel.layout import build_layout, drop_data, recompute_units
+from onward.trainer.parallel.layout import Layout, build_layout, drop_data, recompute_units
 from onward.trainer.parallel.part_sums import PartSums
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.replicas.norms import gradient
@@ -174,19 +174,10 @@ def build_rank_model(
     layout = build_layout(module, config, example, rank=here.tensor, group=group, autocast=autocast, device=device)
     own = layout.of(here.pipeline, config.parallel.pipeline)
     _copy_shared_parameters(own)
-    # the fused kernel takes weights in any order; other rules split them, or hash the positions of their elements
-    stores_any_order = config.optimizer.name in ("adam", "adamw") and config.optimizer.moments == "fp32"
     for stage in own:
         # the stages of this rank only: the full model may not fit on the device
         _move(stage.chain, mpi.device, but=_sharded_tensors(layout.weights([stage], here), config))
-        for part in stage.chain.parts:
-            # FSDP2 has weights at other addresses in each pass: what would be kept of a step are copies of all
-            format: WeightFormat = "each" if config.parallel.zero else "stored" if stores_any_order else "once"
-            graph, rows = cast("ImportedGraph", part.module), config.micro_batch_size
-            use_channels_last(graph, config.graph, mpi.device, rows=rows, weights=format, but=layout.shared)
-            # `selective` may keep what a ReLU would overwrite, and `compressed` looks for ReLUs first
-            if config.recompute.mode not in ("selective", "compressed"):
-                relu_in_place(graph)
+    choose_formats(layout, own, config, mpi.device)
     weights = layout.weights(own, here)
     recompute_units(layout, own, config, example, pipeline=here.pipeline)
     # the recomputation, too: the compiler then skips what the gradients do not need
@@ -252,6 +243,20 @@ def _move(chain: nn.Module, device: torch.device, *, but: Collection[Tensor]) ->
 
 
 # -- what runs where
+
+
+def choose_formats(layout: Layout, stages: Sequence[Stage], config: RunConfig, device: torch.device) -> None:
+    """Choose the memory format of the units of some stages, and let ReLUs overwrite their operands, in place."""
+    # the fused kernel takes weights in any order; other rules split them, or hash the positions of their elements
+    stores_any_order = config.optimizer.name in ("adam", "adamw") and config.optimizer.moments == "fp32"
+    for part in [part for stage in stages for part in stage.chain.parts]:
+        # FSDP2 has weights at other addresses in each pass: what would be kept of a step are copies of all
+        format: WeightFormat = "each" if config.parallel.zero else "stored" if stores_any_order else "once"
+        graph, rows = cast("ImportedGraph", part.module), config.micro_batch_size
+        use_channels_last(graph, config.graph, device, rows=rows, weights=format, but=layout.shared)
+        # `selective` may keep what a ReLU would overwrite, and `compressed` looks for ReLUs first
+        if config.recompute.mode not in ("selective", "compressed"):
+            relu_in_place(graph)
 
 
 def _stages_for_inputs(

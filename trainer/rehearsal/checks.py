@@ -37,6 +37,7 @@ from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
+from onward.trainer.rehearsal.compile_trial import decide, not_compiled
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.needs import least_needs
 from onward.trainer.rehearsal.parity import NotCompared, compare_untrained
@@ -63,17 +64,20 @@ def checks(
     trainable: TrainableModel,
     use: BatchUse,
     findings: Findings,
+    begin_again: Callable[[float], None] = lambda limit_s: None,
     *,
     with_teacher: ImportedGraph | None = None,
 ) -> list[Check]:
     """Return the checks of a run. Each adds to `findings`, and raises no error of the graph.
 
-    use: how a file of fixed batch is trained, which `config.model.fixed_batch` says as well. with_teacher: the module
-    that is trained, where it is not that of `trainable`.
+    use: how a file of fixed batch is trained, which `config.model.fixed_batch` says as well. begin_again: sets another
+    time limit, in seconds from now. with_teacher: the module that is trained, where it is not that of `trainable`.
     Reads the first rows of the data. Raises DataError when there are none, ConfigError for an unknown `model.output`.
     """
     arithmetic = _arithmetic(config, findings)
-    if config.graph.compile:
+    if config.graph.compile == "auto":
+        findings.compile = not_compiled("the rehearsal ended before it was tried (launch.rehearsal_timeout_s)")
+    elif config.graph.compile:
         findings.not_rehearsed.append("the compiled graph (graph.compile): compiling it takes long, so it ran eagerly")
     torch.manual_seed(config.train.seed)
     signature = read_training_signature(config.model)
@@ -128,6 +132,14 @@ def checks(
             lambda: _time(graph, partial(batch, first.rows, "training"), config, findings),
         )
     ]
+    evaluated = [size.rows for size in sizes if size.kind == "evaluation"]
+    both: dict[Kind, int] = {"training": first.rows, "evaluation": (evaluated or [config.evaluation_batch_size])[0]}
+    compiled = [
+        (
+            "whether compiling pays",
+            lambda: _compile(graph, config, lambda kind: batch(both[kind], kind), rows, findings, begin_again),
+        )
+    ]
     return [
         ("the warnings of `onward doctor`", lambda: _warn(config, trainable, use, findings)),
         *((size.what, partial(_run, graph, size, batch, findings, gradients=size is first)) for size in sizes),
@@ -135,6 +147,8 @@ def checks(
         *(counts if any(loss.count for loss in config.losses) else ()),
         *(sums if any(loss.name == "file" for loss in config.losses) else ()),
         ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
+        # the last one, since it changes the graph
+        *(compiled if config.graph.compile == "auto" else ()),
     ]
 
 
@@ -291,6 +305,22 @@ def _time(graph: RehearsedGraph, rows: Callable[[], Batch], config: RunConfig, f
         findings.compute = times.faster
     else:
         findings.warnings += tuple(times.warnings())
+
+
+def _compile(
+    graph: RehearsedGraph,
+    config: RunConfig,
+    batch: Callable[[Kind], Batch],
+    rows: FirstRows,
+    findings: Findings,
+    begin_again: Callable[[float], None],
+) -> None:
+    """Choose `graph.compile`, which is "auto". Setting a time limit of its own ends that of the other checks."""
+    if findings.failures or findings.errors or not findings.batches:
+        return
+    precision = config.precision.model_copy(update={"compute": findings.compute or config.precision.compute})
+    config = config.model_copy(update={"precision": precision})
+    decide(graph, config, batch, rows, findings, begin_again, on_gpu=_is_on_gpu(config))
 
 
 def _check_counts(losses: Losses, batch: Batch, findings: Findings) -> None:

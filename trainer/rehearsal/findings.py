@@ -11,7 +11,7 @@ from typing import Literal
 from onward.trainer.config.sections.model import FixedBatch
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.rehearsal.sizes import Size
-from onward.trainer.run.records import ExporterWarning, Needs, Rehearsal, RehearsedBatch
+from onward.trainer.run.records import CompileTrial, ExporterWarning, Needs, Rehearsal, RehearsedBatch
 
 
 @dataclass
@@ -30,9 +30,11 @@ class Findings:
     fixed_batch: FixedBatch = "auto"
     compute: Literal["", "fp32", "bf16"] = ""
     """What was chosen for `precision.compute`."""
+    compile: CompileTrial | None = None
+    """What was chosen for `graph.compile`."""
     not_rehearsed: list[str] = field(default_factory=list)
     needs: Needs | None = None
-    pending: list[str] = field(default_factory=list)
+    pending: list[str] = field(default_factory=lambda: ["everything"])
     """What has not ended yet."""
 
     def refuse(self, problem: str) -> None:
@@ -55,6 +57,7 @@ class Findings:
             warnings=self.warnings,
             fixed_batch=self.fixed_batch,
             compute=self.compute,
+            compile=self.compile,
             not_rehearsed=tuple(self.not_rehearsed),
             needs=self.needs,
             elapsed_s=elapsed_s,

@@ -3,7 +3,8 @@
     config.json ── open the file ── plan the layout ── checks.py ── rehearsal.json (and plan.json), or refused.json
 
 What is too large for this machine, or not reached within `launch.rehearsal_timeout_s`, is left out and named in the
-record. The graph is run undivided and is not compiled; the planner tries a configured division on fake tensors.
+record. The graph is run undivided; the planner tries a configured division on fake tensors. It is compiled for
+`graph.compile = "auto"` alone, when everything else is done, within a time limit of its own (compile_trial.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.plan_record import may_train_unplanned, needs_plan, with_plan
 from onward.trainer.rehearsal.checks import checks
+from onward.trainer.rehearsal.compile_trial import not_compiled
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import write_record
@@ -51,17 +53,19 @@ def rehearse(folder: RunDir) -> None:
         config = _planned(folder, config)
         if too_large := _too_large(config):
             findings.not_rehearsed.append(too_large)
+            if config.graph.compile == "auto":
+                findings.compile = not_compiled("the model was not rehearsed, so that nothing was measured")
             _check_division(config, None, findings)
         else:
             trainable = open_trainable(config)
             with_teacher = open_with_teacher(config) if config.teacher.path else trainable
             _check_division(config, with_teacher.module, findings)
-            with _time_limit(folder, findings, config.launch.rehearsal_timeout_s):
-                steps = checks(config, trainable, use, findings, with_teacher=with_teacher.module)
+            with _time_limit(folder, findings, config.launch.rehearsal_timeout_s) as begin_again:
+                steps = checks(config, trainable, use, findings, begin_again, with_teacher=with_teacher.module)
                 findings.pending = [what for what, _ in steps]
                 for _, check in steps:
                     check()
-                    findings.pending.pop(0)
+                    findings.pending[:1] = []
         write_record(folder.rehearsal, findings.record(elapsed_s=_elapsed_s()))
 
 
@@ -124,12 +128,16 @@ def _too_large(config: RunConfig) -> str:
 
 
 @contextmanager
-def _time_limit(folder: RunDir, findings: Findings, limit_s: float) -> Iterator[None]:
-    """End the process when the block takes longer, with what was found by then: torch cannot be interrupted."""
+def _time_limit(folder: RunDir, findings: Findings, limit_s: float) -> Iterator[Callable[[float], None]]:
+    """End the process when the block takes longer, with what was found by then: torch cannot be interrupted.
+
+    Yields what sets another limit, from now on.
+    """
 
     def end() -> None:
-        left = ", ".join(findings.pending) or "everything"
-        findings.not_rehearsed.append(f"{left}: launch.rehearsal_timeout_s, {limit_s:g} s, was over")
+        if findings.pending:
+            left = ", ".join(findings.pending)
+            findings.not_rehearsed.append(f"{left}: launch.rehearsal_timeout_s, {limit_s:g} s, was over")
         status = 0
         try:
             with exit_with_refusal(folder.root):
@@ -138,13 +146,20 @@ def _time_limit(folder: RunDir, findings: Findings, limit_s: float) -> Iterator[
             status = int(refused.code or 0)
         os._exit(status)
 
-    timer = threading.Timer(limit_s, end)
-    timer.daemon = True
-    timer.start()
+    running: list[threading.Timer] = []
+
+    def begin(limit_s: float) -> None:
+        for timer in running:
+            timer.cancel()
+        running[:] = [threading.Timer(limit_s, end)]
+        running[0].daemon = True
+        running[0].start()
+
+    begin(limit_s)
     try:
-        yield
+        yield begin
     finally:
-        timer.cancel()
+        running[0].cancel()
 
 
 def _elapsed_s() -> float:

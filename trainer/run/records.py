@@ -315,6 +315,24 @@ class Needs(Record):
     """The ONNX file with its external data."""
 
 
+class CompileTrial(Record):
+    """What was chosen for `graph.compile` "auto", and why; the times are 0 if nothing was compiled."""
+
+    compiles: bool
+    text: str
+    """Why, as a clause with the times."""
+    eager_s: float = 0.0
+    """Of a step's forward and backward passes on one rank."""
+    compiled_s: float = 0.0
+    compile_s: float = 0.0
+    start_s: float = 0.0
+    """Of compiling with the code that was kept, as each start of the ranks does."""
+    steps: int = 0
+    """Of the run."""
+    break_even: int | None = None
+    """Steps that pay for a start; None if compiled code is not faster."""
+
+
 class Rehearsal(Record):
     """What was run of the graph before anything was launched, and what it showed."""
 
@@ -333,6 +351,8 @@ class Rehearsal(Record):
     """The `model.fixed_batch` that was chosen for a file that declares a fixed batch."""
     compute: Literal["", "fp32", "bf16"] = ""
     """What was chosen for `precision.compute` "auto" on a CPU, by the time of a micro-batch; "" if nothing was."""
+    compile: CompileTrial | None = None
+    """None if `graph.compile` was given."""
     not_rehearsed: tuple[str, ...] = ()
     """What was left out, and why."""
     needs: Needs | None = None
@@ -355,6 +375,8 @@ class Rehearsal(Record):
             parts.append(f"{self.judged_by} differs by {self.parity:.2g}")
         if self.compute:
             parts.append(f"precision.compute 'auto' is {self.compute}")
+        if self.compile:
+            parts.append(f"graph.compile 'auto' is {str(self.compile.compiles).lower()}")
         return f"rehearsed in {self.elapsed_s:.1f} s: " + "; ".join(parts)
 
 

@@ -19,6 +19,11 @@ from typing import Any
 
 import psutil
 
+BUSY = 1.5
+"""Processes that compute, for each core, from which on a machine is shared."""
+BRIEF_SPINS = "1000"
+"""The number that GNU's OpenMP has where a program has more threads than there are cores."""
+
 
 def free_host_memory() -> int:
     """Return the bytes of memory that are free: the least of those of the host and of its container."""
@@ -57,6 +62,34 @@ def core_limit(group: Path = Path("/sys/fs/cgroup")) -> float | None:
         quota_us = int((group / "cpu/cpu.cfs_quota_us").read_text())
         return quota_us / int((group / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
     return None
+
+
+def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return the cores that this process may use. The hyperthreads of a core share its arithmetic units: they are one.
+
+    topology: what Linux says of the processors. One of which it says nothing counts as a core.
+    """
+    cores = set()
+    for processor in os.sched_getaffinity(0):
+        try:
+            cores.add((topology / f"cpu{processor}" / "topology" / "thread_siblings_list").read_text().strip())
+        except OSError:
+            cores.add(str(processor))
+    return len(cores)
+
+
+def spin_briefly_if_busy() -> None:
+    """Let the threads of an operator wait for each other asleep, if other programs compute on this machine, too.
+
+    GNU's OpenMP, which torch has for Linux, lets a thread that waits try again 300,000 times before it sleeps. On cores
+    of its own this is the fastest. On shared ones it takes the time for which the other thread waits: a step of two
+    threads took ten times as long on two cores under a load of 25 (tests/bench/threads.py). No bit depends on it.
+    To be called before torch is imported. OMP_WAIT_POLICY and GOMP_SPINCOUNT, if they are set, decide.
+    """
+    is_set = any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"))
+    # an attempt before this one has left a load of about one for each core
+    if not is_set and os.getloadavg()[0] > BUSY * (os.cpu_count() or 1):
+        os.environ["GOMP_SPINCOUNT"] = BRIEF_SPINS
 
 
 def most_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> tuple[int | None, str]:

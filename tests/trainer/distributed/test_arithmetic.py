@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from onward.trainer.distributed import arithmetic
 from onward.trainer.distributed.arithmetic import named_if_not_deterministic, resolve_precision, set_arithmetic
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import UnsupportedModel
+from tests.support.ranks import ROOT
 
 CPU, VOLTA, AMPERE, HOPPER = (0, 0), (7, 0), (8, 0), (9, 0)
 
@@ -29,6 +33,7 @@ def switches() -> Iterator[None]:
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     yield
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+    torch.set_flush_denormal(False)
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.backends.cudnn.deterministic = False
@@ -108,3 +113,48 @@ def test_an_operator_without_a_deterministic_implementation_is_named_with_the_se
         F.max_unpool2d(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.int64), 2)
     with pytest.raises(RuntimeError, match="another"), named_if_not_deterministic():
         raise RuntimeError("another")
+
+
+SWITCHES = """
+import json, os, torch
+import torch.nn.functional as F
+from onward.trainer.config.loading import build_config
+from onward.trainer.distributed.arithmetic import set_arithmetic
+from onward.trainer.distributed.processes import MPIContext
+
+config = build_config({"model": {"path": "m.onnx"}, "data": {"source": "x"}, "train": {"num_steps": 1}})
+if os.environ["SETS"] == "1":
+    set_arithmetic(config, MPIContext(0, 1, 0, 1, "here", torch.device("cpu")))
+torch.manual_seed(0)
+torch.set_num_threads(4)
+momentum = torch.full((1 << 20,), 1e-44)
+momentum.mul_(0.9)  # 1 << 20 elements: all threads take a part
+image, weight = torch.randn(4, 32, 16, 16), torch.randn(32, 32, 3, 3)
+print(json.dumps({
+    "tiny": int((momentum.view(torch.int32) != 0).sum()),
+    "convolution": float(F.conv2d(image, weight, padding=1).double().sum()),
+    "matmul": torch.get_float32_matmul_precision(),
+}))
+"""
+
+
+def switched(*, sets: bool, **environment: str) -> dict[str, Any]:
+    """What a process computes after `set_arithmetic` (or without it), started with these variables."""
+    words = [sys.executable, "-c", SWITCHES]
+    variables = {**os.environ, **environment, "SETS": str(int(sets))}
+    done = subprocess.run(words, env=variables, cwd=ROOT, check=True, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_momentum_of_weights_without_gradients_becomes_zero_on_all_threads() -> None:
+    assert switched(sets=False)["tiny"] == 1 << 20  # the smallest numbers, times 0.9, are themselves
+    assert switched(sets=True)["tiny"] == 0
+
+
+def test_no_environment_variable_changes_the_products_of_fp32() -> None:
+    plain = switched(sets=True)
+    given = {"ONEDNN_DEFAULT_FPMATH_MODE": "BF16", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    assert switched(sets=False, **given)["matmul"] == "high"
+    assert switched(sets=True, **given) == plain
+    assert plain["matmul"] == "highest"

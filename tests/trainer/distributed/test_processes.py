@@ -20,13 +20,15 @@ import torch.distributed as dist
 
 from onward.infra import mpirun
 from onward.trainer.config.loading import build_config
+from onward.trainer.distributed import processes
 from onward.trainer.distributed.failures import _exit_status, install_excepthook, lost_a_peer
 from onward.trainer.distributed.mesh import AXES, ParallelDims, make_mesh
 from onward.trainer.distributed.preflight import preflight
-from onward.trainer.distributed.processes import MPIContext, Place, assign_gpus
+from onward.trainer.distributed.processes import MPIContext, Place, assign_gpus, threads_of_rank
 from onward.trainer.errors import ConfigError, Fenced, RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import write_record
+from onward.trainer.run.this_machine import physical_cores, spin_briefly_if_busy
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,6 +49,69 @@ def test_a_division_that_does_not_fit_the_world_is_refused_with_all_four_numbers
     ParallelDims(data=2, tensor=2, pipeline=2).check(8)
     with pytest.raises(RuntimeUnavailable, match=r"data 2 x tensor 3 x pipeline 2 needs 12 ranks, .* started 8"):
         ParallelDims(data=2, tensor=3, pipeline=2).check(8)
+
+
+@pytest.mark.parametrize(
+    ("siblings", "quota", "ranks", "threads"),
+    [
+        (("0", "1", "2", "3"), None, 1, 4),
+        (("0", "1", "2", "3"), None, 2, 2),
+        (("0,2", "1,3", "0,2", "1,3"), None, 1, 2),  # two cores with two hyperthreads each
+        (("0,2", "1,3", "0,2", "1,3"), None, 4, 1),
+        (("0", "1", "2", "3"), 2.5, 1, 2),
+        (("0", "1", "2", "3"), 0.5, 1, 1),
+    ],
+)
+def test_a_rank_has_the_cores_of_its_host_and_container_over_the_ranks(
+    siblings: Sequence[str], quota: float | None, ranks: int, threads: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    for processor, text in enumerate(siblings):
+        folder = tmp_path / f"cpu{processor}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{text}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(len(siblings))))
+    monkeypatch.setattr(processes, "physical_cores", lambda: physical_cores(tmp_path))
+    monkeypatch.setattr(processes, "core_limit", lambda: quota)
+    assert threads_of_rank(ranks) == threads
+    assert threads_of_rank(ranks, 3) == 3
+
+
+def test_processors_of_which_the_system_says_nothing_are_cores(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 5, 7})
+    assert physical_cores(tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    ("load", "given", "spins"),
+    [
+        (6.5, {}, "1000"),
+        (4.5, {}, None),  # a run of its own before this one
+        (6.5, {"GOMP_SPINCOUNT": "7"}, "7"),
+        (6.5, {"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+def test_threads_wait_asleep_where_other_programs_compute(
+    load: float, given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    spin_briefly_if_busy()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_it_is_decided_before_torch_is_imported() -> None:
+    code = """
+import os, sys
+os.getloadavg = lambda: (1e6, 1e6, 1e6)
+sys.argv[1:] = ["plan", "absent"]
+import onward.trainer.run.this_machine as m
+before = m.spin_briefly_if_busy
+m.spin_briefly_if_busy = lambda: (before(), print("torch" in sys.modules, os.environ["GOMP_SPINCOUNT"]))
+import onward.trainer.__main__
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ended.stdout == "False 1000\n"
 
 
 def host_of(local_size: int, num_gpus: int, *, first: int = 0, visible: Sequence[int] = ()) -> list[Place]:

@@ -17,6 +17,7 @@ from onward.trainer.config.sections.model import GraphConfig
 from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model import compile as accelerate_module
+from onward.trainer.model import compiled_on_cpu
 from onward.trainer.model.compile import accelerate
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.weight_casts import casts_kept, insert_casts
@@ -71,6 +72,7 @@ def test_nodes_computed_by_python_are_named_and_the_rest_is_compiled(
     asked: dict[str, Any] = {}
     monkeypatch.setattr(torch, "compile", lambda module, **options: asked.update(options) or module)
     monkeypatch.setattr(accelerate_module, "missing_compiler", lambda: "")
+    monkeypatch.setattr(compiled_on_cpu, "is_amd", lambda: False)
     with caplog.at_level(logging.WARNING):
         accelerate(to_module(onnx.parser.parse_model(LEAF)), GraphConfig(compile=True), CPU)
     assert "(NonZero)" in caplog.text

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from onward.trainer.config.sections.model import GraphConfig
 from onward.trainer.model import compile as compile_module
+from onward.trainer.model import compiled_on_cpu
 from onward.trainer.model.compile import CompileChoice, Compiler, accelerate, keep_compiled_code
 from onward.trainer.onnx_import.driver import to_module
 from tests.support import graphs
@@ -45,13 +46,14 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
     found: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch, "compile", lambda module, **options: Recorded(module, found, **options))
     monkeypatch.setattr(compile_module, "missing_compiler", lambda: "")
+    monkeypatch.setattr(compiled_on_cpu, "is_amd", lambda: False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return found
 
 
 def chain_of(choice: CompileChoice, **options: Any) -> tuple[Chained, Compiler]:
     module = to_module(graphs.tiny_mlp())
-    compiler = Compiler(choice, **options)
+    compiler = Compiler(choice, device=torch.device("cpu"), **options)
     chain = Chained(compiler.compile(module, module))
     compiler.watch(chain, ((6, 4),))
     return chain, compiler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from onward.trainer.config.sections.model import GraphConfig
+from onward.trainer.config.sections.model import HOW_TO_COMPILE, GraphConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
 from onward.trainer.config.sections.training import TrainConfig
 
@@ -87,7 +87,7 @@ def replicas(parallel: ParallelConfig) -> Iterable[str]:
 def zero_bubble(parallel: ParallelConfig, graph: GraphConfig) -> Iterable[str]:
     # FSDP2 shards the weights, and a compiled stage has one backward pass that cannot be split
     obstacles = [f"parallel.zero {parallel.zero}"] if parallel.zero else []
-    obstacles += ["graph.compile"] if graph.compile else []
+    obstacles += ["graph.compile"] if graph.compiles else []
     if parallel.schedule == "zero_bubble" and obstacles:
         yield (
             "parallel.schedule 'zero_bubble' splits backward passes in two and cannot be combined with "
@@ -120,9 +120,9 @@ def timeouts(launch: LaunchConfig) -> Iterable[str]:
 def compilation(
     graph: GraphConfig, parallel: ParallelConfig, recompute: RecomputeConfig, launch: LaunchConfig
 ) -> Iterable[str]:
-    if not graph.compile:
-        for name in ("shapes", "compile_mode", "compile_regions"):
-            if getattr(graph, name) != "auto":
+    if not graph.compiles:  # of "auto" the rehearsal finds out what forbids compiling
+        for name in HOW_TO_COMPILE:
+            if not graph.compile and getattr(graph, name) != "auto":
                 yield f"graph.{name} {getattr(graph, name)!r} has no effect without graph.compile = true"
         return
     if recompute.mode == "compressed":

@@ -80,13 +80,19 @@ class ModelConfig(Section):
         return tuple(dict.fromkeys(name or first for name in self.outputs))
 
 
+HOW_TO_COMPILE = ("shapes", "compile_mode", "compile_regions")
+"""Settings of [graph] that need `compile`."""
+
+
 class GraphConfig(Section):
     """How the imported graph is computed. The exported file does not depend on these settings."""
 
     fuse: bool = True
     """Rewrite attention, normalisation, GELU and linear layers into torch's fused kernels; false = node by node."""
-    compile: bool = False
-    """Compile the graph with torch.compile."""
+    compile: bool | Literal["auto"] = False
+    """Compile the graph with torch.compile. `auto` = if the steps of the run pay for it: the rehearsal compiles it and
+    times a step's passes both ways, and the run keeps the choice. On CPUs; elsewhere, and where something forbids
+    compiling, `auto` is false and says why."""
     shapes: Literal["auto", "static", "dynamic"] = "auto"
     """Shapes of compiled code: `static` = those of a full micro-batch, and others run eagerly; `dynamic` = one code for
     all. `auto` = static if all samples have one shape."""
@@ -104,6 +110,16 @@ class GraphConfig(Section):
     dropout: Decay = 0.0
     """Probability of dropout that is added where exporters remove it: on embeddings, residual branches and attention
     weights of the fused graph. The exported file never contains it."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a run compiles: "auto" which no rehearsal has resolved, as in a job started by hand, does not."""
+        return self.compile is True
+
+    def with_compile(self, compiles: bool) -> GraphConfig:
+        """Return the settings with `compile` resolved; without it, how to compile has no effect and is the default."""
+        how = {} if compiles else dict.fromkeys(HOW_TO_COMPILE, "auto")
+        return self.model_copy(update={"compile": compiles, **how})
 
 
 class LoraConfig(Section):

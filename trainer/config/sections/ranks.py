@@ -107,10 +107,11 @@ class LaunchConfig(Section):
     """`auto` = before a new run is launched, run a few micro-batches of the first rows forward and backward on the CPU,
     and compare the untrained file with onnxruntime; what fails is refused. `off` = do not."""
     rehearsal_timeout_s: PositiveFloat = 60.0
-    """Longest time of the rehearsal once the model is open; what was not reached by then is left out and named."""
+    """Longest time of the rehearsal once the model is open; what was not reached by then is left out and named. The
+    trial of `graph.compile = "auto"` has a limit of its own."""
     threads_per_rank: NonNegativeInt = 0
-    """CPU threads of one rank; 0 = the machine's cores divided by its ranks. Runs are bit-identical only with the same
-    number."""
+    """CPU threads of one rank; 0 = the cores that the machine and its container give, each with one of its
+    hyperthreads, divided by the machine's ranks. Runs are bit-identical only with the same number."""
     retries: NonNegativeInt = 2
     """How often a failed job is started again without progress: from its newest checkpoint or, without one, from step 0
     (see `checkpoint.minutes`). A checkpoint beyond all earlier ones is progress, after which the count begins again."""

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onward.trainer.distributed.launched import JOB_TAG
+from onward.trainer.run.this_machine import spin_briefly_if_busy
 
 LOOK_S = 0.2
 """Seconds between two looks at whether clients are stopped."""
@@ -215,6 +216,7 @@ def main(listener: int, alive: int, folder: str) -> None:
     own = _threads()
     given = {name: os.environ.get(name) for name in ALONE}
     os.environ.update(ALONE)
+    spin_briefly_if_busy()  # what OpenMP reads when torch is imported, the forks keep
     import pandas  # noqa: F401  most data is read with it
     import torch._dynamo  # noqa: F401  torch imports it when the first optimizer is made
 

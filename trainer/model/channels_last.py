@@ -56,10 +56,9 @@ def use_channels_last(
         converted.meta.update(image.meta)
         for user in [user for user in image.users if user is not converted]:
             user.replace_input_with(image, converted)
-    if images and weights == "stored":
-        _store_weights(module, but)
+    stored = _store_weights(module, but) if images and weights == "stored" else set()
     if images and weights != "each":
-        _convert_weights(module)
+        _convert_weights(module, stored)
     if images:
         module.recompile()
 
@@ -89,8 +88,8 @@ def _convolutions(graph: fx.Graph) -> list[fx.Node]:
     return [node for target in CONVOLUTIONS for node in graph.find_nodes(op="call_function", target=target)]
 
 
-def _store_weights(module: fx.GraphModule, but: Collection[str]) -> None:
-    """Store the parameters in channels-last format that nothing but convolutions reads."""
+def _store_weights(module: fx.GraphModule, but: Collection[str]) -> set[object]:
+    """Store the parameters in channels-last format that nothing but convolutions reads; return them."""
     names = {tensor: name for name, tensor in named_weights(cast("ImportedGraph", module)).items()}
     found = {_stored(module, _weight_read(node)[1]) for node in _convolutions(module.graph)}
     others = {
@@ -100,18 +99,22 @@ def _store_weights(module: fx.GraphModule, but: Collection[str]) -> None:
         for user in (given.users if given.target is half else (given,))
         if user.target not in CONVOLUTIONS or _weight_read(user)[1] is not read
     }
+    stored = set[object]()
     for parameter in found - others:
         if isinstance(parameter, nn.Parameter) and names.get(parameter) not in but:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+            stored.add(parameter)
+    return stored
 
 
-def _convert_weights(module: fx.GraphModule) -> None:
-    """Put a `half` node with the format before each convolution, once for all that read one parameter."""
+def _convert_weights(module: fx.GraphModule, stored: Collection[object]) -> None:
+    """Put a `half` node with the format before each convolution, once for all that read one parameter, but for those
+    that are stored in the format."""
     made: dict[fx.Node, fx.Node] = {}
     for node in _convolutions(module.graph):
         given, read = _weight_read(node)
         parameter = _stored(module, read)
-        if not isinstance(parameter, nn.Parameter) or parameter.is_contiguous(memory_format=torch.channels_last):
+        if not isinstance(parameter, nn.Parameter) or parameter in stored:
             continue
         if read not in made:
             with module.graph.inserting_after(read):

@@ -118,8 +118,8 @@ def test_on_a_cpu_channels_last_is_chosen_where_results_outnumber_the_weights_to
 
     few, many = (converted(large_kernels_on_small_images(), "fastest", CPU, rows=rows) for rows in (1, 256))
     assert few == 0
-    assert many > 0
-    assert converted(large_kernels_on_small_images(), "fastest", CUDA, rows=1) == many
+    assert many == 1  # the images: weights are stored in the format
+    assert converted(large_kernels_on_small_images(), "fastest", CUDA, rows=1) > 0
 
 
 @pytest.mark.parametrize("name", ["tiny_conv_net", "tiny_resnet", "tiny_conv_net_with_batch_norm"])

@@ -45,7 +45,8 @@ def run(path: str, words: list[str]) -> int:
         connection.sendall(request)
         fork = int.from_bytes(_read(connection, 8), "big")
     except OSError:
-        # on another host, or the server has ended, and has not forked
+        fork = 0  # on another host, or the server has ended
+    if fork == 0:  # or the environment is one that only a new process can have
         os.execv(sys.executable, [sys.executable, *words])
     for number in FORWARDED:
         signal.signal(number, lambda number, frame: _send(fork, number))

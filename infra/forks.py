@@ -83,7 +83,7 @@ def _start(folder: Path, alive: int) -> _Server | None:
                 [sys.executable, "-m", *SERVER, str(listener.fileno()), str(alive), str(folder)],
                 # packages leave files behind; a fork writes its job's tag in the place of this one, where `members`
                 # reads it
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder), TAG: NO_TAG},
+                env={**os.environ, **_libraries(), "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder), TAG: NO_TAG},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -93,6 +93,14 @@ def _start(folder: Path, alive: int) -> _Server | None:
             )
         return _Server(process, path)
     return None
+
+
+def _libraries() -> dict[str, str]:
+    """Return the variable in which mpirun names its libraries to the ranks; their forks need it from the beginning."""
+    path = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)])
+    mpirun = shutil.which("mpirun", path=path)
+    given = os.environ.get("LD_LIBRARY_PATH", "")
+    return {"LD_LIBRARY_PATH": f"{Path(mpirun).absolute().parent.parent / 'lib'}:{given}"} if mpirun else {}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -29,6 +29,7 @@ import struct
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,6 +130,9 @@ def _fork(connection: socket.socket, ours: tuple[int, ...]) -> Fork:
     files.frombytes(ancillary[0][2][: 3 * files.itemsize])
     try:
         words, environment, folder = json.loads(_read(connection, int.from_bytes(size, "big")))
+        if not _libraries(environment) <= _LIBRARIES:  # the loader reads it only when a program starts
+            connection.sendall((0).to_bytes(8, "big"))
+            raise ValueError("the client becomes the program itself")
         client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         pid = os.fork()
         if pid:
@@ -161,7 +165,14 @@ def _fork(connection: socket.socket, ours: tuple[int, ...]) -> Fork:
     os._exit(status)
 
 
+def _libraries(environment: Mapping[str, str]) -> set[str]:
+    """Return what decides in an environment which shared libraries a program finds."""
+    names = ("LD_LIBRARY_PATH", "LD_PRELOAD")
+    return {part for name in names for part in environment.get(name, "").split(os.pathsep)} | {""}
+
+
 _SERVER = os.getpid()
+_LIBRARIES = _libraries(os.environ)
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

@@ -25,6 +25,8 @@ def main(command: str, *words: str) -> int:
             "cwd": str(Path.cwd()),
             "name": __name__,
             "tmp": gettempdir(),
+            "pid": os.getpid(),
+            "parent": os.getppid(),
         }
         print(json.dumps(facts))
         print("and an error", file=sys.stderr)

@@ -23,12 +23,17 @@ def starved_run(folder: Path, *, wanted: bool) -> RunDir:
     """A run whose rank may have 96 MiB more after step 2; the hidden activations of step 3 take 64 MiB each."""
     rows = np.random.default_rng(0)
     columns = {"features": rows.normal(size=(3000, 4)).astype(np.float32), "label": np.zeros(3000, np.float32)}
+    model = tiny_mlp(hidden=HIDDEN)
+    for node in model.graph.node:
+        if node.op_type == "Relu":
+            node.op_type = "Sigmoid"  # a ReLU would overwrite what the first layer has computed
     run = make_run(
         folder,
-        tiny_mlp(hidden=HIDDEN),
+        model,
         columns,
         model={"loss": "mse"},
-        train={"global_batch_size": BATCH, "num_steps": 6, "log_period": 1},
+        # of two micro-batches the gradients are added in a bucket, which is there from the first on
+        train={"global_batch_size": 2 * BATCH, "gradient_accumulation_steps": 2, "num_steps": 6, "log_period": 1},
         optimizer={"name": "adam"},
         monitor={"memory_snapshot": wanted},
     )

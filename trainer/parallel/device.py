@@ -101,10 +101,8 @@ class Device:
     call_s: float
     """Time of calling one node's operators, forward and backward, however small."""
 
-    @property
-    def flops_per_byte(self) -> float:
-        """Return the FLOPs in the time of sending a byte to a rank of the same host."""
-        return self.flops_per_s / self.link_bytes_per_s
+    flops_per_byte: float
+    """FLOPs in the time of sending a byte of a message of a convolution to a rank of the same host."""
 
     def pass_s(self, flops: float, calls: int) -> float:
         """Return the time of computing; see above."""
@@ -112,8 +110,9 @@ class Device:
         return max(times) if self.type == "cuda" else sum(times)
 
 
-# gloo: 0.4 GB/s were measured with messages of 64 KiB, so the time of a small message is part of the rate
-CPU = Device("CPU", "cpu", 100e9, 0.4e9, 0.4e9, message_s=0.0, call_s=10e-6)
+# fitted to 30 layouts of two ranks on two cores (tests/bench/auto_choice.py). A message takes so long because a rank
+# waits until the other one comes to it. In messages of 64 KiB gloo sends 0.4 GB/s.
+CPU = Device("CPU", "cpu", 80e9, 1e9, 0.4e9, message_s=3e-3, call_s=10e-6, flops_per_byte=100e9 / 0.4e9)
 
 
 def describe(device: torch.device, compute: str) -> Device:
@@ -136,6 +135,7 @@ def gpu(name: str, compute: str) -> Device:
         # NCCL's latency within a host, and Python, dispatcher and launches of about three kernels
         message_s=20e-6,
         call_s=30e-6,
+        flops_per_byte=_rate(peak, compute) * 1e12 * COMPUTE_SHARE / (peak.link * 1e9 * LINK_SHARE),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,7 +51,7 @@ def test_a_cpu_is_described_without_a_gpu_and_a_gpu_by_its_properties(monkeypatc
 
 def test_a_gpu_starts_operators_while_it_computes_and_a_cpu_does_not() -> None:
     flops, calls = 1e9, 1000
-    assert CPU.pass_s(flops, calls) == pytest.approx(flops / 100e9 + calls * 10e-6)
+    assert CPU.pass_s(flops, calls) == pytest.approx(flops / 80e9 + calls * 10e-6)
     assert H100.pass_s(flops, calls) == calls * H100.call_s, "limited by the host"
     assert H100.pass_s(1e15, calls) == 1e15 / H100.flops_per_s, "limited by the GPU"
 
@@ -68,12 +69,14 @@ def test_auto_chooses_by_what_messages_and_calls_cost_on_the_device(
 ) -> None:
     parallel, train = {"sizes": "auto", "memory_gib": 10.0}, {"global_batch_size": 16, "num_steps": 1}
     config = gpt2(tmp_path, parallel=parallel, train=train, launch={"num_ranks": 2})
-    # a small model with few samples: sending its gradients over gloo takes longer than sending activations; a GPU
-    # computes less time than it takes to call the operators, which tensor parallelism does not divide
-    described(monkeypatch)(CPU)
-    chosen = plan(config)
-    assert (chosen.parallel.data, chosen.parallel.tensor, chosen.device[:4]) == (1, 2, "CPU,")
-    assert chosen.reserve.total == 0
+    # a small model with few samples: sending its gradients over gloo takes longer than sending activations, but these
+    # are more messages; a GPU computes less time than it takes to call the operators, which tensor parallelism does not
+    # divide
+    for message_s, sizes in ((0.0, (1, 2)), (CPU.message_s, (2, 1))):
+        described(monkeypatch)(replace(CPU, link_bytes_per_s=0.4e9, message_s=message_s))
+        chosen = plan(config)
+        assert (chosen.parallel.data, chosen.parallel.tensor, chosen.device[:4]) == (*sizes, "CPU,")
+        assert chosen.reserve.total == 0
     described(monkeypatch)(H100)
     chosen = plan(config)
     assert (chosen.parallel.data, chosen.parallel.tensor) == (2, 1)

@@ -116,10 +116,10 @@ def _train(
         acknowledged_interrupt(grace_s, say=view.say),
         fork_server(),
         rehearsal,
-        made_ahead(store_of(config.monitor)) as mlflow,
+        made_ahead(store_of(config.monitor)) as mlflow_import,
         prefect_server(),
     ):
-        mlflow.join()  # what follows imports the packages that MLflow imports, too
+        mlflow_import.join()  # what follows imports the packages that MLflow imports, too
         print("onward: opening the flow in Prefect", file=sys.stderr, flush=True)
         run, flow_run = create_flow_run(config, resume=resume, asked_ms=asked_ms)
         try:

@@ -49,7 +49,11 @@ def fork_server() -> Iterator[None]:
     if _running:
         yield
         return
-    folder = Path(tempfile.mkdtemp(prefix="onward-forks-"))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="onward-forks-"))
+    except OSError:  # the disk is full, or TMPDIR cannot be written
+        yield
+        return
     read, written = os.pipe()
     server = _start(folder, read)
     os.close(read)

@@ -214,6 +214,15 @@ def test_a_server_in_which_a_package_has_started_a_thread_forks_nothing(
         fork_server.main(-1, -1, "/absent")
 
 
+def test_where_no_folder_can_be_made_programs_run_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks.tempfile, "tempdir", str(tmp_path / "absent"))
+    with forks.fork_server():
+        assert forks.python() == [sys.executable]
+        assert run_module(MODULE, "say", "0", folder=tmp_path, log=tmp_path / "log") == ""
+
+
 def test_a_path_that_is_too_long_for_a_socket_starts_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()

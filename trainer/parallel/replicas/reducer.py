@@ -133,8 +133,10 @@ class Reducer:
         # torch would add the second gradient of a weight to the first one in place, though two first ones can be views
         # of one tensor (those of a and b in a.view(4) + b.view(4)); so several are added in buckets
         self._adopts = self._may_adopt and num_backwards == 1
-        for weight in self._trained if self._adopts else self._other_copies:
-            weight.tensor.grad = None if self._adopts else torch.zeros_like(weight.tensor, requires_grad=False)
+        for weight in self._trained if self._adopts else ():
+            weight.tensor.grad = None
+        for weight in () if self._adopts else self._other_copies:
+            weight.tensor.grad = torch.zeros_like(weight.tensor, requires_grad=False)
         for bucket in self._buckets:
             bucket.begin(adopts=self._adopts)
 

@@ -8,7 +8,6 @@ from typing import Any
 from onward.flows.planning.disk_needed import DiskNeeded, disk_needed
 from onward.flows.planning.time_needed import TimeNeeded, key_of_run, known_pace, number_of_steps, time_needed
 from onward.tasks.rehearsing import plan as make_plan
-from onward.tasks.step_measurement import measure
 from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.storage.row_counts import RowCount, count_rows
@@ -51,6 +50,9 @@ def plan_run(
     chosen = with_plan(local, layout)
     pace = None if measured_steps else known_pace(chosen)
     if measured_steps:
+        # here, because it imports Prefect, which takes as long as the rest of a plan's process without ranks
+        from onward.tasks.step_measurement import measure
+
         make_private(onward_home())
         # with the sizes that this plan shows, which `auto` might choose otherwise a second time
         given = chosen.parallel.model_copy(update={"sizes": "given"})

@@ -6,20 +6,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
-import torch
 from onnx import TensorProto
 
 from onward.trainer.diagnostics.difference import Difference, NodeChange, TensorChange
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import held_by
-from onward.trainer.onnx_graph.element_types import element_type_name
-from onward.trainer.onnx_graph.external_data import BYTEWISE_DTYPES, read_chunks
 from onward.trainer.onnx_graph.external_ranges import byte_range, external_problems, is_external
 from onward.trainer.onnx_graph.index import all_tensors
-from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.model_files import read_model, stored_array
+from onward.trainer.onnx_graph.stored_protos import BYTEWISE, element_type_name, read_chunks, stored_protos
 from onward.trainer.onnx_graph.strip_training import strip_training
 
 
@@ -225,7 +224,7 @@ def _shape(proto: TensorProto) -> str:
 def _tensor_change(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto, Path]) -> TensorChange | None:
     """Return how far a tensor changed; None if its values are equal bit by bit."""
     shape = _shape(a[0])
-    if a[0].data_type not in BYTEWISE_DTYPES:
+    if a[0].data_type not in BYTEWISE:
         same = [_content(*side) for side in (a, b)]
         return None if same[0] == same[1] else TensorChange(name=name, change="values", before=shape, after=shape)
     changed, greatest, moved, was, now, dot = 0, 0.0, 0.0, 0.0, 0.0, 0.0
@@ -234,13 +233,14 @@ def _tensor_change(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto,
         # as integers, because NaN differs from itself and -0.0 equals 0.0
         bits = x.view(BITS[x.itemsize]) != y.view(BITS[x.itemsize])
         changed += int(bits.sum())
-        x, y = x.double(), y.double()
-        if bits.any():
-            difference = (y - x)[bits]
-            furthest = float(difference.abs().max())
-            greatest = greatest if furthest <= greatest else furthest  # NaN is the greatest
-            moved += float(difference.square().sum())
-        was, now, dot = was + float(x.square().sum()), now + float(y.square().sum()), dot + float(x @ y)
+        with np.errstate(all="ignore"):  # the values may be infinite
+            x, y = x.astype(np.float64), y.astype(np.float64)
+            if bits.any():
+                difference = (y - x)[bits]
+                furthest = float(np.abs(difference).max())
+                greatest = greatest if furthest <= greatest else furthest  # NaN is the greatest
+                moved += float(difference @ difference)
+            was, now, dot = was + float(x @ x), now + float(y @ y), dot + float(x @ y)
     if not changed:
         return None
     return TensorChange(
@@ -255,12 +255,12 @@ def _tensor_change(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto,
     )
 
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS: dict[int, type[Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Element size in bytes -> integers of that size, which are equal exactly if the bits are (NaN included)."""
 
 
 def _content(proto: TensorProto, base: Path) -> bytes:
-    """Return the bytes of a tensor whose type torch cannot compute with."""
+    """Return the bytes of a tensor whose type is not in BYTEWISE."""
     if not is_external(proto):
         strings = [len(each).to_bytes(8) + each for each in proto.string_data]  # an array of them holds addresses
         return b"".join(strings) or stored_array(proto).tobytes()

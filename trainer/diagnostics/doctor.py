@@ -18,12 +18,12 @@ from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.diagnostics.runtime_check import RuntimeCheck, check_runtime
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import with_operands
-from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.external_ranges import byte_range, is_external
 from onward.trainer.onnx_graph.index import all_tensors
-from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
+from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.outputs import describe_type, readable_output, with_numeric_outputs
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, describe, find_preprocessing, preprocessing_model
+from onward.trainer.onnx_graph.stored_protos import element_type_name, stored_protos
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model, to_module

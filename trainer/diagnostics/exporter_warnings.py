@@ -9,11 +9,10 @@ from typing import TypeVar
 from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.diagnostics.merged_weights import merged_weights, removed_biases, separated_weights
 from onward.trainer.onnx_graph.blocked_layout import DOMAIN as BLOCKED
-from onward.trainer.onnx_graph.element_types import element_type_name
 from onward.trainer.onnx_graph.exporter_names import is_exporter_name
 from onward.trainer.onnx_graph.index import HALF_TYPES
-from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
+from onward.trainer.onnx_graph.stored_protos import element_type_name, stored_protos
 from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
 from onward.trainer.onnx_import.quantized_weights import integer_names
 from onward.trainer.run.records import ExporterWarning

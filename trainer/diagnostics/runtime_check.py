@@ -10,9 +10,9 @@ from pathlib import Path
 
 import onnx
 
-from onward.trainer.onnx_graph.external_data import load_small_tensors
 from onward.trainer.onnx_graph.index import SMALL, without_large_tensors
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.stored_protos import load_small_tensors
 from onward.trainer.run.records import Record
 
 MAX_BYTES = 256 * 2**20

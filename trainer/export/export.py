@@ -47,9 +47,9 @@ from onward.trainer.export.samples import WorstSamples
 from onward.trainer.export.verification import ROUNDED, Expected, changed_tensors, verify
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
 from onward.trainer.onnx_graph.index import all_names, locations
-from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_graph.quantizing import store_integers
+from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights

@@ -36,8 +36,8 @@ from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import Array, EvaluationData, OnnxRunner
 from onward.trainer.export.without_loss import write_without_loss
 from onward.trainer.onnx_graph.index import locations
-from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import Variant
 

@@ -29,8 +29,9 @@ from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.external_ranges import is_external
 from onward.trainer.onnx_graph.index import locations
-from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
+from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.stochastic_depth import random_nodes
+from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
 from onward.trainer.onnx_import.quantized_weights import QuantizedWeight, integer_names, quantized_weights
 

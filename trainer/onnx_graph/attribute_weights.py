@@ -14,12 +14,16 @@ same when a part of it is extracted.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx
-import torch
 from onnx import TensorProto
 
 from onward.trainer.onnx_graph.ml_types import DOMAIN
+
+if TYPE_CHECKING:
+    import torch
 
 HELD = {
     "LinearClassifier": ("coefficients", "intercepts"),
@@ -77,9 +81,9 @@ def _num_rows(node: onnx.NodeProto) -> int:
 
 def store_floats(tensor: torch.Tensor, attribute: onnx.AttributeProto) -> None:
     """Write a tensor into an attribute of a float or floats, unless it has the same bits already."""
-    now = tensor.detach().cpu().to(torch.float32).flatten()
+    now = tensor.detach().cpu().float().flatten().numpy()
     before = [attribute.f] if attribute.name == "value_float" else list(attribute.floats)
-    if torch.equal(now.view(torch.int32), torch.tensor(before, dtype=torch.float32).view(torch.int32)):
+    if now.tobytes() == np.array(before, np.float32).tobytes():
         return
     if attribute.name == "value_float":
         attribute.f = now.item()

@@ -6,6 +6,7 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedNode
+from onward.trainer.onnx_graph.stored_protos import element_type_name
 
 DTYPES: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32,
@@ -44,9 +45,3 @@ def torch_dtype(element_type: int) -> torch.dtype:
         return DTYPES[element_type]
     except KeyError:
         raise UnsupportedNode(f"its element type {element_type_name(element_type)} cannot be computed") from None
-
-
-def element_type_name(element_type: int) -> str:
-    """Return the name that ONNX gives an element type, such as FLOAT8E4M3FN."""
-    names = {int(value): str(name) for name, value in TensorProto.DataType.items()}
-    return names.get(element_type, f"number {element_type}")

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import onnx
 import torch
 from onnx import TensorProto
-from onnx.external_data_helper import load_external_data_for_tensor
 
 from onward.trainer.onnx_graph.element_types import DTYPES
-from onward.trainer.onnx_graph.external_ranges import ByteRange, byte_range, is_external
-from onward.trainer.onnx_graph.index import all_tensors
+from onward.trainer.onnx_graph.external_ranges import ByteRange, byte_range
+from onward.trainer.onnx_graph.stored_protos import CHUNK_BYTES
 from onward.trainer.onnx_graph.tensor_protos import read_tensor
 
 BYTEWISE_DTYPES: dict[int, torch.dtype] = {
@@ -33,17 +31,11 @@ BYTEWISE_DTYPES: dict[int, torch.dtype] = {
 }
 """Element types whose bytes in a file are those of a torch tensor of this type."""
 
-CHUNK_BYTES = 16 * 2**20
-"""Tensors are compared and written in chunks of this size."""
-
 ALIGNMENT_BYTES = 4096
 """A tensor that is moved to the end of its file begins at a multiple of this, as onnx aligns them."""
 
 UNALIGNED_MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
 """Processors that read a number at any address."""
-
-SMALL_BYTES = 64 * 2**10
-"""`load_small_tensors` reads tensors up to this size."""
 
 
 # -- reading
@@ -88,40 +80,6 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
         target.view(torch.uint8).copy_(source.view(torch.uint8))
     else:
         target.copy_(source)
-
-
-def read_chunks(proto: TensorProto, base: Path) -> Iterator[torch.Tensor]:
-    """Yield the values of a stored tensor, flat and in their stored type, in chunks of CHUNK_BYTES."""
-    dtype = BYTEWISE_DTYPES[proto.data_type]
-    if is_external(proto):
-        where = byte_range(proto)
-        with (base / where.location).open("rb") as file:
-            for offset in range(where.offset, where.end, CHUNK_BYTES):
-                file.seek(offset)
-                content = bytearray(file.read(min(CHUNK_BYTES, where.end - offset)))
-                yield torch.frombuffer(content, dtype=dtype)
-    elif proto.HasField("raw_data"):
-        for start in range(0, len(proto.raw_data), CHUNK_BYTES):
-            yield torch.frombuffer(bytearray(proto.raw_data[start : start + CHUNK_BYTES]), dtype=dtype)
-    else:
-        flat, step = read_tensor(proto).to(dtype).reshape(-1), CHUNK_BYTES // dtype.itemsize
-        yield from (flat[start : start + step] for start in range(0, len(flat), step))
-
-
-def load_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelProto:
-    """Return a copy of the model with small external tensors loaded, and all those of inner graphs and functions."""
-    if base is None or not any(map(is_external, all_tensors(model))):
-        return model
-    model = onnx.ModelProto.FromString(model.SerializeToString())
-    for place, proto in enumerate(all_tensors(model)):
-        # initializers of the main graph come first; in inner graphs all are loaded: nothing maps those, and lowering
-        # reads them as constants
-        inner = place >= len(model.graph.initializer)
-        if is_external(proto) and (inner or byte_range(proto).length <= SMALL_BYTES):
-            load_external_data_for_tensor(proto, str(base))
-            proto.data_location = TensorProto.DEFAULT
-            del proto.external_data[:]
-    return model
 
 
 # -- writing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.attribute_weights import as_tensor_proto, held_attributes
-from onward.trainer.onnx_graph.element_types import DTYPES, element_type_name
+from onward.trainer.onnx_graph.attribute_weights import held_attributes
+from onward.trainer.onnx_graph.element_types import DTYPES
 from onward.trainer.onnx_graph.external_data import bits_differ, map_external
 from onward.trainer.onnx_graph.external_ranges import is_external
+from onward.trainer.onnx_graph.stored_protos import element_type_name, stored_protos
 from onward.trainer.onnx_graph.tensor_protos import read_tensor
 
 
@@ -44,22 +44,6 @@ def stored_tensors(graph: onnx.GraphProto, base: Path | None, *, unaligned: bool
     if refused:
         raise UnsupportedModel(refused)
     return {name: _read(proto, base, unaligned=unaligned) for name, proto in found.items()}
-
-
-def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
-    """Yield (name, proto) of initializers, of Constant nodes (named as their output) and of attribute_weights.py.
-
-    The last ones are copies, which `store_tensor` cannot change (see `store_floats`).
-    """
-    for tensor in graph.initializer:
-        yield tensor.name, tensor
-    for node in graph.node:
-        if node.op_type == "Constant":
-            for attribute in node.attribute:
-                if attribute.name == "value":
-                    yield node.output[0], attribute.t
-    for name, node, attribute in held_attributes(graph):
-        yield name, as_tensor_proto(node, attribute)
 
 
 def _read(proto: TensorProto, base: Path | None, *, unaligned: bool) -> torch.Tensor:

@@ -33,10 +33,10 @@ import onnx
 from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 from onnx import helper, shape_inference
 
-from onward.trainer.onnx_graph.external_data import load_small_tensors
 from onward.trainer.onnx_graph.external_ranges import is_external
 from onward.trainer.onnx_graph.index import attributes_of, inner_graphs, nodes_inside, nodes_of
 from onward.trainer.onnx_graph.model_files import stored_array
+from onward.trainer.onnx_graph.stored_protos import load_small_tensors
 
 DOMAIN = "onward"
 OPERATOR = "StochasticDepth"

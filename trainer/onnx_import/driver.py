@@ -38,7 +38,6 @@ from onward.trainer.errors import ConfigError, UnsupportedModel, UnsupportedNode
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.blocked_layout import mark_blocks
 from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
-from onward.trainer.onnx_graph.external_data import load_small_tensors
 from onward.trainer.onnx_graph.external_ranges import external_problems
 from onward.trainer.onnx_graph.index import dims_of, without_large_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
@@ -48,6 +47,7 @@ from onward.trainer.onnx_graph.operator_lengths import known_lengths, with_lengt
 from onward.trainer.onnx_graph.outputs import with_numeric_outputs
 from onward.trainer.onnx_graph.shape_inference import infer_probes
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, mark_branches
+from onward.trainer.onnx_graph.stored_protos import load_small_tensors
 from onward.trainer.onnx_import.exporter_records import read_records
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
 from onward.trainer.onnx_import.lowering import GraphLowering, local_functions, opsets_of, unknown_operators

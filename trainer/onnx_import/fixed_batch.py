@@ -26,8 +26,8 @@ from torch import Tensor
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.element_types import DTYPES, torch_dtype
 from onward.trainer.onnx_graph.index import HALF_TYPES, locations
-from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.trial_sizes import declared_batch, trial_sizes

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from onward.trainer.errors import UnsupportedNode
+from onward.trainer.onnx_import.probed_calls import ProbedCalls, call_key
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced
 
 TORCH_ERRORS = (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError)
@@ -28,14 +30,16 @@ def as_function(call: Callable[..., Any] | str) -> Callable[..., Any]:
     return run
 
 
-def probe(run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the results of a call at the first and at the second trial size.
+def probe(function: Callable[..., Any] | str, args: Any, kwargs: Any, known: ProbedCalls) -> tuple[Any, Any]:
+    """Return the results of a call of a function, or of a tensor method, at the first and at the second trial size.
 
-    Raises UnsupportedNode if torch refuses the operands at every size, and NeedsRuntimeValues if the result depends on
-    values, which meta tensors do not have, or if other sizes than the two would work.
+    known: what equal calls gave. Raises UnsupportedNode if torch refuses the operands at every size, and
+    NeedsRuntimeValues if the result depends on values, which meta tensors do not have, or if other sizes than the two
+    would work.
     """
+    run, key = as_function(function), call_key(function)
     try:
-        first, second = _at_size(0, run, args, kwargs), _at_size(1, run, args, kwargs)
+        first, second = (known.run(key, run, *_operands(side, args, kwargs)) for side in (0, 1))
         if isinstance(first, list | tuple) and len(first) != len(second):
             raise NeedsRuntimeValues("how many results it has depends on a dynamic dimension")
         return first, second
@@ -47,16 +51,14 @@ def probe(run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         raise UnsupportedNode(reason) from error
 
 
-def _at_size(side: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _operands(side: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
     def pick(leaf: Any) -> Any:
         if isinstance(leaf, Traced):
             return leaf.probes[side]
         # constants too: torch refuses calls that mix meta tensors with tensors of another device
         return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
-    picked, named = pytree.tree_map(pick, (args, kwargs))
-    with torch.no_grad():
-        return run(*picked, **named)
+    return map_aggregate(tuple(args), pick), map_aggregate(dict(kwargs), pick)
 
 
 def _needs_values(error: Exception) -> bool:

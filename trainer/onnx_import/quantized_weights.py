@@ -25,7 +25,8 @@ import torch
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.element_types import DTYPES
 from onward.trainer.onnx_graph.index import attributes_of, inner_graphs, names_read
-from onward.trainer.onnx_graph.initializers import stored_protos, stored_tensors
+from onward.trainer.onnx_graph.initializers import stored_tensors
+from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_import.integer_storage import MOVES, store_as
 from onward.trainer.onnx_import.ops.cast import is_packed
 from onward.trainer.onnx_import.ops.quant import ScaleLayout, broadcast_scale, dequantize, quantized_values

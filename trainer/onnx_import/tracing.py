@@ -29,6 +29,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from onward.trainer.onnx_import.probed_calls import ProbedCalls
 from onward.trainer.onnx_import.probing import as_function, probe
 from onward.trainer.onnx_import.shape_assumptions import can_differ, check_assumption, expression_text
 from onward.trainer.onnx_import.values import FreedBatch, ShapeArray, Traced, Value, shape_array
@@ -70,6 +71,7 @@ class Tracer:
         self.graph = fx.Graph(tracer_cls=OpaqueCallTracer)
         self.root = nn.Module()
         self.training = training
+        self._known_calls = ProbedCalls()
         self._constants: dict[int, tuple[torch.Tensor, fx.Node]] = {}
         self._sizes: dict[tuple[fx.Node, int], Value] = {}
         self._anchor: Traced | None = None
@@ -91,13 +93,12 @@ class Tracer:
 
     def call_as_is(self, function: Callable[..., Any] | str, args: Any, kwargs: Any) -> Value:
         """Call without a detour through int64 for wide unsigned operands."""
-        run = as_function(function)
         leaves = pytree.tree_leaves((args, kwargs))
         # constant folding: arithmetic of stored tensors leaves no nodes in the graph
         if not any(isinstance(leaf, Traced) for leaf in leaves):
             with torch.no_grad():
-                return run(*args, **kwargs)
-        probes = probe(run, args, kwargs)
+                return as_function(function)(*args, **kwargs)
+        probes = probe(function, args, kwargs, self._known_calls)
         record = self.graph.call_method if isinstance(function, str) else self.graph.call_function
         node = record(function, *self._nodes((args, kwargs)))  # type: ignore[arg-type]
         return self._wrap(node, probes)
@@ -107,7 +108,7 @@ class Tracer:
         if not any(isinstance(leaf, Traced) for leaf in pytree.tree_leaves(args)):
             return module.train(self.training)(*args)
         # a copy, because .to("meta") drops the data of a module in place
-        probes = probe(copy.deepcopy(module).to("meta").eval(), args, {})
+        probes = probe(copy.deepcopy(module).to("meta").eval(), args, {}, self._known_calls)
         name = self.attach(name, module.train())
         return self._wrap(self.graph.call_module(name, *self._nodes((args,))), probes)
 

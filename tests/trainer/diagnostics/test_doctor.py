@@ -17,7 +17,7 @@ from onward.trainer.diagnostics.audit_input import audit_of_run
 from onward.trainer.diagnostics.doctor import Diagnosis, diagnose
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.initializers import stored_protos
+from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_graph.surgery import apply_surgery
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.train_selection import select_trained

@@ -52,8 +52,8 @@ def test_a_large_tensor_of_the_main_graph_stays_in_its_file_and_a_small_one_is_l
         g (float[n, {rows}] x) => (float[n, 200] y) {{ y = MatMul(x, w) }}""")
     model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
     path = saved(model, tmp_path)
-    copied = external.load_small_tensors(onnx.load(path, load_external_data=False), tmp_path)
-    assert is_external(copied.graph.initializer[0]) == (weight.nbytes > external.SMALL_BYTES) == (rows == 200)
+    copied = stored_protos.load_small_tensors(onnx.load(path, load_external_data=False), tmp_path)
+    assert is_external(copied.graph.initializer[0]) == (weight.nbytes > stored_protos.SMALL_BYTES) == (rows == 200)
 
 
 def moved(module: ImportedGraph, *names: str) -> None:

@@ -26,9 +26,9 @@ from onward.trainer.onnx_graph import loss_files
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.builder import GraphExtender
 from onward.trainer.onnx_graph.index import nodes_of
-from onward.trainer.onnx_graph.initializers import stored_protos
 from onward.trainer.onnx_graph.loss_files import LEAST_OPSET, opset_of, too_old, unknown_shape
 from onward.trainer.onnx_graph.ml_types import DOMAIN
+from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_graph.strip_training import strip_training
 
 Dim = TypeVar("Dim")

@@ -6,7 +6,8 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_graph.element_types import PACKED, element_type_name, torch_dtype
+from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
+from onward.trainer.onnx_graph.stored_protos import element_type_name
 from onward.trainer.onnx_import.integer_storage import before_storage
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.values import Value

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
+from torch.fx.node import map_aggregate
 
 from onward.trainer.onnx_import.origins import mark_fused
-from onward.trainer.onnx_import.probing import TORCH_ERRORS
+from onward.trainer.onnx_import.probed_calls import ProbedCalls, call_key, module_key
+from onward.trainer.onnx_import.probing import TORCH_ERRORS, as_function
 
 Rewrite = Callable[["Rewriter", fx.Node], fx.Node]
 
@@ -48,6 +49,9 @@ class Rewriter:
         self.root = root
         self._made: list[fx.Node] = []
         self._erased: list[fx.Node] = []
+        self._known_calls = ProbedCalls()
+        self._next_number: dict[str, int] = {}
+        """Prefix of a new module's name -> the first number that may be free."""
 
     # -- properties of a value
 
@@ -69,20 +73,16 @@ class Rewriter:
             return probe, probe
         if node.op == "call_module":
             run: Any = self.root.get_submodule(str(node.target))
-        elif node.op == "call_method":
-
-            def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                return getattr(tensor, str(node.target))(*args, **kwargs)
-
-        elif node.op == "call_function":
-            run = node.target
+            key = module_key(run)
+        elif node.op in ("call_method", "call_function"):
+            target: Any = node.target
+            run, key = as_function(target), call_key(target)
         else:
             raise NoMatch
 
         def of(side: int) -> Any:
-            args, kwargs = pytree.tree_map(lambda leaf: self.probes(leaf)[side], (node.args, node.kwargs))
-            with torch.no_grad():
-                return run(*args, **kwargs)
+            args, kwargs = map_aggregate((node.args, node.kwargs), lambda leaf: self.probes(leaf)[side])
+            return self._known_calls.run(key, run, args, kwargs)
 
         try:
             return of(0), of(1)
@@ -182,9 +182,10 @@ class Rewriter:
 
     def call_module(self, name: str, module: nn.Module, *args: Any) -> fx.Node:
         """Insert a call of a new module, registered as `name`_0, `name`_1, ..."""
-        number = 0
+        number = self._next_number.get(name, 0)
         while hasattr(self.root, f"{name}_{number}"):
             number += 1
+        self._next_number[name] = number + 1
         self.root.add_module(f"{name}_{number}", module)
         return self._new(self.graph.call_module(f"{name}_{number}", args))
 
@@ -224,6 +225,7 @@ class Rewriter:
         self.graph.erase_node(node)
         if node.op == "call_module":
             delattr(self.root, str(node.target))
+            self._next_number.clear()  # the number is free again
 
     def remove(self, node: fx.Node) -> None:
         """Erase a node without readers, and then its operands that have no other readers."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, has_one_user, is_call, require
+from onward.trainer.onnx_import.probed_calls import PURE_MODULES, CannotCompareError, exact_key
 
 RANDOM = frozenset(
     {"dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "bernoulli", "rrelu",
@@ -22,9 +22,6 @@ RANDOM = frozenset(
      "randn_like", "randperm", "scaled_dot_product_attention", "empty", "empty_like", "batch_norm"}
 )  # fmt: skip
 """Names of functions that draw random numbers or change their operands."""
-
-PURE_MODULES = ("torch.", "onward.trainer.onnx_import.ops.", "_operator.", "builtins.", "None.")
-"""Modules whose functions have no side effects, except those in RANDOM."""
 
 
 def share_equal_calls(r: Rewriter) -> int:
@@ -55,14 +52,10 @@ def _key(r: Rewriter, node: Any) -> Any:
         return ("constant", tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes())
     if not _is_pure(r, node):
         return None
-    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-    # the type is part of the key, because 1 == 1.0 == True
-    return node.op, node.target, str(spec), tuple((type(leaf), _exact(leaf)) for leaf in leaves)
-
-
-def _exact(leaf: Any) -> Any:
-    # 0.0 == -0.0, but they do not compute the same; NaN would not equal itself
-    return leaf.hex() if isinstance(leaf, float) else leaf
+    try:
+        return node.op, node.target, exact_key(node.args), exact_key(dict(node.kwargs))
+    except CannotCompareError:
+        return None
 
 
 def _is_pure(r: Rewriter, node: Any) -> bool:

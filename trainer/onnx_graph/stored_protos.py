@@ -1,0 +1,86 @@
+"""The tensors that a graph stores, as they are in the file: their protos, the names of their types, and their bytes.
+
+Without torch, whose import takes longer than `onward diff`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from onnx.external_data_helper import load_external_data_for_tensor
+
+from onward.trainer.onnx_graph.attribute_weights import as_tensor_proto, held_attributes
+from onward.trainer.onnx_graph.external_ranges import byte_range, is_external
+from onward.trainer.onnx_graph.index import all_tensors
+
+BYTEWISE = frozenset(
+    {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE, TensorProto.BOOL,
+     TensorProto.UINT8, TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64}
+)  # fmt: skip
+"""Element types whose bytes in a file are those of an array of this type, and with which one can compute."""
+
+CHUNK_BYTES = 16 * 2**20
+"""Tensors are compared and written in chunks of this size."""
+
+SMALL_BYTES = 64 * 2**10
+"""`load_small_tensors` reads tensors up to this size."""
+
+
+def element_type_name(element_type: int) -> str:
+    """Return the name that ONNX gives an element type, such as FLOAT8E4M3FN."""
+    names = {int(value): str(name) for name, value in TensorProto.DataType.items()}
+    return names.get(element_type, f"number {element_type}")
+
+
+def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
+    """Yield (name, proto) of initializers, of Constant nodes (named as their output) and of attribute_weights.py.
+
+    The last ones are copies, which `store_tensor` cannot change (see `store_floats`).
+    """
+    for tensor in graph.initializer:
+        yield tensor.name, tensor
+    for node in graph.node:
+        if node.op_type == "Constant":
+            for attribute in node.attribute:
+                if attribute.name == "value":
+                    yield node.output[0], attribute.t
+    for name, node, attribute in held_attributes(graph):
+        yield name, as_tensor_proto(node, attribute)
+
+
+def read_chunks(proto: TensorProto, base: Path) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield the values of a tensor of a type in BYTEWISE, flat and in this type, in chunks of CHUNK_BYTES."""
+    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(proto.data_type))
+    if is_external(proto):
+        where = byte_range(proto)
+        with (base / where.location).open("rb") as file:
+            for offset in range(where.offset, where.end, CHUNK_BYTES):
+                file.seek(offset)
+                yield np.frombuffer(file.read(min(CHUNK_BYTES, where.end - offset)), dtype)
+    elif proto.HasField("raw_data"):
+        for start in range(0, len(proto.raw_data), CHUNK_BYTES):
+            yield np.frombuffer(proto.raw_data[start : start + CHUNK_BYTES], dtype)
+    else:
+        flat, step = numpy_helper.to_array(proto).reshape(-1), CHUNK_BYTES // dtype.itemsize
+        yield from (flat[start : start + step] for start in range(0, len(flat), step))
+
+
+def load_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelProto:
+    """Return a copy of the model with small external tensors loaded, and all those of inner graphs and functions."""
+    if base is None or not any(map(is_external, all_tensors(model))):
+        return model
+    model = onnx.ModelProto.FromString(model.SerializeToString())
+    for place, proto in enumerate(all_tensors(model)):
+        # initializers of the main graph come first; in inner graphs all are loaded: nothing maps those, and lowering
+        # reads them as constants
+        inner = place >= len(model.graph.initializer)
+        if is_external(proto) and (inner or byte_range(proto).length <= SMALL_BYTES):
+            load_external_data_for_tensor(proto, str(base))
+            proto.data_location = TensorProto.DEFAULT
+            del proto.external_data[:]
+    return model

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from onward.trainer.distributed.launched import die_with_parent, launched_rank
+from onward.trainer.run.quick_imports import quick_imports
 from onward.trainer.run.this_machine import spin_briefly_if_busy
 
 # Before the imports below, which take seconds: a rank whose launcher is killed meanwhile would be left behind.
@@ -36,22 +37,23 @@ if launched_rank() is not None:
 # before torch is imported, whose OpenMP reads it
 spin_briefly_if_busy()
 
-import torch
+with quick_imports():
+    import torch
 
-from onward.trainer.distributed.failures import (
-    StopSignal,
-    install_excepthook,
-    trace_collectives,
-    write_stacks_when_ended,
-    write_tracebacks,
-)
-from onward.trainer.distributed.preflight import run_preflight
-from onward.trainer.distributed.processes import connect, disconnect
-from onward.trainer.errors import ExportRefused, Stopped
-from onward.trainer.events import Heartbeat
-from onward.trainer.run.directory import RunDir, comparison_in, read_config, read_config_as_given, variant_in
-from onward.trainer.run.node_usage import recorded_usage
-from onward.trainer.run.records import ExportedModel, read_record, write_record
+    from onward.trainer.distributed.failures import (
+        StopSignal,
+        install_excepthook,
+        trace_collectives,
+        write_stacks_when_ended,
+        write_tracebacks,
+    )
+    from onward.trainer.distributed.preflight import run_preflight
+    from onward.trainer.distributed.processes import connect, disconnect
+    from onward.trainer.errors import ExportRefused, Stopped
+    from onward.trainer.events import Heartbeat
+    from onward.trainer.run.directory import RunDir, comparison_in, read_config, read_config_as_given, variant_in
+    from onward.trainer.run.node_usage import recorded_usage
+    from onward.trainer.run.records import ExportedModel, read_record, write_record
 
 if TYPE_CHECKING:
     from onward.trainer.export.onnx_runner import EvaluationData
@@ -153,8 +155,9 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
     from onward.trainer.checkpoint.verification import verify
     from onward.trainer.export import export
     from onward.trainer.optim.averages import exported_weights
+    from onward.trainer.run.refusals import exit_with_refusal
 
-    with export.exit_with_refusal(folder):
+    with exit_with_refusal(folder):
         state, tensors = load(verify(path))
         weights = exported_weights(read_config(run), tensors, source=f"checkpoint {path}")
         checkpoint = export.Checkpoint(step=state.step, weights=weights)
@@ -212,13 +215,14 @@ def compare_with_served(run: RunDir, served: Path, *, folder: Path) -> int:
 def make_plan(folder: RunDir) -> int:
     """Estimate the layout for `config.json` in `folder`, and write plan.json there."""
     die_with_parent()
-    from onward.trainer.export import export
-    from onward.trainer.model.fixed_batch import choose_fixed_batch
-    from onward.trainer.model.teacher import open_with_teacher
-    from onward.trainer.parallel.planner import plan
-    from onward.trainer.rehearsal.needs import least_needs
+    with quick_imports():
+        from onward.trainer.model.fixed_batch import choose_fixed_batch
+        from onward.trainer.model.teacher import open_with_teacher
+        from onward.trainer.parallel.planner import plan
+        from onward.trainer.rehearsal.needs import least_needs
+        from onward.trainer.run.refusals import exit_with_refusal
 
-    with export.exit_with_refusal(folder.root):
+    with exit_with_refusal(folder.root):
         config, _ = choose_fixed_batch(read_config(folder))
         module = open_with_teacher(config, by_parts=True).module
         needs = least_needs(module, config)  # before the planner divides the module
@@ -229,9 +233,10 @@ def make_plan(folder: RunDir) -> int:
 def make_quantized(folder: RunDir) -> int:
     """Insert QuantizeLinear into the model of `config.json` in `folder`; write quantized/ there."""
     die_with_parent()
-    from onward.trainer.export import export, quantize_aware
+    from onward.trainer.export import quantize_aware
+    from onward.trainer.run.refusals import exit_with_refusal
 
-    with export.exit_with_refusal(folder.root):
+    with exit_with_refusal(folder.root):
         config = read_config_as_given(folder)
         made = quantize_aware.make_quantized(config, folder.quantized / config.model.path.name)
         write_record(folder.quantized / "quantized.json", made)

@@ -19,6 +19,7 @@ from onward.flows.commands.common import (
     print_json,
 )
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.run.quick_imports import quick_imports
 
 
 def doctor(
@@ -73,6 +74,8 @@ def doctor(
         raise ConfigError("--hostfile is for the examination of a machine; leave it out, or leave MODEL out")
     if data is not None and re.match(r"\w+(\.\w+)+=", data):  # a setting, after a configuration that names the data
         changes, data = [data, *changes], None
+    with quick_imports():
+        import onward.trainer.diagnostics.doctor  # noqa: F401 - and torch, which `api.doctor` would import
     found = api.doctor(model, data, changes, label=label, rows=rows, converters=converters or ())
     if as_json:
         print_json(found.model_dump(mode="json"))

@@ -15,7 +15,9 @@ from tests.support.ranks import ROOT, run_ranks
 SMALLEST: dict[str, tuple[str, ...]] = {
     "auto_choice": ("--turns", "1", "--cases", "SqueezeNet 32"),
     "checkpoint_stall": (),
+    "command_costs": ("--rounds", "1", "--commands", "import torch", "diff"),
     "data_loading": ("--images", "40", "--steps", "3", "--rows", "2000", "--rounds", "1"),
+    "graph_import": ("--layers", "1", "2"),
     "imported_graph": ("--models", "gpt2", "squeezenet", "--rounds", "1"),
     "large_plan": ("--layers", "2", "--width", "128", "--layouts", "tensor 4 x pipeline 2"),
     "layouts": ("--turns", "2", "--layouts", "dp2, MPI"),

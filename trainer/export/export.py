@@ -20,10 +20,8 @@ onnxruntime can crash its process, so exporting has one of its own: `python -m o
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ from onward.trainer.data.losses_from_data import with_balanced_weights, with_cla
 from onward.trainer.data.signature import digest_of_files, model_digest, read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.diff import compare
-from onward.trainer.errors import ExportRefused, OnwardError, Refused, RuntimeUnavailable
+from onward.trainer.errors import ExportRefused
 from onward.trainer.export.cuda_provider import check_on_cuda
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
@@ -60,13 +58,10 @@ from onward.trainer.run.directory import (
     example_in,
     read_config,
     read_config_as_given,
-    refusal_in,
     samples_in,
 )
 from onward.trainer.run.durable_files import fsync, write_durably
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
-from onward.trainer.run.refusals import Refusal
-from onward.trainer.run.reserved import reserve, write_reserved
 
 log = logging.getLogger(__name__)
 
@@ -81,32 +76,6 @@ class Checkpoint:
     step: int
     weights: Mapping[str, Tensor]
     """Initializer name -> tensor, running statistics included."""
-
-
-@contextlib.contextmanager
-def exit_with_refusal(folder: Path) -> Iterator[None]:
-    """Write an OnwardError to `folder` as a Refusal record, and end the process with the error's exit status.
-
-    A full disk counts as one; the space for the record is taken at the start.
-    """
-    reserved = folder / ".refused.reserved"
-    reserve(reserved)
-    try:
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise RuntimeUnavailable(
-                f"no room to write the exported file in {folder}: {error.strerror}; make room and export again"
-            ) from error
-    except OnwardError as error:
-        problems = error.problems if isinstance(error, Refused) else (str(error),)
-        write_reserved(refusal_in(folder), Refusal(kind=type(error).__name__, problems=problems), reserved)
-        log.error("%s: %s", type(error).__name__, error)
-        sys.exit(error.exit_code)
-    finally:
-        reserved.unlink(missing_ok=True)
 
 
 def export(

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from onward.trainer.onnx_import.shape_functions import without_compiler
+
 PURE_MODULES = ("torch.", "onward.trainer.onnx_import.ops.", "_operator.", "builtins.", "None.")
 """Modules whose functions have no side effects, except for random numbers and functions that end with an underscore."""
 
@@ -93,6 +95,7 @@ class ProbedCalls:
 
     def __init__(self) -> None:
         self._results: dict[Any, Any] = {}
+        without_compiler()
 
     def run(self, key: Any, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return run(*args, **kwargs) on meta tensors. key: of `call_key` or `module_key`; None = do not remember.

@@ -25,7 +25,6 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.signature import model_bytes
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import Refused, UnsupportedModel
-from onward.trainer.export.export import exit_with_refusal
 from onward.trainer.model.fixed_batch import choose_fixed_batch
 from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.model.trainable import open_trainable
@@ -36,6 +35,7 @@ from onward.trainer.rehearsal.compile_trial import not_compiled
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import write_record
+from onward.trainer.run.refusals import exit_with_refusal
 
 COPIES_OF_WEIGHTS = 4
 """In memory at once: the file, the module, its gradients, and onnxruntime's session."""

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import errno
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from onward.trainer import errors
-from onward.trainer.errors import OnwardError
+from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable
+from onward.trainer.run.directory import refusal_in
 from onward.trainer.run.records import Record
+from onward.trainer.run.reserved import reserve, write_reserved
+
+log = logging.getLogger(__name__)
 
 
 class Refusal(Record):
@@ -30,4 +39,30 @@ def recorded_error(kind: str, problems: Sequence[str], *, where: str = "") -> On
     found = getattr(errors, kind, None)
     if not (isinstance(found, type) and issubclass(found, OnwardError)):
         return None
-    return found(problems) if issubclass(found, errors.Refused) else found(where + "\n".join(problems))
+    return found(problems) if issubclass(found, Refused) else found(where + "\n".join(problems))
+
+
+@contextlib.contextmanager
+def exit_with_refusal(folder: Path) -> Iterator[None]:
+    """Write an OnwardError to `folder` as a Refusal record, and end the process with the error's exit status.
+
+    A full disk counts as one; the space for the record is taken at the start.
+    """
+    reserved = folder / ".refused.reserved"
+    reserve(reserved)
+    try:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise RuntimeUnavailable(
+                f"no room to write the exported file in {folder}: {error.strerror}; make room and export again"
+            ) from error
+    except OnwardError as error:
+        problems = error.problems if isinstance(error, Refused) else (str(error),)
+        write_reserved(refusal_in(folder), Refusal(kind=type(error).__name__, problems=problems), reserved)
+        log.error("%s: %s", type(error).__name__, error)
+        sys.exit(error.exit_code)
+    finally:
+        reserved.unlink(missing_ok=True)

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -186,3 +188,30 @@ def test_the_command_exits_with_0_1_or_2(tmp_path):
     (tmp_path / "text.onnx").write_text("no model")
     with pytest.raises(UnsupportedModel, match="not an ONNX file"):
         compare(a, tmp_path / "text.onnx")
+
+
+def test_a_comparison_imports_no_torch():
+    program = "import sys, onward.trainer.diagnostics.diff; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("element_type", [TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.BOOL])
+def test_values_of_other_types_are_compared_as_numbers(element_type, tmp_path):
+    a = tiny_mlp()
+    b = copy.deepcopy(a)
+    for model, second in ((a, 0.0), (b, 1.0)):
+        model.graph.initializer.append(helper.make_tensor("t", element_type, [3], [1.0, second, 1.0]))
+    [change] = compare(*pair(a, b, tmp_path)).tensors
+    assert (change.name, change.changed, change.greatest) == ("t", 1, 1.0)
+    assert change.relative == pytest.approx(0.5**0.5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinite_values_and_nan_are_differences(tmp_path):
+    a = tiny_mlp()
+    b = copy.deepcopy(a)
+    for model, values in ((a, [np.inf, 1.0]), (b, [-np.inf, np.nan])):
+        model.graph.initializer.append(helper.make_tensor("t", TensorProto.FLOAT, [2], values))
+    [change] = compare(*pair(a, b, tmp_path)).tensors
+    assert change.changed == 2
+    assert np.isnan(change.greatest)

@@ -40,7 +40,7 @@ from onward.trainer.onnx_import.write_back import write_model
 from onward.trainer.run.directory import RunDir, example_in, refusal_in
 from onward.trainer.run.durable_files import sha256 as digest
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
-from onward.trainer.run.refusals import Refusal
+from onward.trainer.run.refusals import Refusal, exit_with_refusal
 from tests.support import graphs
 from tests.support.losses import metrics_of
 from tests.support.quantized import quantized
@@ -259,7 +259,7 @@ def test_a_full_disk_is_refused_with_a_sentence_and_leaves_no_file(make: Make, m
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("onward.trainer.export.export.write_model", full)
-    with pytest.raises(SystemExit) as ended, export.exit_with_refusal(case.run.export):
+    with pytest.raises(SystemExit) as ended, exit_with_refusal(case.run.export):
         case.export()
     assert ended.value.code == 3
     refusal = read_record(refusal_in(case.run.export), Refusal)
@@ -477,7 +477,7 @@ def test_an_export_without_evaluation_data_is_refused(make: Make) -> None:
 
 
 def test_a_refusal_is_left_as_data_with_its_exit_code(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as ended, export.exit_with_refusal(tmp_path):
+    with pytest.raises(SystemExit) as ended, exit_with_refusal(tmp_path):
         raise ExportRefused(["one", "two"])
     assert ended.value.code == 5
     assert read_record(refusal_in(tmp_path), Refusal) == Refusal(kind="ExportRefused", problems=("one", "two"))

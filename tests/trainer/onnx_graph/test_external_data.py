@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph import external_data as external
-from onward.trainer.onnx_graph.external_data import read_chunks
+from onward.trainer.onnx_graph import stored_protos
 from onward.trainer.onnx_graph.external_ranges import byte_range, external_problems, is_external
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
@@ -195,7 +195,8 @@ def test_files_of_other_models_are_never_overwritten(tmp_path):
 
 
 def test_a_tensor_is_written_and_compared_in_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(external, "CHUNK_BYTES", 16)
+    for module in (external, stored_protos):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 16)
     path = saved(tiny_mlp(), tmp_path)
     model, module = imported(path)
     with torch.no_grad():
@@ -205,7 +206,11 @@ def test_a_tensor_is_written_and_compared_in_chunks(tmp_path, monkeypatch):
     assert differing(path.with_suffix(".bin"), side) <= set(range(start + 52, start + 56))
     [proto] = [tensor for tensor in tiny_mlp().graph.initializer if tensor.name == "fc1.weight"]
     for kept in (proto, helper.make_tensor("t", 1, proto.dims, numpy_helper.to_array(proto).reshape(-1))):
-        assert [len(piece) for piece in read_chunks(kept, tmp_path)] == [4] * 16
+        assert [len(piece) for piece in stored_protos.read_chunks(kept, tmp_path)] == [4] * 16
+
+
+def test_types_that_are_compared_in_chunks_are_those_that_are_mapped():
+    assert external.BYTEWISE_DTYPES.keys() == stored_protos.BYTEWISE
 
 
 WIDE = 8192

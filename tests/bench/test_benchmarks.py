@@ -14,6 +14,7 @@ from tests.support.ranks import ROOT, run_ranks
 
 SMALLEST: dict[str, tuple[str, ...]] = {
     "auto_choice": ("--turns", "1", "--cases", "SqueezeNet 32"),
+    "checkpoint_speed": ("--rounds", "1", "--layers", "1", "--width", "64", "--words", "256"),
     "checkpoint_stall": (),
     "data_loading": ("--images", "40", "--steps", "3", "--rows", "2000", "--rounds", "1"),
     "imported_graph": ("--models", "gpt2", "squeezenet", "--rounds", "1"),

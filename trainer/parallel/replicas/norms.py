@@ -82,5 +82,5 @@ def _row_norms(flat: Tensor) -> tuple[Tensor, ...]:
     num_rows, rest = divmod(flat.numel(), ROW_ELEMENTS)
     if not rest:
         return (torch.linalg.vector_norm(flat.view(num_rows, ROW_ELEMENTS), dim=1),)
-    rows, others = torch.split(flat, (num_rows * ROW_ELEMENTS, rest))
+    rows, others = torch.split(flat, [num_rows * ROW_ELEMENTS, rest])
     return torch.linalg.vector_norm(rows.view(num_rows, ROW_ELEMENTS), dim=1), others

@@ -64,12 +64,16 @@ def heading(package: str) -> str:
 
 
 def migrated(path: Path, package: str) -> str:
-    """Let a package make an empty database by its own migrations; return it as SQL, with the heading."""
-    settings = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{path}", "DO_NOT_TRACK": "true"}
-    settings |= {
-        "MLFLOW_DISABLE_TELEMETRY": "true",
+    """Let a package make an empty database by its own migrations; return it as SQL, with the heading.
+
+    The constraints of a table that a migration rewrites come in any order, because SQLAlchemy has them in sets.
+    """
+    settings = {
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{path}",
         "PREFECT_HOME": str(path.parent),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
     }
     arguments = {
         "prefect": ["-m", "prefect", "server", "database", "upgrade", "-y"],

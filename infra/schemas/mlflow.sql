@@ -542,8 +542,8 @@ CREATE TABLE "runs" (
 	artifact_uri VARCHAR(200), 
 	experiment_id INTEGER, deleted_time BIGINT, 
 	CONSTRAINT run_pk PRIMARY KEY (run_uuid), 
-	CONSTRAINT runs_lifecycle_stage CHECK (lifecycle_stage IN ('active', 'deleted')), 
 	CONSTRAINT source_type CHECK (source_type IN ('NOTEBOOK', 'JOB', 'LOCAL', 'UNKNOWN', 'PROJECT')), 
+	CONSTRAINT runs_lifecycle_stage CHECK (lifecycle_stage IN ('active', 'deleted')), 
 	FOREIGN KEY(experiment_id) REFERENCES experiments (experiment_id), 
 	CHECK (status IN ('SCHEDULED', 'FAILED', 'FINISHED', 'RUNNING', 'KILLED'))
 );
@@ -768,8 +768,8 @@ WHEN OLD.secret_id != NEW.secret_id OR OLD.secret_name != NEW.secret_name
 BEGIN
     SELECT RAISE(ABORT, 'secret_id and secret_name are immutable (used as AAD in encryption)');
 END;
-CREATE INDEX index_model_definitions_provider ON model_definitions (provider);
 CREATE INDEX index_model_definitions_secret_id ON model_definitions (secret_id);
+CREATE INDEX index_model_definitions_provider ON model_definitions (provider);
 CREATE INDEX index_jobs_name_status_creation_time ON jobs (job_name, workspace, status, creation_time);
 CREATE INDEX idx_experiments_workspace ON experiments (workspace);
 CREATE INDEX idx_registered_models_workspace ON registered_models (workspace);
@@ -803,14 +803,14 @@ CREATE INDEX ix_mcp_access_endpoints_alias ON mcp_access_endpoints (workspace, s
 CREATE INDEX idx_budget_policies_target_value ON budget_policies (target_value);
 CREATE INDEX index_trace_info_experiment_id_timestamp_ms ON trace_info (experiment_id, timestamp_ms);
 CREATE INDEX index_trace_info_timestamp_ms_request_id ON trace_info (timestamp_ms, request_id);
+CREATE INDEX index_assessments_assessment_type ON assessments (assessment_type);
 CREATE INDEX index_assessments_run_id_created_timestamp ON assessments (run_id, created_timestamp);
 CREATE INDEX index_assessments_last_updated_timestamp ON assessments (last_updated_timestamp);
-CREATE INDEX index_assessments_assessment_type ON assessments (assessment_type);
 CREATE INDEX index_assessments_trace_id_created_timestamp ON assessments (trace_id, created_timestamp);
 CREATE INDEX index_spans_experiment_id_status_type ON spans (experiment_id, status, type);
 CREATE INDEX index_spans_experiment_id_duration ON spans (experiment_id, duration_ns);
-CREATE INDEX index_spans_experiment_id_start_time ON spans (experiment_id, start_time_unix_nano);
 CREATE INDEX index_spans_experiment_id_type_status ON spans (experiment_id, type, status);
+CREATE INDEX index_spans_experiment_id_start_time ON spans (experiment_id, start_time_unix_nano);
 CREATE INDEX index_trace_info_experiment_id_session_id ON trace_info (experiment_id, session_id);
 CREATE INDEX idx_trace_rollups_lookup ON sql_trace_metric_daily_rollups (experiment_id, rollup_day, metric_name, grouping_set, trace_status);
 CREATE INDEX idx_span_cost_rollups_lookup ON sql_span_cost_daily_rollups (experiment_id, rollup_day, metric_name, grouping_set, model_name, model_provider);

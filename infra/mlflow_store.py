@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import wraps
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlsplit
@@ -186,6 +187,31 @@ def import_for_models() -> None:
         import mlflow.models
         import mlflow.onnx
         import mlflow.types  # noqa: F401
+
+
+@contextlib.contextmanager
+def registering_prepared(tracking_uri: str) -> Iterator[None]:
+    """Do in a thread beside the block what the first registration of a process waits for: about a second.
+
+    That are imports, the check of the registry's tables, and MLflow's list of the modules of all installed packages.
+    What is wrong is for the registration to say.
+    """
+
+    def prepare() -> None:
+        import_for_models()
+        with contextlib.suppress(Exception):
+            from mlflow.utils.requirements_utils import warn_dependency_requirement_mismatches
+
+            warn_dependency_requirement_mismatches([f"onnx=={metadata.version('onnx')}"])
+            if file_of(tracking_uri):  # a database that was removed is not made again
+                connect(tracking_uri).search_registered_models(max_results=1)
+
+    thread = threading.Thread(target=prepare, name="prepare the registration")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def _close_files(client: MlflowClient) -> None:

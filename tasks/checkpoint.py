@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -32,6 +34,7 @@ from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.errors import CheckpointError
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256
+from onward.trainer.run.priority import lower_priority
 from onward.trainer.run.records import CheckpointInfo, RunIdentity, read_record, write_record
 from onward.trainer.run.reserved import is_full
 
@@ -105,13 +108,19 @@ class CheckpointRetention:
             info = known.get(path)
             if info is None or not _unchanged(info):
                 try:
-                    info = verify(path).info
+                    info = _verify_beside_training(path)
                 except CheckpointError as error:
                     self._log.warning("%s; renamed to %s", error, set_aside(path).name)
                     continue
                 self._log.info("step %d: %s is complete, %.1f MB", info.step, path.name, info.bytes / 1e6)
             infos.append(info)
         return mark_best(infos, self._config)
+
+
+def _verify_beside_training(path: Path) -> CheckpointInfo:
+    """Read every byte of a checkpoint, as `verify`, with a lower priority than the ranks that train meanwhile."""
+    with ThreadPoolExecutor(1, "verification", lower_priority) as thread:
+        return thread.submit(verify, path).result().info
 
 
 def _unchanged(info: CheckpointInfo) -> bool:

@@ -14,11 +14,13 @@ from tests.support.ranks import ROOT, run_ranks
 
 SMALLEST: dict[str, tuple[str, ...]] = {
     "auto_choice": ("--turns", "1", "--cases", "SqueezeNet 32"),
+    "checkpoint_speed": ("--rounds", "1", "--layers", "1", "--width", "64", "--words", "256"),
     "checkpoint_stall": (),
     "data_loading": ("--images", "40", "--steps", "3", "--rows", "2000", "--rounds", "1"),
     "imported_graph": ("--models", "gpt2", "squeezenet", "--rounds", "1"),
     "large_plan": ("--layers", "2", "--width", "128", "--layouts", "tensor 4 x pipeline 2"),
     "layouts": ("--turns", "2", "--layouts", "dp2, MPI"),
+    "onnxruntime_training": ("--rounds", "1"),
     "optimizers": ("--steps", "2", "--names", "muon", "adafactor"),
     "metric_costs": ("--turns", "1", "--steps", "30"),
     "memory_format": ("--models", "unet", "--batches", "1", "--size", "16", "--rounds", "1"),
@@ -37,6 +39,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "stash": ("--models", "unet", "--batch", "2", "--size", "16", "--rounds", "1"),
     "soaks": ("--layouts", "one rank", "--faults", "1", "--kinds", "rank-kill"),
     "suspend_time": ("--rounds", "1"),
+    "time_prediction": ("--cases", "SqueezeNet 96: micro-batches 1", "--seconds", "2"),
     "threads": ("--models", "squeezenet", "--ranks", "1", "--rounds", "2"),
     "update_time": ("--rounds", "1"),
     "zero_time": ("--rounds", "1", "--tokens", "128", "--sides", "ZeRO 1", "ZeRO 1, waiting"),

@@ -1,6 +1,6 @@
 """One weight update of Onward, by default, beside a hand-written PyTorch loop: the same model, batch and machine.
 
-    python -m tests.bench.update_time [--models squeezenet gpt2 gpt] [--compiled] [--rounds 7] [--json]
+    python -m tests.bench.update_time [--models squeezenet squeezenet96 gpt2 gpt] [--compiled] [--rounds 7] [--json]
 
 Both sides run in one process, turn and turn about, so that whatever else the machine does hits both.
 A round is a few updates of one side, then of the other; the figure is the median over the rounds of the
@@ -59,14 +59,14 @@ GPT2_SIZES = {"vocabulary": 256, "length": 256, "layers": 4, "heads": 4, "width"
 GPT_SIZES = {"vocabulary": 256, "length": 128, "layers": 4, "heads": 4, "width": 256}
 
 
-def squeezenet(batch_size: int) -> tuple[nn.Module, nn.Module, Batch]:
+def squeezenet(batch_size: int, side: int = 32) -> tuple[nn.Module, nn.Module, Batch]:
     """(imported, hand-written in channels-last format, as PyTorch's guide for CPUs advises, batch)."""
     import_torchvision()
     from torchvision.models import squeezenet1_1
 
-    imported = to_module(build_squeezenet(num_classes=10, image_size=32))
+    imported = to_module(build_squeezenet(num_classes=10, image_size=side))
     batch = Batch(
-        (torch.randn(batch_size, 3, 32, 32),), (torch.randint(0, 10, (batch_size,)),), batch_size, (batch_size,)
+        (torch.randn(batch_size, 3, side, side),), (torch.randint(0, 10, (batch_size,)),), batch_size, (batch_size,)
     )
     return imported, squeezenet1_1(num_classes=10).to(memory_format=torch.channels_last), batch
 
@@ -79,8 +79,13 @@ def gpt2(batch_size: int, sizes: Mapping[str, int] = GPT2_SIZES) -> tuple[nn.Mod
     return to_module(model), gpt2_from(model, sizes), batch
 
 
-MODELS = {"squeezenet": (squeezenet, 32), "gpt2": (gpt2, 8), "gpt": (partial(gpt2, sizes=GPT_SIZES), 8)}
-"""`gpt`: 4 layers of width 256, 128 tokens."""
+MODELS = {
+    "squeezenet": (squeezenet, 32),
+    "squeezenet96": (partial(squeezenet, side=96), 16),
+    "gpt2": (gpt2, 8),
+    "gpt": (partial(gpt2, sizes=GPT_SIZES), 8),
+}
+"""`squeezenet96`: images of 96 x 96; `gpt`: 4 layers of width 256, 128 tokens."""
 
 
 def onward_update(

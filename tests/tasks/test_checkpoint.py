@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -18,6 +19,7 @@ from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.checkpoint.retention import announced
 from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
+from onward.trainer.checkpoint.verification import VerifiedCheckpoint, verify
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
@@ -27,6 +29,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import sha256
+from onward.trainer.run.priority import NICENESS
 from onward.trainer.run.records import CheckpointInfo, RunIdentity, write_record
 from tests.support.stores import Server, client, free_port, new_run, points
 
@@ -105,6 +108,22 @@ def test_during_training_it_announces_and_records_checkpoints_and_keeps_the_newe
     assert (2, 0.1) in points(tracker, "evaluation/loss")
     marked = {name: tags.get("deleted") == "true" for name, tags in known.items()}
     assert marked == {name: not (run.checkpoints / name).exists() for name in known}
+
+
+def test_it_verifies_in_a_thread_that_gives_way_to_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path, new_run())
+    save_steps(run, {1: 0.5})
+    run.close_log()
+    before, seen = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+
+    def noticed(path: Path) -> VerifiedCheckpoint:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return verify(path)
+
+    monkeypatch.setattr("onward.tasks.checkpoint.verify", noticed)
+    assert checkpoint.fn(run)
+    assert seen == [min(19, before + NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_a_damaged_checkpoint_is_renamed_and_never_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,9 +3,11 @@
     main thread    step 100 | copy |  step 101   step 102   step 103  | poll: event "checkpoint" | step 104
     thread                         +--> hash, write, fsync, rename -->+
 
-Training waits for the copy alone. On a GPU the host does not wait even for that: the copies to pinned memory are queued
-behind the kernels of step 100 and before those of step 101, so they read the weights of step 100, and the thread waits
-for them. What makes a checkpoint complete is the same as in `save`: the rename after all ranks have written.
+Training waits for the copy alone, and the thread has a low priority: on a CPU it would otherwise hold up the threads
+that compute the next steps, which wait for each other. On a GPU the host does not wait even for the copy: the copies to
+pinned memory are queued behind the kernels of step 100 and before those of step 101, so they read the weights of step
+100, and the thread waits for them. What makes a checkpoint complete is the same as in `save`: the rename after all
+ranks have written.
 
 One checkpoint is in flight at a time, and host memory is taken for one copy of what this rank writes. The thread's
 collectives have a process group of their own, with gloo: it works on the host, where collectives of two groups need no
@@ -38,6 +40,7 @@ from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.events import EventWriter
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.priority import lower_priority
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +99,7 @@ class CheckpointWriter:
         self._copy.take(file, parts)
         work = partial(work, content=self._copy.content(), beat=self._count)
         # a daemon thread: a disk that never answers must not keep a failed process alive
-        threading.Thread(target=_settle, args=(self._in_flight, work), name="checkpoint", daemon=True).start()
+        threading.Thread(target=_beside_training, args=(self._in_flight, work), name="checkpoint", daemon=True).start()
 
     def poll(self) -> None:
         """Emit the event of a checkpoint that is complete by now; raise the error of one that failed."""
@@ -148,6 +151,12 @@ def background_refusal(config: RunConfig, mpi: MPIContext, num_bytes: int) -> st
     if 2 * num_bytes > free:
         return f"a copy takes {num_bytes:,} bytes, and {free:,} are free for each rank of this host"
     return ""
+
+
+def _beside_training(future: Future[Saved], work: Callable[[], Saved]) -> None:
+    """Settle the future in a thread of low priority."""
+    lower_priority()
+    _settle(future, work)
 
 
 def _settle(future: Future[Saved], work: Callable[[], Saved]) -> None:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,14 @@ class RankFile:
         """
         digest, unsynced = hashlib.sha256(self.header), 0
         sums = FileSums((piece.name, piece.entry.dtype, piece.box) for piece in self.pieces)
-        with path.open("xb") as file:
+        # hashing takes about as long as summing and writing, and lets go of the interpreter's lock
+        with path.open("xb") as file, ThreadPoolExecutor(1, thread_name_prefix="digest") as digester:
             file.write(self.header)
             for chunk in content:
-                digest.update(chunk)
+                hashed = digester.submit(digest.update, chunk)
                 sums.update(chunk)
                 file.write(chunk)
+                hashed.result()
                 unsynced += len(chunk)
                 beat()
                 # flush only hands the bytes to the kernel; after fsync they are on the disk

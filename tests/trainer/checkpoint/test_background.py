@@ -26,6 +26,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError
 from onward.trainer.events import EventWriter, read_events
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.priority import NICENESS
 from tests.support.checkpoint_parts import held
 from tests.support.ranks import run_ranks
 
@@ -121,6 +122,23 @@ def test_save_returns_while_the_disk_is_slow_and_the_next_save_waits(
         assert verify(run.checkpoint(1))
         checkpoints.close(beat)
         assert verify(run.checkpoint(2))
+
+
+def test_the_thread_gives_way_to_training_and_the_main_thread_keeps_its_priority(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, before = SlowDisk(monkeypatch), os.getpriority(os.PRIO_PROCESS, 0)
+    with writer(run, ALONE) as checkpoints:
+        checkpoints.save(position(1), held(values(1), ALONE), beat=beat)
+        while not any(each.name == "digest_0" for each in threading.enumerate()):
+            time.sleep(0.01)
+        nice = {each.name: os.getpriority(os.PRIO_PROCESS, each.native_id or 0) for each in threading.enumerate()}
+        disk.works.set()
+        checkpoints.close(beat)
+    lower = min(19, before + NICENESS)
+    assert nice["checkpoint"] == nice["digest_0"] == lower
+    assert nice["MainThread"] == before
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_a_thread_that_makes_no_progress_stops_the_heartbeat(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,8 @@ class Pipeline:
         self._group = group_data
         self._counts_loss = counts_loss
         self._autocast = autocast
+        self._is_training: bool | None = None
+        """The mode of the stages' modules; None before the first pass."""
         self._scheduled: ScheduledStages | None = None
         if group_pipeline.size() > 1:
             self._scheduled = ScheduledStages(stages, schedule, stages_for, autocast, device, group_pipeline)
@@ -170,10 +172,11 @@ class Pipeline:
     def _run_pass(
         self, batches: list[Batch], on_outputs: OnOutputs, beat: Callable[[], None], *, training: bool
     ) -> None:
-        for stage in self._stages:
-            # in every pass: evaluation runs between training steps, and padding micro-batches must not update running
-            # statistics
-            stage.chain.train(training)
+        # evaluation runs between training steps, and padding micro-batches must not update running statistics
+        if self._is_training != training:
+            for stage in self._stages:
+                stage.chain.train(training)
+            self._is_training = training
         if self._scheduled:
             self._scheduled.run(batches, on_outputs, beat)
             return

@@ -29,9 +29,9 @@ def local_squares(weights: Iterable[Weight], device: torch.device) -> Tensor:
     gradients: dict[bool, list[Tensor]] = {True: [], False: []}
     for weight in weights:
         gradients[weight.counted].append(gradient(weight).detach())
-    counted, others = (_squares(gradients[kind], device) for kind in (True, False))
+    counted = _squares(gradients[True], device)
     # an infinity times 0 is NaN, so it is noticed as well
-    return counted + 0.0 * others
+    return counted + 0.0 * _squares(gradients[False], device) if gradients[False] else counted
 
 
 def sum_over_world(numbers: Sequence[float | Tensor], device: torch.device) -> list[float]:
@@ -65,8 +65,8 @@ def _squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
             (large if tensor.device.type == "cpu" and tensor.numel() >= ROW_ELEMENTS else small).append(tensor)
     # squared in fp64: a norm of fp32 numbers is representable where its square may overflow
     found = [torch.stack(torch._foreach_norm(small, dtype=torch.float64))] if small else []
-    found += [_row_norms(_in_memory_order(tensor)) for tensor in large]
-    return torch.cat(found).square().sum() if found else torch.zeros((), dtype=torch.float64, device=device)
+    found += [part for tensor in large for part in _row_norms(_in_memory_order(tensor))]
+    return torch.cat(found).double().square().sum() if found else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
@@ -75,9 +75,12 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return (tensor.permute(0, 2, 3, 1) if dense else tensor).reshape(-1)
 
 
-def _row_norms(flat: Tensor) -> Tensor:
-    """Return the norms of the full rows of ROW_ELEMENTS elements, then the magnitudes of the other elements, fp64."""
+def _row_norms(flat: Tensor) -> tuple[Tensor, ...]:
+    """Return the norms of the full rows of ROW_ELEMENTS elements, and the other elements."""
     if flat.dtype not in (torch.float32, torch.float64):
         flat = flat.float()
-    rows = flat[: flat.numel() // ROW_ELEMENTS * ROW_ELEMENTS].view(-1, ROW_ELEMENTS)
-    return torch.cat([torch.linalg.vector_norm(rows, dim=1), flat[rows.numel() :].abs()]).double()
+    num_rows, rest = divmod(flat.numel(), ROW_ELEMENTS)
+    if not rest:
+        return (torch.linalg.vector_norm(flat.view(num_rows, ROW_ELEMENTS), dim=1),)
+    rows, others = torch.split(flat, [num_rows * ROW_ELEMENTS, rest])
+    return torch.linalg.vector_norm(rows.view(num_rows, ROW_ELEMENTS), dim=1), others

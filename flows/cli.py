@@ -6,8 +6,10 @@ the error's exit status (onward.trainer.errors); Ctrl-C with 130; any other erro
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import gc
 import shlex
 import sys
 import tempfile
@@ -200,6 +202,8 @@ def main() -> None:
     The traceback of an error that nobody has foreseen goes into a file: it would hide the line that explains the error.
     With --debug, which every command takes, the traceback of any error is printed.
     """
+    # Python would search all that was imported for garbage once more, a second for `onward run`
+    atexit.register(gc.freeze)
     debug = "--debug" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:

@@ -13,9 +13,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import wraps
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlsplit
+
+from onward.infra.new_databases import make_database
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -138,11 +141,22 @@ def connect(tracking_uri: str) -> MlflowClient:
 
     # it prints 50 lines for each call that fails, which is raised as well
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-    with _lock_database(database_of(tracking_uri)):
+    with lock_database(database_of(tracking_uri)):
+        make_if_missing(tracking_uri)
         client = MlflowClient(tracking_uri, tracking_uri)
         if database_of(tracking_uri):
-            client.search_experiments(max_results=1)  # creates the tables of a new database
+            client.search_experiments(max_results=1)  # creates the tables of a new database that has none yet
     return client
+
+
+def make_if_missing(tracking_uri: str) -> None:
+    """Make the database of a store with its tables, if it is a file that does not exist. Call inside `lock_database`.
+
+    Where that is not possible, MLflow makes it itself, or says what is wrong.
+    """
+    database = database_of(tracking_uri)
+    if database and "?" not in tracking_uri:  # what follows is no part of the file's name
+        make_database(database, "mlflow")
 
 
 @contextlib.contextmanager
@@ -173,6 +187,31 @@ def import_for_models() -> None:
         import mlflow.models
         import mlflow.onnx
         import mlflow.types  # noqa: F401
+
+
+@contextlib.contextmanager
+def registering_prepared(tracking_uri: str) -> Iterator[None]:
+    """Do in a thread beside the block what the first registration of a process waits for: about a second.
+
+    That are imports, the check of the registry's tables, and MLflow's list of the modules of all installed packages.
+    What is wrong is for the registration to say.
+    """
+
+    def prepare() -> None:
+        import_for_models()
+        with contextlib.suppress(Exception):
+            from mlflow.utils.requirements_utils import warn_dependency_requirement_mismatches
+
+            warn_dependency_requirement_mismatches([f"onnx=={metadata.version('onnx')}"])
+            if file_of(tracking_uri):  # a database that was removed is not made again
+                connect(tracking_uri).search_registered_models(max_results=1)
+
+    thread = threading.Thread(target=prepare, name="prepare the registration")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def _close_files(client: MlflowClient) -> None:
@@ -213,7 +252,7 @@ def file_of(tracking_uri: str) -> str:
 
 
 @contextlib.contextmanager
-def _lock_database(database: Path | None) -> Iterator[None]:
+def lock_database(database: Path | None) -> Iterator[None]:
     """Hold a lock while a new database gets its tables: when two processes create them at once, both fail."""
     if database is None:
         yield

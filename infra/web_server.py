@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import hmac
 import os
 import socket
@@ -24,6 +25,9 @@ import uvicorn
 from uvicorn.importer import import_from_string
 
 from onward.infra.login import login
+from onward.infra.mlflow_store import database_of, lock_database, make_if_missing
+from onward.infra.new_databases import make_database
+from onward.infra.prefect_database import path_of
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -87,15 +91,22 @@ def main(name: str, home: Path, port: int) -> None:
         listener.bind(("127.0.0.1", port))
         # at once: several sockets can be bound to a port until one of them listens, and all others fail then
         listener.listen(BACKLOG)
-        checked = RequestCheck(_prefect()) if name == "prefect" else RequestCheck(_mlflow(home), login=login(home))
+        gc.disable()  # what is imported stays: looking through it for garbage takes a tenth of the start
+        checked = RequestCheck(_prefect(home)) if name == "prefect" else RequestCheck(_mlflow(home), login=login(home))
+        gc.freeze()
+        gc.enable()
         server = uvicorn.Server(uvicorn.Config(checked, log_level="warning"))
         server.run(sockets=[listener])
     if not server.started:
         sys.exit(3)  # its log has the error
 
 
-def _prefect() -> Application:
+def _prefect(home: Path) -> Application:
     os.environ["PREFECT__SERVER_FINAL"] = "1"  # as `prefect server start` makes it: it takes less memory
+    database = path_of(home)
+    url = import_from_string("prefect.settings:get_current_settings")().server.database.connection_url
+    if url and url.get_secret_value() == f"sqlite+aiosqlite:///{database}":  # and no other one that the user has set
+        make_database(database, "prefect")
     application: Application = import_from_string("prefect.server.api.server:create_app")()
     return application
 
@@ -116,7 +127,9 @@ def _mlflow(home: Path) -> Application:
         constants.SERVE_ARTIFACTS_ENV_VAR: "true",
         "_MLFLOW_SGI_NAME": "uvicorn",
     }
-    initialize_backend_stores(store, store, "mlflow-artifacts:/")
+    with lock_database(database_of(store)):  # a run may make it, too
+        make_if_missing(store)
+        initialize_backend_stores(store, store, "mlflow-artifacts:/")
     application: Application = import_from_string("mlflow.server.fastapi_app:app")
     return application
 

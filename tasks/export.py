@@ -23,7 +23,7 @@ import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from onward.infra.mlflow_store import TrackingError, TrackingUnavailable
+from onward.infra.mlflow_store import TrackingError, TrackingUnavailable, registering_prepared
 from onward.infra.tracking import ModelFile, Port, Tracker
 from onward.tasks.metric_points import Evaluations, only_of_file, points_of_file
 from onward.tasks.prefect_results import show_result
@@ -80,7 +80,8 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
     """
     config = read_config(run)
     chosen = choose(checkpoints, config.export.checkpoint)
-    exported = _verified_before(run, chosen) or export_file(run, chosen.path)
+    with registering_prepared(read_record(run.identity, RunIdentity).tracking_uri):
+        exported = _verified_before(run, chosen) or export_file(run, chosen.path)
     tags = {"step": str(exported.step), "checkpoint": chosen.path.name, "attempts": str(result.attempts)}
     tags |= {"certificate": chosen.certificate} if chosen.certificate else {}
     # Registry and copy are independent: an error of one must not prevent the other.

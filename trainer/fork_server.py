@@ -227,6 +227,7 @@ def main(listener: int, alive: int, folder: str) -> None:
     own = _threads()
     given = {name: os.environ.get(name) for name in ALONE}
     os.environ.update(ALONE)
+    gc.disable()  # what is imported stays: looking through it for garbage takes a tenth of the time
     spin_briefly_if_busy()  # what OpenMP reads when torch is imported, the forks keep
     import pandas  # noqa: F401  most data is read with it
     import torch._dynamo  # noqa: F401  torch imports it when the first optimizer is made
@@ -242,9 +243,11 @@ def main(listener: int, alive: int, folder: str) -> None:
     if others := _threads() - own - SAFE_THREADS:
         sys.exit(f"an imported package has started a thread ({others}); each program is started by itself")
     gc.collect()
+    gc.enable()
     gc.freeze()  # a collection in a fork would copy the pages of everything that was imported here
     serve(socket.socket(fileno=listener), alive, folder)
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    os._exit(0)  # nothing is left to be done; taking torch down would take a third of a second, for which a flow waits

@@ -43,7 +43,7 @@ from onward.infra.tracking import (
     metric_name,
     page_on_own_server,
 )
-from tests.support.stores import client, free_port, new_run, points, tracking_store
+from tests.support.stores import client, free_port, new_run, new_store, points, tracking_store
 
 
 def test_importing_tracking_does_not_import_mlflow() -> None:
@@ -415,3 +415,26 @@ def test_two_processes_can_create_the_tables_of_one_database_at_once(tmp_path: P
     store = client(Tracker(local_store(tmp_path)))
     experiment = store.get_experiment_by_name("race")
     assert sorted(run.info.run_id for run in store.search_runs([experiment.experiment_id])) == sorted(made)
+
+
+def test_preparing_a_registration_leaves_the_store_as_it_is_and_says_nothing_of_what_is_wrong(tmp_path: Path) -> None:
+    code = """
+import sys
+from onward.infra.mlflow_store import registering_prepared
+with registering_prepared(sys.argv[1]):
+    print("inside")
+from mlflow.utils import requirements_utils
+print("onnx" in (requirements_utils._PACKAGES_TO_MODULES or {}))
+"""
+    database = Path(new_store(tmp_path / "home").removeprefix("sqlite:///"))
+    damaged, missing = tmp_path / "damaged.db", tmp_path / "missing.db"
+    damaged.write_bytes(b"not a database" * 100)
+    before = database.read_bytes()
+    for path in (database, damaged, missing):
+        done = subprocess.run(
+            [sys.executable, "-c", code, f"sqlite:///{path}"], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "inside\nTrue\n", ""), path
+    assert database.read_bytes() == before
+    assert damaged.read_bytes() == b"not a database" * 100
+    assert not missing.exists()

@@ -20,6 +20,8 @@ def show_run_plan(found: RunPlan) -> None:
     print(f"{_mb(found.disk.total_bytes)} in all; a checkpoint has {_mb(found.disk.checkpoint_bytes)}; ", end="")
     shards = f"the shards exist ({_mb(found.rows.shard_bytes)})" if found.rows.shard_bytes else "shards are not counted"
     print(shards)
+    copied = f"beside the training, from a copy of {_mb(found.copy_bytes)} in the memory of the hosts"
+    print(f"checkpoints are written {copied if found.copy_bytes else 'while the training waits'}")
     for problem in found.disk.problems:
         print(wrapped(problem, "  - "))
     print("\nsettings that differ from the defaults")

@@ -32,6 +32,9 @@ class RunPlan(Plan):
     """Passes over the training rows; None = not known."""
     time: TimeNeeded
     disk: DiskNeeded
+    copy_bytes: int
+    """Host memory of all ranks for the copy of a checkpoint that is written beside the training; 0 = the training waits
+    while it is written."""
     changed: Mapping[str, Any]
     """The settings that differ from their defaults."""
     origins: Mapping[str, str] = {}
@@ -70,6 +73,13 @@ def plan_run(
         epochs=samples / rows.train if samples is not None and rows.train else None,
         time=time_needed(chosen, layout, rows, pace),
         disk=disk_needed(chosen, layout.needs),
+        copy_bytes=layout.needs.checkpoint_bytes if _writes_beside_training(chosen, layout) else 0,
         changed=changed,
         origins={key: where for key, where in (origins or {}).items() if key in changed},
     )
+
+
+def _writes_beside_training(config: RunConfig, layout: Plan) -> bool:
+    """Return whether checkpoints are copied, where the hosts have the memory (trainer/checkpoint/background.py)."""
+    wanted = config.checkpoint.background
+    return not (layout.device.startswith("CPU") and config.parallel.memory_gib) if wanted == "auto" else wanted

@@ -12,7 +12,7 @@ import pytest
 
 from onward.flows import api, cli
 from onward.flows.planning import time_needed as time_needed_module
-from onward.flows.planning.shown import duration
+from onward.flows.planning.shown import duration, show_run_plan
 from onward.flows.planning.time_needed import (
     known_pace,
     number_of_checkpoints,
@@ -245,6 +245,20 @@ def test_the_total_adds_steps_evaluations_checkpoints_and_loading(settings: dict
     assert (found.steps_s, found.evaluations, found.evaluation_s, found.checkpoints) == (50.0, 3, 10.0, 3)
     assert found.total_s == 7.0 + 50.0 + 3 * 10.0 + 3 * 0.5
     assert (found.samples_per_s, found.per_1000_samples_s) == (4.0, 250.0)
+
+
+def test_the_copy_of_a_checkpoint_in_memory_is_said(
+    settings: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = api.plan(configured(settings))
+    assert found.copy_bytes == found.disk.checkpoint_bytes > 0
+    show_run_plan(found)
+    assert "written beside the training, from a copy of" in capsys.readouterr().out
+    for section in ({"checkpoint": {"background": False}}, {"parallel": {"data": 2, "memory_gib": 1.0}}):
+        waits = api.plan(configured(settings, **section))
+        assert waits.copy_bytes == 0, section
+    show_run_plan(waits)
+    assert "written while the training waits" in capsys.readouterr().out
 
 
 def test_an_unknown_number_of_rows_gives_the_time_of_1000_samples(settings: dict[str, dict[str, Any]]) -> None:

@@ -20,13 +20,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from onward.trainer.checkpoint.background import CheckpointWriter
 from onward.trainer.checkpoint.load import load, verify_together
 from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.verification import newest_complete
@@ -34,7 +32,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement
 from onward.trainer.onnx_graph.reference_models import build_gpt2
 from onward.trainer.run.directory import RunDir
-from tests.equivalence.layouts import train_all
+from tests.bench.checkpoint_stall import saving
 from tests.support.ranks import run_ranks
 from tests.support.runs import events, make_run
 
@@ -42,20 +40,9 @@ STEPS, PERIOD, WRITTEN, BATCH = 46, 15, 11, 4
 
 
 def training(mpi: MPIContext, root: str) -> list[float]:
-    """On a rank: train; the seconds of each `save` but the last, which is never in the background."""
+    """On a rank with all cores: train; the seconds of each `save` but the last, which is never in the background."""
     torch.set_num_threads(os.cpu_count() or 1)
-    seconds = []
-    taken = CheckpointWriter.save
-
-    def timed(*arguments: Any, **options: Any) -> None:
-        began = time.perf_counter()
-        taken(*arguments, **options)
-        seconds.append(time.perf_counter() - began)
-
-    CheckpointWriter.save = timed  # type: ignore[method-assign]
-    train_all(mpi, [root])
-    CheckpointWriter.save = taken  # type: ignore[method-assign]
-    return seconds[:-1]
+    return saving(mpi, root)
 
 
 def alone(mpi: MPIContext, root: str, folder: str, rounds: int) -> dict[str, list[float]]:

@@ -25,6 +25,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import table_type
 from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.phases import phases
 from onward.trainer.run.preprocessing_record import Preprocessing
 from onward.trainer.run.records import RunIdentity, read_record
 from onward.trainer.run.time_account import time_account
@@ -128,6 +129,8 @@ def test_a_run_shows_its_phases_and_its_training_in_a_terminal_and_leaves_no_lin
         assert shown in written, shown
     # where the rehearsal beside the start of the servers was done, the phase is over before the view is drawn again
     assert "config-1  configure: rehearsal" in written or re.search(r"configure \d:\d\d", written)
+    recorded = [each.phase for each in phases(RunDir(Path(undisturbed["directory"])))]
+    assert recorded[:4] == ["start", "configure", "preflight", "data"]
     left = re.sub(r"(?m)^(.{80})\n", r"\1", terminal.screen)  # a path that is longer than a row is one line
     assert repeated(left) == []
     assert "attempt 1 ended at step 600: the run is done" in left

@@ -97,9 +97,9 @@ class CheckpointWriter:
             self.poll()
             return
         self._copy.take(file, parts)
-        work = partial(work, content=self._copy.content(), beat=self._count)
+        work = partial(_beside_training, partial(work, content=self._copy.content(), beat=self._count))
         # a daemon thread: a disk that never answers must not keep a failed process alive
-        threading.Thread(target=_beside_training, args=(self._in_flight, work), name="checkpoint", daemon=True).start()
+        threading.Thread(target=_settle, args=(self._in_flight, work), name="checkpoint", daemon=True).start()
 
     def poll(self) -> None:
         """Emit the event of a checkpoint that is complete by now; raise the error of one that failed."""
@@ -153,10 +153,10 @@ def background_refusal(config: RunConfig, mpi: MPIContext, num_bytes: int) -> st
     return ""
 
 
-def _beside_training(future: Future[Saved], work: Callable[[], Saved]) -> None:
-    """Settle the future in a thread of low priority."""
+def _beside_training(work: Callable[[], Saved]) -> Saved:
+    """Return what `work` does, with a low priority of this thread from here on."""
     lower_priority()
-    _settle(future, work)
+    return work()
 
 
 def _settle(future: Future[Saved], work: Callable[[], Saved]) -> None:

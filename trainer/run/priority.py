@@ -7,6 +7,7 @@ of low priority has a thread of its own, which ends with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 
@@ -16,6 +17,10 @@ NICENESS = 10
 
 
 def lower_priority() -> None:
-    """Add NICENESS to the nice value of this thread. For good: it cannot be taken back."""
+    """Add NICENESS to the nice value of this thread. For good: it cannot be taken back.
+
+    A sandbox may forbid it. The work is done with the usual priority then, which costs time and nothing else.
+    """
     thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS))
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS))

@@ -141,6 +141,23 @@ def test_the_thread_gives_way_to_training_and_the_main_thread_keeps_its_priority
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
+def test_where_the_priority_may_not_be_changed_a_checkpoint_is_written_with_the_usual_one(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+
+    def refused(*arguments: int) -> None:
+        asked.append(arguments[-1])
+        raise PermissionError("a sandbox")
+
+    monkeypatch.setattr(os, "setpriority", refused)
+    with writer(run, ALONE) as checkpoints:
+        checkpoints.save(position(1), held(values(1), ALONE), beat=beat)
+        checkpoints.close(beat)
+    assert asked
+    assert verify(run.checkpoint(1))
+
+
 def test_a_thread_that_makes_no_progress_stops_the_heartbeat(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SlowDisk(monkeypatch)
     with writer(run, ALONE) as checkpoints:

@@ -15,12 +15,12 @@ TINY = {"vocabulary": 64, "length": 16, "layers": 1, "heads": 2, "width": 16}
 
 
 CHECKS = {
-    "fp32": (16, {"compute": "fp32"}, ""),
-    "TF32": (16, {"compute": "tf32"}, ""),
     "bf16": (16, {"compute": "bf16"}, ""),
-    "bf16, compiled": (16, {"compute": "bf16", "compiled": True}, "1.1 times as fast as the compiled loop by hand"),
+    "bf16, compiled": (16, {"compute": "bf16", "compiled": True}, "460 k tokens/s on an H100 or H200"),
     "bf16, batch 1": (1, {"compute": "bf16"}, ""),
     "bf16, compiled, batch 1": (1, {"compute": "bf16", "compiled": True}, ""),
+    "TF32": (16, {"compute": "tf32"}, ""),
+    "fp32": (16, {"compute": "fp32"}, ""),
 }
 """Check -> (sequences in a step, arguments of `compare`, goal)."""
 

@@ -80,7 +80,11 @@ STEPS: tuple[Step, ...] = (
         "profile", "test_profile", "chosen steps by node of the file: kernels and nodes, the sum, the same bits", PYTEST
     ),
     Step("speed-gpt2", "measure_gpt2", "GPT-2 124M beside a loop written by hand: fp32, TF32, bf16, compiled, batch 1"),
-    Step("speed-large", "measure_large", "GPT-2 of 1.0 billion parameters beside a loop written by hand, in bf16"),
+    Step(
+        "speed-large",
+        "measure_large",
+        "GPT-2 of 1.0 billion parameters beside a loop written by hand, in bf16, compiled and not",
+    ),
     Step("one-step", "measure_step", "one step under the profiler: kernels, idle time, waits, copies, optimizer, norm"),
     Step("attention", "measure_attention", "the kernel that computes attention, for each form of mask"),
     Step("speed-vision", "measure_vision", "ResNet-50, channels_last and contiguous", ("torchvision",)),

@@ -173,6 +173,19 @@ def cast_weights(module: fx.GraphModule) -> set[nn.Parameter]:
     return {module.get_parameter(str(node.all_input_nodes[0].target)) for node in _cast_nodes(module)}
 
 
+def casts_with_products(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Tensor]]:
+    """Yield each product whose second operand is a cast weight or a view of it, and that operand on the meta device."""
+    for cast in _cast_nodes(module):
+        weight = module.get_parameter(str(cast.all_input_nodes[0].target))
+        for *views, product in _paths_to_products(cast):
+            operand = torch.empty_like(weight, device="meta")
+            for view in views:
+                function: Any = getattr(torch.Tensor, str(view.target)) if view.op == "call_method" else view.target
+                operand = function(operand, *view.args[1:], **view.kwargs)
+            if len(product.args) > 1 and product.args[1] is (views[-1] if views else cast):
+                yield product, operand
+
+
 def make_casts(module: nn.Module) -> list[Tensor]:
     """Cast now, inside `casts_kept` and autocast, every weight that a step casts; return the casts."""
     made = []

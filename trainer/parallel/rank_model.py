@@ -32,6 +32,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import TEACHER, Placement, Weight, checkpoint_key, slices
 from onward.trainer.errors import ConfigError
 from onward.trainer.model import precision
+from onward.trainer.model.aligned_products import align_products
 from onward.trainer.model.channels_last import WeightFormat, use_channels_last
 from onward.trainer.model.in_place import relu_in_place
 from onward.trainer.model.layers import layer_scales
@@ -207,6 +208,7 @@ def build_rank_model(
             classes=layout.classes,
             replicas=mesh.get_group("data"),
             soft=config.soft_losses,
+            compiled=config.graph.compiles and mpi.device.type == "cuda",
         ),
         reducer=reducer,
         shapes=shapes,
@@ -246,7 +248,7 @@ def _move(chain: nn.Module, device: torch.device, *, but: Collection[Tensor]) ->
 
 
 def choose_formats(layout: Layout, stages: Sequence[Stage], config: RunConfig, device: torch.device) -> None:
-    """Choose the memory format of the units of some stages, and let ReLUs overwrite their operands, in place."""
+    """Choose the memory format of the units of some stages and align their products; ReLUs overwrite their operands."""
     # the fused kernel takes weights in any order; other rules split them, or hash the positions of their elements
     stores_any_order = config.optimizer.name in ("adam", "adamw") and config.optimizer.moments == "fp32"
     for part in [part for stage in stages for part in stage.chain.parts]:
@@ -257,6 +259,7 @@ def choose_formats(layout: Layout, stages: Sequence[Stage], config: RunConfig, d
         # `selective` may keep what a ReLU would overwrite, and `compressed` looks for ReLUs first
         if config.recompute.mode not in ("selective", "compressed"):
             relu_in_place(graph)
+        align_products(graph, device)
 
 
 def _stages_for_inputs(

@@ -8,11 +8,13 @@
     gradient of the copy, of z    4 + 2                           2
 
 The backward pass computes the softmax again. In fp32 there is no copy to save: `loss.py` calls torch's function then.
+torch.compile makes one kernel of the loss and one of its gradient, which keep no copy either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +31,25 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     All arithmetic is in fp32; the gradient is rounded once, to the dtype of the logits.
     """
     return _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels.flatten(), ignore_index)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def compiled_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Return what `cross_entropy` returns, from compiled code. The last axis has one length, the others any."""
+    rows, flat = logits.reshape(-1, logits.shape[-1]), labels.flatten()
+    for tensor in (rows, flat):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _compiled()(rows, flat, ignore_index)
+
+
+@functools.cache
+def _compiled() -> Callable[[Tensor, Tensor, int], Tensor]:
+    import torch._dynamo  # here: the import takes a second, and only who compiles needs it
+
+    return torch.compile(_of_rows, fullgraph=True)
+
+
+def _of_rows(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    return F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="sum")
 
 
 def chunks(logits: Tensor) -> Iterator[slice]:

@@ -40,7 +40,8 @@ class Losses:
 
     output_names: the graph's outputs in order; shapes: output -> the shape that the file declares. classes: as of
     `Loss`, for a run with one loss. replicas: the group over which losses of whole batches reach (info_nce). soft: the
-    losses against the teacher, whose outputs the graph must have then.
+    losses against the teacher, whose outputs the graph must have then. compiled: compute the cross-entropy of
+    half-precision logits with torch.compile.
     """
 
     def __init__(
@@ -52,10 +53,13 @@ class Losses:
         classes: ClassShard | None = None,
         replicas: dist.ProcessGroup | None = None,
         soft: Sequence[SoftLoss] = (),
+        compiled: bool = False,
     ) -> None:
         assert classes is None or len(losses) + len(soft) == 1
         known = shapes or {}
-        self.each = tuple(Loss(each, output_names, known, classes=classes, replicas=replicas) for each in losses)
+        self.each = tuple(
+            Loss(each, output_names, known, classes=classes, replicas=replicas, compiled=compiled) for each in losses
+        )
         """Those against labels."""
         self.soft = tuple(TeacherLoss(each, output_names, known) for each in soft)
         """Those against the teacher."""
@@ -96,8 +100,8 @@ class Loss:
 
     output_names: the graph's outputs in order; shapes: output -> the shape that the file declares. classes: the classes
     whose logits this rank computes, if tensor parallelism sharded them (tensor/vocabulary.py); then every rank of the
-    group must call each method that takes outputs, and all get the same result. replicas: see `Losses`. Raises
-    ConfigError for an unknown output and for a file that holds no loss.
+    group must call each method that takes outputs, and all get the same result. replicas, compiled: see `Losses`.
+    Raises ConfigError for an unknown output and for a file that holds no loss.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Loss:
         *,
         classes: ClassShard | None = None,
         replicas: dist.ProcessGroup | None = None,
+        compiled: bool = False,
     ) -> None:
         self.indices = [output_index(name, output_names) for name in config.outputs]
         """Positions of the outputs that the loss reads."""
@@ -119,6 +124,7 @@ class Loss:
         self._replicas = replicas
         self._formula = load_loss(config.file) if config.name == "file" else FORMULAS[config.name]
         self._counter = target_counter(config)
+        self._cross_entropy = chunked_loss.compiled_cross_entropy if compiled else chunked_loss.cross_entropy
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
 
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
@@ -133,7 +139,7 @@ class Loss:
                 return self.classes.cross_entropy(own, labels, self.ignore_index)
             if not is_soft and own.dtype in (torch.float16, torch.bfloat16):
                 rows = as_rows(own, self.axis(outputs, labels))
-                return chunked_loss.cross_entropy(rows, labels, self.ignore_index)
+                return self._cross_entropy(rows, labels, self.ignore_index)
         several = len(self.indices) > 1
         read = [outputs[place].float() for place in self.indices] if several else [self.output(outputs)]
         axis = -1

@@ -133,6 +133,8 @@ def run_kernel(
     # torch's kernels run forward, or both ways; a single reversed direction is a forward one on reversed sequences
     steps = None if lengths is None or x.is_meta else _on_host(lengths, x.shape[0])
     x = reverse(x, lengths) if backward else x
+    # cuDNN takes no other; a state that the graph expands to the batch has strides of 0
+    states = [state.contiguous() for state in states]
     if steps is None:
         y, *last = kernel(x, states if layer.kind == "LSTM" else states[0], flat, *options, False)
     else:

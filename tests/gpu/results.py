@@ -55,7 +55,7 @@ def record(check: str, *, status: str = "passed", reason: str = "", seconds: flo
         "step": os.environ.get(STEP, "by hand"),
         "check": check,
         "status": status,
-        "reason": reason[-4000:],
+        "reason": reason.replace(f"{ROOT}/", "")[-4000:],
         "values": _as_json(values),
         "seconds": round(seconds, 3),
         "at": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),

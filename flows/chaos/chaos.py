@@ -152,7 +152,10 @@ def _measured(soak: Soak, undisturbed: results.Points) -> Result:
 
 
 def _with_states(commands: Sequence[Command]) -> list[Command]:
-    """Return the commands with what Prefect shows of each: of the flow run that was created while it ran."""
+    """Return the commands with what Prefect shows of each: of the first flow run that was created while it ran.
+
+    A fault that tries a command of its own may make a second one.
+    """
     shown = results.flow_runs()
     found = []
     for command in commands:
@@ -161,7 +164,7 @@ def _with_states(commands: Sequence[Command]) -> list[Command]:
             for run in shown
             if run.created and command.began <= run.created.timestamp() <= command.ended and run.state
         ]
-        state = own[-1].state.type.value if own and own[-1].state else ""
+        state = own[0].state.type.value if own and own[0].state else ""
         found.append(command.model_copy(update={"state": state}))
     return found
 

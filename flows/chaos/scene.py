@@ -71,6 +71,10 @@ class Scene:
     """The run of the present round; None until its directory has a configuration."""
     progress: Progress = field(default_factory=Progress)
 
+    def environment(self) -> dict[str, str]:
+        """Return what a command's environment gets, so that it uses this home alone."""
+        return {"ONWARD_HOME": str(self.home), "PREFECT_HOME": str(self.home / "prefect"), TAG: self.tag}
+
     # -- processes
 
     def processes(self) -> list[psutil.Process]:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from onward.flows.chaos.account import Command, Fault
-from onward.flows.chaos.kinds import KINDS, environment_of
+from onward.flows.chaos.kinds import KINDS
 from onward.flows.chaos.plan import PlannedFault
 from onward.flows.chaos.scene import NoTarget, Progress, Scene, described, until_gone
 from onward.infra.parent_death import signalled_with_parent
@@ -96,7 +96,7 @@ class Soak:
             process = subprocess.Popen(
                 # the command saves and ends if this process is killed
                 signalled_with_parent([sys.executable, "-m", "onward.flows.cli", *words, "--json"], signal.SIGTERM),
-                env={**without_servers(os.environ), **environment_of(scene)},
+                env={**without_servers(os.environ), **scene.environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

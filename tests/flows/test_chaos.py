@@ -13,7 +13,8 @@ import pytest
 
 from onward.flows.chaos.account import Command, Fault, Result, make_account, times
 from onward.flows.chaos.chaos import ends_early
-from onward.flows.chaos.kinds import KINDS, flip_bit
+from onward.flows.chaos.file_faults import flip_bit
+from onward.flows.chaos.kinds import KINDS
 from onward.flows.chaos.plan import make_plan, seconds
 from onward.flows.chaos.scene import Scene
 from onward.flows.chaos.soak import Soak

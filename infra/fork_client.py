@@ -11,7 +11,6 @@ Run as a program, this file is the client; therefore it imports only the standar
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import json
@@ -36,24 +35,19 @@ def run(path: str, words: list[str]) -> int:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: as a rank, it does not outlive mpirun
     if os.getppid() != parent:
         return 70
-    connection = socket.socket(socket.AF_UNIX)
-    try:
+    connection, fork = socket.socket(socket.AF_UNIX), b""
+    with contextlib.suppress(OSError):  # on another host, or the server has ended
         connection.connect(path)
-        request = json.dumps([words, dict(os.environ), str(Path.cwd())]).encode()
-        files = array.array("i", [0, 1, 2])
-        connection.sendmsg([len(request).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
-        connection.sendall(request)
-        fork = int.from_bytes(_read(connection, 8), "big")
-    except OSError:
-        fork = 0  # on another host, or the server has ended
-    if fork == 0:  # or the environment is one that only a new process can have
+        socket.send_fds(connection, [b"\n"], [0, 1, 2])
+        connection.sendall(json.dumps([words, dict(os.environ), str(Path.cwd())]).encode() + b"\n")
+        answers = connection.makefile("rb")
+        fork = answers.readline()
+    if not fork:  # or the environment is one that only a new process can have
         os.execv(sys.executable, [sys.executable, *words])
     for number in FORWARDED:
-        signal.signal(number, lambda number, frame: _send(fork, number))
-    try:
-        status = int.from_bytes(_read(connection, 8), "big", signed=True)
-    except OSError:
-        status = -signal.SIGKILL  # the server was killed, and its forks with it
+        signal.signal(number, lambda number, frame: _send(int(fork), number))
+    # without an answer the server was killed, and its forks with it
+    status = int(answers.readline() or -signal.SIGKILL)
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the fork has left its own
         if -status != signal.SIGKILL:
@@ -65,16 +59,6 @@ def run(path: str, words: list[str]) -> int:
 def _send(fork: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(fork, number)
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    content = b""
-    while len(content) < size:
-        block = connection.recv(size - len(content))
-        if not block:
-            raise ConnectionError("the fork server is gone")
-        content += block
-    return content
 
 
 if __name__ == "__main__":

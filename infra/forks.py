@@ -29,39 +29,63 @@ SERVER = ("onward.trainer.fork_server",)
 """The module of the server."""
 LONGEST_PATH = 100
 """Bytes that the kernel takes for the path of a socket, nearly."""
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    # numpy and scipy would start threads when they are imported; torch has threads of its own
+    "OPENBLAS_NUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    # a fork writes its job's tag in the place of this one, where `members` reads it
+    TAG: NO_TAG,
+}
+"""Environment of the server, beside that of this process."""
 END_S = 5.0
 """Longest time that the server has to end."""
 
 
 @dataclass(frozen=True)
-class _Server:
+class Server:
+    """A fork server that this process has started."""
+
     process: subprocess.Popen[bytes]
     path: Path
 
+    def python(self) -> list[str]:
+        """Return the words that run Python as a fork of this server."""
+        return [sys.executable, "-I", "-S", fork_client.__file__, str(self.path)]
 
-_running: list[_Server] = []
+
+_running: list[Server] = []
 """The server of this process, if it has one."""
 
 
 @contextlib.contextmanager
 def fork_server() -> Iterator[None]:
-    """Keep a fork server running inside. Within another one, or where it cannot be started, do nothing."""
+    """Let `python` use a fork server inside. Within another one, or where it cannot be started, do nothing."""
     if _running:
         yield
         return
+    with started() as server:
+        _running.extend(filter(None, [server]))
+        try:
+            yield
+        finally:
+            _running.clear()
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Server | None]:
+    """Keep a fork server running inside; None where it cannot be started."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="onward-forks-"))
     except OSError:  # the disk is full, or TMPDIR cannot be written
-        yield
+        yield None
         return
     read, written = os.pipe()
     server = _start(folder, read)
     os.close(read)
     try:
-        _running.extend(filter(None, [server]))
-        yield
+        yield server
     finally:
-        _running.clear()
         os.close(written)  # the server reads the end of this pipe, also when this process is killed
         if server:
             _end(server.process)
@@ -71,11 +95,11 @@ def fork_server() -> Iterator[None]:
 def python() -> list[str]:
     """Return the words that run Python: as a fork if a server runs, else the interpreter itself."""
     if _running and _running[0].process.poll() is None:
-        return [sys.executable, "-I", "-S", fork_client.__file__, str(_running[0].path)]
+        return _running[0].python()
     return [sys.executable]
 
 
-def _start(folder: Path, alive: int) -> _Server | None:
+def _start(folder: Path, alive: int) -> Server | None:
     path = folder / "socket"
     if len(os.fsencode(path)) > LONGEST_PATH:
         return None
@@ -85,9 +109,8 @@ def _start(folder: Path, alive: int) -> _Server | None:
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", *SERVER, str(listener.fileno()), str(alive), str(folder)],
-                # packages leave files behind; a fork writes its job's tag in the place of this one, where `members`
-                # reads it
-                env={**os.environ, **_libraries(), "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder), TAG: NO_TAG},
+                # TMPDIR: packages leave files behind
+                env={**os.environ, **_libraries(), **ENVIRONMENT, "TMPDIR": str(folder)},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -95,7 +118,7 @@ def _start(folder: Path, alive: int) -> _Server | None:
                 pass_fds=(listener.fileno(), alive),
                 start_new_session=True,  # Ctrl-C in the terminal goes to the flow process alone
             )
-        return _Server(process, path)
+        return Server(process, path)
     return None
 
 

@@ -10,8 +10,6 @@ from onward.infra import forks
 from onward.infra.parent_death import signalled_with_parent
 
 TAIL_LINES = 20
-PYTHON: tuple[str, ...] = ()
-"""The words that start Python; empty = a fork of the fork server, or the interpreter without one."""
 
 
 def run_module(*arguments: str, folder: Path, log: Path, limit_s: float | None = None) -> str:
@@ -27,7 +25,7 @@ def start_module(*arguments: str, folder: Path, log: Path) -> subprocess.Popen[b
     with log.open("wb") as output:
         return subprocess.Popen(
             # a killed flow must not leave a process behind that writes into the directory of a resumed run
-            signalled_with_parent([*(PYTHON or forks.python()), "-m", *arguments], signal.SIGKILL),
+            signalled_with_parent([*forks.python(), "-m", *arguments], signal.SIGKILL),
             # `-m` imports from the working directory first, so it must not be a directory of the user's
             cwd=folder,
             stdin=subprocess.DEVNULL,

@@ -32,12 +32,10 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Each import takes four seconds. The tests in tests/flows start these processes as users do.
     """
-    from onward.infra import mpirun
-    from onward.tasks import subprocesses
-    from tests.support import rank_server, ranks
+    from onward.infra import forks
+    from tests.support import rank_server
 
-    monkeypatch.setattr(subprocesses, "PYTHON", rank_server.command())
-    monkeypatch.setattr(mpirun, "MpiJob", ranks.JobOfForks)
+    monkeypatch.setattr(forks, "python", lambda: list(rank_server.command()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

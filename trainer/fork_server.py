@@ -1,19 +1,26 @@
-"""Import torch and the trainer once, and fork for each client: `python -m ... LISTENER ALIVE FOLDER`.
+"""Import torch and the trainer once, and run programs as forks of that: `python -m ... LISTENER ALIVE FOLDER`.
 
-A client (infra/fork_client.py) sends its words, environment, working directory and output, and gets the process id of
-the fork and at last its exit status. While it lives, the client is what others see of the fork, so the server carries
-over what the client cannot: its end by SIGKILL, and its stop by SIGSTOP.
+    flow -- pipe -- server        imports, then forks a keeper for each client
+                      | fork
+    client -- socket -- keeper    waits for the end of the client or of the program, whichever comes first
+                          | fork
+                        program   `python -m MODULE ARGUMENTS` with the client's environment, directory and output
+
+A client (infra/fork_client.py) sends a line with its words, environment and working directory, and its output; it gets
+a line with the process id of the program, and at last a line with its exit status. While the program runs, the client
+is what others see of it, so the keeper carries over what the client cannot: its end by SIGKILL, and its stop by
+SIGSTOP. The kernel ends a keeper with the server, and a program with its keeper.
 
 LISTENER is the file descriptor of a socket, ALIVE that of the reading end of a pipe, which closes when the process that
-has started the server ends. The server then takes no client any more, and ends when its last fork has ended, because
+has started the server ends. The server then takes no client any more, and ends when the last program has ended, because
 the ranks of a killed flow still save a checkpoint.
 
-No thread runs here, because a process that has threads must not fork, and no device is used.
+No thread runs in the server, because a process that has threads must not fork, and it uses no device.
 """
 
 from __future__ import annotations
 
-import array
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -21,148 +28,96 @@ import gc
 import json
 import os
 import runpy
-import selectors
+import select
 import shutil
 import signal
 import socket
 import struct
 import sys
 import tempfile
-import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from onward.trainer.distributed.launched import JOB_TAG
 from onward.trainer.run.this_machine import spin_briefly_if_busy
 
 LOOK_S = 0.2
-"""Seconds between two looks at whether clients are stopped."""
-ALONE = {"OPENBLAS_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "1"}
-"""Environment for the imports, without which numpy and scipy start threads. torch has threads of its own."""
-
+"""Seconds between two looks at whether a client is stopped."""
 SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
 """The thread of pyarrow's allocator, which makes itself ready for a fork."""
 
 
-@dataclass
-class Fork:
-    """A fork that runs."""
-
-    pid: int
-    handle: int
-    """A file descriptor (pidfd) that is readable when it has ended."""
-    connection: socket.socket
-    client: int
-    """Process id of its client."""
-    is_stopped: bool = False
-
-
-def serve(listener: socket.socket, alive: int, folder: str) -> None:
-    """Fork for each client until `alive` is closed at its other end and all forks have ended; then delete `folder`."""
-    selector, forks = selectors.DefaultSelector(), dict[int, Fork]()
-    selector.register(listener, selectors.EVENT_READ, listener)
-    selector.register(alive, selectors.EVENT_READ, alive)
-    serving = True
-    while serving or forks:
-        for key, _ in selector.select(LOOK_S if forks else None):
-            if key.data == alive:
-                serving = False
-                selector.unregister(alive)
-                selector.unregister(listener)
-                listener.close()
-            elif key.data is listener:
-                connection, _ = listener.accept()
-                with contextlib.suppress(OSError, ValueError):  # a client that has gone, or no process id is left
-                    others = [file for each in forks.values() for file in (each.handle, each.connection.fileno())]
-                    fork = _fork(connection, (listener.fileno(), alive, *others))
-                    forks[fork.pid] = fork
-                    for file in (fork.connection, fork.handle):
-                        selector.register(file, selectors.EVENT_READ, fork)
-                    continue
-                connection.close()
-            elif key.data.pid in forks:
-                _notice(key.data, selector, forks, ended=key.fileobj == key.data.handle)
-        for fork in forks.values():
-            _carry_over_stop(fork)
-    shutil.rmtree(folder, ignore_errors=True)  # a flow that was killed has left it
+def serve(listener: socket.socket, alive: int) -> None:
+    """Fork a keeper for each client until `alive` is closed at its other end and all keepers have ended."""
+    while alive not in select.select([listener.fileno(), alive], [], [])[0]:
+        # no process id or memory is left: the client reads the end of its connection, and becomes the program itself
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            with connection:
+                in_a_fork(partial(keep, connection, listener, alive))
+        _reap(os.WNOHANG)
+    listener.close()
+    _reap(0)
 
 
-def _notice(fork: Fork, selector: selectors.BaseSelector, forks: dict[int, Fork], *, ended: bool) -> None:
-    if not ended:  # its client is gone
-        selector.unregister(fork.connection)
-        signal.pidfd_send_signal(fork.handle, signal.SIGKILL)
-        return
-    _, status = os.waitpid(fork.pid, 0)
-    with contextlib.suppress(OSError):
-        fork.connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "big", signed=True))
-    for file in (fork.connection, fork.handle):
-        with contextlib.suppress(KeyError):
-            selector.unregister(file)
-    fork.connection.close()
-    os.close(fork.handle)
-    del forks[fork.pid]
+def _reap(options: int) -> None:
+    """Read the exit status of all children: of those that have ended (os.WNOHANG), or wait for each (0)."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, options)[0]:
+            pass
 
 
-def _carry_over_stop(fork: Fork) -> None:
-    """Stop the fork while its client is stopped, as a rank that somebody stops."""
-    with contextlib.suppress(OSError):
-        stopped = _state(fork.client) == "T"
-        if stopped != fork.is_stopped:
-            signal.pidfd_send_signal(fork.handle, signal.SIGSTOP if stopped else signal.SIGCONT)
-            fork.is_stopped = stopped
+def in_a_fork(role: Callable[[], int]) -> int:
+    """Call `role` in a fork, which ends with the exit status that it returns. Returns the process id of the fork.
 
-
-def _state(pid: int) -> str:
-    # after the name, which is in parentheses and may contain anything
-    return (Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-
-
-# -- the fork
-
-
-def _fork(connection: socket.socket, ours: tuple[int, ...]) -> Fork:
-    """Fork for the client of a connection. Returns in this process alone. Raises OSError, ValueError."""
-    size, ancillary, *_ = connection.recvmsg(8, socket.CMSG_SPACE(3 * 4))
-    if len(size) < 8 or not ancillary:
-        raise ValueError("the client has gone")
-    files = array.array("i")
-    files.frombytes(ancillary[0][2][: 3 * files.itemsize])
+    The fork ends here whatever happens in it: it must never go on as the process from which it was forked. Nor does it
+    outlive that process. Raises OSError where no process can be made.
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
     try:
-        words, environment, folder = json.loads(_read(connection, int.from_bytes(size, "big")))
-        if not _libraries(environment) <= _LIBRARIES:  # the loader reads it only when a program starts
-            connection.sendall((0).to_bytes(8, "big"))
-            raise ValueError("the client becomes the program itself")
-        client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        pid = os.fork()
-        if pid:
-            with contextlib.suppress(OSError):  # its client has gone, which is noticed next
-                connection.sendall(pid.to_bytes(8, "big"))
-            return Fork(pid, os.pidfd_open(pid), connection, client)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() == parent:
+            status = role()
     finally:
-        if os.getpid() == _SERVER:
-            for file in files:
-                os.close(file)
-    status = 70
-    try:
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-            os.close(file)
-        for file in (*ours, connection.detach()):
-            os.close(file)
-        _run(words, environment, folder)
-        status = 0
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status)
+        try:
+            os._exit(status)
+        finally:  # the status is no C int
+            os._exit(255)
+
+
+# -- the keeper
+
+
+def keep(connection: socket.socket, listener: socket.socket, alive: int) -> int:
+    """Run the program of a client in a fork, end or stop it with the client, and send how it has ended."""
+    listener.close()
+    os.close(alive)
+    _, output, *_ = socket.recv_fds(connection, 1, 3)
+    with connection.makefile("rb") as request:
+        words, environment, folder = json.loads(request.readline())
+    if not _libraries(environment) <= _LIBRARIES:  # the loader reads them only when a program starts
+        return 0  # the client becomes the program itself
+    client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid = in_a_fork(partial(be_program, connection, output, partial(_run, words, environment, folder)))
+    for file in output:
+        os.close(file)
+    connection.sendall(b"%d\n" % pid)
+    ended, is_stopped = os.pidfd_open(pid), False
+    while not select.select([ended, connection.fileno()], [], [], LOOK_S)[0]:
+        with contextlib.suppress(OSError):  # the client has ended
+            if is_stopped != (_state(client) == "T"):
+                is_stopped = not is_stopped
+                os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
+    os.kill(pid, signal.SIGKILL)  # the client has ended; a program that has ended by itself is not changed
+    _, status = os.waitpid(pid, 0)
+    connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+    return 0
 
 
 def _libraries(environment: Mapping[str, str]) -> set[str]:
@@ -171,26 +126,66 @@ def _libraries(environment: Mapping[str, str]) -> set[str]:
     return {part for name in names for part in environment.get(name, "").split(os.pathsep)} | {""}
 
 
-_SERVER = os.getpid()
 _LIBRARIES = _libraries(os.environ)
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
-    content = b""
-    while len(content) < size:
-        block = connection.recv(size - len(content))
-        if not block:
-            raise ConnectionError("the client has gone")
-        content += block
-    return content
+def _state(pid: int) -> str:
+    # after the name, which is in parentheses and may contain anything
+    return (Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+
+
+# -- the program
+
+
+def be_program(connection: socket.socket, output: list[int], run: Callable[[], object]) -> int:
+    """Run a program as the interpreter does, with the client's stdin, stdout and stderr; return its exit status."""
+    for number, file in enumerate(output):
+        os.dup2(file, number)
+        os.close(file)
+    connection.close()
+    status, ended_by = 0, None
+    try:
+        run()
+    except BaseException as error:
+        status, ended_by = 1, error
+        with contextlib.suppress(BaseException):  # stderr is closed or on a full disk
+            status = _report(error)
+    for last in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
+        try:
+            last()
+        except BaseException:
+            status = 120  # that of the interpreter where output is lost
+    if isinstance(ended_by, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+    return status
+
+
+def _report(error: BaseException) -> int:
+    """Report an exception that nothing has caught, as the interpreter does; return the exit status."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as leaving:
+        return _report(leaving)
+    except BaseException as failed:  # its traceback names the first error as what it followed from
+        sys.__excepthook__(type(failed), failed, failed.__traceback__)
+    return 1
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
 
 
 def _run(words: list[str], environment: dict[str, str], folder: str) -> None:
-    """What `python -m MODULE ARGUMENTS` does, in this process."""
+    """Do what `python -m MODULE ARGUMENTS` does, in this process."""
     os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: what the server watches must not outlive it
-    if os.getppid() != _SERVER:
-        os._exit(70)
     os.environ.clear()
     os.environ.update(environment)
     _show_tag(environment.get(JOB_TAG, ""))
@@ -225,8 +220,6 @@ def _threads() -> set[str]:
 def main(listener: int, alive: int, folder: str) -> None:
     """Import what the forks need, then serve."""
     own = _threads()
-    given = {name: os.environ.get(name) for name in ALONE}
-    os.environ.update(ALONE)
     gc.disable()  # what is imported stays: looking through it for garbage takes a tenth of the time
     spin_briefly_if_busy()  # what OpenMP reads when torch is imported, the forks keep
     import pandas  # noqa: F401  most data is read with it
@@ -237,15 +230,13 @@ def main(listener: int, alive: int, folder: str) -> None:
     import onward.trainer.loop
     import onward.trainer.rehearsal.rehearse  # noqa: F401
 
-    for name, value in given.items():
-        os.environ.pop(name)
-        os.environ.update({name: value} if value is not None else {})
     if others := _threads() - own - SAFE_THREADS:
         sys.exit(f"an imported package has started a thread ({others}); each program is started by itself")
     gc.collect()
     gc.enable()
     gc.freeze()  # a collection in a fork would copy the pages of everything that was imported here
-    serve(socket.socket(fileno=listener), alive, folder)
+    serve(socket.socket(fileno=listener), alive)
+    shutil.rmtree(folder, ignore_errors=True)  # a flow that was killed has left it
 
 
 if __name__ == "__main__":

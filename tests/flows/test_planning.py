@@ -141,7 +141,7 @@ def test_a_measurement_ends_in_time_and_removes_what_a_killed_one_has_left(
 
 
 @pytest.mark.mpi
-@pytest.mark.slow  # real processes: what is forked does not record its errors
+@pytest.mark.usefixtures("forked")
 def test_a_measurement_that_fails_raises_the_error_of_its_rank_and_leaves_nothing(
     settings: dict[str, dict[str, Any]], home: Path
 ) -> None:

@@ -85,17 +85,6 @@ def test_a_fork_has_the_words_environment_directory_output_and_status_of_its_cli
     assert ending.startswith("ended with status 3")
 
 
-def test_an_exception_and_a_signal_end_a_fork_as_they_end_a_process(
-    server: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
-    raised = run_module(MODULE, "raise", folder=tmp_path, log=tmp_path / "log")
-    assert raised.startswith("ended with status 1")
-    assert "ValueError: as ever" in raised
-    assert run_module(MODULE, "abort", folder=tmp_path, log=tmp_path / "log").startswith("ended with signal 6")
-    assert server.poll() is None
-    assert run_module(MODULE, "say", "0", folder=tmp_path, log=tmp_path / "log") == ""
-
-
 def test_the_processes_of_a_job_are_found_with_their_forks_by_its_tag(
     server: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +115,7 @@ def test_the_ranks_of_mpirun_are_forks() -> None:
         words = [str(find_mpirun()), "-n", "1", *forks.python(), "-m", MODULE, "say", "0"]
         done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120, check=True)
         (running,) = forks._running
-        assert json.loads(done.stdout)["parent"] == running.process.pid
+        assert json.loads(done.stdout)["session"] == running.process.pid
 
 
 def test_a_job_of_other_hosts_or_of_a_scheduler_is_not_forked(server: subprocess.Popen[bytes], tmp_path: Path) -> None:

@@ -76,18 +76,15 @@ def start_attempt(
     *,
     pause_at: tuple[str, int] | None = None,
     starve_at: tuple[str, int] | None = None,
-    forked: bool = True,
 ) -> subprocess.Popen[bytes]:
     """Start mpirun on the run's next attempt, as bare as it can be.
 
-    pause_at, starve_at: see tests/support/paused.py and starved.py. forked: by the server of ranks, which is quicker,
-    but calls no exception hook.
+    pause_at, starve_at: see tests/support/paused.py and starved.py.
     """
     attempt = run.begin_attempt()
     pause = ["tests.support.paused", *map(str, pause_at)] if pause_at else []
     starve = ["tests.support.starved", *map(str, starve_at)] if starve_at else []
-    python = rank_server.command() if forked else [sys.executable]
-    ranks = [*python, "-m", *pause, *starve, "onward.trainer", "train", str(run.root)]
+    ranks = [*rank_server.command(), "-m", *pause, *starve, "onward.trainer", "train", str(run.root)]
     with run.log(attempt).open("wb") as log:
         return subprocess.Popen(
             [f"{sys.prefix}/bin/mpirun", "-n", str(read_config(run).world_size), "--bind-to", "none", *ranks],

@@ -15,6 +15,7 @@ import pytest
 import torch
 from onnx import numpy_helper
 
+from onward.infra import forks
 from onward.tasks import rehearsing, subprocesses
 from onward.tasks.configure import configure
 from onward.trainer.config.loading import ENTRIES, build_config
@@ -483,7 +484,7 @@ def test_a_rehearsal_that_was_begun_ahead_is_taken_for_the_same_run_alone_and_en
 def test_a_run_that_has_begun_is_not_rehearsed_again(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = tiny_conv_net(), tiny_images(25)
     first = configured(*arguments)
-    monkeypatch.setattr(subprocesses, "PYTHON", ("/absent",))
+    monkeypatch.setattr(forks, "python", lambda: ["/absent"])
     assert configured(*arguments) == first
 
 

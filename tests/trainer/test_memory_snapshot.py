@@ -37,7 +37,7 @@ def starved_run(folder: Path, *, wanted: bool) -> RunDir:
         optimizer={"name": "adam"},
         monitor={"memory_snapshot": wanted},
     )
-    assert start_attempt(run, starve_at=("scalars", 2), forked=False).wait(120) != 0
+    assert start_attempt(run, starve_at=("scalars", 2)).wait(120) != 0
     return run
 
 

@@ -204,7 +204,7 @@ def test_an_attempt_that_resumes_within_the_steps_profiles_the_rest_of_them(tmp_
 def test_steps_that_the_run_does_not_have_are_refused_by_the_ranks_where_epochs_decide(tmp_path: Path) -> None:
     train = {"global_batch_size": 16, "num_steps": 0, "num_epochs": 1.0}
     run = a_run(tmp_path, tiny_conv_net(), tiny_images(60), train=train, monitor={"profile_steps": [2, 9]})
-    assert start_attempt(run, forked=False).wait(120) != 0
+    assert start_attempt(run).wait(120) != 0
     error = run.first_error(1)
     assert error is not None
     assert error.cause == "ConfigError: monitor.profile_steps [2, 9]: the run has 3 steps; choose some of these"

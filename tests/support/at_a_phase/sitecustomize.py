@@ -6,8 +6,8 @@ A test puts this folder first in PYTHONPATH, and a description into ONWARD_TEST_
 
 phase: a pattern over what processes do: "open PATH" for writing, "os.rename FROM TO", "sqlite3.connect PATH",
 "subprocess.Popen PROGRAM WORDS", "event KIND STEP" of the event log, "phase NAME 0" of the flow's phases. action: a
-signal to the flow, "fill" the disk of `home`, or "wait" until the file `once`.go exists. The flow is the first process
-with this variable.
+signal to the flow, "fill" the disk of `home`, "wait" until the file `once`.go exists, or "raise MODULE:CLASS TEXT" in
+the process itself. once: "" = each time. The flow is the first process with this variable.
 """
 
 from __future__ import annotations
@@ -57,14 +57,21 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     try:
         _report_events()
         if re.search(SETTINGS["phase"], _text(event, arguments)):
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(SETTINGS["once"], os.O_CREAT | os.O_EXCL))
-                _act()
+            if SETTINGS["once"]:
+                try:
+                    os.close(os.open(SETTINGS["once"], os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    return
+            _act()
     finally:
         _busy = False
 
 
 def _act() -> None:
+    if SETTINGS["action"].startswith("raise "):
+        _, kind, text = SETTINGS["action"].split(" ", 2)
+        module, _, name = kind.partition(":")
+        raise getattr(sys.modules[module], name)(text)
     if SETTINGS["action"] == "wait":
         deadline = time.monotonic() + 60
         while not os.path.exists(f"{SETTINGS['once']}.go") and time.monotonic() < deadline:  # noqa: PTH110

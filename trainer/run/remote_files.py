@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import fcntl
 import hashlib
 import logging
@@ -34,6 +33,7 @@ from urllib.parse import urlsplit
 from onward.trainer.config.urls import redacted
 from onward.trainer.errors import DataError, RuntimeUnavailable
 from onward.trainer.run.durable_files import fsync, sha256
+from onward.trainer.run.storage import storage_error
 from onward.trainer.run.stores import RemoteFile, digest, explained, list_files, open_store
 
 log = logging.getLogger(__name__)
@@ -156,10 +156,12 @@ def _fill(file: RemoteFile, partial: Path, bar: _Bar) -> None:
             if _size(partial) == have and file.size:
                 raise EOFError(f"the connection ended after {have} of {file.size} bytes")
         except Exception as error:
-            if _is_final(error):
-                if getattr(error, "errno", None) == errno.ENOSPC:
+            if storage := storage_error(error, partial, needed=file.size):
+                with contextlib.suppress(OSError):
                     partial.unlink(missing_ok=True)
-                raise
+                raise storage from error
+            if isinstance(error, DataError | RuntimeUnavailable | PermissionError | FileNotFoundError):
+                raise  # it would fail again
             failures = 0 if _size(partial) > have else failures + 1
             block = max(block // 4, LEAST_BLOCK_BYTES)
             if failures > len(PAUSES_S):
@@ -251,12 +253,6 @@ def _shown(size: float) -> str:
 
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1))
-
-
-def _is_final(error: Exception) -> bool:
-    """Return whether a request would fail again."""
-    final = (DataError, RuntimeUnavailable, PermissionError, FileNotFoundError)
-    return isinstance(error, final) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
 
 
 # -- progress

@@ -55,8 +55,7 @@ REMEDY = {
     1: "report it, with the file that the message names: it has the traceback",
     2: "correct each thing that is listed; nothing was started or written",
     3: "correct what is listed, such as a full disk or a port in use; then `onward resume`, or the command again",
-    4: "if a disk failed or is full, mend that, then `onward resume`: an earlier checkpoint is used. If all are "
-    "damaged or of another model, start a new run",
+    4: "`onward resume`: an earlier checkpoint is used. If all are damaged or of another model, start a new run",
     5: "the checkpoints are unchanged: read which check failed, by how much, and change `[export]` or the model",
     6: "a resume would diverge again: lower `optimizer.learning_rate`, clip gradients (`train.clip_norm`), "
     "or examine the data of the step that is named; start a new run",

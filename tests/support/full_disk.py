@@ -63,7 +63,8 @@ def mount(folder: Path, size: str) -> None:
     what = ["-o", "loop", size] if size.startswith("/") else ["-t", "tmpfs", "-o", f"size={size}", "none"]
     subprocess.run(["mount", *what, str(folder)], check=True)
     if size.startswith("/"):
-        (folder / "lost+found").rmdir()
+        with contextlib.suppress(OSError):  # it is gone when the image is mounted again
+            (folder / "lost+found").rmdir()
 
 
 def fill(folder: Path) -> Path:
@@ -103,6 +104,18 @@ def shut_down(folder: Path) -> None:
         fcntl.ioctl(descriptor, 0x8004587D, struct.pack("I", 2))  # EXT4_IOC_SHUTDOWN without a flush of its journal
     finally:
         os.close(descriptor)
+
+
+def mend(folder: Path, action: str) -> None:
+    """Undo what a test has done to a disk: "fill", "inodes", "read-only" or "EIO"."""
+    if action == "fill":
+        (folder / "ballast").unlink()
+    elif action == "inodes":
+        shutil.rmtree(folder / "ballast")
+    else:  # the disk that lies over the folder goes; a device that failed is mounted again, as after a restart
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        if action == "EIO":
+            mount(folder, str(folder.with_name(f"{folder.name}.image")))
 
 
 if __name__ == "__main__":

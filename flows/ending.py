@@ -24,7 +24,7 @@ from onward.flows.runs import end_mlflow_run, how_to_continue, identity_of
 from onward.infra.mlflow_store import database_of
 from onward.tasks.explained_errors import problems_of
 from onward.tasks.prefect_events import emit
-from onward.trainer.errors import OnwardError, RuntimeUnavailable, Stopped
+from onward.trainer.errors import OnwardError, RuntimeUnavailable, Stopped, StorageUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import RunEnding, begin, end, ending_of
 from onward.trainer.run.refusals import recorded_error
@@ -99,8 +99,9 @@ class Ending:
         )
         try:
             end(self._run, record)
-        except OSError as failed:  # it must not hide the error that it records
-            log.warning("%s cannot be written: %s", self._run.flow_ending, failed)
+        except OSError as failed:  # it must not hide the error that it records, which may say the same
+            if not isinstance(error, StorageUnavailable):
+                log.warning("%s cannot be written: %s", self._run.flow_ending, failed)
 
 
 def own_error(error: Exception, run: RunDir) -> OnwardError:

@@ -213,8 +213,14 @@ def _free(folder: Path) -> int:
 
 
 def _is_full(folder: Path) -> bool:
-    found = os.statvfs(folder)
-    return _free(folder) < FULL_BYTES or (found.f_files > 0 and not found.f_favail)
+    return _free(folder) < FULL_BYTES or _without_inodes(folder)
+
+
+def _without_inodes(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        found = os.statvfs(_existing(path))
+        return found.f_files > 0 and not found.f_favail
+    return False
 
 
 def _existing(path: Path) -> Path:
@@ -232,7 +238,8 @@ def _exists(path: Path) -> bool:
 
 def _error(number: int, path: Path, needed: int = 0) -> StorageUnavailable:
     number = _verified(number, path)
-    return StorageUnavailable(f"{_sentence(number, path, needed)}; {TO_DO[number]}, {CONTINUE}")
+    to_do = "delete files" if number == errno.ENOSPC and _without_inodes(path) else TO_DO[number]
+    return StorageUnavailable(f"{_sentence(number, path, needed)}; {to_do}, {CONTINUE}")
 
 
 def _verified(number: int, path: Path) -> int:
@@ -257,5 +264,5 @@ def _room(path: Path, needed: int) -> str:
     except OSError as error:
         return f"the disk of {path}, which does not say how much is free: {error.strerror}"
     free = f"{found.f_bavail * found.f_frsize:,} bytes free" + (f" of the {needed:,} that are needed" if needed else "")
-    inodes = f", and none of its {found.f_files:,} inodes" if found.f_files and not found.f_favail else ""
+    inodes = f", and none of its {found.f_files:,} inodes" if _without_inodes(path) else ""
     return f"the disk of {path} has {free}{inodes}"

@@ -108,11 +108,13 @@ def _train(
     from onward.tasks.registered_models import store_of
     from onward.tasks.rehearsing import begun_ahead
     from onward.trainer.run.origins import record_origins
+    from onward.trainer.run.storage import storage_explained
 
     grace_s = config.launch.stop_grace_s
     # the signal handler first: starting the server takes seconds, in which the process may be stopped
     rehearsal = contextlib.nullcontext() if resume else begun_ahead(config)
     with (
+        storage_explained(),
         exit_on_sigterm(),
         acknowledged_interrupt(grace_s, say=view.say),
         _collection_paused() as paused,

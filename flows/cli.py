@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import gc
 import shlex
 import sys
@@ -56,8 +55,7 @@ REMEDY = {
     1: "report it, with the file that the message names: it has the traceback",
     2: "correct each thing that is listed; nothing was started or written",
     3: "correct what is listed, such as a full disk or a port in use; then `onward resume`, or the command again",
-    4: "if a disk failed or is full, mend that, then `onward resume`: an earlier checkpoint is used. If all are "
-    "damaged or of another model, start a new run",
+    4: "`onward resume`: an earlier checkpoint is used. If all are damaged or of another model, start a new run",
     5: "the checkpoints are unchanged: read which check failed, by how much, and change `[export]` or the model",
     6: "a resume would diverge again: lower `optimizer.learning_rate`, clip gradients (`train.clip_norm`), "
     "or examine the data of the step that is named; start a new run",
@@ -209,20 +207,10 @@ def main() -> None:
     try:
         with _printed_traceback() if debug else contextlib.nullcontext():
             app()
-    except OnwardError as error:
-        _exit_with(error)
-    except OSError as error:
-        # A path that the user gave, or one below ONWARD_HOME, cannot be read or written; or a disk is full.
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            where = f" of {error.filename}" if error.filename else ""
-            _exit_with(RuntimeUnavailable(f"the disk{where} is full: free some space, and repeat the command"))
-        if error.filename is None:
-            _exit_unexpectedly(error)
-        _exit_with(RuntimeUnavailable(f"cannot use {error.filename}: {error.strerror}"))
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        _exit_unexpectedly(error)
+        _exit_with(_own_error(error))
 
 
 @contextlib.contextmanager
@@ -235,8 +223,22 @@ def _printed_traceback() -> Iterator[None]:
         raise
 
 
-def _exit_unexpectedly(error: Exception) -> NoReturn:
-    """Say what happened in one line, and in which file the traceback is; exit with status 1."""
+def _own_error(error: Exception) -> OnwardError:
+    """Return Onward's error for one that ended a command: a disk's, itself, or one that names the file to report."""
+    from onward.trainer.run.storage import storage_cause
+
+    if storage := storage_cause(error):
+        return storage
+    if isinstance(error, OnwardError):
+        return error
+    if isinstance(error, OSError) and error.filename is not None:
+        # a path that the user gave, or one below ONWARD_HOME, cannot be read or written
+        return RuntimeUnavailable(f"cannot use {error.filename}: {error.strerror}")
+    return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> OnwardError:
+    """Return an error that says what happened in one line, and in which file the traceback is."""
     # in the directory for temporary files: ONWARD_HOME may be what cannot be written
     try:
         with tempfile.NamedTemporaryFile(
@@ -251,9 +253,7 @@ def _exit_unexpectedly(error: Exception) -> NoReturn:
     except OSError:
         traceback.print_exc()
         where = "the traceback is above"
-    _exit_with(
-        OnwardError(f"unexpected {type(error).__name__}: {error}; {where}. This is an error of Onward's: report it")
-    )
+    return OnwardError(f"unexpected {type(error).__name__}: {error}; {where}. This is an error of Onward's: report it")
 
 
 def _exit_with(error: OnwardError) -> NoReturn:

@@ -20,22 +20,15 @@ from prefect import State, runtime
 from prefect.exceptions import Pause, TerminationSignal
 from prefect.states import Cancelled
 
-from onward.flows.runs import end_mlflow_run, how_to_continue
+from onward.flows.runs import end_mlflow_run, how_to_continue, identity_of
+from onward.infra.mlflow_store import database_of
 from onward.tasks.explained_errors import problems_of
 from onward.tasks.prefect_events import emit
-from onward.trainer.errors import (
-    ConfigError,
-    DataError,
-    OnwardError,
-    RuntimeUnavailable,
-    Stopped,
-    TrainingFailed,
-    UnsupportedModel,
-)
+from onward.trainer.errors import OnwardError, RuntimeUnavailable, Stopped, StorageUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import RunEnding, begin, end, ending_of
 from onward.trainer.run.refusals import recorded_error
-from onward.trainer.run.reserved import NO_SPACE, disk_full, is_full, no_space
+from onward.trainer.run.storage import storage_cause
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +53,7 @@ class Ending:
         try:
             begin(self._run)
         except OSError as error:
-            raise disk_full(error, self._run.root) or error from error
+            raise own_error(error, self._run) from error
         return self
 
     def __exit__(
@@ -106,23 +99,18 @@ class Ending:
         )
         try:
             end(self._run, record)
-        except OSError as failed:  # it must not hide the error that it records
-            log.warning("%s cannot be written: %s", self._run.flow_ending, failed)
+        except OSError as failed:  # it must not hide the error that it records, which may say the same
+            if not isinstance(error, StorageUnavailable):
+                log.warning("%s cannot be written: %s", self._run.flow_ending, failed)
 
 
 def own_error(error: Exception, run: RunDir) -> OnwardError:
-    """Return Onward's error for one that ended a flow: itself, a full disk, or one that names the log to look into."""
-    if isinstance(error, ConfigError | DataError | UnsupportedModel):
-        return error
-    # what failed for a full disk without saying so: a process that left no record, a server without its database
-    first, says_full = str(error).partition("\n")[0], NO_SPACE in str(error)
-    if not says_full and is_full(run.root):
-        return RuntimeUnavailable(f"{no_space(run.root)}; make room, then go on ({type(error).__name__}: {first})")
-    # TrainingFailed: retries without success, the last of which may have met a full disk
-    if isinstance(error, OnwardError) and not isinstance(error, TrainingFailed):
-        return error
-    if full := disk_full(error, run.root):
-        return full
+    """Return Onward's error for one that ended a flow: a disk's, itself, or one that names the log to look into."""
+    # also where a process left no record, or a server has no room for its database
+    identity = identity_of(run)
+    database = database_of(identity.tracking_uri) if identity else None
+    if storage := storage_cause(error, run.root, *([database.parent] if database else [])):
+        return storage
     if isinstance(error, OnwardError):
         return error
     if isinstance(error, OSError) and error.filename is not None:

@@ -19,10 +19,11 @@ import psutil
 
 from onward.flows.runs import command_to_continue, holder_of, how_to_continue
 from onward.infra.mpirun import boot_id
-from onward.tasks.classification import HOST, STORAGE
+from onward.tasks.classification import HOST
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import RunEnding, ending_of
+from onward.trainer.run.storage import says_storage
 
 CLASS_OF: Mapping[str, str] = {
     "ConfigError": "user_error",
@@ -31,6 +32,7 @@ CLASS_OF: Mapping[str, str] = {
     "DataError": "data_error",
     "DeviceAssertion": "data_error",
     "RuntimeUnavailable": "machine",
+    "StorageUnavailable": "storage",
     "CheckpointError": "checkpoint",
     "RecordError": "checkpoint",
     "ExportRefused": "export_refused",
@@ -109,7 +111,7 @@ def _failed_attempt(run: RunDir) -> AttemptEnding | None:
 
 def _class_of_error(ending: RunEnding, sentence: str) -> str:
     kind = CLASS_OF.get(ending.error, "unknown")
-    if STORAGE.search(sentence):
+    if says_storage(sentence):
         return "storage"
     if kind != "machine":
         return kind

@@ -102,8 +102,6 @@ def translate_errors(
             text = _sentence(error).replace(whole, shown)
             if any(words in text for words in _DAMAGE):
                 raise TrackingUnavailable(_damaged(shown, text)) from error
-            if any(words in text for words in _FULL):
-                raise TrackingUnavailable(f"the disk of MLflow at {shown} is full ({text}): make room there") from error
             raise TrackingUnavailable(f"MLflow at {shown} cannot be reached: {text}") from error
 
     return call
@@ -111,10 +109,6 @@ def translate_errors(
 
 _DAMAGE = ("file is not a database", "database disk image is malformed", "no such table")
 """What SQLite says of a file that is no database, or of another program, or that was made again without tables."""
-
-
-_FULL = ("No space left on device", "Disk quota exceeded", "database or disk is full")
-"""What the operating system and SQLite say where there is no room."""
 
 
 def _sentence(error: Exception) -> str:

@@ -12,7 +12,7 @@ from onward.infra import mpirun
 from onward.infra.hosts import read_hostfile, silence, silent_hosts
 from onward.infra.rank_endings import num_oom_kills
 from onward.tasks.attempt_failure import describe, log_tail, record_first_ending
-from onward.tasks.classification import STORAGE, Evidence, classify, sentence_of
+from onward.tasks.classification import Evidence, classify, sentence_of
 from onward.tasks.hang import record_hang
 from onward.tasks.readiness import wait_for_storage
 from onward.tasks.retrying import newest_checkpoint, plan_next
@@ -21,9 +21,9 @@ from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, last_beat, read_events
 from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.durable_files import storage_problem
 from onward.trainer.run.records import AttemptResult, RankError, read_record
 from onward.trainer.run.reserved import reserve, write_reserved
+from onward.trainer.run.storage import storage_error, storage_problem
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,9 @@ class Attempt:
             self._write("user_error", str(error), config, detected_ms=now)
             raise
         except OSError as error:
-            kind: EndingKind = "storage" if STORAGE.search(str(error)) else "unknown"
-            self._write(kind, f"the job could not be started: {error}", config, by_itself=False)
+            storage = storage_error(error, self.run.root)
+            kind: EndingKind = "storage" if storage else "unknown"
+            self._write(kind, f"the job could not be started: {storage or error}", config, by_itself=False)
             raise
         except BaseException:
             self.end(mpirun.Outcome(None, "stopped", 0.0, mpirun.now_ms()), config)

@@ -10,14 +10,11 @@ from typing import Literal
 from onward.infra.rank_endings import first_ending, signal_name
 from onward.trainer.run.attempt_endings import EndingKind
 from onward.trainer.run.records import AttemptResult, RankError
+from onward.trainer.run.storage import says_storage
 
 KILLED_FROM_OUTSIDE = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP", "SIGXCPU")
 """Signals by which a scheduler or a person asks a process to end."""
 
-STORAGE = re.compile(
-    r"\[Errno (5|27|28|30|116|122)\]|No space left on device|File too large|Input/output error|Read-only file system|"
-    r"Stale (NFS )?file handle|Disk quota exceeded"
-)
 SERVER = re.compile(r"(ConnectionError|ConnectionRefusedError|ConnectTimeout|ReadTimeout|HTTPError|URLError)\b")
 HOST = re.compile(
     r"lost communication with a remote daemon|unable to reliably start one or more daemons|ssh: connect to host|"
@@ -88,8 +85,7 @@ RULES: Sequence[Rule] = (
     # ranks that saved and left although this flow has not asked for it
     ("preempted", lambda e: e.result is not None),
     ("data_error", lambda e: e.error_class in ("DataError", "DeviceAssertion")),
-    # before the refusals: a rank says of a full disk that the machine cannot run it
-    ("storage", lambda e: e.error_class == "RuntimeUnavailable" and STORAGE.search(e.cause)),
+    ("storage", lambda e: e.error_class == "StorageUnavailable"),
     ("user_error", lambda e: e.error_class in ("ConfigError", "UnsupportedModel", "RuntimeUnavailable", "Refused")),
     ("non_finite", lambda e: e.error_class == "Diverged"),
     ("out_of_memory", lambda e: e.error_class in ("OutOfMemory", "MemoryError")),
@@ -97,7 +93,7 @@ RULES: Sequence[Rule] = (
     ("host_lost", lambda e: e.hosts),
     ("hang", lambda e: e.error_class == "Hang"),
     ("rank_lost", lambda e: e.error_class == "ReplicasDiffer"),
-    ("storage", lambda e: STORAGE.search(e.cause) or e.disk),
+    ("storage", lambda e: says_storage(e.cause) or e.disk),
     ("user_error", lambda e: e.error_class == "CheckpointError"),
     ("hang", lambda e: e.reason in ("silent", "start_timeout")),
     ("preempted", lambda e: e.error_class in KILLED_FROM_OUTSIDE or e.launcher_signal.startswith(KILLED_FROM_OUTSIDE)),

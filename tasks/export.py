@@ -25,6 +25,7 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra.mlflow_store import TrackingError, TrackingUnavailable, registering_prepared
 from onward.infra.tracking import ModelFile, Port, Tracker
+from onward.tasks.explained_errors import problems_of
 from onward.tasks.metric_points import Evaluations, only_of_file, points_of_file
 from onward.tasks.prefect_results import show_result
 from onward.tasks.promotion import promote
@@ -37,7 +38,14 @@ from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.data.signature import TensorInfo, model_digest, read_signature
 from onward.trainer.diagnostics.config_check import export_conflicts, files_in_the_way
-from onward.trainer.errors import CheckpointError, ConfigError, DataError, ExportRefused, RuntimeUnavailable
+from onward.trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ExportRefused,
+    RuntimeUnavailable,
+    StorageUnavailable,
+)
 from onward.trainer.run.delivered import remember
 from onward.trainer.run.directory import (
     RunDir,
@@ -60,6 +68,7 @@ from onward.trainer.run.records import (
     write_record,
 )
 from onward.trainer.run.refusals import Refusal, own_error
+from onward.trainer.run.storage import storage_error
 from onward.trainer.run.stores import upload
 
 log = logging.getLogger(__name__)
@@ -85,19 +94,22 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
     tags = {"step": str(exported.step), "checkpoint": chosen.path.name, "attempts": str(result.attempts)}
     tags |= {"certificate": chosen.certificate} if chosen.certificate else {}
     # Registry and copy are independent: an error of one must not prevent the other.
-    problems: list[str] = []
+    failed: list[RuntimeUnavailable] = []
     try:
         exported = promote(run, register(run, exported, tags=tags))
     except RuntimeUnavailable as error:
-        problems += error.problems
+        failed.append(error)
     try:
         if config.export.path:
             _deliver(read_config_as_given(run), exported)
     except RuntimeUnavailable as error:
-        problems += error.problems
+        failed.append(error)
     show_result(run, exported, result)
-    if problems:
-        raise RuntimeUnavailable(problems)
+    for each in failed:
+        if isinstance(each, StorageUnavailable):
+            raise each
+    if failed:
+        raise RuntimeUnavailable(problem for each in failed for problem in each.problems)
     return exported
 
 
@@ -255,7 +267,8 @@ def copy_to(
             with durable_file(place) as partial:
                 shutil.copyfile(file, partial)
         except OSError as error:
-            raise RuntimeUnavailable(f"cannot write the exported file to {place}: {error}") from error
+            why = f"cannot write the exported file to {place}: {error}"
+            raise (storage_error(error, place) or RuntimeUnavailable(why)) from error
     moved = {
         "path": target,
         "beside": tuple(copies[file] for file in exported.beside),
@@ -300,8 +313,12 @@ def _training_files(run: RunDir, checkpoint: Path, folder: Path) -> dict[str, An
     ending = _run_trainer("training", run, str(checkpoint.absolute()), place)
     if not ending:
         return {"training": tuple(sorted(file for file in place.iterdir() if file.suffix != ".log"))}
-    known = refusal_in(place)
-    refused = "; ".join(read_record(known, Refusal).problems) if known.exists() else f"its process {ending}"
+    refused = f"its process {ending}"
+    if refusal_in(place).exists():
+        error = own_error(read_record(refusal_in(place), Refusal))
+        if isinstance(error, StorageUnavailable):
+            raise error
+        refused = "; ".join(problems_of(error))
     log.warning("export.training: no training files were written: %s", refused)
     return {"training_refused": refused}
 

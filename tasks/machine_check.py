@@ -26,6 +26,7 @@ from onward.trainer.errors import Refused
 from onward.trainer.extras import how_to_install
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.records import Needs
+from onward.trainer.run.storage import broken_storage
 from onward.trainer.run.this_machine import free_host_memory, missing_compiler, most_gpus
 
 CONNECT_S = 2.0
@@ -35,8 +36,11 @@ CONNECT_S = 2.0
 def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
     """Return a sentence for each thing that this machine lacks; sections that could not be read may be missing.
 
-    resumed: the run has begun, and goes on without its MLflow server; its files take up disk already.
+    resumed: the run has begun, and goes on without its MLflow server; its files take up disk already. Raises
+    StorageUnavailable when the disk of Onward's home or of temporary files takes no file.
     """
+    if broken := broken_storage():
+        raise broken  # whatever else is wrong would have to be looked for on that disk
     problems = [*_mpi_problems()]
     launch, parallel = sections.get("launch"), sections.get("parallel")
     if isinstance(launch, LaunchConfig) and isinstance(parallel, ParallelConfig):

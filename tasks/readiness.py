@@ -13,12 +13,12 @@ from onward.infra.hosts import read_hostfile, silence, silent_hosts, write_hostf
 from onward.tasks.retrying import adjustments
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.errors import CheckpointError, RuntimeUnavailable
+from onward.trainer.errors import RuntimeUnavailable, StorageUnavailable
 from onward.trainer.run.adjustments import fewer_replicas
 from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir, read_settings
-from onward.trainer.run.durable_files import storage_problem
 from onward.trainer.run.records import write_record
+from onward.trainer.run.storage import storage_problem
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ HOST_PAUSES_S = (2.0, 10.0, 60.0)
 def wait_until_ready(run: RunDir, config: RunConfig) -> None:
     """Wait for what the newest attempt failed for, if a retry of it is planned.
 
-    Raises CheckpointError when the disk, and RuntimeUnavailable when the hosts are not usable within their limits.
+    Raises StorageUnavailable when the disk, and RuntimeUnavailable when the hosts are not usable within their limits.
     """
     # of a flow that was killed the newest attempt has no record: it was no planned retry
     if not run.ending(run.current_attempt).exists() or not (found := endings(run)) or not found[-1].retry:
@@ -54,9 +54,9 @@ def wait_for_storage(run: RunDir, limit_s: float) -> None:
     deadline, said = time.monotonic() + limit_s, False
     while problem := storage_problem(run.root, needed):
         if time.monotonic() > deadline:
-            raise CheckpointError(
+            raise StorageUnavailable(
                 f"{problem}, also after {limit_s:g} s (launch.storage_wait_s); make room or repair the disk, then "
-                "resume; earlier checkpoints are unchanged"
+                "`onward resume`; earlier checkpoints are unchanged"
             )
         if not said:
             log.warning("%s: waiting up to %g s for that to change (launch.storage_wait_s)", problem, limit_s)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from onward.infra import forks
 from onward.infra.parent_death import signalled_with_parent
+from onward.trainer.run.directory import refusal_in
+from onward.trainer.run.storage import storage_cause
 
 TAIL_LINES = 20
 
@@ -35,7 +37,10 @@ def start_module(*arguments: str, folder: Path, log: Path) -> subprocess.Popen[b
 
 
 def how_it_ended(process: subprocess.Popen[bytes], log: Path, *, limit_s: float | None = None) -> str:
-    """Wait for a process; return as `run_module`. It is killed when the waiting is interrupted."""
+    """Wait for a process; return as `run_module`. It is killed when the waiting is interrupted.
+
+    Raises StorageUnavailable when the process left no refusal beside `log`, and a disk is what it has ended for.
+    """
     try:
         code = process.wait(limit_s)
     except BaseException as error:
@@ -48,4 +53,7 @@ def how_it_ended(process: subprocess.Popen[bytes], log: Path, *, limit_s: float 
         return ""
     lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
     how = f"signal {-code}" if code < 0 else f"status {code}"
-    return "\n  | ".join([f"ended with {how}, without a result. Its last lines:", *lines])
+    ending = "\n  | ".join([f"ended with {how}, without a result. Its last lines:", *lines])
+    if not refusal_in(log.parent).exists() and (storage := storage_cause(ending, log.parent)):
+        raise storage
+    return ending

@@ -5,6 +5,7 @@
     ├── DataError                2   a row, a column or a file of the data cannot be used
     ├── UnsupportedModel         2   the ONNX file contains something that cannot be trained
     ├── RuntimeUnavailable       3   no MPI, wrong world size, no device, not enough memory or disk
+    │   └── StorageUnavailable   3   a disk is full, has no inodes, is mounted read-only, or fails
     ├── CheckpointError          4   a checkpoint is damaged, absent or of another model
     ├── RecordError              4   a record of a run, of a sweep or of shards is damaged or absent
     ├── ExportRefused            5   the trained file failed one of its checks
@@ -61,6 +62,10 @@ class RuntimeUnavailable(Refused):
     """The machine cannot run the job: launcher, world size, device, memory or disk."""
 
     exit_code = 3
+
+
+class StorageUnavailable(RuntimeUnavailable):
+    """A disk is full, without a free inode, mounted read-only, or its device fails."""
 
 
 class CheckpointError(OnwardError):

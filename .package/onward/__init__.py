@@ -51,6 +51,7 @@ from onward.trainer.errors import (
     ReplicasDiffer,
     RuntimeUnavailable,
     Stopped,
+    StorageUnavailable,
     TrainingFailed,
     UnsupportedModel,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "ReplicasDiffer",
     "RuntimeUnavailable",
     "Stopped",
+    "StorageUnavailable",
     "TrainingFailed",
     "UnsupportedModel",
     "__version__",

@@ -23,10 +23,10 @@ from onward.flows.runs import identity_of
 from onward.infra.tracking import Tracker
 from onward.tasks.prefect_server import prefect_answers
 from onward.tasks.subprocesses import run_module
+from onward.trainer.errors import StorageUnavailable
 from onward.trainer.run.directory import RunDir, read_settings
-from onward.trainer.run.ending import ending_of
+from onward.trainer.run.ending import RunEnding, ending_of
 from onward.trainer.run.phases import enter_phase
-from onward.trainer.run.reserved import is_full
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +43,20 @@ def reported(run: RunDir) -> Iterator[None]:
     finally:
         enter_phase(run, "end")
         try:
-            if not is_full(run.root) and run.config.exists() and read_settings(run).monitor.report:
-                _report(run)
+            ending = ending_of(run)
+            # where a disk has ended the run, it takes no report either, and the error of the run says so
+            storage = ending is not None and ending.error == StorageUnavailable.__name__
+            if not storage and run.config.exists() and read_settings(run).monitor.report:
+                _report(run, ending)
+        except StorageUnavailable as error:
+            log.warning("no report of the run; `onward report %s` writes it: %s", run.root.name[:8], error)
         # the run has ended already: neither an error nor a second Ctrl-C may change how
         except (Exception, *SIGNALLED) as error:
             log.warning("no report of the run: %s: %s", type(error).__name__, error)
 
 
-def _report(run: RunDir) -> None:
+def _report(run: RunDir, ending: RunEnding | None) -> None:
     run.report.unlink(missing_ok=True)  # of an earlier flow of the run
-    ending = ending_of(run)
     limit_s = STOPPED_LIMIT_S if ending and ending.status in ("cancelled", "suspended") else LIMIT_S
     with tempfile.TemporaryDirectory(prefix="onward-report-") as name:
         folder = Path(name)

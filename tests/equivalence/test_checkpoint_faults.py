@@ -33,7 +33,7 @@ from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import newest_complete, verify
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.errors import CheckpointError
+from onward.trainer.errors import StorageUnavailable
 from onward.trainer.run.directory import RunDir
 from tests.support.checkpoint_parts import held
 from tests.support.ranks import ROOT, run_ranks
@@ -175,7 +175,7 @@ def die_keeping(folder: Path) -> None:
 
 
 def refusal(run: RunDir, mpi: MPIContext, step: int, **options: Any) -> str:
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(StorageUnavailable) as refused:
         saved(run, step, attempt=1, mpi=mpi, **options)
     return str(refused.value)
 
@@ -211,8 +211,8 @@ def run_out_of_room(folder: Path) -> None:
     assert first == second, "all ranks say the same"
     too_little, lost = first
     assert "No space left on device" in too_little
-    assert "takes 16,777,216 bytes" in too_little
-    assert "a checkpoint takes 1,048,576 bytes, 0 bytes and" in lost, lost
+    assert "of the 16,777,216 that are needed; make room" in too_little
+    assert "has 0 bytes free of the 1,048,576 that are needed; make room" in lost, lost
     assert "earlier checkpoints are unchanged" in lost
     assert newest_step(run) == 2
 

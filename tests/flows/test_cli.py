@@ -427,7 +427,7 @@ def test_an_unforeseen_error_is_one_line_with_the_file_of_its_traceback(
 def test_a_full_disk_is_reported_in_one_line(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for file, where in (("/home/me/big", " of /home/me/big"), (None, "")):
+    for file, place in (("/home/me/big", "/home/me/big"), (None, str(home))):
 
         def fail(file: str | None = file) -> list[Any]:
             raise OSError(errno.ENOSPC, "No space left on device", file)
@@ -437,7 +437,8 @@ def test_a_full_disk_is_reported_in_one_line(
         assert status == 3
         heading, problem, to_do = said.splitlines()
         assert heading == "onward runs: the machine cannot run it: MPI, servers, devices, memory or disk"
-        assert problem == f"  - the disk{where} is full: free some space, and repeat the command"
+        assert problem.startswith(f"  - No space left on device: the disk of {place} has ")
+        assert problem.endswith(" bytes free; make room, then `onward resume`, or the command again")
         assert to_do.startswith("To do: correct what is listed, such as a full disk")
 
 

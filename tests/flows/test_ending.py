@@ -26,6 +26,7 @@ from onward.trainer.errors import (
     OnwardError,
     RuntimeUnavailable,
     Stopped,
+    StorageUnavailable,
     TrainingFailed,
 )
 from onward.trainer.run.directory import RunDir
@@ -103,15 +104,21 @@ def test_a_failed_flow_records_its_cause_and_exit_status_and_the_status_command_
 def test_an_error_on_a_full_disk_names_the_disk_because_it_follows_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onward.flows.ending.is_full", lambda place: True)
-    found = own_error(TrainingFailed("attempt 1: mpirun ended with status 70"), RunDir(tmp_path))
-    assert isinstance(found, RuntimeUnavailable)
-    assert "make room, then go on (TrainingFailed: attempt 1: mpirun ended with status 70)" in str(found)
+    # a disk without room at all is in tests/trainer/run/test_storage.py
+    monkeypatch.setattr("onward.trainer.run.storage.FULL_BYTES", 1 << 80)
+    failed = own_error(TrainingFailed("attempt 1: mpirun ended with status 70"), RunDir(tmp_path))
+    assert isinstance(failed, StorageUnavailable)
+    assert str(failed).startswith(f"No space left on device: the disk of {tmp_path} has ")
+    assert str(failed).endswith("(it follows: TrainingFailed: attempt 1: mpirun ended with status 70)")
     monkeypatch.undo()
     after_retries = own_error(
         TrainingFailed("attempt 3: OSError: [Errno 28] No space left on device"), RunDir(tmp_path)
     )
-    assert isinstance(after_retries, RuntimeUnavailable)
+    assert isinstance(after_retries, StorageUnavailable)
+    in_mlflow = RuntimeUnavailable(
+        "MLflow at x reports a temporary error: (sqlite3.OperationalError) database or disk is full; tried 4 times"
+    )
+    assert isinstance(own_error(in_mlflow, RunDir(tmp_path)), StorageUnavailable)
     refused = ConfigError("no such key")
     assert own_error(refused, RunDir(tmp_path)) is refused
 

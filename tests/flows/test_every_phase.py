@@ -20,7 +20,7 @@ import pytest
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import ending_of
 from onward.trainer.run.names import name_of
-from tests.support.full_disk import may_mount, on_a_small_disk
+from tests.support.full_disk import may_break, may_mount, mend, mount, on_a_small_disk
 from tests.support.workshop import Workshop, until
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("only_servers")]
@@ -45,15 +45,32 @@ PHASES = {
     "evaluation": r"^event evaluation 20$",
     "monitor": r"^os\.rename .*/cursor\.json$",
     "export": r"^open .*/export\.log$",
+    "export process": r"^open .*/export/\.refused\.reserved$",
     "registration": r"^open .*/artifacts/.*\.onnx$",
 }
 """Phase -> what a process does first in it."""
-STATUS_ON_A_FULL_DISK = {
-    **dict.fromkeys(("announced", "configuration", "MLflow's run", "preflight", "sharding", "ranks"), (3,)),
-    # in the training it waits for room first
-    **dict.fromkeys(("first step", "step", "save", "evaluation"), (4,)),
-    "monitor": (4,),
-    **dict.fromkeys(("export", "registration"), (3,)),
+ON_A_FULL_DISK = (
+    *("announced", "configuration", "MLflow's run", "preflight", "sharding", "ranks"),
+    *("first step", "step", "save", "evaluation", "monitor", "export", "export process", "registration"),
+)
+"""Phases in which the disk of the home becomes full."""
+BROKEN = {
+    "without inodes in training": ("inodes", "", "step"),
+    "without inodes in the export": ("inodes", "", "export process"),
+    "read-only in training": ("read-only", "", "step"),
+    "read-only in the export": ("read-only", "", "export process"),
+    "a device that fails in training": ("EIO", "", "step"),
+    "full under Prefect's database": ("fill", "prefect", "announced"),
+    "full under Prefect's database in training": ("fill", "prefect", "step"),
+    "full under MLflow's database": ("fill", "mlflow", "step"),
+    "full under temporary files": ("fill", "tmp", "ranks"),
+}
+"""What is wrong -> what is done to the disk of which directory of the home ("" = the home) in which phase."""
+BEGINS = {
+    "fill": "No space left on device: the disk of ",
+    "inodes": "No space left on device: the disk of ",
+    "read-only": "Read-only file system: the disk of ",
+    "EIO": "Input/output error: the disk of ",
 }
 LONGER = ("train.num_steps=3000", "train.evaluation_period=1000", "checkpoint.period=100")
 """A training that lasts for some seconds: the monitor beside a shorter one reaches its phase after the end of it."""
@@ -74,13 +91,14 @@ def undisturbed(workshop: Workshop) -> str:
     return str(workshop.onward("run", str(workshop.root / "config.toml"), *SHORT)["sha256"])
 
 
-def start_until(workshop: Workshop, phase: str, action: str, once: Path, *more: str) -> subprocess.Popen[str]:
-    """Start a run to whose flow something happens in a phase."""
+def start_until(
+    workshop: Workshop, phase: str, action: str, once: Path, *more: str, disk: Path | None = None
+) -> subprocess.Popen[str]:
+    """Start a run to whose flow, or to a disk (default: that of the home), something happens in a phase."""
     shutil.rmtree(workshop.home / "shards", ignore_errors=True)
-    settings = {"phase": PHASES[phase], "action": action, "once": str(once), "home": str(workshop.home)}
-    path = os.pathsep.join(
-        [str(Path(__file__).parents[1] / "support" / "at_a_phase"), os.environ.get("PYTHONPATH", "")]
-    )
+    settings = {"phase": PHASES[phase], "action": action, "once": str(once), "home": str(disk or workshop.home)}
+    support = Path(__file__).parents[1] / "support" / "at_a_phase"
+    path = os.pathsep.join([str(support), str(support.parents[2]), os.environ.get("PYTHONPATH", "")])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [sys.executable, "-m", "onward.flows.cli", "run", str(workshop.root / "config.toml"), *SHORT, *more, "--json"],
@@ -162,22 +180,34 @@ def test_a_flow_that_is_asked_to_stop_is_cancelled_and_goes_on_to_the_same_file(
 def run_on_a_full_disk(home: Path) -> None:
     """A run whose disk is full from a phase on; then room is made, and it goes on."""
     workshop, phase, expected = Workshop(home.parent), os.environ["PHASE"], os.environ["EXPECTED"]
+    action, where = os.environ["ACTION"], os.environ["WHERE"]
     more = ("launch.storage_wait_s=3", *(LONGER if phase == "monitor" else ()))
+    disk = home / where
+    if where:
+        disk.mkdir()
+        mount(disk, "32m")
+    if where == "tmp":
+        os.environ["TMPDIR"] = str(disk)
     # a run may need its servers before it reaches the phase, so that it is begun with room
-    process = start_until(workshop, phase, "fill", home.parent / f"reached {phase}", *more)
-    _, said = process.communicate(timeout=240)
-    assert process.returncode in STATUS_ON_A_FULL_DISK[phase], (process.returncode, said)
-    assert "No space left on device" in said, said
-    assert "make room" in said, said
+    process = start_until(workshop, phase, action, home.parent / f"reached {phase}", *more, disk=disk)
+    _, said = process.communicate(timeout=600)
+    assert process.returncode == 3, (process.returncode, said)
+    heading, problem, to_do = said.splitlines()[-3:]
+    assert heading.startswith("onward run: the machine cannot run it"), said
+    assert problem.removeprefix("  - ").startswith(BEGINS[action]), said
+    assert str(disk) in problem, said
+    assert to_do.startswith("To do: "), said
     assert "Traceback" not in said, said
     assert len(said.splitlines()) < 25, said
     name, run = begun(workshop, set())
-    if run is not None:
+    if run is not None and action in ("fill", "inodes"):  # nothing can be written to the others
         ending = ending_of(run)
         assert ending is not None
-        assert (ending.status, ending.exit_status) == ("failed", process.returncode)
+        assert (ending.status, ending.exit_status) == ("failed", 3)
         assert "No space left on device" in workshop.onward("status", name)["error"]
-    (home / "ballast").unlink()
+    if action not in ("fill", "inodes"):
+        workshop.close()  # its servers hold the disk that is mounted again
+    mend(disk, action)
     facts = go_on(workshop, run)
     assert facts["sha256"] == expected
     states = workshop.prefect_states()
@@ -185,19 +215,34 @@ def run_on_a_full_disk(home: Path) -> None:
     assert not set(states.values()) & OPEN
 
 
-@pytest.mark.parametrize("phase", list(STATUS_ON_A_FULL_DISK))
+def on_a_disk(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, **settings: str) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    home = workshop.home  # in the other namespace a small disk lies over it
+    size, breaks = "64m,nr_inodes=3000", settings["ACTION"] == "EIO"
+    ended = on_a_small_disk(run_on_a_full_disk, home, size=size, breaks=breaks)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+@pytest.mark.parametrize("phase", ON_A_FULL_DISK)
 def test_a_disk_that_is_full_is_one_sentence_and_with_room_the_run_ends_with_the_same_file(
     phase: str, workshop: Workshop, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not may_mount():
         pytest.skip("a small disk of its own needs a namespace")
-    monkeypatch.setenv("PHASE", phase)
     if phase == "monitor":
         undisturbed = workshop.onward("run", str(workshop.root / "config.toml"), *SHORT, *LONGER)["sha256"]
-    monkeypatch.setenv("EXPECTED", undisturbed)
-    home = workshop.home  # in the other namespace a small disk lies over it
-    ended = on_a_small_disk(run_on_a_full_disk, home, size="48m")
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    on_a_disk(workshop, monkeypatch, PHASE=phase, EXPECTED=undisturbed, ACTION="fill", WHERE="")
+
+
+@pytest.mark.parametrize("what", list(BROKEN))
+def test_a_disk_that_takes_no_file_is_called_what_it_is_and_when_it_does_the_run_ends_with_the_same_file(
+    what: str, workshop: Workshop, undisturbed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    action, where, phase = BROKEN[what]
+    if not may_mount() or (action == "EIO" and not may_break()):
+        pytest.skip("a small disk of its own needs a namespace, one that fails root and a loop device")
+    on_a_disk(workshop, monkeypatch, PHASE=phase, EXPECTED=undisturbed, ACTION=action, WHERE=where)
 
 
 def test_a_flow_that_is_asked_to_stop_while_its_graph_is_compiled_saves_after_the_first_step_and_goes_on(

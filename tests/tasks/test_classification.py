@@ -16,7 +16,7 @@ from tests.support.graphs import tiny_conv_net
 from tests.support.runs import make_run, tiny_images
 
 
-@pytest.mark.parametrize("what", ["CheckpointError: step 7 could not be saved", "RuntimeUnavailable"])
+@pytest.mark.parametrize("what", ["CheckpointError: step 7 could not be saved", "StorageUnavailable"])
 @pytest.mark.parametrize("why", ["No space left on device", "File too large", "Read-only file system"])
 def test_what_cannot_be_written_is_a_matter_of_the_storage_and_not_of_the_user(what: str, why: str) -> None:
     known = {"attempt": 1, "rank": 0, "host": "h0", "step": 7, "traceback": "", "at_ms": 0}

@@ -15,11 +15,11 @@ from onward.tasks.classification import Evidence, classify, sentence_of
 from onward.tasks.readiness import wait_until_ready
 from onward.tasks.retrying import adjustments, plan_next
 from onward.trainer.config.loading import build_config
-from onward.trainer.errors import CheckpointError, RuntimeUnavailable
+from onward.trainer.errors import RuntimeUnavailable, StorageUnavailable
 from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind, endings
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.durable_files import storage_problem
 from onward.trainer.run.records import AttemptResult, RankError, write_record
+from onward.trainer.run.storage import storage_problem
 
 
 def new_run(folder: Path, **sections: Any) -> RunDir:
@@ -93,6 +93,7 @@ KILL = "SIGKILL: killed from outside"
         (evidence(reason="start_timeout"), "hang"),
         (evidence("status 1: it made no progress for 0:00:30"), "hang"),
         (evidence("SIGABRT: a collective timed out: ALLREDUCE number 78"), "hang"),
+        (evidence("StorageUnavailable: step 7 could not be saved: No space left on device: /x"), "storage"),
         (evidence("CheckpointError: step 7 could not be saved: No space left on device: /x"), "storage"),
         (evidence("OSError: [Errno 28] No space left on device"), "storage"),
         (evidence("OSError: [Errno 5] Input/output error"), "storage"),
@@ -216,7 +217,9 @@ def test_a_disk_that_stays_full_ends_the_run_with_the_numbers(tmp_path: Path, qu
     with (run.checkpoint(20) / "rank-00000.safetensors").open("r+b") as file:
         file.truncate(1 << 43)  # sparse
     ending(run, "storage", checkpoint=20)
-    with pytest.raises(CheckpointError, match=r"bytes free of the 8,79\d,\d+,\d+,\d+ that are needed, also after 0 s"):
+    with pytest.raises(
+        StorageUnavailable, match=r"bytes free of the 8,79\d,\d+,\d+,\d+ that are needed, also after 0 s"
+    ):
         wait_until_ready(run, read_config(run))
     assert "cannot be written" in storage_problem(Path("/proc"))
 
@@ -232,7 +235,8 @@ def test_a_job_that_cannot_be_written_down_is_not_taken_for_one_that_was_stopped
         raise error
     (found,) = endings(run)
     assert (found.kind, found.retry) == (kind, 0)
-    assert f"the job could not be started: [Errno {number}]" in found.sentence
+    why = "No space left on device: the disk of job.json" if number == 28 else f"[Errno {number}]"
+    assert f"the job could not be started: {why}" in found.sentence
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailab
 from onward.trainer.run.directory import RunDir, read_config_as_given, read_settings
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import Record, RunIdentity, read_record
+from onward.trainer.run.storage import storage_error
 from onward.trainer.run.validation import MAX_SHOWN, first_problem
 
 LISTING = "bundle.json"
@@ -99,7 +100,8 @@ def write_bundle(run: RunDir, checkpoint: VerifiedCheckpoint, target: Path) -> B
             )
             _add(archive, LISTING, listing.model_dump_json(indent=1).encode())
     except OSError as error:
-        raise RuntimeUnavailable(f"the bundle {target} cannot be written: {error.strerror or error}") from error
+        why = f"the bundle {target} cannot be written: {error.strerror or error}"
+        raise (storage_error(error, target) or RuntimeUnavailable(why)) from error
     return listing
 
 

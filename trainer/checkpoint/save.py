@@ -33,9 +33,13 @@ from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint
 from onward.trainer.checkpoint.write_plan import TensorPart, WritePlan, make_write_plan
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.errors import CheckpointError, Fenced, OnwardError
+from onward.trainer.errors import CheckpointError, Fenced, OnwardError, StorageUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import fsync
+from onward.trainer.run.storage import storage_error
+
+_ERRORS = {kind.__name__: kind for kind in (Fenced, StorageUnavailable)}
+"""Beside CheckpointError: what one rank raises, all do."""
 
 
 class Saved(NamedTuple):
@@ -61,8 +65,8 @@ def save(
     previous: digest of the certificate of the checkpoint that training went on from.
     parts: checkpoint key -> what this rank holds. Ranks may hold equal or disjoint pieces, which together tile every
     tensor. Each piece is written once. A complete checkpoint of the same step is left as it is. Raises, with the same
-    text on every rank and leaving earlier checkpoints as they are, CheckpointError when the disk is full or fails or
-    the parts do not tile the tensors, and Fenced when the run directory belongs to a newer attempt.
+    text on every rank and leaving earlier checkpoints as they are, StorageUnavailable when the disk is full or fails,
+    CheckpointError when the parts do not tile the tensors, Fenced when the run directory belongs to a newer attempt.
     """
     plan = make_write_plan(parts, mpi)
     file = RankFile(plan.by_rank[mpi.rank])
@@ -135,28 +139,20 @@ class _Saving:
         answers = [answer.partition(" ") for answer in gather(self.mpi, answer, self.group)]
         for kind, _, sentence in answers:
             if kind != "ok":
-                raise (Fenced if kind == "Fenced" else CheckpointError)(sentence)
+                raise _ERRORS.get(kind, CheckpointError)(sentence)
         return [sentence for _, _, sentence in answers]
 
     def _with_explained_errors(self, action: Callable[[], str]) -> str:
-        """Run an action; raise an error of the operating system as CheckpointError that says what to do."""
+        """Run an action; raise an error of the operating system as one that says what to do."""
         try:
             return action()
         except OSError as error:
             self.run.check_fence(self.attempt)  # a newer attempt deletes what this one writes, which is then Fenced
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            reason = self._free_space() if full else "check the disk, then resume"
-            raise CheckpointError(
-                f"step {self.state.step} could not be saved: {error.strerror}: {error.filename or self.partial}; "
-                f"{reason}; earlier checkpoints are unchanged"
+            storage = storage_error(error, self.partial, needed=self.plan.num_bytes)
+            what = str(storage or f"{error.strerror}: {error.filename or self.partial}; check the disk, then resume")
+            raise (StorageUnavailable if storage else CheckpointError)(
+                f"step {self.state.step} could not be saved: {what}; earlier checkpoints are unchanged"
             ) from error
-
-    def _free_space(self) -> str:
-        free = os.statvfs(self.run.checkpoints if self.run.checkpoints.exists() else self.run.root)
-        return (
-            f"a checkpoint takes {self.plan.num_bytes:,} bytes, {free.f_bavail * free.f_frsize:,} bytes and "
-            f"{free.f_favail:,} inodes are free: make room, or lower checkpoint.keep_newest"
-        )
 
     def look_for_existing(self) -> str:
         """Return "exists" on rank 0 if there is a checkpoint of this step, complete or damaged."""

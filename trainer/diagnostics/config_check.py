@@ -49,6 +49,7 @@ from onward.trainer.onnx_graph.quantizing import quantizing_problems
 from onward.trainer.run.delivered import not_ours
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
+from onward.trainer.run.storage import broken_storage
 from onward.trainer.run.stores import refuse_unwritable
 
 
@@ -253,6 +254,8 @@ def _paths(sections: Sections) -> list[str]:
         if not problems and not export.overwrite:
             problems += [f"export.path: {why}" for why in files_in_the_way(Path(export.path), export.variants)]
     if not _writable(onward_home()):
+        if broken := broken_storage(onward_home()):
+            raise broken
         problems.append(
             f"cannot write to {onward_home()}, where runs are kept; set ONWARD_HOME to a directory of yours"
         )

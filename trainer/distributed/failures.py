@@ -28,7 +28,8 @@ from onward.trainer.errors import Fenced, OnwardError, OutOfMemory, Refused, Sto
 from onward.trainer.run.causes import Cause, explain, memory_advice
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import RankError
-from onward.trainer.run.reserved import disk_full, reserve, write_reserved
+from onward.trainer.run.reserved import reserve, write_reserved
+from onward.trainer.run.storage import storage_error
 
 PEER_DELAY_S = 2.0
 """Seconds that a rank waits before it exits when it only lost its connection to a peer. When the first rank exits,
@@ -115,9 +116,9 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 def own_error_of(error: BaseException, run: RunDir) -> BaseException:
-    """Return Onward's error for a full disk, or for one of torch after which a retry makes no sense; else the error."""
-    if not isinstance(error, OnwardError) and (full := disk_full(error, run.root)):
-        return full
+    """Return Onward's error for one of a disk, or of torch after which a retry makes no sense; else the error."""
+    if storage := storage_error(error, run.root):
+        return storage
     cause = explain(str(error)) if isinstance(error, RuntimeError) else None
     if isinstance(error, MemoryError):  # of Python or numpy
         cause = Cause(OutOfMemory, str(error) or "the process got no more memory")

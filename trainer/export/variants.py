@@ -40,6 +40,7 @@ from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import Variant
+from onward.trainer.run.storage import storage_error
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +94,12 @@ def make_variant(
                 if found.cuda and found.cuda.metrics and (lost := too_much(before, found.cuda.metrics, tolerance)):
                     raise ExportRefused(f"on a GPU {lost}")
     except (ExportRefused, OSError) as error:
+        if storage := storage_error(error, exported):
+            raise storage from error
         return base.model_copy(update={"refused": str(error)})
     except Exception as error:  # errors of quantizers and of onnxruntime have no common base class
+        if storage := storage_error(error, exported):
+            raise storage from error
         return base.model_copy(update={"refused": f"{type(error).__name__}: {error}"})
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import glob
 import hashlib
 import os
@@ -91,18 +90,3 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal, reading it in blocks."""
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def storage_problem(folder: Path, needed: int = 1 << 20) -> str:
-    """Return why no file of `needed` bytes could be written to a folder; "" if one could."""
-    probe = folder / "probe"
-    try:
-        write_durably(probe, bytes(4096))
-        probe.unlink()
-        found = os.statvfs(folder)
-    except OSError as error:
-        return f"{folder} cannot be written: {error.strerror}"
-    free = found.f_bavail * found.f_frsize
-    if free >= needed:
-        return ""
-    return f"{os.strerror(errno.ENOSPC)}: {folder} has {free:,} bytes free of the {needed:,} that are needed"

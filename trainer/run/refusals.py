@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from onward.trainer import errors
-from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable
+from onward.trainer.errors import OnwardError, Refused
 from onward.trainer.run.directory import refusal_in
 from onward.trainer.run.records import Record
 from onward.trainer.run.reserved import reserve, write_reserved
+from onward.trainer.run.storage import storage_error
 
 log = logging.getLogger(__name__)
 
@@ -46,23 +46,24 @@ def recorded_error(kind: str, problems: Sequence[str], *, where: str = "") -> On
 def exit_with_refusal(folder: Path) -> Iterator[None]:
     """Write an OnwardError to `folder` as a Refusal record, and end the process with the error's exit status.
 
-    A full disk counts as one; the space for the record is taken at the start.
+    So does an error of a disk. The space for the record is taken at the start; where even that fails, nothing but the
+    exit status is left.
     """
     reserved = folder / ".refused.reserved"
-    reserve(reserved)
     try:
         try:
+            reserve(reserved)
             yield
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise RuntimeUnavailable(
-                f"no room to write the exported file in {folder}: {error.strerror}; make room and export again"
-            ) from error
+        except Exception as error:
+            if (storage := storage_error(error, folder)) and storage is not error:
+                raise storage from error
+            raise
     except OnwardError as error:
         problems = error.problems if isinstance(error, Refused) else (str(error),)
-        write_reserved(refusal_in(folder), Refusal(kind=type(error).__name__, problems=problems), reserved)
+        with contextlib.suppress(OSError):  # who waits for this process then looks at the disk
+            write_reserved(refusal_in(folder), Refusal(kind=type(error).__name__, problems=problems), reserved)
         log.error("%s: %s", type(error).__name__, error)
         sys.exit(error.exit_code)
     finally:
-        reserved.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            reserved.unlink(missing_ok=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import fcntl
 import hashlib
 import logging
@@ -32,8 +31,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from onward.trainer.config.urls import redacted
-from onward.trainer.errors import DataError, RuntimeUnavailable
+from onward.trainer.errors import DataError, RuntimeUnavailable, StorageUnavailable
 from onward.trainer.run.durable_files import fsync, sha256
+from onward.trainer.run.storage import storage_error
 from onward.trainer.run.stores import RemoteFile, digest, explained, list_files, open_store
 
 log = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ def download(files: Sequence[RemoteFile], cache: Path, label: str) -> list[tuple
 
     label: names them in the progress bar. Where the store says nothing of the version, a file is downloaded each time,
     and its content is the version of the file that is returned. Of processes that want the same file one downloads it.
-    Raises DataError for content that is not what the store announced, RuntimeUnavailable for a full disk and for a
-    connection that fails again and again.
+    Raises DataError for content that is not what the store announced, StorageUnavailable for a full disk, and
+    RuntimeUnavailable for a connection that fails again and again.
     """
     absent = [file for file in files if not _is_complete(file, cache)]
     if absent:
@@ -156,10 +156,12 @@ def _fill(file: RemoteFile, partial: Path, bar: _Bar) -> None:
             if _size(partial) == have and file.size:
                 raise EOFError(f"the connection ended after {have} of {file.size} bytes")
         except Exception as error:
-            if _is_final(error):
-                if getattr(error, "errno", None) == errno.ENOSPC:
+            if storage := storage_error(error, partial, needed=file.size):
+                with contextlib.suppress(OSError):
                     partial.unlink(missing_ok=True)
-                raise
+                raise storage from error
+            if isinstance(error, DataError | RuntimeUnavailable | PermissionError | FileNotFoundError):
+                raise  # it would fail again
             failures = 0 if _size(partial) > have else failures + 1
             block = max(block // 4, LEAST_BLOCK_BYTES)
             if failures > len(PAUSES_S):
@@ -225,7 +227,7 @@ def _checksums(version: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def _refuse_full_disk(files: Sequence[RemoteFile], cache: Path) -> None:
     needed = sum(file.size - _size(cache / f".{file.key}.partial") for file in files)
     if needed > (free := shutil.disk_usage(cache).free):
-        raise RuntimeUnavailable(
+        raise StorageUnavailable(
             f"{redacted(files[0].url)}: {len(files)} files need {_shown(needed)}, but {cache} has {_shown(free)} free; "
             "make room there, or set ONWARD_HOME to a directory on a larger disk"
         )
@@ -251,12 +253,6 @@ def _shown(size: float) -> str:
 
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1))
-
-
-def _is_final(error: Exception) -> bool:
-    """Return whether a request would fail again."""
-    final = (DataError, RuntimeUnavailable, PermissionError, FileNotFoundError)
-    return isinstance(error, final) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
 
 
 # -- progress

@@ -6,7 +6,6 @@ The texts of those libraries' errors may hold signed URLs; what is raised here h
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import importlib.util
 import json
@@ -20,6 +19,8 @@ from urllib.parse import urlsplit
 from onward.trainer.config.urls import EXTRAS, PACKAGES, credentials_hint, redacted
 from onward.trainer.errors import DataError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
+from onward.trainer.run.directory import download_cache
+from onward.trainer.run.storage import storage_error
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30.0, 60.0
 """Longest time until a web server answers, and between two pieces of its answer."""
@@ -150,8 +151,8 @@ def explained(url: str, done: str = "read") -> Iterator[None]:
         kinds = {kind.__name__ for each in causes for kind in type(each).__mro__}
         if status in (401, 403) or kinds & {"PermissionError", "NoCredentialsError", "ClientAuthenticationError"}:
             raise DataError(f"{shown} may not be {done}; credentials: {credentials_hint(url)}") from None
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            raise RuntimeUnavailable(f"the disk was full while {shown} was {done}; make room and start again") from None
+        if storage := storage_error(error, download_cache()):
+            raise storage from None
         is_absent = isinstance(error, FileNotFoundError) and status is None and "ClientConnectionError" not in kinds
         if status == 404 or is_absent:
             raise DataError(f"there is nothing at {shown} (or the store hides it without credentials)") from None

@@ -6,8 +6,9 @@ A test puts this folder first in PYTHONPATH, and a description into ONWARD_TEST_
 
 phase: a pattern over what processes do: "open PATH" for writing, "os.rename FROM TO", "sqlite3.connect PATH",
 "subprocess.Popen PROGRAM WORDS", "event KIND STEP" of the event log, "phase NAME 0" of the flow's phases. action: a
-signal to the flow, "fill" the disk of `home`, "wait" until the file `once`.go exists, or "raise MODULE:CLASS TEXT" in
-the process itself. once: "" = each time. The flow is the first process with this variable.
+signal to the flow, "wait" until the file `once`.go exists, "raise MODULE:CLASS TEXT" in the process itself, or something
+that happens to the disk `home`: "fill" it, "inodes" to take all of them, "read-only", or "EIO" for errors of the device
+from then on. once: "" = each time. The flow is the first process with this variable.
 """
 
 from __future__ import annotations
@@ -76,6 +77,13 @@ def _act() -> None:
         deadline = time.monotonic() + 60
         while not os.path.exists(f"{SETTINGS['once']}.go") and time.monotonic() < deadline:  # noqa: PTH110
             time.sleep(0.05)
+        return
+    if SETTINGS["action"] in ("inodes", "read-only", "EIO"):
+        from tests.support import full_disk
+
+        {"inodes": full_disk.fill_inodes, "read-only": full_disk.make_read_only, "EIO": full_disk.shut_down}[
+            SETTINGS["action"]
+        ](SETTINGS["home"])
         return
     if SETTINGS["action"] != "fill":
         os.kill(int(os.environ["ONWARD_TEST_FLOW"]), signal.Signals[SETTINGS["action"]])

@@ -23,7 +23,7 @@ from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import newest_complete, verify
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.errors import CheckpointError
+from onward.trainer.errors import StorageUnavailable
 from onward.trainer.events import EventWriter, read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.priority import NICENESS
@@ -202,7 +202,7 @@ def fail_in_the_background(mpi: MPIContext, root: str) -> str:
             for _ in range(1000):
                 checkpoints.poll()
                 time.sleep(0.01)
-        except CheckpointError as error:
+        except StorageUnavailable as error:
             return str(error)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -263,8 +263,8 @@ def test_a_full_disk_is_refused_with_a_sentence_and_leaves_no_file(make: Make, m
         case.export()
     assert ended.value.code == 3
     refusal = read_record(refusal_in(case.run.export), Refusal)
-    assert refusal.kind == "RuntimeUnavailable"
-    assert "No space left on device; make room" in refusal.problems[0]
+    assert refusal.kind == "StorageUnavailable"
+    assert refusal.problems[0].startswith(f"No space left on device: the disk of {case.run.export} has ")
     assert [path.name for path in case.run.export.iterdir()] == ["refused.json"]
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import RunEnding, begin, end, ending_of
 from onward.trainer.run.records import RankError, read_record
-from onward.trainer.run.reserved import disk_full, is_full, no_space
+from onward.trainer.run.storage import broken_storage
 from tests.support.full_disk import fill, may_mount, on_a_small_disk
 
 
@@ -26,8 +24,8 @@ def run_out_of_room(folder: Path) -> None:
 
     def check_and_exit(status: int) -> None:
         error = read_record(run.rank_error(1, 0), RankError)
-        assert error.cause.startswith("RuntimeUnavailable: No space left on device: the disk of"), error.cause
-        assert "has 0.0 of 2.1 MB free; make room, then go on" in error.cause
+        assert error.cause.startswith("StorageUnavailable: No space left on device: the disk of"), error.cause
+        assert "has 0 bytes free; make room, then `onward resume`, or the command again" in error.cause
         assert (error.step, "test_reserved.py" in error.traceback) == (12, True)
         os.write(shown, f"status {status}".encode())
         exit_process(0)
@@ -45,9 +43,9 @@ def end_on_a_full_disk(folder: Path) -> None:
     run = RunDir(folder / "run")
     begin(run)
     assert ending_of(run) is None
-    assert not is_full(folder)
+    assert broken_storage(folder) is None
     fill(folder)
-    assert is_full(folder)
+    assert broken_storage(folder) is not None
     end(run, RunEnding(status="failed", problems=("why " * 10_000,)))
     ending = ending_of(run)
     assert ending is not None
@@ -76,26 +74,3 @@ def test_the_reserved_space_becomes_the_record_and_that_of_ranks_is_given_back(t
     assert ending_of(run) == RunEnding(status="cancelled", exit_status=143)
     assert not run.reserved.exists()
     assert not run.reserved_for(2, 1).exists()
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device", "/dev/full"),
-        OSError(errno.EDQUOT, "Disk quota exceeded"),
-        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        ValueError("database or disk is full"),
-    ],
-)
-def test_a_full_disk_is_recognised_in_the_errors_of_all_libraries_also_behind_another_error(
-    error: Exception, tmp_path: Path
-) -> None:
-    outer = KeyError("a table")
-    outer.__cause__ = error
-    for each in (error, outer):
-        found = disk_full(each, tmp_path)
-        assert isinstance(found, RuntimeUnavailable)
-        place = "/dev/full" if getattr(error, "filename", None) else str(tmp_path)
-        assert found.problems[0].startswith(f"No space left on device: the disk of {place} has ")
-    assert disk_full(OSError(errno.EACCES, "Permission denied", "/root"), tmp_path) is None
-    assert "MB free" in no_space(tmp_path / "not" / "there")

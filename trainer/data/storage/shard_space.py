@@ -22,7 +22,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.column_computers import ColumnComputer
 from onward.trainer.data.columns import BYTES, Column
 from onward.trainer.data.reading import sources
-from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.errors import StorageUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ SAMPLE_BYTES = 1 << 16
 def check_space(
     directory: Path, data: DataConfig, columns: Sequence[Column], computers: Sequence[ColumnComputer]
 ) -> None:
-    """Raise RuntimeUnavailable if the shards will surely not fit into `directory`."""
+    """Raise StorageUnavailable if the shards will surely not fit into `directory`."""
     consumed = frozenset[str]().union(*(each.consumed for each in computers))
     estimate, free = shard_bytes(data, columns, consumed), shutil.disk_usage(directory).free
     if free >= estimate:
@@ -43,7 +43,7 @@ def check_space(
         f"in {directory}; make room, or set ONWARD_HOME to a directory on a larger disk"
     )
     if free < estimate / 2:
-        raise RuntimeUnavailable(what)
+        raise StorageUnavailable(what)
     log.warning("%s", what)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from onward.infra import fork_client
 from onward.infra.job_guard import NO_TAG, TAG
+from onward.infra.temporary_folders import lock_of, make, remove, remove_abandoned
 
 SERVER = ("onward.trainer.fork_server",)
 """The module of the server."""
@@ -50,7 +51,8 @@ def fork_server() -> Iterator[None]:
         yield
         return
     try:
-        folder = Path(tempfile.mkdtemp(prefix="onward-forks-"))
+        remove_abandoned()
+        folder = make(lambda: Path(tempfile.mkdtemp(prefix="onward-forks-")))
     except OSError:  # the disk is full, or TMPDIR cannot be written
         yield
         return
@@ -65,7 +67,7 @@ def fork_server() -> Iterator[None]:
         os.close(written)  # the server reads the end of this pipe, also when this process is killed
         if server:
             _end(server.process)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
 
 
 def python() -> list[str]:
@@ -92,7 +94,7 @@ def _start(folder: Path, alive: int) -> _Server | None:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(listener.fileno(), alive),
+                pass_fds=(listener.fileno(), alive, lock_of(folder)),
                 start_new_session=True,  # Ctrl-C in the terminal goes to the flow process alone
             )
         return _Server(process, path)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from onward.flows.configuration import AnyPath, Config, Given, Overrides, checked_config, config, origins, problems_of
 from onward.flows.stop_signals import acknowledged_interrupt, exit_on_sigterm
-from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -57,24 +57,29 @@ def run(config: Config, overrides: Overrides = (), /, *, profile: str = "", **se
     asked_ms = time.time_ns() // 1_000_000
     with live_view() as view:
         print("onward: checking the configuration, the model and the data", file=sys.stderr, flush=True)
-        given = Given.of(config, overrides, sections, profile=profile)
-        return _train(given.checked_here(), view, origins=given.layered().origins, asked_ms=asked_ms)
+        with _no_run_yet():
+            given = Given.of(config, overrides, sections, profile=profile)
+            resolved, where = given.checked_here(), given.layered().origins
+        return _train(resolved, view, origins=where, asked_ms=asked_ms)
 
 
-def resume(run: str = "last", overrides: Overrides = (), /, *, from_start: bool = False) -> RunOutcome:
+def resume(
+    run: str = "last", overrides: Overrides = (), /, *, from_start: bool = False, accept_config: bool = False
+) -> RunOutcome:
     """Continue a run that was killed, stopped or failed, from its newest complete checkpoint; return how it ended.
 
         onward.resume("last", {"stop.max_hours": 16})
 
     `run`: a name, the end of an id, a directory, or "last". `overrides`: settings of [stop], with which a run goes on
     that had ended by them; all others stay what they were. A run that is finished is returned as it is, and nothing is
-    started. `from_start`: begin again at step 0, if all of its checkpoints are damaged. Raises ConfigError when there
-    is no such run or it is running, CheckpointError when all of its checkpoints are damaged; else as `onward.run`, and
-    from the main thread like it.
+    started. `from_start`: begin again at step 0, if all of its checkpoints are damaged. `accept_config`: go on with a
+    config.json that somebody has edited, which the report then says. Raises ConfigError when there is no such run, it
+    is running, or its config.json was edited, CheckpointError when all of its checkpoints are damaged; else as
+    `onward.run`, and from the main thread like it.
     """
     require_flow("onward.resume")
     from onward.flows.live_view.view import live_view
-    from onward.flows.resuming import checked_run, outcome_if_finished
+    from onward.flows.resuming import check_settings, checked_run, outcome_if_finished
     from onward.trainer.run.directory import read_settings
     from onward.trainer.run.local_copies import LocalCopies
     from onward.trainer.run.records import read_record
@@ -84,11 +89,26 @@ def resume(run: str = "last", overrides: Overrides = (), /, *, from_start: bool 
     found = checked_run(run, changes, from_start=from_start)
     if outcome := outcome_if_finished(found, changes):
         return outcome
+    if not accept_config:
+        check_settings(found, accept=False)
     known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
     with live_view() as view:
         saved = Given(read_settings(found), changes, lambda sections: problems_of(sections, known, resumed=True))
         resolved = saved.checked_here(resumed=True)
+        if accept_config:
+            check_settings(found, accept=True)
         return _train(resolved, view, resume=found.root.name, asked_ms=asked_ms)
+
+
+@contextlib.contextmanager
+def _no_run_yet() -> Iterator[None]:
+    """Add to a refusal inside that no run has begun; the command line prints it."""
+    try:
+        yield
+    except OnwardError as error:
+        if error.exit_code == ConfigError.exit_code:
+            error.add_note("no run has begun")
+        raise
 
 
 def _train(
@@ -102,7 +122,7 @@ def _train(
     from onward.flows.flow_log import flow_log
     from onward.flows.local_run import close_flow_run, create_flow_run, prefect_server, run_to_end
     from onward.flows.run_status import outcome_of
-    from onward.flows.runs import how_to_continue, may_continue
+    from onward.flows.runs import has_begun, how_to_continue, may_continue
     from onward.infra.forks import fork_server
     from onward.infra.mlflow_store import made_ahead
     from onward.tasks.registered_models import store_of
@@ -136,7 +156,9 @@ def _train(
                 exported = run_to_end(flow_run, config, resume=resume)
         except BaseException as error:
             close_flow_run(flow_run, error)
-            if run.identity.exists() and may_continue(error):
+            if isinstance(error, OnwardError) and error.exit_code == ConfigError.exit_code and not resume:
+                error.add_note(f"{flow_run.name} has begun, and stays in {run.root} and in Prefect as failed")
+            if has_begun(run) and may_continue(error):
                 print(f"onward: {how_to_continue(run)}", file=sys.stderr)
             raise
     return outcome_of(run, config, exported)
@@ -189,10 +211,10 @@ def status(run: str = "last") -> RunStatus:
 
 def runs() -> list[RunStatus]:
     """Return the status of every run under ONWARD_HOME, the newest first; of a damaged one, which file is damaged."""
-    from onward.flows.run_status import described_runs
-    from onward.flows.runs import all_runs
+    from onward.flows.run_index import listed_runs
+    from onward.flows.run_status import RunStatus
 
-    return described_runs(all_runs())
+    return [RunStatus.model_validate(status) for _, status in listed_runs()]
 
 
 def examine(hostfile: AnyPath = "") -> MachineReport:

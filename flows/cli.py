@@ -53,7 +53,7 @@ EXIT_STATUS = {
 REMEDY = {
     0: "",
     1: "report it, with the file that the message names: it has the traceback",
-    2: "correct each thing that is listed; nothing was started or written",
+    2: "correct each thing that is listed",
     3: "correct what is listed, such as a full disk or a port in use; then `onward resume`, or the command again",
     4: "`onward resume`: an earlier checkpoint is used. If all are damaged or of another model, start a new run",
     5: "the checkpoints are unchanged: read which check failed, by how much, and change `[export]` or the model",
@@ -262,7 +262,7 @@ def _exit_with(error: OnwardError) -> NoReturn:
     print(f"onward {command}: {EXIT_STATUS[error.exit_code].partition(';')[0]}", file=sys.stderr)
     for problem in problems:
         print(f"  - {problem}", file=sys.stderr)
-    print(f"To do: {REMEDY[error.exit_code]}", file=sys.stderr)
+    print("; ".join((f"To do: {REMEDY[error.exit_code]}", *getattr(error, "__notes__", ()))), file=sys.stderr)
     # the arguments themselves, because the error may come from before the command has read its options
     if "--json" in sys.argv:
         result: dict[str, Any] = {"error": type(error).__name__, "problems": list(problems)}

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from onward.flows.printed_table import table as table
 from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
@@ -20,14 +21,6 @@ from onward.trainer.run.records import ExportedModel
 
 if TYPE_CHECKING:
     from onward.flows.run_status import RunOutcome
-
-
-def table(rows: Iterable[tuple[str, ...]], *, heads: tuple[str, ...] = ()) -> None:
-    """Print rows in columns on stdout. No cell is shortened or wrapped, so that paths can be copied."""
-    lines = [*([heads] if heads else []), *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def wrapped(text: str, mark: str) -> str:
@@ -125,8 +118,8 @@ def _table_lines(name: str, title: str, section: Section, origins: Mapping[str, 
             yield from (f"# {line}" for line in (field.description or "").splitlines())
             where = _origin(f"{name}.{key}", origins)
             yield f"{key} = {as_toml(values[key])}{where}" if key in values else f"# {key} is not set"
-    for key, table in inner.items():
-        yield from _table_lines(f"{name}.{key}", f"[{name}.{key}]", table, origins)
+    for key, each in inner.items():
+        yield from _table_lines(f"{name}.{key}", f"[{name}.{key}]", each, origins)
 
 
 def meanings() -> dict[str, str]:

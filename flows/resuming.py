@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from onward.flows.run_cause import cause_of
 from onward.flows.run_status import RunOutcome, is_finished, outcome_of
 from onward.flows.runs import (
     command_to_continue,
@@ -15,9 +16,11 @@ from onward.flows.runs import (
     is_running,
     reference_to,
 )
+from onward.tasks.retrying import newest_checkpoint
 from onward.trainer.config.loading import load_config
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config, read_settings
+from onward.trainer.run.kept_settings import accept_edited, refuse_edited
 from onward.trainer.run.records import ExportedModel, read_record
 from onward.trainer.run.sweeps import membership
 
@@ -38,6 +41,11 @@ def checked_run(text: str, changes: Sequence[Override], *, from_start: bool) -> 
         raise ConfigError(f"{name} is running already; `onward status {name}` shows its step")
     if membership(run):
         raise ConfigError(f"{name} is a trial of a sweep, which goes on with: {command_to_continue(run)}")
+    if not run.config.exists():
+        raise ConfigError(
+            f"{name} cannot be resumed: it ended before its settings were saved ({cause_of(run).sentence}), and "
+            "nothing was trained; start it again with `onward run`"
+        )
     keys = [str(each[0] if isinstance(each, tuple) else each.partition("=")[0]).strip() for each in changes]
     if fixed := [key for key in keys if key.partition(".")[0] != "stop"]:
         raise ConfigError(
@@ -47,6 +55,15 @@ def checked_run(text: str, changes: Sequence[Override], *, from_start: bool) -> 
     if from_start:
         discard_damaged(run)
     return run
+
+
+def check_settings(run: RunDir, *, accept: bool) -> None:
+    """Refuse a run whose config.json was edited, or accept it as it is, and say so on stderr."""
+    if not accept:
+        refuse_edited(run, command_to_continue(run))
+        return
+    change = accept_edited(run, newest_checkpoint(run))
+    print(f"onward: {change or 'config.json is as Onward has written it: nothing was to accept'}", file=sys.stderr)
 
 
 def outcome_if_finished(run: RunDir, changes: Sequence[Override]) -> RunOutcome | None:

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 
 import psutil
 
-from onward.flows.runs import command_to_continue, holder_of, how_to_continue
+from onward.flows.runs import holder_of, how_to_continue
 from onward.infra.mpirun import boot_id
 from onward.tasks.classification import HOST
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
@@ -83,8 +83,6 @@ def cause_of(run: RunDir) -> Cause:
     """Return why a run that does not run has no result."""
     kind, sentence = _kind_and_sentence(run)
     goes_on = how_to_continue(run)
-    if kind in ("killed", "power_loss", "preempted", "rank_lost", "stopped") and not run.identity.exists():
-        goes_on = f"nothing was trained yet: `{command_to_continue(run)}`, or start it again"
     return Cause(kind, sentence, TO_DO[kind].format(goes_on=goes_on))
 
 

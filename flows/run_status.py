@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator
-from typing import Literal, TypeAlias
 
 import numpy as np
 
 from onward.flows.costs import cost_line
 from onward.flows.report import bits_per_byte
 from onward.flows.run_cause import cause_of
-from onward.flows.runs import identity_of, is_running, reference_to
+from onward.flows.run_index import State as State
+from onward.flows.runs import identity_of, identity_or_error, is_running, reference_to
 from onward.infra.mlflow_store import file_of
 from onward.tasks.class_tables import class_table
+from onward.tasks.log_damage import damage_of_log
 from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.reading.sources import locate
@@ -25,6 +26,7 @@ from onward.trainer.events import Event, read_events
 from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.ending import ending_of
+from onward.trainer.run.kept_settings import accepted_changes, edited_settings
 from onward.trainer.run.records import (
     AttemptResult,
     ExportedModel,
@@ -43,7 +45,6 @@ WORST = 3
 """Classes that a status names for each loss."""
 TAIL_BYTES = 1 << 16
 """Bytes at the end of the event log that are read for the newest values."""
-State: TypeAlias = Literal["running", "exported", "trained", "stopped", "failed", "interrupted", "damaged"]
 
 
 class RunStatus(Record):
@@ -72,6 +73,8 @@ class RunStatus(Record):
     """The command that continues such a run with a higher limit; else ""."""
     worst_classes: tuple[str, ...]
     """The classes with the least F1 in the last evaluation, where a confusion matrix is kept."""
+    remarks: tuple[str, ...]
+    """What its records do not show: settings that were edited in config.json, and what is gone of the event log."""
     rehearsal: str
     """What was rehearsed before the run was launched, in one line; "" for a run of an earlier version."""
     trial: str
@@ -131,7 +134,7 @@ class RunOutcome(RunStatus):
 
 def describe(run: RunDir) -> RunStatus:
     """Return the status of a run, read from its directory alone."""
-    identity = read_record(run.identity, RunIdentity)
+    identity = identity_or_error(run)
     error = run.first_error(run.current_attempt)
     state = state_of(run)
     config = read_config(run) if run.config.exists() else None
@@ -157,6 +160,7 @@ def describe(run: RunDir) -> RunStatus:
         ended_early=ended_early,
         to_go_on=to_go_on,
         worst_classes=tuple(_worst(confusions, run)),
+        remarks=remarks_of(run),
         rehearsal=read_record(run.rehearsal, Rehearsal).summary if run.rehearsal.exists() else "",
         trial=f"{trial.number} of sweep {trial.sweep_id}" if (trial := membership(run)) else "",
         error=f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}"
@@ -181,21 +185,19 @@ def describe(run: RunDir) -> RunStatus:
     )
 
 
-def described_runs(runs: Iterable[RunDir]) -> list[RunStatus]:
-    """Return the status of each run; a damaged one does not hide the others."""
-    return [_described(run) for run in runs]
-
-
-def _described(run: RunDir) -> RunStatus:
+def described_run(run: RunDir) -> RunStatus:
+    """Return the status of a run in a list, in which a damaged one must not hide the others."""
     try:
         return describe(run)
-    except OnwardError as error:
+    except (OnwardError, OSError) as error:
         identity = identity_of(run)
         texts = {name: "" for name, field in RunStatus.model_fields.items() if field.annotation is str}
         known = {"run_id": run.root.name, "directory": str(run.root), "state": "damaged", "error": str(error)}
-        known |= {"name": identity.name, "created_at": identity.created_at} if identity else {}
-        numbers = {"attempts": 0, "step": 0, "num_steps": 0, "values": {}, "worst_classes": (), "elapsed_s": 0.0}
-        numbers |= {"value": None}
+        if identity:
+            known |= {"name": identity.name, "created_at": identity.created_at}
+            known["config_name"] = identity.config_name or identity.name
+        numbers = {"attempts": 0, "step": 0, "num_steps": 0, "values": {}, "elapsed_s": 0.0}
+        numbers |= {"value": None, "worst_classes": (), "remarks": ()}
         return RunStatus.model_validate(texts | numbers | known)
 
 
@@ -219,6 +221,15 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
         throughput=cost_line(read_record(run.metrics, MetricsSummary) if run.metrics.exists() else None),
         registered=f"{exported.registered_as} version {exported.version}" if exported.registered_as else "",
     )
+
+
+def remarks_of(run: RunDir) -> tuple[str, ...]:
+    """Return sentences about what was done to the records of a run from outside."""
+    edited: list[str] = []
+    with contextlib.suppress(OnwardError):  # whoever reads the record says that it is damaged
+        edited = edited_settings(run)
+    not_accepted = f"config.json was edited, and is refused until it is accepted: {'; '.join(edited)}" if edited else ""
+    return tuple(filter(None, (*map(str, accepted_changes(run)), not_accepted, str(damage_of_log(run)))))
 
 
 def _data(run: RunDir) -> str:
@@ -268,7 +279,7 @@ def _is_sent(run: RunDir) -> bool:
         cursor = json.loads(read_bounded(run.cursor, RECORD_BYTES))
         file = file_of(read_record(run.identity, RunIdentity).tracking_uri)
         return bool(cursor["offset"] == run.events.stat().st_size and cursor["file"] in (file, ""))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OnwardError, OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
@@ -305,7 +316,9 @@ def _progress(run: RunDir) -> tuple[int, int, dict[str, float], list[Event]]:
     step = 0
     values: dict[str, float] = {}
     confusions: dict[str, Event] = {}
-    num_steps = next((event.fields["num_steps"] for event, _ in read_events(run.events) if event.kind == "start"), 0)
+    num_steps = next(
+        (event.fields.get("num_steps", 0) for event, _ in read_events(run.events) if event.kind == "start"), 0
+    )
     size = run.events.stat().st_size if run.events.exists() else 0
     for event, _ in read_events(run.events, max(0, size - TAIL_BYTES)):
         step = event.step

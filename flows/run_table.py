@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
-from onward.flows.run_status import RunStatus
-
-COLUMNS: dict[str, Callable[[RunStatus], str]] = {
-    "name": lambda run: run.name,
-    "state": lambda run: run.state,
-    "metric": lambda run: f"{run.metric.partition('/')[2]} {run.value:.4g}" if run.value is not None else "",
-    "when": lambda run: ago(run.created_at),
-    "duration": lambda run: duration(run.elapsed_s) if run.elapsed_s else "",
-    "step": lambda run: f"{run.step}/{run.num_steps}",
-    "layout": lambda run: run.layout,
-    "id": lambda run: run.run_id[-8:],
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "name": lambda run: run["name"],
+    "state": lambda run: run["state"],
+    "metric": lambda run: f"{run['metric'].partition('/')[2]} {run['value']:.4g}" if run["value"] is not None else "",
+    "when": lambda run: ago(run["created_at"]),
+    "duration": lambda run: duration(run["elapsed_s"]) if run["elapsed_s"] else "",
+    "step": lambda run: f"{run['step']}/{run['num_steps']}",
+    "layout": lambda run: run["layout"],
+    "id": lambda run: run["run_id"][-8:],
 }
 """Head -> the cell of a run, the most important column first: where the terminal is narrow, the last are left out."""
 
 
-def rows_of(runs: Sequence[RunStatus], width: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the heads and the rows of as many columns as fit into `width` characters; at least names and states."""
+def rows_of(runs: Sequence[Mapping[str, Any]], width: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the heads and the rows of as many columns as fit into `width` characters; at least names and states.
+
+    runs: each a RunStatus as JSON (run_index.py).
+    """
     cells = {head: [cell(run) for run in runs] for head, cell in COLUMNS.items()}
     heads: list[str] = []
     used = 0

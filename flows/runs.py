@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
+from onward.flows.run_index import listed_runs
 from onward.infra.mlflow_store import TrackingError
 from onward.infra.process_identity import this_process
 from onward.infra.service_state import try_lock
+from onward.infra.temporary_folders import owned_folder
 from onward.infra.tracking import Status, Tracker
 from onward.trainer import bounds
 from onward.trainer.bounds import NotAFile
@@ -36,7 +38,7 @@ from onward.trainer.errors import (
 from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config, read_settings
 from onward.trainer.run.download_cleaning import Cleaned, clean
 from onward.trainer.run.local_copies import LocalCopies
-from onward.trainer.run.names import short_id
+from onward.trainer.run.names import name_given_to, run_named, short_id
 from onward.trainer.run.records import RunIdentity, read_record
 from onward.trainer.run.sweeps import SweepDir, membership
 
@@ -68,17 +70,17 @@ def command_to_continue(run: RunDir) -> str:
 
 def reference_to(run: RunDir) -> str:
     """Return what a command takes to find a run: its name, or its id if its name may be that of others, too."""
-    identity = identity_of(run) if run.identity.exists() else None
+    identity = identity_of(run)
     return identity.name if identity and identity.config_name else run.root.name
 
 
 def how_to_continue(run: RunDir) -> str:
     """Return a clause with the command that continues a run or a sweep, and the step at which it goes on."""
     command, saved = command_to_continue(run), list_checkpoints(run)
-    if not run.identity.exists():
-        return "nothing is trained yet: start it again"
     if not command.startswith("onward resume"):
         return f"to continue: {command}"
+    if not has_begun(run):
+        return "nothing is trained yet: start it again"
     if not saved:
         return f"no checkpoint is saved, so that it begins again at step 0: {command}"
     return f"to continue from step {int(saved[-1].name.removeprefix('step-'))}: {command}"
@@ -170,20 +172,32 @@ def end_mlflow_run(run: RunDir, status: Status) -> None:
 
 def all_runs() -> list[RunDir]:
     """Return the runs under the home directory, newest first; those whose identity cannot be read come last."""
-    found = [RunDir(path.parent) for path in (onward_home() / "runs").glob("*/identity.json")]
-    identities = {run: identity_of(run) for run in found}
+    return [RunDir(onward_home() / "runs" / name) for name, _ in listed_runs()]
 
-    def created_at(run: RunDir) -> str:
-        identity = identities[run]
-        return identity.created_at if identity else ""
 
-    return sorted(found, key=created_at, reverse=True)
+def has_begun(run: RunDir) -> bool:
+    """Return whether a run or a sweep has a name or settings: before that it was killed, or refused."""
+    return run.identity.exists() or run.config.exists()
+
+
+def identity_or_error(run: RunDir) -> RunIdentity:
+    """Return the run's identity; of a run whose identity.json is absent what is known of it without that file.
+
+    So is one that was killed before the file was written, or whose file was deleted. Raises RecordError when the file
+    is damaged.
+    """
+    if run.identity.exists() or not run.root.exists():
+        return read_record(run.identity, RunIdentity)
+    name, config_name = name_given_to(run.root.name) or (run.root.name, "")
+    record = run.config if run.config.exists() else run.root
+    created_at = datetime.datetime.fromtimestamp(record.stat().st_mtime, datetime.UTC).isoformat(timespec="seconds")
+    return RunIdentity(run_id=run.root.name, name=name, config_name=config_name, created_at=created_at, model_sha256="")
 
 
 def identity_of(run: RunDir) -> RunIdentity | None:
     """Return the run's identity; None if it is damaged, which must not hide the other runs."""
     try:
-        return read_record(run.identity, RunIdentity)
+        return identity_or_error(run)
     except (OnwardError, OSError):
         return None
 
@@ -206,7 +220,14 @@ def find_run(text: str) -> RunDir:
     with contextlib.suppress(OSError, ValueError):  # a name of more than 255 letters, or with a null character
         if path.is_dir() and RunDir(path).config.exists():
             return RunDir(path.resolve())
-    known = [Named(run, run.root.name, identity_of(run)) for run in all_runs()]
+    runs = onward_home() / "runs"
+    known = [Named(RunDir(runs / key), key, status["name"], status["config_name"]) for key, status in listed_runs()]
+    # one that was killed before it had settings is not listed, but its name and its directory were printed
+    printed = run_named(text) or Path(text).name
+    if not {text, printed} & {name for each in known for name in (each.run_id, each.name)}:
+        with contextlib.suppress(OSError, ValueError):
+            if printed.strip(".") and (runs / printed / "phases.jsonl").is_file():
+                return RunDir(runs / printed)
     return chosen(text, known, kind="run")
 
 
@@ -216,16 +237,9 @@ class Named(Generic[T]):
 
     what: T
     run_id: str
-    identity: RunIdentity | None
-    """None if it is damaged."""
-
-    @property
-    def name(self) -> str:
-        return self.identity.name if self.identity else ""
-
-    @property
-    def config_name(self) -> str:
-        return (self.identity.config_name or self.identity.name) if self.identity else ""
+    name: str
+    """"" if its identity is damaged."""
+    config_name: str
 
     def __str__(self) -> str:
         return f"{self.name or 'damaged'} ({short_id(self.run_id)})"
@@ -308,8 +322,8 @@ def opened(text: str, *, run_code: bool = False) -> Iterator[tuple[RunDir, Path]
         return
     from onward.trainer.checkpoint.bundle import unpack
 
-    with tempfile.TemporaryDirectory(prefix="onward-bundle-") as folder:
-        yield unpack(Path(text), Path(folder).resolve(), run_code=run_code)
+    with owned_folder("onward-bundle-") as folder:
+        yield unpack(Path(text), folder.resolve(), run_code=run_code)
 
 
 def find_checkpoint(text: str) -> tuple[RunDir, Path]:

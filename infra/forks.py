@@ -24,6 +24,7 @@ from pathlib import Path
 
 from onward.infra import fork_client
 from onward.infra.job_guard import NO_TAG, TAG
+from onward.infra.temporary_folders import lock_of, make, remove, remove_abandoned
 
 SERVER = ("onward.trainer.fork_server",)
 """The module of the server."""
@@ -76,7 +77,8 @@ def fork_server() -> Iterator[None]:
 def started() -> Iterator[Server | None]:
     """Keep a fork server running inside; None where it cannot be started."""
     try:
-        folder = Path(tempfile.mkdtemp(prefix="onward-forks-"))
+        remove_abandoned()
+        folder = make(lambda: Path(tempfile.mkdtemp(prefix="onward-forks-")))
     except OSError:  # the disk is full, or TMPDIR cannot be written
         yield None
         return
@@ -89,7 +91,7 @@ def started() -> Iterator[Server | None]:
         os.close(written)  # the server reads the end of this pipe, also when this process is killed
         if server:
             _end(server.process)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
 
 
 def python() -> list[str]:
@@ -115,7 +117,7 @@ def _start(folder: Path, alive: int) -> Server | None:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(listener.fileno(), alive),
+                pass_fds=(listener.fileno(), alive, lock_of(folder)),
                 start_new_session=True,  # Ctrl-C in the terminal goes to the flow process alone
             )
         return Server(process, path)

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 TAG = "ONWARD_RUN_TAG"
+_TAGGED = f"{TAG}=".encode()
 NO_TAG = "0" * 32
 """In the place of a tag."""
 GRACE_S = 10.0
@@ -102,13 +103,18 @@ def signal_until_gone(
 
 def members(tag: str) -> list[int]:
     """Return the job's processes on this host, found by the tag in their environment. Zombies have no environment."""
-    wanted = f"{TAG}={tag}".encode()
-    found = []
+    return living_tags().get(tag, [])
+
+
+def living_tags() -> dict[str, list[int]]:
+    """Return tag -> the processes of that job on this host, for all jobs of this user."""
+    found: dict[str, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
+                for word in set((entry / "environ").read_bytes().split(b"\0")):
+                    if word.startswith(_TAGGED):
+                        found.setdefault(os.fsdecode(word.removeprefix(_TAGGED)), []).append(int(entry.name))
     return found
 
 

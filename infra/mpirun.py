@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -30,6 +30,7 @@ from onward.infra import forks, job_guard
 from onward.infra.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
 from onward.infra.parent_death import signalled_with_parent
 from onward.infra.stopped_ranks import StoppedRanks
+from onward.infra.temporary_folders import make, remove
 
 POLL_S = 0.1
 SUSPENDED_S = 2.0
@@ -159,6 +160,7 @@ class MpiJob:
             finally:
                 del _running[self.run_dir]
                 _kill_rest(mpirun, tag)
+                remove(temporary_directory(tag))
         return Outcome(mpirun.returncode, reason, time.monotonic() - started_at, detected_ms, ranks.describe())
 
     def stop_limit_s(self) -> float:
@@ -172,8 +174,12 @@ class MpiJob:
         """
         if self.hostfile:
             return {}
-        temporary_directory(tag).mkdir()
-        folder = str(temporary_directory(tag))
+
+        def created() -> Path:
+            temporary_directory(tag).mkdir()
+            return temporary_directory(tag)
+
+        folder = str(make(created))
         return {"TMPDIR": folder, "OMPI_MCA_btl_sm_backing_directory": folder}
 
     def _watch(
@@ -260,13 +266,18 @@ def stop_running(run_dir: Path) -> bool:
     return stop is not None
 
 
-def running_job(run_dir: Path) -> RunningJob | None:
-    """Return the job of a run directory if a process of it runs on this host, whichever process has started it."""
+def running_job(run_dir: Path, *, among: Collection[str] | None = None) -> RunningJob | None:
+    """Return the job of a run directory if a process of it runs on this host, whichever process has started it.
+
+    among: the tags of the jobs that run, for who asks about many runs; None = look for processes now.
+    """
     try:
         job = RunningJob(**json.loads((run_dir / "job.json").read_text()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
-    return job if job.boot == boot_id() and members(job.tag) else None
+    if job.boot != boot_id():
+        return None
+    return job if (members(job.tag) if among is None else job.tag in among) else None
 
 
 def wait_until_free(run_dir: Path, limit_s: float = job_guard.GRACE_S + 5.0) -> None:

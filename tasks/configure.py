@@ -23,10 +23,14 @@ from onward.infra import mlflow_store, tracking
 from onward.infra.git import commit_of
 from onward.infra.tracking import page_on_own_server
 from onward.tasks.import_check import import_problems
+from onward.tasks.log_damage import damage_of_log
 from onward.tasks.machine_check import machine_problems
 from onward.tasks.registered_models import store_of, with_registered
 from onward.tasks.rehearsing import quantize, rehearse
 from onward.tasks.shown_in_mlflow import first_tags, parameters
+from onward.trainer.checkpoint.certificate import NO_DIGEST
+from onward.trainer.checkpoint.manifest import read_manifest
+from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.rules import Sections
@@ -37,8 +41,9 @@ from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.signature import model_digest
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.diagnostics.config_check import check_local_files
-from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable
 from onward.trainer.run.directory import RunDir, read_config, read_settings
+from onward.trainer.run.kept_settings import accepted_changes, refuse_edited, write_settings
 from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.names import name_of
 from onward.trainer.run.records import Rehearsal, RunIdentity, read_record, write_record
@@ -83,14 +88,17 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
     config = with_columns(config, with_copies(config, copies))
     if run.config.exists():
         saved = read_settings(run)
+        refuse_edited(run)
         refuse_changes(saved, config)
         config = saved.model_copy(update={"stop": config.stop})
         if config != saved:
-            write_record(run.config, config)
+            write_settings(run, config)
             for name, before in saved.stop:
                 if (value := getattr(config.stop, name)) != before:
                     log.info("stop.%s was %s, and is now %s", name, before, value)
         _write_copies(run, copies)
+        for remark in filter(None, (str(damage_of_log(run)), *map(str, accepted_changes(run)))):
+            log.warning("%s", remark)
     else:
         if missing := machine_problems(dict(config)):
             raise RuntimeUnavailable(missing)
@@ -99,7 +107,7 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
         config, found = rehearse(config, copies, quantized=run.quantized)
         _write_copies(run, copies)
         write_record(run.rehearsal, found)  # before config.json, with which a run has begun and is not rehearsed again
-        write_record(run.config, config)
+        write_settings(run, config)
         _log(found)
     # After config.json, so that a run whose MLflow is unavailable can be started again unchanged.
     identity = identify(run, config)
@@ -166,9 +174,11 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     local = read_config(run)
     digest, code = model_digest(local.model.path), _code_digests(local)
     known = read_record(run.identity, RunIdentity) if run.identity.exists() else None
-    if known and known.model_sha256 != digest:
+    if known is None and run.current_attempt:
+        log.warning("%s is gone, and is written again", run.identity)
+    if (began_with := known.model_sha256 if known else _model_of_checkpoint(run)) and began_with != digest:
         raise ConfigError(
-            f"{config.model.path} changed since the run began (SHA-256 {known.model_sha256[:12]}, now "
+            f"{config.model.path} changed since the run began (SHA-256 {began_with[:12]}, now "
             f"{digest[:12]}); put the file back, or start a new run"
         )
     if known and (changed := [path for path, before in known.code_sha256.items() if code.get(path) != before]):
@@ -212,6 +222,15 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     except mlflow_store.TrackingError as error:
         raise RuntimeUnavailable(str(error)) from None
     return identity.model_copy(update={"mlflow_run_id": mlflow_run_id, "mlflow_url": mlflow_url})
+
+
+def _model_of_checkpoint(run: RunDir) -> str:
+    """Return the digest of the model that the newest checkpoint was made of; "" if none says so."""
+    for path in reversed(list_checkpoints(run)):
+        with contextlib.suppress(CheckpointError):
+            if (certificate := read_manifest(path).certificate) and certificate.model != NO_DIGEST:
+                return certificate.model
+    return ""
 
 
 def _code_digests(config: RunConfig) -> dict[str, str]:

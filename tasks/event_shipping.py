@@ -4,7 +4,8 @@
                                                        |
                                                        +--after each batch--> cursor.json
 
-A monitor that starts again continues at the cursor.
+A monitor that starts again asks MLflow for the last step of each metric, and continues at the cursor: the directory of
+a run that was put back from a copy has an older one.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Shipper:
         self._file = log.with_suffix(".cursor") if log else run.cursor
         self.tracker = tracker
         self.cursor = Cursor(mlflow_run_id=tracker.run_id, file=file_of(tracker.tracking_uri))
+        self._knows_mlflow = False
         with contextlib.suppress(Exception):  # without a readable cursor everything is sent again, which is only slower
             found = read_record(self._file, Cursor)
             if found.mlflow_run_id == tracker.run_id and found.file in (self.cursor.file, ""):
@@ -70,8 +72,12 @@ class Shipper:
         """Send everything in the log; return the number of points. The call may be repeated after a TrackingError."""
         sent = 0
         if (file := file_of(self.tracker.tracking_uri)) not in (self.cursor.file, ""):
-            # everything again: MLflow stores equal points once
-            self.cursor = Cursor(mlflow_run_id=self.tracker.run_id, file=file)
+            self.cursor, self._knows_mlflow = Cursor(mlflow_run_id=self.tracker.run_id, file=file), False
+        if not self._knows_mlflow:
+            last = dict(self.cursor.last)
+            for key, step in self.tracker.last_steps().items():
+                last[key] = max(step, last.get(key, -1))
+            self.cursor, self._knows_mlflow = self.cursor.model_copy(update={"last": last}), True
         while True:
             points, cursor = self._next()
             # the log has no further complete line

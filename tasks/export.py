@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from onward.infra.mlflow_store import TrackingError, TrackingUnavailable, registering_prepared
+from onward.infra.temporary_folders import owned_folder
 from onward.infra.tracking import ModelFile, Port, Tracker
 from onward.tasks.explained_errors import problems_of
 from onward.tasks.metric_points import Evaluations, only_of_file, points_of_file
@@ -140,8 +140,8 @@ def export_file(
     if out is None:
         return _run_process(run, checkpoint, run.export, extras)
     # Exported in a temporary directory first, so that a refused export leaves an existing `out` unchanged.
-    with tempfile.TemporaryDirectory(prefix="onward-export-") as folder:
-        exported = _run_process(run, checkpoint, Path(folder), extras)
+    with owned_folder("onward-export-") as folder:
+        exported = _run_process(run, checkpoint, folder, extras)
         return copy_to(out.absolute(), exported, source=source, overwrite=extras.overwrite)
 
 
@@ -226,9 +226,9 @@ def _deliver(config: RunConfig, exported: ExportedModel) -> None:
     if not url:
         copy_to(Path(config.export.path), exported, source=config.model.path, overwrite=config.export.overwrite)
         return
-    with tempfile.TemporaryDirectory(prefix="onward-export-") as folder:
-        copied = copy_to(Path(folder) / url.rpartition("/")[2], exported, source=config.model.path, temporary=True)
-        files = sorted(file for file in Path(folder).rglob("*") if file.is_file() and file != copied.path)
+    with owned_folder("onward-export-") as folder:
+        copied = copy_to(folder / url.rpartition("/")[2], exported, source=config.model.path, temporary=True)
+        files = sorted(file for file in folder.rglob("*") if file.is_file() and file != copied.path)
         try:
             for file in (*files, copied.path):  # the model itself last: when it is there, all its files are
                 upload(file, url.rpartition("/")[0] + "/" + file.relative_to(folder).as_posix())

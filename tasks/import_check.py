@@ -6,9 +6,9 @@ A process of its own does it, because it imports torch, and only where a setting
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 
+from onward.infra.temporary_folders import owned_folder
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
@@ -64,14 +64,13 @@ def _is_asked(model: ModelConfig, parallel: ParallelConfig) -> bool:
 @functools.cache  # the command line asks before it starts anything, and so does `configure` in the same process
 def _tried(converters: tuple[tuple[Path, int], ...], config: str) -> tuple[str, ...]:
     """Return the problems. converters: with their times of change. config: the JSON of the configuration, or ""."""
-    with tempfile.TemporaryDirectory(prefix="onward-import-") as name:
-        folder = Path(name)
+    with owned_folder("onward-import-") as folder:
         paths = tuple(path for path, _ in converters)
         write_record(folder / "import.json", ToImport(converters=paths, cuts=bool(config)))
         if config:
             (folder / "config.json").write_text(config)
         log = folder / "process.log"
-        ending = run_module("onward.trainer", "try-import", name, folder=folder, log=log, limit_s=LIMIT_S)
+        ending = run_module("onward.trainer", "try-import", str(folder), folder=folder, log=log, limit_s=LIMIT_S)
         if not ending:
             return read_record(folder / "imported.json", TriedImport).problems
     listed = ", ".join(map(str, paths)) or "the model"

@@ -10,11 +10,11 @@ import contextlib
 import logging
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from onward.infra.temporary_folders import owned_folder
 from onward.tasks.subprocesses import how_it_ended, start_module
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.tables.chosen_columns import with_columns
@@ -54,10 +54,9 @@ def begun_ahead(config: RunConfig) -> Iterator[None]:
         yield
         return
     # of a process that was killed a file may still appear
-    with tempfile.TemporaryDirectory(prefix="onward-rehearse-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    with owned_folder("onward-rehearse-") as folder:
         _write_config(folder, config, NONE)
-        process = start_module("onward.trainer", "rehearse", name, folder=folder, log=folder / "process.log")
+        process = start_module("onward.trainer", "rehearse", str(folder), folder=folder, log=folder / "process.log")
         _begun[:] = [_Begun(folder, process)]
         try:
             yield
@@ -135,8 +134,7 @@ def plan(config: RunConfig, copies: LocalCopies = NONE, quantized: Path | None =
 @contextlib.contextmanager
 def _process(command: str, config: RunConfig, copies: LocalCopies, *, quantized: Path | None = None) -> Iterator[Path]:
     """Run `python -m onward.trainer COMMAND` on a configuration; yield the directory with the records that it left."""
-    with tempfile.TemporaryDirectory(prefix=f"onward-{command}-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    with owned_folder(f"onward-{command}-") as folder:
         _write_config(folder, config, copies)
         ahead = _begun.pop() if _begun and command == "rehearse" else None
         if ahead and ahead.folder.joinpath("config.json").read_bytes() == (folder / "config.json").read_bytes():

@@ -24,6 +24,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable, TrainingFailed
 from onward.trainer.events import Heartbeat
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.kept_settings import refuse_edited
 from onward.trainer.run.records import AttemptResult, TrainResult, write_record
 from onward.trainer.run.stopping import reason_to_end
 
@@ -63,6 +64,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         # Before an attempt begins, which would take the run directory away from a job that is still running.
         mpirun.wait_until_free(run.root)
         wait_until_ready(run, config)
+        refuse_edited(run)
         config = read_config(run)  # a retry may have changed it
         attempt = Attempt.begin(run, config)
         ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"

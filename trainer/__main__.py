@@ -52,6 +52,7 @@ with quick_imports():
     from onward.trainer.errors import ExportRefused, Stopped
     from onward.trainer.events import Heartbeat
     from onward.trainer.run.directory import RunDir, comparison_in, read_config, read_config_as_given, variant_in
+    from onward.trainer.run.kept_settings import refuse_edited
     from onward.trainer.run.node_usage import recorded_usage
     from onward.trainer.run.records import ExportedModel, read_record, write_record
 
@@ -76,6 +77,7 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
     traceback = write_tracebacks(run.traceback(attempt, launched_rank() or 0))
     write_stacks_when_ended(run.stack(attempt, launched_rank() or 0))
     trace_collectives(run.attempt(attempt) / "collectives-rank-")
+    refuse_edited(run)
     config = read_config(run)
     mpi = connect(
         expected_world_size=config.world_size,

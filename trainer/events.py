@@ -33,7 +33,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -145,19 +145,38 @@ def read_events(path: Path, offset: int = 0) -> Iterator[tuple[Event, int]]:
         # the last line may be half-written; it is read by the next call
         while (line := file.readline(RECORD_BYTES.most)).endswith(b"\n"):
             offset += len(line)
-            if event := _event(line):
+            if event := event_of(line):
                 yield event, offset
 
 
-def _event(line: bytes) -> Event | None:
-    """Return the event of a line of the log; None if it is none."""
+def event_of(line: bytes) -> Event | None:
+    """Return the event of a line of the log; None if it is none, or if readers cannot use it."""
     try:
         raw = json.loads(line)
         found = Event(raw.pop("at_ms"), raw.pop("attempt"), raw.pop("step"), raw.pop("kind"), raw)
+        whole = all(type(each) is int for each in (found.at_ms, found.attempt, found.step))
+        fits = all(_FIELDS[name](found.fields[name]) for name in _NEEDED.get(found.kind, ()))
+        fits = fits and isinstance(found.fields.get("num_steps", 0), int)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    numbers = (found.at_ms, found.attempt, found.step)
-    return found if all(type(each) is int for each in numbers) and isinstance(found.kind, str) else None
+    return found if whole and fits and isinstance(found.kind, str) else None
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, dict) and all(isinstance(each, int | float) for each in values.values())
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "values": _are_numbers,
+    "seconds": _are_numbers,
+    "loss": lambda value: isinstance(value, str),
+    "counts": lambda value: isinstance(value, list),
+}
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("scalars", "evaluation", "usage"), ("values",)),
+    **{"confusion": ("loss", "counts"), "times": ("seconds",)},
+}
+"""Kind of event -> the fields without which nobody can read it."""
 
 
 @dataclass(frozen=True)

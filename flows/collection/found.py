@@ -5,19 +5,20 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from onward.flows.collection.rules import Facts, Rules, age_days, gather, linked_shards, reason_to_keep
-from onward.flows.runs import all_runs, identity_of, is_running
+from onward.flows.runs import is_running
 from onward.infra import prefect_database
 from onward.infra.checkpoint_records import CheckpointRecord, CheckpointRecords
 from onward.infra.mlflow_store import TrackingError, database_of
+from onward.infra.temporary_folders import abandoned
 from onward.infra.tracking import local_store
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.records import Record
 
-Kind = Literal["run", "shards", "checkpoint", "mlflow", "prefect"]
-KINDS: tuple[Kind, ...] = ("run", "shards", "checkpoint", "mlflow", "prefect")
+Kind = Literal["run", "shards", "checkpoint", "mlflow", "prefect", "temporary"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Item(Record):
@@ -64,9 +65,14 @@ def find(rules: Rules, kinds: tuple[Kind, ...] = KINDS) -> Found:
         items += _shards(remaining, rules, kept)
     if "checkpoint" in kinds:
         items += _leftovers(remaining, rules)
+    if "temporary" in kinds:
+        items += [
+            Item(kind="temporary", name=str(path), bytes=size_of(path), why="its process was killed")
+            for path in abandoned()
+        ]
     for kind, finder in (("mlflow", _mlflow), ("prefect", _prefect)):
         if kind in kinds:
-            items += finder(rules, doomed, kept)
+            items += finder(rules, facts, doomed, kept)
     return Found(items=tuple(items), kept=tuple(kept), bytes=sum(item.bytes for item in items))
 
 
@@ -89,12 +95,6 @@ def keeps(doomed: set[str], name: str) -> bool:
     """Return whether a run or sweep with this name is there, and stays."""
     exists = any((onward_home() / folder / name).is_dir() for folder in ("runs", "sweeps"))
     return exists and name not in doomed
-
-
-def stores() -> list[str]:
-    """Return the MLflow stores in which runs of this home are recorded."""
-    known = {identity.tracking_uri for run in all_runs() if (identity := identity_of(run)) and identity.tracking_uri}
-    return sorted({local_store(onward_home()), *known})
 
 
 def lost_records(store: str, doomed: set[str]) -> tuple[CheckpointRecords, list[CheckpointRecord]]:
@@ -148,9 +148,9 @@ def _leftovers(remaining: list[RunDir], rules: Rules) -> Iterator[Item]:
                     yield Item(kind="checkpoint", name=str(path), bytes=size_of(path), why=why)
 
 
-def _mlflow(rules: Rules, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:
+def _mlflow(rules: Rules, facts: Facts, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:
     """Yield the records of checkpoints that were deleted, for each store."""
-    for store in stores():
+    for store in sorted({local_store(onward_home()), *facts.stores}):
         database = database_of(store)
         if database and not database.exists():
             continue
@@ -163,7 +163,7 @@ def _mlflow(rules: Rules, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:
             yield Item(kind="mlflow", name=store, bytes=0, why=f"{len(lost)} records of checkpoints that are deleted")
 
 
-def _prefect(rules: Rules, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:
+def _prefect(rules: Rules, facts: Facts, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:
     """Yield the flow runs and events of Onward's own Prefect server."""
     path = prefect_database.path_of(onward_home())
     if not path.exists():

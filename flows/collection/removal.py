@@ -22,6 +22,7 @@ from onward.flows.collection.rules import Facts, Rules, gather, linked_shards, r
 from onward.flows.runs import locked
 from onward.infra import mpirun, prefect_database
 from onward.infra.mlflow_store import TrackingError
+from onward.infra.temporary_folders import remove_if_abandoned
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, onward_home
 
@@ -57,6 +58,8 @@ def _remove(item: Item, rules: Rules, facts: Facts, doomed: set[str]) -> tuple[s
         run = RunDir(path.parents[1])
         with locked(run, timeout_s=0.0):
             return ("it is running" if mpirun.running_job(run.root) else _delete(path)), item.bytes
+    if item.kind == "temporary":
+        return ("" if remove_if_abandoned(path) else "it is in use"), item.bytes
     if item.kind == "mlflow":
         records, lost = lost_records(item.name, doomed)
         records.delete(lost)

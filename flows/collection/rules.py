@@ -6,14 +6,17 @@ does a sweep, a registered model, another run or a deployment need it?  does it 
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.flows.run_status import State, state_of
-from onward.flows.runs import all_runs, is_running
+from onward.flows.run_index import State, listed_runs
+from onward.flows.runs import is_running
 from onward.infra import mpirun
+from onward.infra.job_guard import living_tags
 from onward.infra.mlflow_store import TrackingError
 from onward.infra.registry import Registry
 from onward.trainer.checkpoint.retention import list_checkpoints
@@ -52,26 +55,47 @@ class Facts:
 
     states: Mapping[RunDir, State]
     newest: frozenset[RunDir]
-    texts: Mapping[str, str]
-    """Name of a run, a sweep or a deployment -> its configuration."""
+    named_by: Mapping[str, frozenset[str]]
+    """Name of a run directory -> the runs, sweeps and deployments whose configuration names a file in it."""
+    stores: frozenset[str]
+    """The MLflow stores in which the runs are recorded."""
+    working: frozenset[str]
+    """Tags of the jobs of which a process runs on this host."""
 
 
 def gather(rules: Rules, deployments: Mapping[str, str]) -> Facts:
     """Read what the rules need. deployments: name -> configuration."""
-    runs = all_runs()
-    texts = {run.root.name: _text(run.config) for run in runs}
+    listed, runs = listed_runs(), onward_home() / "runs"
+    texts = {name: _text(runs / name / "config.json") for name, _ in listed}
     texts |= {path.parent.name: _text(path) for path in (onward_home() / "sweeps").glob("*/sweep.json")}
-    return Facts({run: _state(run) for run in runs}, frozenset(runs[: rules.keep]), {**texts, **deployments})
+    return Facts(
+        states={RunDir(runs / name): status["state"] for name, status in listed},
+        newest=frozenset(RunDir(runs / name) for name, _ in listed[: rules.keep]),
+        named_by=_named_by({**texts, **deployments}),
+        stores=frozenset(filter(None, (status["tracking_uri"] for _, status in listed))),
+        working=frozenset(living_tags()),
+    )
+
+
+def _named_by(texts: Mapping[str, str]) -> dict[str, frozenset[str]]:
+    """Return which of some configurations name a file in which run directory: each text is searched once."""
+    runs = re.compile(re.escape(f"{onward_home() / 'runs'}/") + r"([^/\"'\\]+)")
+    found: dict[str, set[str]] = {}
+    for name, text in texts.items():
+        for run in set(runs.findall(text)) - {name}:
+            found.setdefault(run, set()).add(name)
+    return {run: frozenset(names) for run, names in found.items()}
 
 
 def reason_to_keep(run: RunDir, rules: Rules, facts: Facts, *, is_ours: bool = False) -> str:
     """Return why a run stays; "" if it may go. is_ours: whether this process holds its lock."""
     state = facts.states.get(run)
-    if (not is_ours and is_running(run)) or mpirun.running_job(run.root):
+    # while this process holds the lock no job can begin, so that it is looked for once more
+    if (not is_ours and is_running(run)) or mpirun.running_job(run.root, among=None if is_ours else facts.working):
         return "it is running"
     if state is None:
-        return "it has no identity.json, so it is not known to be a run"
-    if unknown := sorted(path.name for path in run.root.iterdir() if path.name not in FILES and path.name[0] != "."):
+        return "it has neither identity.json nor config.json, so it is not known to be a run"
+    if unknown := sorted(each.name for each in os.scandir(run.root) if each.name not in FILES and each.name[0] != "."):
         return f"Onward did not write {', '.join(unknown[:3])}"
     if state not in rules.states:
         return f"its state is {state}"
@@ -84,19 +108,15 @@ def reason_to_keep(run: RunDir, rules: Rules, facts: Facts, *, is_ours: bool = F
     return _sweep_needs(run) or _registry_needs(run) or _others_need(run, facts)
 
 
-def _state(run: RunDir) -> State:
-    try:
-        read_record(run.identity, RunIdentity)
-        return state_of(run)
-    except (OnwardError, OSError):
-        return "damaged"
-
-
 def age_days(folder: Path) -> float:
     """Return the days since something in a directory was changed, with what is directly below its own directories."""
-    paths = [folder, *folder.iterdir(), *(path for path in folder.glob("*/*") if not path.parent.is_symlink())]
-    # the lock is opened by whoever looks whether the run is running
-    newest = max(path.lstat().st_mtime for path in paths if path.name != "lock")
+    newest = folder.lstat().st_mtime
+    for entry in os.scandir(folder):
+        if entry.name != "lock":  # it is opened by whoever looks whether the run is running
+            newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
+        if entry.is_dir(follow_symlinks=False):
+            below = (each.stat(follow_symlinks=False).st_mtime for each in os.scandir(entry))
+            newest = max(newest, *below, 0.0)
     return (time.time() - newest) / DAY_S
 
 
@@ -131,10 +151,8 @@ def _registry_needs(run: RunDir) -> str:
 
 
 def _others_need(run: RunDir, facts: Facts) -> str:
-    for name, text in facts.texts.items():
-        if name != run.root.name and str(run.root) in text:
-            return f"the configuration of {name} names a file in it"
-    return ""
+    others = sorted(facts.named_by.get(run.root.name, ()))
+    return f"the configuration of {others[0]} names a file in it" if others else ""
 
 
 def _text(path: Path) -> str:

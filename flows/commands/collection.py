@@ -23,8 +23,8 @@ def gc(
         bool, typer.Option("--resumable", help="Also runs of these states that `onward resume` could continue.")
     ] = False,
     what: Annotated[
-        str, typer.Option(help="Kinds to remove: run, shards, checkpoint (a damaged one), mlflow, prefect.")
-    ] = "run,shards,checkpoint,mlflow,prefect",
+        str, typer.Option(help="Kinds to remove: run, shards, checkpoint (a damaged one), mlflow, prefect, temporary.")
+    ] = "run,shards,checkpoint,mlflow,prefect,temporary",
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only list what would be removed.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -32,7 +32,7 @@ def gc(
 
     What is running, what a sweep, a registered model, a deployment or another run needs, and what Onward did not write
     stays, and the list says why. MLflow's records of deleted checkpoints go, and old flow runs and events in the
-    database of Onward's own Prefect server.
+    database of Onward's own Prefect server; and the temporary directories of processes that were killed.
     """
     from onward.flows.collection.found import KINDS, find
     from onward.flows.collection.removal import collect

@@ -117,16 +117,21 @@ def ui(as_json: Json = False) -> None:
 def down(as_json: Json = False) -> None:
     """Stop the servers that Onward started.
 
-    Deployed runs save a checkpoint first, which takes at most about a minute.
+    Deployed runs save a checkpoint first, which takes at most about a minute. Temporary directories of processes that
+    were killed are removed.
     """
     from onward.infra import services
+    from onward.infra.temporary_folders import remove_abandoned
     from onward.trainer.run.directory import onward_home
 
     stopped, left = services.down(onward_home())
+    removed = [str(path) for path in remove_abandoned()]
     if as_json:
-        print_json({"stopped": stopped, "left": left})
+        print_json({"stopped": stopped, "left": left, "removed": removed})
         return
     print("stopped: " + (", ".join(stopped) or "nothing was running"))
+    if removed:
+        print(f"removed the temporary directories of killed processes: {', '.join(removed)}")
     if left:
         print(f"{', '.join(left)} is still in use by an `onward run` and stops when that run ends")
 

@@ -43,14 +43,20 @@ def resume(
         bool,
         typer.Option("--from-start", help="Begin again at step 0, if all checkpoints are damaged; they are kept."),
     ] = False,
+    accept_config: Annotated[
+        bool,
+        typer.Option("--accept-config", help="Go on with a config.json that was edited; the report says so."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Continue a run from its newest complete checkpoint.
 
     For a run that was killed, stopped or failed. It continues with its saved configuration, in the same run directory
-    and the same MLflow run. A run that a limit of the table stop has ended early goes on if that is raised.
+    and the same MLflow run. A run that a limit of the table stop has ended early goes on if that is raised. If
+    somebody has edited the config.json in its directory, it is refused, unless --accept-config is given.
     """
-    _show(api.resume(run, overrides or (), from_start=from_start), as_json=as_json)
+    outcome = api.resume(run, overrides or (), from_start=from_start, accept_config=accept_config)
+    _show(outcome, as_json=as_json)
 
 
 def verify(
@@ -129,9 +135,9 @@ def status(
         print_json(facts)
         return
     values = facts.pop("values")
-    facts["worst_classes"] = "; ".join(facts["worst_classes"])
+    facts["worst_classes"], facts["remarks"] = ("; ".join(facts[key]) for key in ("worst_classes", "remarks"))
     facts["cause"], facts["class"] = facts.pop("error"), facts.pop("kind")
-    first = {key: facts.pop(key) for key in ("name", "state", "cause", "class", "to_do")}
+    first = {key: facts.pop(key) for key in ("name", "state", "cause", "class", "to_do", "remarks")}
     shown = [
         (key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
         for key, value in (first | facts).items()
@@ -170,36 +176,40 @@ def logs(
 def runs(
     state: Annotated[str, typer.Option(help="Only runs in these states: a,b.", show_default=False)] = "",
     name: Annotated[str, typer.Option(help="Only runs of this configuration.", show_default=False)] = "",
-    last: Annotated[int, typer.Option(min=0, help="Only the newest ones; 0 = all.")] = 0,
+    last: Annotated[int, typer.Option(min=0, help="Only so many of the newest ones; 0 = all.")] = 20,
+    everything: Annotated[bool, typer.Option("--all", help="All of them, as --last 0.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List runs, newest first.
+    """List the newest runs, newest first.
 
-    Columns that do not fit into the terminal are left out, the least important first; `--json` has everything.
+    Columns that do not fit into the terminal are left out, the least important first; `--json` has everything of the
+    runs that are listed, and how many there are.
     """
     from typing import get_args
 
-    from onward.flows.report import table
-    from onward.flows.run_status import State
+    from onward.flows.printed_table import table
+    from onward.flows.run_index import State, listed_runs
     from onward.flows.run_table import rows_of
 
     states = [each.strip() for each in state.split(",") if each.strip()]
     if unknown := set(states) - {*get_args(State)}:
         known = ", ".join(get_args(State))
         raise ConfigError(f"--state: there is no state {', '.join(sorted(unknown))}; choose from {known}")
-    found = [each for each in api.runs() if not states or each.state in states]
-    found = [each for each in found if not name or name in (each.name, each.config_name)]
-    found = found[: last or None]
+    found = [each for _, each in listed_runs() if not states or each["state"] in states]
+    found = [each for each in found if not name or name in (each["name"], each["config_name"])]
+    shown = found if everything else found[: last or None]
     if as_json:
-        print_json({"runs": [each.model_dump(mode="json") for each in found]})
+        print_json({"runs": shown, "total": len(found)})
         return
     # a pipe has no width, and gets all columns
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-    heads, rows = rows_of(found, width)
+    heads, rows = rows_of(shown, width)
     table(rows, heads=heads)
-    for each in found:
-        if each.state == "damaged":
-            print(f"{each.name or each.run_id} is damaged: {each.error}", file=sys.stderr)
+    if len(shown) < len(found):
+        print(f"onward: the newest {len(shown)} of {len(found)}; --all shows all", file=sys.stderr)
+    for each in shown:
+        if each["state"] == "damaged":
+            print(f"{each['name'] or each['run_id']} is damaged: {each['error']}", file=sys.stderr)
 
 
 def clean(

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 from prefect.artifacts import create_markdown_artifact
 from prefect.context import FlowRunContext
 
 from onward.flows.ending import SIGNALLED
 from onward.flows.runs import identity_of
+from onward.infra.temporary_folders import owned_folder
 from onward.infra.tracking import Tracker
 from onward.tasks.prefect_server import prefect_answers
 from onward.tasks.subprocesses import run_module
@@ -58,8 +57,7 @@ def reported(run: RunDir) -> Iterator[None]:
 def _report(run: RunDir, ending: RunEnding | None) -> None:
     run.report.unlink(missing_ok=True)  # of an earlier flow of the run
     limit_s = STOPPED_LIMIT_S if ending and ending.status in ("cancelled", "suspended") else LIMIT_S
-    with tempfile.TemporaryDirectory(prefix="onward-report-") as name:
-        folder = Path(name)
+    with owned_folder("onward-report-") as folder:
         summary = folder / "summary.md"
         arguments = (str(run.root.absolute()), "--summary", str(summary))
         failed = run_module(

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from onward.flows.run_status import State, ended_state
+from onward.flows.run_index import State
+from onward.flows.run_status import ended_state, remarks_of
 from onward.flows.runs import is_running
 from onward.tasks.class_tables import ClassTable
 from onward.trainer.config.flat_settings import changed_settings, flat_settings
@@ -117,6 +118,8 @@ class RunFacts:
     """Of the ranks, where the time of `monitor.profile_steps` went."""
     tokens_per_sample: float
     """Mean over the training data; 0 if its samples are no token sequences."""
+    remarks: Sequence[str]
+    """What was done to its records from outside."""
     left_out: Sequence[str]
     """What could not be read, and why."""
 
@@ -194,6 +197,7 @@ def read_facts(run: RunDir) -> RunFacts:
         changes=read(changes_in(run.export), Difference),
         profiles=known("the profile", lambda: read_profiles(run), []),
         tokens_per_sample=_tokens_per_sample(run, config, manifest, left_out),
+        remarks=known("remarks on its records", lambda: remarks_of(run), ()),
         left_out=left_out,
     )
 

@@ -25,7 +25,8 @@ def verdict(facts: RunFacts) -> list[str]:
     heading = HEADINGS[facts.state]
     if facts.state == "failed" and facts.refusal:
         heading = "The trained file was refused by its checks, and not exported."
-    return [heading, *_trained(facts), *_why(facts), *(_exported(facts.exported) if facts.exported else ())]
+    exported = _exported(facts.exported) if facts.exported else ()
+    return [heading, *_trained(facts), *_why(facts), *exported, *(f"{remark}." for remark in facts.remarks)]
 
 
 def _trained(facts: RunFacts) -> Iterator[str]:

@@ -103,12 +103,6 @@ def find_sweep(text: str) -> SweepDir:
 
     Raises ConfigError, which lists the newest sweeps.
     """
-    return chosen(text, [Named(each, each.root.name, _identity(each)) for each in all_sweeps()], kind="sweep")
-
-
-def _identity(folder: SweepDir) -> RunIdentity:
-    """Return the names of a sweep, also of one that was killed before it had an identity.json."""
-    plan = read_record(folder.sweep, Sweep)
-    return RunIdentity(
-        run_id=plan.sweep_id, name=plan.name, config_name=plan.config_name, created_at=plan.created_at, model_sha256=""
-    )
+    plans = [(each, read_record(each.sweep, Sweep)) for each in all_sweeps()]
+    known = [Named(each, each.root.name, plan.name, plan.config_name or plan.name) for each, plan in plans]
+    return chosen(text, known, kind="sweep")

@@ -25,6 +25,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "onnxruntime_training": ("--rounds", "1"),
     "optimizers": ("--steps", "2", "--names", "muon", "adafactor"),
     "metric_costs": ("--turns", "1", "--steps", "30"),
+    "many_runs": ("--runs", "3", "--rounds", "1"),
     "memory_format": ("--models", "unet", "--batches", "1", "--size", "16", "--rounds", "1"),
     "memory_prediction": ("SqueezeNet 96: micro-batches 1", "SqueezeNet 96: pipeline"),
     "pipeline_bubble": ("--ranks", "2", "--micro-batches", "2", "--forward-ms", "1"),

@@ -136,7 +136,7 @@ def test_what_is_running_resumable_or_needed_stays_and_the_reason_is_said(home: 
         "trial": "the sweep s has not ended",
         "start": "the configuration of follower names a file in it",
         "strange": "Onward did not write notes.txt",
-        "unknown": "it has no identity.json, so it is not known to be a run",
+        "unknown": "it has neither identity.json nor config.json, so it is not known to be a run",
         "mine": "it has no manifest.json, so it is not known to be shards",
     }
     rules = Rules(keep=0, states=("interrupted", "failed"), resumable=True)

@@ -17,10 +17,10 @@ import pytest
 from onward.flows.commands.common import names_of_runs
 from onward.flows.commands.training import runs
 from onward.flows.flow_log import flow_log, own_log
+from onward.flows.run_index import listed_runs
 from onward.flows.run_logs import show_logs
-from onward.flows.run_status import described_runs
 from onward.flows.run_table import ago, duration, rows_of
-from onward.flows.runs import all_runs, holder_of, is_running
+from onward.flows.runs import holder_of, is_running
 from onward.flows.stop import stop
 from onward.flows.stop_signals import acknowledged_interrupt
 from onward.infra.mpirun import MpiJob
@@ -123,7 +123,7 @@ def test_the_table_of_runs_fits_into_60_80_and_120_columns_and_drops_the_least_i
         events.emit("start", 0, num_steps=9)
         events.emit("evaluation", 3, values={"evaluation/loss": 0.25})
         events.close()
-    found = described_runs(all_runs())
+    found = [status for _, status in listed_runs()]
     for width in (60, 80, 120):
         heads, rows = rows_of(found, width)
         widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]

@@ -28,6 +28,7 @@ from onward.trainer.checkpoint.verification import VerifiedCheckpoint, verify
 from onward.trainer.errors import CheckpointError
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.kept_settings import accepted_changes
 from onward.trainer.run.records import Record, RuntimeReport, read_record
 
 COMPUTED = ("weights", "optimizer", "position")
@@ -117,6 +118,8 @@ def check_checkpoint(path: Path, run: RunDir | None = None) -> CheckedCheckpoint
     computed = recompute(checkpoint)
     if run is not None:
         computed |= {key: value for key, value in origin_of(run).model_dump().items() if value != NO_DIGEST}
+        if accepted_changes(run):  # then checkpoints of one run have different settings, and the report says which
+            del computed["config"]
     listed = certificate.model_dump()
     problems = tuple(
         f"its certificate has {key} {listed[key][:12]}, but {value[:12]} was computed"

@@ -9,6 +9,7 @@ it.
         ending.json             RunEnding: how the newest flow of the run ended; absent while it runs, or if it was
                                 killed. `reserved` holds its space meanwhile    the flow
         config.json             RunConfig                      configure
+        accepted.json           KeptSettings: the settings with which the run may go on      configure
         origins.json            Origins: which file, profile or override has set each setting     onward run
         adjusted.json           Adjustments: what a retry has changed of the configuration      train
         remote.json             LocalCopies: where the copies are of files that config.json names by URL    configure
@@ -63,7 +64,6 @@ Durable files are written under a temporary name, fsynced and renamed: they are 
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,13 +75,9 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, Fenced, RecordError
 from onward.trainer.run.adjustments import Adjustments, with_adjustments
 from onward.trainer.run.durable_files import write_durably
+from onward.trainer.run.home import onward_home as onward_home  # from here for whoever reads run directories
 from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.records import RankError, read_record
-
-
-def onward_home() -> Path:
-    """Return the directory of runs, caches and local servers: ONWARD_HOME, else ~/.onward."""
-    return Path(os.environ.get("ONWARD_HOME") or "~/.onward").expanduser().resolve()
 
 
 def download_cache() -> Path:
@@ -98,6 +94,10 @@ class RunDir:
     @property
     def config(self) -> Path:
         return self.root / "config.json"
+
+    @property
+    def accepted(self) -> Path:
+        return self.root / "accepted.json"
 
     @property
     def origins(self) -> Path:

@@ -66,6 +66,29 @@ def name_of(run: RunDir, config_name: str, *, wanted: str = "") -> str:
     return take_name(config_name, run.root.name, wanted=wanted)
 
 
+def name_given_to(run_id: str) -> tuple[str, str] | None:
+    """Return the name of a run and that of its configuration; None if it has none, or if the database is damaged."""
+    return _looked_up("select name, config from names where run_id = ?", run_id)
+
+
+def run_named(name: str) -> str | None:
+    """Return the id of the run that has a name with a number; None if none has, or if the database is damaged."""
+    found = _looked_up("select run_id, '' from names where name = ? and number > 0", name)
+    return found[0] if found else None
+
+
+def _looked_up(query: str, value: str) -> tuple[str, str] | None:
+    path = onward_home() / "names.db"
+    if path.is_file():
+        with (
+            contextlib.suppress(sqlite3.Error),
+            contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", timeout=WAIT_S, uri=True)) as database,
+        ):
+            found = database.execute(query, (value,)).fetchone()
+            return (str(found[0]), str(found[1])) if found else None
+    return None
+
+
 @contextlib.contextmanager
 def _transaction(path: Path) -> Iterator[sqlite3.Connection]:
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,133 @@
+"""What a run directory says after somebody was at it: an edited config.json, a damaged log, a missing identity.json."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onward.infra.tracking import Tracker
+from onward.trainer.checkpoint.retention import list_checkpoints
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import RunIdentity, read_record
+from tests.support.workshop import Workshop, reached, until
+
+WORDS = ("config.toml", "parallel.data=1", "monitor.report=true", "train.num_steps=200")
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
+    made = Workshop.made(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with contextlib.closing(made), made.server():
+        yield made
+
+
+def refusal(workshop: Workshop, *words: str) -> str:
+    """What a command with status 2 has printed on stderr."""
+    process = workshop.start(*words)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 2, error
+    return error
+
+
+def killed(process: subprocess.Popen[str], workshop: Workshop) -> None:
+    process.kill()
+    process.communicate(timeout=60)
+    until(lambda: not workshop.processes(), limit_s=60)
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(900)
+def test_a_run_whose_records_were_edited_says_what_was_changed_and_goes_on(workshop: Workshop) -> None:
+    process = workshop.start("run", *WORDS, stderr=subprocess.DEVNULL)
+    run = workshop.new_run()
+    until(lambda: reached(run, 60) and list_checkpoints(run), limit_s=300)
+    killed(process, workshop)
+    identity = read_record(run.identity, RunIdentity)
+
+    # 1. a setting
+    settings = json.loads(run.config.read_text())
+    settings["optimizer"]["learning_rate"] = 2e-3
+    run.config.write_text(json.dumps(settings))
+    shown = refusal(workshop, "resume", identity.name)
+    assert "optimizer.learning_rate was 0.001, and is 0.002" in shown
+    assert f"`onward resume {identity.name} --accept-config`" in shown
+    assert run.current_attempt == 1, "nothing was started"
+
+    # 2. the event log
+    lines = run.events.read_bytes().splitlines(keepends=True)
+    number = next(place for place, line in enumerate(lines) if b'"step":20,"kind":"scalars"' in line)
+    run.events.write_bytes(b"".join([*lines[:number], b"\0" * 40 + b"\n", *lines[number + 1 :]]))
+
+    # 3. the identity
+    run.identity.unlink()
+    for text in (str(run.root), run.root.name, identity.name, "last"):
+        status = workshop.onward("status", text)
+        assert (status["name"], status["state"], status["kind"]) == (identity.name, "interrupted", "killed")
+        assert f"onward resume {identity.name}" in status["to_do"]
+    assert any("has 1 damaged line, the first is" in each for each in status["remarks"])
+    assert [each["name"] for each in workshop.onward("runs")["runs"]] == [identity.name]
+
+    process = workshop.start("resume", str(run.root), "--accept-config")
+    out, error = process.communicate(timeout=600)
+    assert process.returncode == 0, error
+    assert re.search(r"config.json was edited, and accepted at step \d+ \(20\S+\): optimizer.learning_rate was", error)
+    assert "lacks the metrics of 1 step (20)" in error
+    result = json.loads(out)
+    assert (result["name"], result["step"], result["mlflow_run_id"]) == (identity.name, 200, identity.mlflow_run_id)
+    remarks = workshop.onward("status", identity.name)["remarks"]
+    assert [each.partition(" ")[0] for each in remarks] == ["config.json", "events.jsonl"]
+    page = run.report.read_text()
+    assert "accepted at step" in page
+    assert "damaged line" in page
+    found = Counter(Tracker(identity.tracking_uri, identity.mlflow_run_id).points())
+    assert set(found.values()) == {1}, "no point twice"
+    assert workshop.onward("verify", identity.name)["problems"] == []
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(600)
+def test_a_run_that_was_killed_when_its_name_was_printed_is_known_by_name_and_directory(workshop: Workshop) -> None:
+    process = workshop.start("run", *WORDS)
+    assert process.stderr
+    printed = next(found for line in process.stderr if (found := re.match(r"onward: run (\S+) in (\S+)", line)))
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    name, run = printed[1], RunDir(Path(printed[2]))
+    until(lambda: not workshop.processes(), limit_s=60)
+    assert not run.config.exists(), "killed before it had settings"
+    for text in (name, str(run.root), run.root.name):
+        status = workshop.onward("status", text)
+        assert (status["name"], status["state"], status["kind"]) == (name, "interrupted", "killed")
+        assert "nothing is trained yet: start it again" in status["to_do"]
+        shown = refusal(workshop, "resume", text)
+        assert f"{name} cannot be resumed: it ended before its settings were saved" in shown
+    assert workshop.onward("runs") == {"runs": [], "total": 0}
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(600)
+def test_a_refusal_says_whether_a_run_has_begun(workshop: Workshop) -> None:
+    before = refusal(workshop, "run", *WORDS, "data.label=prize")
+    assert before.splitlines()[-1] == "To do: correct each thing that is listed; no run has begun"
+    assert not list(workshop.home.glob("runs/*"))
+    images = np.load("data.npz")["image"]
+    np.savez("data.npz", image=images, label=np.full(200, 9))  # found by the rehearsal, inside the run
+    inside = refusal(workshop, "run", *WORDS)
+    (run,) = workshop.home.glob("runs/*")
+    last = inside.splitlines()[-1]
+    assert (
+        last
+        == f"To do: correct each thing that is listed; config-1 has begun, and stays in {run} and in Prefect as failed"
+    )
+    assert list(workshop.prefect_states().values()) == ["FAILED"]
+    assert "written" not in refusal(workshop, "status", "no-such-run")

@@ -1,0 +1,102 @@
+"""The settings with which a run may go on: RUN_DIR/accepted.json keeps what Onward has written into config.json.
+
+A config.json that differs was edited by a person, and the run would go on with another computation. It is refused,
+until `onward resume RUN --accept-config` accepts the settings; the record then keeps what was changed, and when. Limits
+of [stop] are free, because a resume may change them. Runs of earlier versions have no such record.
+"""
+
+from __future__ import annotations
+
+import datetime
+
+from onward.trainer.config.flat_settings import flat_settings
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.errors import ConfigError, RecordError
+from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.records import Record, read_record, write_record
+
+
+class AcceptedChange(Record):
+    """Settings that a person has changed in config.json, and that were accepted."""
+
+    at: str
+    """ISO 8601, UTC."""
+    step: int
+    """The newest checkpoint at that time: later steps may have been made with the new settings."""
+    changes: tuple[str, ...]
+    """Such as `optimizer.learning_rate was 0.001, and is 0.1`."""
+
+    def __str__(self) -> str:
+        return f"config.json was edited, and accepted at step {self.step} ({self.at}): {'; '.join(self.changes)}"
+
+
+class KeptSettings(Record):
+    """The settings of a run as they were written or accepted last, and the changes that were accepted."""
+
+    settings: RunConfig
+    accepted: tuple[AcceptedChange, ...] = ()
+
+
+def write_settings(run: RunDir, config: RunConfig) -> None:
+    """Write config.json, and keep the settings beside it."""
+    # in this order: between the two writes nothing but [stop] differs, or there is no config.json yet
+    write_record(run.accepted, KeptSettings(settings=config, accepted=accepted_changes(run)))
+    write_record(run.config, config)
+
+
+def accepted_changes(run: RunDir) -> tuple[AcceptedChange, ...]:
+    """Return the changes of config.json that were accepted, oldest first; () if their record is damaged."""
+    try:
+        return read_record(run.accepted, KeptSettings).accepted
+    except RecordError:
+        return ()
+
+
+def edited_settings(run: RunDir) -> list[str]:
+    """Return what was edited in config.json, a clause for each setting; [] also for a run that keeps no settings.
+
+    Raises ConfigError when config.json cannot be read, RecordError when the record beside it cannot.
+    """
+    if not run.accepted.exists():
+        return []
+    kept, found = (
+        flat_settings(each) for each in (read_record(run.accepted, KeptSettings).settings, read_settings(run))
+    )
+    return [
+        f"{key} was {kept.get(key)!r}, and is {found.get(key)!r}"
+        for key in kept | found
+        if kept.get(key) != found.get(key) and (key == "stop.metric" or not key.startswith("stop."))
+    ]
+
+
+def refuse_edited(run: RunDir, command: str = "") -> None:
+    """Raise ConfigError when config.json was edited. command: the one that resumes the run."""
+    accept = f"`{command or f'onward resume {run.root.name}'} --accept-config`"
+    try:
+        edited = edited_settings(run)
+    except RecordError as error:
+        raise ConfigError(
+            f"{error}; so it is not known whether {run.config} was edited: look at it, then accept it with {accept}"
+        ) from None
+    if edited:
+        raise ConfigError(
+            [
+                *(f"in {run.config}, {change}" for change in edited),
+                "a run keeps the settings that it began with: put them back, start a new run, or go on with the new "
+                f"ones by {accept}, which the report will say",
+            ]
+        )
+
+
+def accept_edited(run: RunDir, step: int) -> AcceptedChange | None:
+    """Accept config.json as it is, and record what was changed; None if nothing was. step: the newest checkpoint's."""
+    try:
+        changes = tuple(edited_settings(run))
+    except RecordError:
+        changes = ("its earlier settings are not known, because their record was damaged",)
+    if not changes:
+        return None
+    at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    change = AcceptedChange(at=at, step=step, changes=changes)
+    write_record(run.accepted, KeptSettings(settings=read_settings(run), accepted=(*accepted_changes(run), change)))
+    return change

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from onward.infra.mlflow_store import without_password
+from onward.trainer.config.named_files import named_files
 from onward.trainer.config.section import Section
-from onward.trainer.config.setting_paths import BUNDLED_SOURCES, PATHS, replaced
 from onward.trainer.config.urls import is_registered, redacted, url_of
 from onward.trainer.errors import ConfigError, OnwardError
+from onward.trainer.run.allowed_code import code_digests
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.records import read_record, write_record
@@ -51,10 +52,10 @@ def limits_of(
     """
     given = [os.path.realpath(Path(each).expanduser()) for each in allowed]
     problems = [f"--allow {each}: there is no such directory" for each in given if not Path(each).is_dir()]
-    files = dict(_code(settings))
+    files = [(key, file.location) for key, file in named_files(settings) if file.is_code]
     problems += [
         f"{key}: a deployment executes code from local files only, not {redacted(url)}; download it"
-        for path, key in files.items()
+        for key, path in files
         if (url := url_of(path))
     ]
     if problems:
@@ -62,7 +63,7 @@ def limits_of(
     named = [value for _, value in _places(settings) if not is_registered(url_of(value))]
     roots = sorted({*given, *(root for value in named for root in _roots(value))})
     uri = without_password(settings["monitor"].tracking_uri)
-    code = {os.path.realpath(path): sha256(Path(path)) for path in files}
+    code = {os.path.realpath(path): sha256(Path(path)) for _, path in files}
     return Limits(deployment=name, roots=tuple(roots), code=code, tracking_uri=uri, all_waiting=all_waiting)
 
 
@@ -82,8 +83,11 @@ def waits_for_all(deployment_id: str) -> bool:
     return path.exists() and read_record(path, Limits).all_waiting
 
 
-def check_limits(deployment_id: str, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError with everything that the parameters of a deployment's run name outside of its limits."""
+def check_limits(deployment_id: str, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return path -> SHA-256 of the Python files that a deployment's run may execute.
+
+    Raises ConfigError with everything that its parameters name outside of the deployment's limits.
+    """
     path = _record(deployment_id)
     again = "`onward deploy` on the machine of the worker writes it"
     if not path.exists():
@@ -93,13 +97,15 @@ def check_limits(deployment_id: str, settings: Mapping[str, Any]) -> None:
     except OnwardError:
         raise ConfigError(f"{path}, the record of what runs of this deployment may use, is damaged; {again}") from None
     problems = list(_outside(settings, limits))
-    problems += list(_unknown_code(settings, limits))
+    code = code_digests(settings)
+    problems += list(_unknown_code(settings, limits, code))
     uri = without_password(settings["monitor"].tracking_uri)
     if uri != limits.tracking_uri:
         problems.append(f"monitor.tracking_uri {uri!r} is not {limits.tracking_uri!r}, as it was deployed")
     if problems:
         remedy = f"deploy {limits.deployment!r} with other limits: `onward deploy --allow DIRECTORY`"
         raise ConfigError([*problems, remedy])
+    return code
 
 
 def _outside(settings: Mapping[str, Any], limits: Limits) -> Iterator[str]:
@@ -127,43 +133,24 @@ def _is_below(real: Path, limits: Limits) -> bool:
     return any(root.is_relative_to(home) or not real.is_relative_to(home) for root in below)
 
 
-def _unknown_code(settings: Mapping[str, Any], limits: Limits) -> Iterator[str]:
-    for path, key in _code(settings):
-        known = limits.code.get(os.path.realpath(path))
-        if known is None:
-            named = ", ".join(limits.code) or "none"
-            yield f"{key} {path} executes Python that the deployment's author has not named; named are: {named}"
-        elif not Path(path).is_file() or sha256(Path(path)) != known:
-            yield f"{key} {path} is not the file that was deployed: it has changed since; look at it and deploy again"
+def _unknown_code(settings: Mapping[str, Any], limits: Limits, code: Mapping[str, str]) -> Iterator[str]:
+    """Yield the Python files that are not those of the limits. code: path -> SHA-256 of those that there are."""
+    for key, file in named_files(settings):
+        known = limits.code.get(os.path.realpath(file.location))
+        if file.is_code and known is None:
+            named, url = ", ".join(limits.code) or "none", url_of(file.location)
+            shown = redacted(url) if url else file.location
+            yield f"{key} {shown} executes Python that the deployment's author has not named; named are: {named}"
+        elif file.is_code and code.get(file.location) != known:
+            yield (
+                f"{key} {file.location} is not the file that was deployed: it has changed since; look at it and deploy "
+                "again"
+            )
 
 
 def _places(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (setting, value) of each path and URL that is given; not of code, and not of names of bundled data."""
-    code = {path for path, _ in _code(settings)}
-    for key in PATHS:
-        for value in _values(settings, key):
-            path = value.partition(":")[0] if key == "loss.file" and not url_of(value) else value
-            if path and path not in code and not (key.startswith("data.") and path in BUNDLED_SOURCES):
-                yield key, path
-
-
-def _code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (path, setting) of each file of Python."""
-    yield from ((path, "model.converters") for path in _values(settings, "model.converters"))
-    for value in _values(settings, "loss.file"):
-        if value and not value.endswith(".onnx"):
-            yield (value if url_of(value) else value.partition(":")[0]), "loss.file"
-
-
-def _values(settings: Mapping[str, Any], key: str) -> list[str]:
-    found: list[str] = []
-
-    def note(value: Any) -> Any:
-        found.append(str(value))
-        return value
-
-    replaced(dict(settings), key.split("."), note)
-    return [value for value in found if value]
+    yield from ((key, file.location) for key, file in named_files(settings) if not file.is_code)
 
 
 def _roots(value: str) -> set[str]:

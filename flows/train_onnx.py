@@ -141,8 +141,8 @@ def train_onnx(
     explain_errors()
     if is_missed(runtime.flow_run.get_scheduled_start_time(), tags=runtime.flow_run.get_tags()):
         return Cancelled(message=f"skipped: the scheduled start was over {MISSED_AFTER} ago")
-    if deployment := runtime.deployment.get_id():
-        check_limits(deployment, settings)
+    deployment = runtime.deployment.get_id()
+    allowed = check_limits(deployment, settings) if deployment else None
     run = run_directory(resume)
     # for the whole flow: a retry or a resume in another process must not work in the same directory
     with (
@@ -154,7 +154,7 @@ def train_onnx(
         stopped_from_prefect(run) as request,
     ):
         enter_phase(run, "configure")
-        configure(run, settings)
+        configure(run, settings, allowed)
         enter_phase(run, "preflight")
         init_runtime(run)
         enter_phase(run, "data")

@@ -33,6 +33,7 @@ from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.loading import build_config
+from onward.trainer.config.named_files import named_files
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.rules.ranks import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
@@ -42,6 +43,7 @@ from onward.trainer.data.signature import model_digest
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.diagnostics.config_check import check_local_files
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable
+from onward.trainer.run.allowed_code import SHOWN, AllowedCode, code_digests
 from onward.trainer.run.directory import RunDir, read_config, read_settings
 from onward.trainer.run.kept_settings import accepted_changes, refuse_edited, write_settings
 from onward.trainer.run.local_copies import LocalCopies, with_copies
@@ -58,22 +60,25 @@ CHOSEN = {
 }
 """Settings that `parallel = "auto"` chooses. The saved configuration of such a run holds the chosen values."""
 
+DIGESTED = ("loss.file", "teacher.path", "model.converters")
+"""Settings whose files decide, beside the model, what is computed."""
 MAX_NAMED = 5
 """Weights that a message names."""
 
 
 @task(name="configure", task_run_name="configure", cache_policy=NO_CACHE)
-def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
+def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, str] | None = None) -> RunIdentity:
     """Validate `settings` (the fields of RunConfig) and rehearse a new run; write the records; start the MLflow run.
 
-    The records are `rehearsal.json`, `config.json` and `identity.json`. Raises ConfigError with all problems at once,
-    and the errors of `rehearse` and `identify`.
+    The records are `code.json`, `rehearsal.json`, `config.json` and `identity.json`. allowed: path -> SHA-256 of the
+    Python files that may be executed (deployment_limits.py); None = those that `settings` name. Raises ConfigError with
+    all problems at once, and the errors of `rehearse` and `identify`.
     """
     known = read_record(run.remote, LocalCopies) if run.remote.exists() and run.config.exists() else None
-    copies = LocalCopies()
+    copies, code = LocalCopies(), dict(allowed or {})
 
     def check(sections: Sections) -> list[str]:
-        nonlocal copies
+        nonlocal copies, code
         try:
             copies, problems = fetch(sections, with_registered(sections, known))
         except ConfigError as error:
@@ -81,7 +86,8 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
         if "parallel" in sections and not run.config.exists():
             problems += sizes_beside_auto(sections["parallel"])
         local = with_copies(sections, copies)
-        return [*problems, *check_local_files(local), *import_problems(local)]
+        code = code_digests(local) if allowed is None else code
+        return [*problems, *check_local_files(local), *import_problems(local, code)]
 
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
     config = build_config(dict(settings), check=check)
@@ -102,9 +108,10 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
     else:
         if missing := machine_problems(dict(config)):
             raise RuntimeUnavailable(missing)
+        write_record(run.code, AllowedCode(files=code))
         if config.quantize.aware:
-            quantize(run, config, copies)
-        config, found = rehearse(config, copies, quantized=run.quantized)
+            quantize(run, config, copies, code=code)
+        config, found = rehearse(config, copies, quantized=run.quantized, code=code)
         _write_copies(run, copies)
         write_record(run.rehearsal, found)  # before config.json, with which a run has begun and is not rehearsed again
         write_settings(run, config)
@@ -112,6 +119,8 @@ def configure(run: RunDir, settings: Mapping[str, Any]) -> RunIdentity:
     # After config.json, so that a run whose MLflow is unavailable can be started again unchanged.
     identity = identify(run, config)
     write_record(run.identity, identity)
+    if not run.code.exists():  # a run of an earlier version, whose files have been compared with its identity
+        write_record(run.code, AllowedCode(files=code))
     run.open_log()
     _show_links(identity)
     return identity
@@ -181,10 +190,12 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
             f"{config.model.path} changed since the run began (SHA-256 {began_with[:12]}, now "
             f"{digest[:12]}); put the file back, or start a new run"
         )
-    if known and (changed := [path for path, before in known.code_sha256.items() if code.get(path) != before]):
+    permitted = read_record(run.code, AllowedCode).files if run.code.exists() else {}
+    before = {**(known.code_sha256 if known else {}), **permitted}
+    if changed := [path for path, sha256 in before.items() if code.get(path) != sha256]:
         raise ConfigError(
-            f"{path} changed since the run began, which would continue with another computation; put the file back, or "
-            "start a new run"
+            f"{path} changed since the run began (SHA-256 {before[path][:SHOWN]}, now {code.get(path, '')[:SHOWN]}), "
+            "which would continue with another computation; put the file back, or start a new run"
             for path in changed
         )
     # the sweep has named its trials, such as trial 2 of `mlp-15`: `mlp-15-2`
@@ -235,9 +246,8 @@ def _model_of_checkpoint(run: RunDir) -> str:
 
 def _code_digests(config: RunConfig) -> dict[str, str]:
     """Return path -> SHA-256 of each loss file (of an ONNX loss with its external data), converter, and the teacher."""
-    paths = [Path(each.file.partition(":")[0]) for each in config.losses if each.file]
-    paths += [Path(config.teacher.path)] if config.teacher.path else []
-    return {str(path): model_digest(path) for path in (*paths, *config.model.converters)}
+    paths = [file.location for setting, file in named_files(config) if setting in DIGESTED]
+    return {path: model_digest(Path(path)) for path in paths}
 
 
 def _prefect_url() -> str:

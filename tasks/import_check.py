@@ -6,6 +6,7 @@ A process of its own does it, because it imports torch, and only where a setting
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 
 from onward.infra.temporary_folders import owned_folder
@@ -19,6 +20,8 @@ from onward.trainer.diagnostics.config_check import converter_problem
 from onward.trainer.errors import OnwardError, Refused
 from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.named_cuts import unknown_cuts
+from onward.trainer.run.allowed_code import AllowedCode, code_digests
+from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import read_record, write_record
 from onward.trainer.run.tried_import import ToImport, TriedImport
 
@@ -26,10 +29,11 @@ LIMIT_S = 120.0
 """Longest time of the process."""
 
 
-def import_problems(sections: Sections) -> list[str]:
+def import_problems(sections: Sections, code: Mapping[str, str] | None = None) -> list[str]:
     """Return a sentence for each converter that does not run, and each cut that is no tensor of the imported graph.
 
-    sections: with local copies in the place of URLs; sections that could not be read may be missing. What
+    sections: with local copies in the place of URLs; sections that could not be read may be missing. code: path ->
+    SHA-256 of the Python files that may be executed; None = those of the sections, as they are now. What
     `check_local_files` reports (absent files, syntax errors, names that no import makes) is not reported here.
     """
     model, parallel = sections.get("model"), sections.get("parallel")
@@ -45,8 +49,8 @@ def import_problems(sections: Sections) -> list[str]:
             config = "" if whole.quantize.aware else whole.model_dump_json()
     if not converters and not config:
         return []
-    changed = tuple((path, path.stat().st_mtime_ns) for path in converters)
-    return list(_tried(changed, config))
+    permitted = code_digests(sections) if code is None else code
+    return list(_tried(converters, tuple(permitted.items()), config))
 
 
 def _is_asked(model: ModelConfig, parallel: ParallelConfig) -> bool:
@@ -62,16 +66,16 @@ def _is_asked(model: ModelConfig, parallel: ParallelConfig) -> bool:
 
 
 @functools.cache  # the command line asks before it starts anything, and so does `configure` in the same process
-def _tried(converters: tuple[tuple[Path, int], ...], config: str) -> tuple[str, ...]:
-    """Return the problems. converters: with their times of change. config: the JSON of the configuration, or ""."""
+def _tried(converters: tuple[Path, ...], code: tuple[tuple[str, str], ...], config: str) -> tuple[str, ...]:
+    """Return the problems. code: (path, SHA-256) of what may be executed. config: JSON of the configuration, or ""."""
     with owned_folder("onward-import-") as folder:
-        paths = tuple(path for path, _ in converters)
-        write_record(folder / "import.json", ToImport(converters=paths, cuts=bool(config)))
+        write_record(folder / "import.json", ToImport(converters=converters, cuts=bool(config)))
+        write_record(RunDir(folder).code, AllowedCode(files=dict(code)))
         if config:
             (folder / "config.json").write_text(config)
         log = folder / "process.log"
         ending = run_module("onward.trainer", "try-import", str(folder), folder=folder, log=log, limit_s=LIMIT_S)
         if not ending:
             return read_record(folder / "imported.json", TriedImport).problems
-    listed = ", ".join(map(str, paths)) or "the model"
-    return (f"model.converters: importing {listed} {ending}",) if paths else ()
+    listed = ", ".join(map(str, converters))
+    return (f"model.converters: importing {listed} {ending}",) if converters else ()

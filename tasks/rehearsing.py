@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import logging
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.errors import RuntimeUnavailable, UnsupportedModel
 from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs_plan, with_plan
+from onward.trainer.run.allowed_code import AllowedCode, code_digests
 from onward.trainer.run.directory import RunDir, refusal_in
 from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
 from onward.trainer.run.quantized_record import Quantized
@@ -29,6 +31,9 @@ from onward.trainer.run.refusals import Refusal, own_error
 log = logging.getLogger(__name__)
 
 NONE = LocalCopies()
+Code = Mapping[str, str] | None
+SETTINGS = ("config.json", "code.json")
+"""The records that a process begins with."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def begun_ahead(config: RunConfig) -> Iterator[None]:
         return
     # of a process that was killed a file may still appear
     with owned_folder("onward-rehearse-") as folder:
-        _write_config(folder, config, NONE)
+        _write_settings(folder, config, NONE, None)
         process = start_module("onward.trainer", "rehearse", str(folder), folder=folder, log=folder / "process.log")
         _begun[:] = [_Begun(folder, process)]
         try:
@@ -66,12 +71,12 @@ def begun_ahead(config: RunConfig) -> Iterator[None]:
             process.wait()
 
 
-def quantize(run: RunDir, config: RunConfig, copies: LocalCopies = NONE) -> None:
+def quantize(run: RunDir, config: RunConfig, copies: LocalCopies = NONE, *, code: Code = None) -> None:
     """Make RUN_DIR/quantized: the model with QuantizeLinear and DequantizeLinear, which the run trains, and its record.
 
-    Raises that process's error: ConfigError or DataError.
+    code: as of `rehearse`. Raises that process's error: ConfigError or DataError.
     """
-    with _process("quantize", config, copies) as folder:
+    with _process("quantize", config, copies, code=code) as folder:
         shutil.rmtree(run.quantized, ignore_errors=True)
         shutil.copytree(folder / "quantized", run.quantized)
     made = read_record(run.quantized / "quantized.json", Quantized)
@@ -80,21 +85,22 @@ def quantize(run: RunDir, config: RunConfig, copies: LocalCopies = NONE) -> None
 
 
 def rehearse(
-    config: RunConfig, copies: LocalCopies = NONE, *, quantized: Path | None = None
+    config: RunConfig, copies: LocalCopies = NONE, *, quantized: Path | None = None, code: Code = None
 ) -> tuple[RunConfig, Rehearsal]:
     """Run a few micro-batches in a process of its own; return the configuration, with chosen sizes, and the record.
 
     With `parallel.sizes = "auto"` the process first chooses the sizes; sizes that are given are tried on the graph.
     Raises that process's error, ConfigError with everything that is wrong, or RuntimeUnavailable when it crashes.
-    quantized: the directory of the model that `quantize.aware` has made.
+    quantized: the directory of the model that `quantize.aware` has made. code: path -> SHA-256 of the Python files that
+    may be executed; None = those of the configuration, as they are now.
     """
     if config.launch.rehearsal == "off":
         found = Rehearsal(not_rehearsed=("everything: launch.rehearsal is 'off'",))
         if config.graph.compile == "auto":
             why = "nothing was measured, since launch.rehearsal is 'off'"
             found = found.model_copy(update={"compile": CompileTrial(compiles=False, text=why)})
-        return _with_choices(_planned(config, copies, quantized), found), found
-    with _process("rehearse", config, copies, quantized=quantized) as folder:
+        return _with_choices(_planned(config, copies, quantized, code), found), found
+    with _process("rehearse", config, copies, quantized=quantized, code=code) as folder:
         if config.parallel.sizes == "auto":
             config = with_plan(config, read_record(folder / "plan.json", Plan))
         found = read_record(RunDir(folder).rehearsal, Rehearsal)
@@ -109,35 +115,37 @@ def _with_choices(config: RunConfig, found: Rehearsal) -> RunConfig:
     return config.model_copy(update={"precision": precision, "graph": graph})
 
 
-def _planned(config: RunConfig, copies: LocalCopies, quantized: Path | None) -> RunConfig:
+def _planned(config: RunConfig, copies: LocalCopies, quantized: Path | None, code: Code) -> RunConfig:
     """Return the configuration, with the sizes that the planner chose; sizes that are given are tried on the graph."""
     if not needs_plan(config):
         return config
     try:
-        return with_plan(config, plan(config, copies, quantized))
+        return with_plan(config, plan(config, copies, quantized, code))
     except UnsupportedModel:
         if may_train_unplanned(config):
             return config
         raise
 
 
-def plan(config: RunConfig, copies: LocalCopies = NONE, quantized: Path | None = None) -> Plan:
+def plan(config: RunConfig, copies: LocalCopies = NONE, quantized: Path | None = None, code: Code = None) -> Plan:
     """Return the plan of a run: layout, memory and messages. A process of its own makes it, because it imports torch.
 
-    Raises that process's error (ConfigError, UnsupportedModel: the graph cannot be divided like that), or
-    RuntimeUnavailable when the process ends without a plan.
+    code: as of `rehearse`. Raises that process's error (ConfigError, UnsupportedModel: the graph cannot be divided like
+    that), or RuntimeUnavailable when the process ends without a plan.
     """
-    with _process("plan", config, copies, quantized=quantized) as folder:
+    with _process("plan", config, copies, quantized=quantized, code=code) as folder:
         return read_record(folder / "plan.json", Plan)
 
 
 @contextlib.contextmanager
-def _process(command: str, config: RunConfig, copies: LocalCopies, *, quantized: Path | None = None) -> Iterator[Path]:
+def _process(
+    command: str, config: RunConfig, copies: LocalCopies, *, quantized: Path | None = None, code: Code = None
+) -> Iterator[Path]:
     """Run `python -m onward.trainer COMMAND` on a configuration; yield the directory with the records that it left."""
     with owned_folder(f"onward-{command}-") as folder:
-        _write_config(folder, config, copies)
+        _write_settings(folder, config, copies, code)
         ahead = _begun.pop() if _begun and command == "rehearse" else None
-        if ahead and ahead.folder.joinpath("config.json").read_bytes() == (folder / "config.json").read_bytes():
+        if ahead and all(filecmp.cmp(ahead.folder / name, folder / name, shallow=False) for name in SETTINGS):
             _check(command, ahead.folder, how_it_ended(ahead.process, ahead.folder / "process.log"))
             yield ahead.folder
             return
@@ -149,8 +157,10 @@ def _process(command: str, config: RunConfig, copies: LocalCopies, *, quantized:
         yield folder
 
 
-def _write_config(folder: Path, config: RunConfig, copies: LocalCopies) -> None:
-    write_record(folder / "config.json", with_columns(with_copies(config, copies)))
+def _write_settings(folder: Path, config: RunConfig, copies: LocalCopies, code: Code) -> None:
+    local = with_copies(config, copies)
+    write_record(RunDir(folder).code, AllowedCode(files=code_digests(local) if code is None else code))
+    write_record(RunDir(folder).config, with_columns(local))
 
 
 def _run(command: str, folder: Path) -> None:

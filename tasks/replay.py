@@ -100,8 +100,9 @@ def scratch_run(run: RunDir, start: int) -> Iterator[RunDir]:
         identity = read_record(run.identity, RunIdentity)
         nowhere = {"mlflow_run_id": "", "mlflow_url": "", "prefect_url": "", "tracking_uri": ""}
         write_record(scratch.identity, identity.model_copy(update=nowhere))
-        if run.remote.exists():
-            shutil.copyfile(run.remote, scratch.remote)
+        for record, copied in ((run.remote, scratch.remote), (run.code, scratch.code)):
+            if record.exists():
+                shutil.copyfile(record, copied)
         for folder, copied in ((run.quantized, scratch.quantized), (run.teacher, scratch.teacher)):
             if folder.is_dir():
                 shutil.copytree(folder, copied)

@@ -51,6 +51,7 @@ with quick_imports():
     from onward.trainer.distributed.processes import connect, disconnect
     from onward.trainer.errors import ExportRefused, Stopped
     from onward.trainer.events import Heartbeat
+    from onward.trainer.run.allowed_code import allow_code_of
     from onward.trainer.run.directory import RunDir, comparison_in, read_config, read_config_as_given, variant_in
     from onward.trainer.run.kept_settings import refuse_edited
     from onward.trainer.run.node_usage import recorded_usage
@@ -293,6 +294,7 @@ def main() -> int:
     signed = f"rank {launched_rank() or 0}: " if arguments.command == "train" else ""
     line = f"{signed}%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=line, stream=sys.stderr)
+    allow_code_of(arguments.run)
     if arguments.command == "preflight":
         run_preflight(arguments.run)
         return 0

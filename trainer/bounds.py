@@ -34,6 +34,7 @@ FUNCTION_DEPTH = Limit("functions of an ONNX file that call each other in a chai
 TENSOR_DIMS = Limit("dimensions of a tensor", 64)
 TENSOR_VALUES = Limit("values of a declared shape, dynamic dimensions counted as 1", 2**36)
 CONFIG_BYTES = Limit("bytes in a configuration file", 4 << 20)
+CODE_BYTES = Limit("bytes in a Python file of a loss or of converters", 16 << 20)
 CONFIG_DEPTH = Limit("tables or lists inside each other in a configuration", 32)
 PATH_PART_BYTES = Limit("bytes in one part of a path", 255)
 PATH_BYTES = Limit("bytes in a path", 4095)

@@ -21,7 +21,9 @@ from onward.flows import exports, verify_run
 from onward.trainer.checkpoint.bundle import LISTING, is_bundle, unpack
 from onward.trainer.checkpoint.chain import CheckedCheckpoint
 from onward.trainer.errors import CheckpointError, ConfigError
+from onward.trainer.run.allowed_code import AllowedCode
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import read_record
 from tests.support import graphs
 from tests.support.runs import make_run, train_run
 
@@ -164,6 +166,8 @@ def test_links_are_written_as_files_and_packed_entries_are_refused(bundle: Path,
         lambda settings: settings["model"].update(path="model/../../x.onnx"),
         lambda settings: settings["model"].update(converters=["/home/me/evil.py"]),
         lambda settings: settings["data"].update(source="../rows.csv"),
+        lambda settings: settings["model"].update(path="model/x:/../../../../etc/passwd"),
+        lambda settings: settings["model"].update(path="model:x"),
     ],
 )
 def test_settings_that_name_files_elsewhere_are_refused(
@@ -172,6 +176,78 @@ def test_settings_that_name_files_elsewhere_are_refused(
     rewrite(bundle, with_settings(change))
     with pytest.raises(CheckpointError, match=r"its settings name .*, which is not in it"):
         unpack(bundle, tmp_path / "opened", run_code=True)
+
+
+EVIL_LOSSES = {
+    "a function that ends like an ONNX file": "code/0/x.py:f.onnx",
+    "a plain function": "code/0/x.py:f",
+    "an ONNX file with a function": "code/0/x.onnx:f",
+    "another spelling of onnx": "code/0/x.ONNX:f",
+    "a path that leads out behind a colon": "code/0/x:/../../../../..{folder}/outside.py:f",
+}
+
+
+@pytest.mark.parametrize("loss", EVIL_LOSSES.values(), ids=EVIL_LOSSES.keys())
+def test_a_strangers_bundle_executes_nothing_without_run_code(loss: str, bundle: Path, tmp_path: Path) -> None:
+    """The whole command, on a bundle whose every Python file would leave a mark."""
+    mark = tmp_path / "executed"
+    evil = f"open({str(mark)!r}, 'w')\ndef f(output, labels):\n    return ((output - labels) ** 2).sum()\n".encode()
+    (tmp_path / "outside.py").write_bytes(evil)
+
+    def change(settings: Any) -> None:
+        del settings["model"]["loss"]
+        settings["loss"] = [{"name": "file", "file": loss.format(folder=tmp_path), "label": "label"}]
+
+    def add(files: dict[str, bytes]) -> None:
+        with_settings(change)(files)
+        files |= dict.fromkeys(("code/0/x.py", "code/0/x.onnx", "code/0/x.ONNX", "code/0/x:/a", "code/0/f.onnx"), evil)
+
+    rewrite(bundle, add)
+    done = onward_export(bundle, tmp_path / "out.onnx")
+    assert done.returncode in (2, 4), done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not mark.exists(), "the bundle's code was executed"
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def onward_export(bundle: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run `onward export BUNDLE` as a user does, in the bundle's folder with a home of its own."""
+    command = [sys.executable, "-c", "from onward.flows.cli import main; main()", "export", str(bundle)]
+    environment = os.environ | {"ONWARD_HOME": str(bundle.parent / "home"), "HOME": str(bundle.parent)}
+    return subprocess.run(
+        [*command, "-o", str(out), *options],
+        cwd=bundle.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("name", ["remote.json", "adjusted.json", "code.json", "export/onnx.py", "numpy.py"])
+def test_a_bundle_brings_no_other_records_of_a_run(name: str, bundle: Path, tmp_path: Path) -> None:
+    """remote.json would put other paths in the place of those that were checked, and fetch from addresses."""
+    content = b'{"copies": [{"url": "", "path": "/elsewhere/x.py", "key": "", "bytes": 0}]}'
+    rewrite(bundle, lambda files: files.update({f"run/{name}": content}))
+    with pytest.raises(CheckpointError, match=rf"'run/{name}' would be written outside of run/config.json"):
+        unpack(bundle, tmp_path / "opened", run_code=True)
+
+
+def test_what_was_not_allowed_is_not_executed_by_the_processes_of_the_export(bundle: Path, tmp_path: Path) -> None:
+    """Should a setting that names code ever get past `unpack`, its processes refuse what code.json does not have."""
+    opened, _ = unpack(bundle, tmp_path / "plain")
+    assert read_record(opened.code, AllowedCode).files == {}
+
+    def add(files: dict[str, bytes]) -> None:
+        with_settings(lambda settings: settings["model"].update(converters=["code/0/mine.py"]))(files)
+        files["code/0/mine.py"] = b"# reviewed"
+        files["code/0/other.py"] = b"# not named"
+
+    rewrite(bundle, add)
+    opened, _ = unpack(bundle, tmp_path / "allowed", run_code=True)
+    mine = tmp_path / "allowed/code/0/mine.py"
+    assert read_record(opened.code, AllowedCode).files == {str(mine): hashlib.sha256(b"# reviewed").hexdigest()}
 
 
 def test_python_code_needs_to_be_allowed(bundle: Path, tmp_path: Path) -> None:
@@ -213,9 +289,6 @@ def test_a_bundle_is_exported_on_another_machine_to_the_file_of_the_run(
     before = first.path.read_bytes()
     exports.bundle(checkpoint, here / "run.bundle")
     shutil.rmtree(there)
-    command = [sys.executable, "-c", "from onward.flows.cli import main; main()", "export", str(here / "run.bundle")]
-    command += ["-o", str(here / "out.onnx"), *(["--run-code"] if kind != "plain" else [])]
-    environment = os.environ | {"ONWARD_HOME": str(here / "home"), "HOME": str(here)}
-    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = onward_export(here / "run.bundle", here / "out.onnx", *(["--run-code"] if kind != "plain" else []))
     assert done.returncode == 0, done.stdout + done.stderr
     assert (here / "out.onnx").read_bytes() == before

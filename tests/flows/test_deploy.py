@@ -120,7 +120,11 @@ def test_parameters_that_name_other_files_are_refused_before_anything_is_read(wo
     assert made["may_use"] == [str(workshop.root)]
     create = f"/deployments/{made['deployment_id']}/create_flow_run"
     elsewhere = {"data": {"source": "/etc/passwd"}, "export": {"path": "/tmp/over.onnx"}}
+    evil, mark = workshop.root / "evil.py", workshop.root / "executed"
+    evil.write_text(f"open({str(mark)!r}, 'w')\n")
+    loss = {"loss": [{"name": "file", "file": f"{evil}:f.onnx"}]}
     for parameters, reason in (
+        (loss, f"loss.file {evil} executes Python that the deployment's author has not named; named are: none"),
         (elsewhere, f"data.source /etc/passwd is not below a directory that this deployment may use: {workshop.root}"),
         ({"resume": "/tmp"}, "resume '/tmp' is not the id of a run"),
     ):
@@ -129,6 +133,7 @@ def test_parameters_that_name_other_files_are_refused_before_anything_is_read(wo
         state = api(server, f"/flow_runs/{begun}")["state"]
         assert (state["type"], reason in state["message"]) == ("FAILED", True), state
         assert not (workshop.home / "runs" / begun).exists()
+    assert not mark.exists(), "a parameter's file was executed"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from onward.flows.deployment_limits import check_limits, limits_of, record
 from onward.trainer.config.loading import build_config
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.errors import ConfigError
 
 
@@ -119,6 +121,30 @@ def test_python_runs_only_as_it_was_when_it_was_deployed(place: Path) -> None:
         check_limits("id", settings(place))
     with pytest.raises(ConfigError, match="from local files only"):
         limits_of("nightly", settings(place, model__converters=["https://host.example/rules.py"]))
+
+
+@pytest.mark.parametrize(
+    "loss", ["other.py:f.onnx", "other.py:f", "other.py", "other.onnx:f", "other.ONNX", "a:b/other.py:f.onnx"]
+)
+def test_what_is_not_known_to_be_data_is_code(loss: str, place: Path) -> None:
+    """A function that ends like an ONNX file was taken for one, and the file before the colon was executed."""
+    location = loss if "/" in loss else loss.partition(":")[0]
+    location = location.removesuffix(":f.onnx")
+    # not through build_config, which refuses some of them: Prefect's parameters reach the limits section by section
+    given = settings(place) | {"loss": (LossConfig(name="file", file=f"{place}/work/{loss}"),)}
+    record("id", limits_of("nightly", settings(place)))
+    with pytest.raises(ConfigError) as caught:
+        check_limits("id", given)
+    assert caught.value.problems[0].startswith(
+        f"loss.file {place}/work/{location} executes Python that the deployment's"
+    )
+
+
+def test_the_digests_that_were_allowed_are_handed_on(place: Path) -> None:
+    record("id", limits_of("nightly", settings(place)))
+    digest = hashlib.sha256(b"# reviewed").hexdigest()
+    allowed = check_limits("id", settings(place))
+    assert allowed == {str(place / "work" / name): digest for name in ("rules.py", "loss.py")}
 
 
 def test_metrics_go_where_they_went_when_it_was_deployed(place: Path) -> None:

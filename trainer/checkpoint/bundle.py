@@ -8,8 +8,9 @@
         run/quantized/                          with quantize.aware
         model/, code/, tokenizer/               the ONNX file and its external data; losses and converters; tokenizer
 
-A bundle is opened in an empty directory, as a run directory. Before that every name is checked: none leads out of the
-directory, none is a link, and the sizes add up to those of the archive.
+A bundle is opened in an empty directory, as a run directory. Before that every name is checked: it is one of those
+above, none leads out of the directory, none is a link, and the sizes add up to those of the archive. Of its code the
+processes of the export execute what `--run-code` has allowed, and without it none (code.json, run/allowed_code.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pydantic import Field, ValidationError
 from onward.trainer.checkpoint.certificate import Sha256
 from onward.trainer.checkpoint.manifest import CHUNK_BYTES, Size
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint
+from onward.trainer.config.named_files import named_file, named_files
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES, PATHS, replaced
 from onward.trainer.data.reading.fetching import restore_copies
@@ -35,18 +37,20 @@ from onward.trainer.data.signature import model_files
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.text.tokenizer import tokenizer_file
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, printable
+from onward.trainer.run.allowed_code import AllowedCode
 from onward.trainer.run.directory import RunDir, read_config_as_given, read_settings
 from onward.trainer.run.durable_files import durable_file
-from onward.trainer.run.records import Record, RunIdentity, read_record
+from onward.trainer.run.records import Record, RunIdentity, read_record, write_record
 from onward.trainer.run.storage import storage_error
 from onward.trainer.run.validation import MAX_SHOWN, first_problem
 
 LISTING = "bundle.json"
 MAX_LISTING_BYTES = 64 << 20
 """A longer list of files is not read."""
-FOLDERS = ("run", "model", "code", "tokenizer", "absent")
+RECORDS = ("run/config.json", "run/identity.json")
+FOLDERS = ("run/checkpoints", "run/shards", "run/quantized", "model", "code", "tokenizer", "absent")
 """`absent` has no files: settings name what is not in a bundle, the raw data and a teacher, in it."""
-_NAME = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:/[^/\\\0]{{1,255}})+")
+_NAME = re.compile(rf"{'|'.join(map(re.escape, RECORDS))}|(?:{'|'.join(FOLDERS)})(?:/[^/\\\0]{{1,255}})+")
 
 
 class BundledFile(Record):
@@ -111,12 +115,13 @@ def _collected(run: RunDir, checkpoint: VerifiedCheckpoint) -> tuple[dict[str, P
     model = config.model.path
     sources = _below("model", model.parent, model_files(model))
     code: dict[str, str] = {}
-    written = [each.file for each in config.losses if each.file]
-    for number, text in enumerate([*written, *map(str, config.model.converters)]):
-        name, colon, function = text.partition(":")
-        file = Path(name)
-        sources |= _below(f"code/{number}", file.parent, model_files(file) if file.suffix == ".onnx" else [file])
-        code[text] = f"code/{number}/{file.name}{colon}{function}"
+    named = [("loss.file", each.file) for each in config.losses if each.file]
+    named += [("model.converters", str(path)) for path in config.model.converters]
+    for number, (setting, text) in enumerate(named):
+        found = named_file(setting, text)
+        file = Path(found.location)
+        sources |= _below(f"code/{number}", file.parent, [file] if found.is_code else model_files(file))
+        code[text] = found.at(f"code/{number}/{file.name}")
     if config.data.text and config.data.text.tokenizer:
         sources["tokenizer/tokenizer.json"] = tokenizer_file(Path(config.data.text.tokenizer))
     shards = read_record(run.shards / "manifest.json", ShardManifest)
@@ -215,15 +220,17 @@ def unpack(path: Path, folder: Path, *, run_code: bool = False) -> tuple[RunDir,
         ) from None
     run = RunDir(folder / "run")
     settings = _absolute_settings(run, folder, path)
-    code = [str(file) for file in settings.model.converters]
-    code += [each.file.partition(":")[0] for each in settings.losses if each.file and not each.file.endswith(".onnx")]
+    code = [str(Path(file.location).relative_to(folder)) for _, file in named_files(settings) if file.is_code]
     if code and not run_code:
-        names = ", ".join(str(Path(file).relative_to(folder)) for file in code[:5])
+        names = ", ".join(code[:5])
         raise ConfigError(
             f"{path} holds Python code ({names}), which an export runs with your rights: read it, it is a zip "
             "archive, and allow it with --run-code"
         )
     run.config.write_text(settings.model_dump_json(indent=2))
+    # with the digests that were compared when the files were written here
+    permitted = {str(folder / name): listing.files[name].sha256 for name in code if name in listing.files}
+    write_record(run.code, AllowedCode(files=permitted))
     shards = read_record(run.shards / "manifest.json", ShardManifest)
     if outside := [each.name for each in (*shards.evaluation, *shards.test) if Path(each.name).name != each.name]:
         raise CheckpointError(f"{path} is refused: the rows in {printable(outside[0])[:MAX_SHOWN]!r} are not in it")
@@ -245,7 +252,8 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> Bundle:
         raise CheckpointError(f"{path} is not a bundle: {LISTING}: {first_problem(error)}") from None
     if strange := [name for name in (*entries, *listing.files) if name != LISTING and not _is_inside(name)]:
         raise CheckpointError(
-            f"{path} is refused: {printable(strange[0])[:MAX_SHOWN]!r} would be written outside of {', '.join(FOLDERS)}"
+            f"{path} is refused: {printable(strange[0])[:MAX_SHOWN]!r} would be written outside of "
+            f"{', '.join((*RECORDS, *FOLDERS))}"
         )
     problems = [
         *(f"{name} is missing" for name in listing.files if name not in entries),
@@ -287,11 +295,11 @@ def _extract(archive: zipfile.ZipFile, name: str, file: BundledFile, target: Pat
 def _absolute_settings(run: RunDir, folder: Path, bundle: Path) -> RunConfig:
     """Return the settings of an opened bundle, with the files in `folder`. Raises CheckpointError for other paths."""
 
-    def opened(value: Any) -> Any:
+    def opened(setting: str, value: Any) -> Any:
         text = str(value)
         if text in ("", *BUNDLED_SOURCES):
             return value
-        if not _is_inside(text.partition(":")[0]):
+        if not _is_inside(named_file(setting, text).location):
             raise CheckpointError(
                 f"{bundle} is refused: its settings name {printable(text)[:MAX_SHOWN]!r}, which is not in it"
             )
@@ -299,7 +307,7 @@ def _absolute_settings(run: RunDir, folder: Path, bundle: Path) -> RunConfig:
 
     settings: Any = read_settings(run)
     for key in PATHS:
-        settings = replaced(settings, key.split("."), opened)
+        settings = replaced(settings, key.split("."), partial(opened, key))
     nowhere = settings.monitor.model_copy(update={"tracking_uri": ""})
     found: RunConfig = settings.model_copy(update={"monitor": nowhere})
     return found

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
+from onward.trainer.config.named_files import NamedFile, named_file
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import LossName, ModelConfig
@@ -79,6 +80,11 @@ class LossConfig(Section):
     """file: the type of the labels that your loss is given."""
     count: str = ""
     """file: the function of your Python file that counts the targets, count(labels, size); empty = one for each row."""
+
+    @property
+    def named(self) -> NamedFile:
+        """What `file` names."""
+        return named_file("loss.file", self.file)
 
     @property
     def ignored(self) -> int:
@@ -146,7 +152,7 @@ def export_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
                 f"export.training has no ONNX form of {key_of(losses, place, 'name')} 'ctc': ONNX has no operator for "
                 "it; set export.training to false"
             )
-        if each.name == "file" and each.file and not each.file.endswith(".onnx"):
+        if each.name == "file" and each.file and each.named.is_code:
             yield (
                 f"export.training has no ONNX form of {key_of(losses, place, 'file')} {each.file!r}: it is Python; "
                 "write the loss as an ONNX file, or set export.training to false"
@@ -168,7 +174,12 @@ def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
             yield f"{key('name')} 'teacher' takes no [loss]; write model.loss = \"teacher\" and remove [loss]"
         if each.name == "file" and not each.file:
             yield f"{key('name')} 'file' needs {key('file')}: \"my_loss.py:function\" or an ONNX file"
-        if each.count and each.file.endswith(".onnx"):
+        if each.named.is_code and each.named.function and not each.named.function.isidentifier():
+            yield (
+                f"{key('file')} {each.file!r} names neither a function of a Python file nor an ONNX file; write "
+                '"my_loss.py:function" or "my_loss.onnx"'
+            )
+        if each.count and each.file and not each.named.is_code:
             yield f"{key('count')} names a function of a Python file, but {key('file')} is an ONNX file; remove it"
         elif each.count and not each.count.isidentifier():
             yield f"{key('count')} {each.count!r} is not the name of a function of {key('file')}"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.data.python_functions import load_function
 from onward.trainer.errors import ConfigError
+from onward.trainer.run.allowed_code import load_function
 
 NO_LABELS = (0, 0)
 TargetCounter = Callable[[Tensor | None, int], float | Tensor]
@@ -63,8 +63,8 @@ def target_counter(loss: LossConfig) -> TargetCounter:
     """
     if not loss.count:
         return functools.partial(count_targets, loss=loss)
-    name = f"{loss.file.partition(':')[0]}:{loss.count}"
-    function = load_function(Path(loss.file.partition(":")[0]), loss.count, "loss.count")
+    path = Path(loss.named.location)
+    name, function = f"{path}:{loss.count}", load_function(path, loss.count, "loss.count")
 
     def count(labels: Tensor | None, size: int) -> float:
         shape = [] if labels is None else list(labels.shape)

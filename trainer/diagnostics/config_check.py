@@ -107,8 +107,8 @@ def _training_files(config: RunConfig, signature: Signature) -> list[str]:
             problems.append(f"export.training: {unknown_shape(output.name)}")
         elif loss.name == "file" and not problems:
             try:
-                read_loss_file(Path(loss.file), opset)
-                label_dims(Path(loss.file), output.shape)
+                read_loss_file(Path(loss.named.location), opset)
+                label_dims(Path(loss.named.location), output.shape)
             except Refused as error:
                 problems += [f"export.training: {problem}" for problem in error.problems]
     return problems
@@ -169,7 +169,7 @@ def converter_problem(path: Path) -> str:
     """Return why a file cannot be run as Python, found without running it; "" if it can."""
     if not path.is_file():
         return f"there is no file {path}"
-    if importlib.util.spec_from_file_location("converters", path) is None:
+    if path.suffix != ".py":
         return f"{path}: it is not a Python file; its name must end with .py"
     try:
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
@@ -236,7 +236,7 @@ def _paths(sections: Sections) -> list[str]:
         "launch.hostfile": getattr(sections.get("launch"), "hostfile", ""),
         "checkpoint.load": getattr(sections.get("checkpoint"), "load", ""),
     }
-    named |= {key_of(losses, at, "file"): each.file.partition(":")[0] for at, each in enumerate(losses)}
+    named |= {key_of(losses, at, "file"): each.named.location for at, each in enumerate(losses)}
     problems = [
         f"{key}: {path} does not exist"
         for key, path in named.items()

@@ -5,7 +5,6 @@ Importing onnx2torch takes seconds (it imports torchvision), so it is imported o
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from onward.trainer.errors import ConfigError, UnsupportedNode
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.tracing import Tracer
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Value
+from onward.trainer.run.allowed_code import execute
 
 Converter = Callable[[Any, Any], Any]
 
@@ -88,14 +88,13 @@ def load_converters(files: Iterable[Path]) -> None:
 
     Raises ConfigError with the exception of every file that cannot be run.
     """
-    problems = []
+    problems = list[str]()
     for file in files:
         import_torchvision()  # before the file imports onnx2torch
         try:
-            spec = importlib.util.spec_from_file_location(f"converters_{file.stem}", file)
-            if spec is None or spec.loader is None:
-                raise ImportError("it is not a Python file")
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+            execute(file, "model.converters", f"converters_{file.stem}")
+        except ConfigError as error:
+            problems += error.problems
         except Exception as error:  # a user's code may raise anything
             problems.append(f"model.converters: {file}: {type(error).__name__}: {error}")
     if problems:

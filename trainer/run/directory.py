@@ -12,6 +12,7 @@ it.
         accepted.json           KeptSettings: the settings with which the run may go on      configure
         origins.json            Origins: which file, profile or override has set each setting     onward run
         adjusted.json           Adjustments: what a retry has changed of the configuration      train
+        code.json               AllowedCode: the Python files that processes of the run may execute    configure
         remote.json             LocalCopies: where the copies are of files that config.json names by URL    configure
         rehearsal.json          Rehearsal                      configure
         identity.json           RunIdentity                    configure
@@ -98,6 +99,10 @@ class RunDir:
     @property
     def accepted(self) -> Path:
         return self.root / "accepted.json"
+
+    @property
+    def code(self) -> Path:
+        return self.root / "code.json"
 
     @property
     def origins(self) -> Path:

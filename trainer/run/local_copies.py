@@ -45,7 +45,8 @@ def with_copies(sections: S, copies: LocalCopies) -> S:
     paths = {copy.url: copy.path for copy in copies.copies}
 
     def change(value: Any) -> Any:
-        path = paths.get(url_of(value)) if isinstance(value, str | Path) else None
+        url = url_of(value) if isinstance(value, str | Path) else ""
+        path = paths.get(url) if url else None
         return value if path is None else type(value)(path)
 
     for key in PATHS if paths else ():

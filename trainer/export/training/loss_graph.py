@@ -90,7 +90,7 @@ def loss_names(model: onnx.ModelProto, losses: Sequence[LossConfig]) -> LossName
 def label_dims(loss: LossConfig, output: Sequence[Dim]) -> list[Dim | int]:
     """Return the shape of the labels of a loss that takes them, for an output of this shape (numbers or names)."""
     if loss.name == "file":
-        return loss_files.label_dims(Path(loss.file), output)
+        return loss_files.label_dims(Path(loss.named.location), output)
     if loss.name == "cosine":
         return list(output[:1])
     if loss.name == "quantile":

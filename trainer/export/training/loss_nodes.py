@@ -229,7 +229,7 @@ def output(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
 
 def file(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     """The nodes of the user's ONNX file, which computes a loss for each row or their mean."""
-    value = g.append(read_loss_file(Path(x.loss.file), g.opset).graph, x.output, x.labels)
+    value = g.append(read_loss_file(Path(x.loss.named.location), g.opset).graph, x.output, x.labels)
     return g.op("ReduceMean", g.op("Cast", value, to=TensorProto.FLOAT), keepdims=0), g.constant(1.0)
 
 

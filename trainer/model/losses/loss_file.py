@@ -17,19 +17,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from onward.trainer.data.python_functions import load_function
+from onward.trainer.config.named_files import named_file
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.loss_formulas import Formula, LossInputs
 from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.run.allowed_code import load_function
 from onward.trainer.run.causes import explain
 
 
 def load_loss(file: str) -> Formula:
     """Return the formula of a file. Raises ConfigError if there is none, UnsupportedModel for ONNX operators."""
-    name, _, function = file.partition(":")
-    if not Path(name).is_file():
-        raise ConfigError(f"loss.file: there is no file {name}")
-    formula = _from_onnx(Path(name)) if name.endswith(".onnx") else _from_python(Path(name), function)
+    named = named_file("loss.file", file)
+    path = Path(named.location)
+    if not path.is_file():
+        raise ConfigError(f"loss.file: there is no file {path}")
+    formula = _from_python(path, named.function) if named.is_code else _from_onnx(path)
 
     def loss(x: LossInputs) -> Tensor:
         try:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from onward.flows.deployment_limits import Limits, limits_of, record
+from onward.flows.work_pool import START, pool_of, problem_of_pool
 from onward.infra.mlflow_store import without_password
 from onward.infra.service_definitions import CLIENT_SETTINGS, POOL
+from onward.tasks.registered_models import store_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.directory import onward_home
@@ -63,7 +65,8 @@ def deploy(
             raise ConfigError(f"{problem}; an example is '0 2 * * *', every night at two") from None
     if interval_s:
         schedules.append(Interval(datetime.timedelta(seconds=interval_s), timezone=timezone, slug="interval"))
-    _check_work_pool()
+    config = with_tracking_uri(config)
+    job_variables = _job_variables()
     limits = limits_of(name, dict(config), allowed, all_waiting=all_waiting)
     # As JSON, which Prefect stores. What has its default is left out, so that the parameters of a run fit a screen.
     parameters: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
@@ -80,39 +83,43 @@ def deploy(
         ),
         # Two runs at once would compete for the same devices.
         concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE),
-        # A worker that was started elsewhere must use the same home, because the runs are stored there.
-        job_variables={"env": {**CLIENT_SETTINGS, "ONWARD_HOME": str(onward_home()), **_tracking_environment()}},
+        job_variables=job_variables,
     )
     deployment_id = str(cast(RunnerDeployment, deployment).apply())
     record(deployment_id, limits)
     return deployment_id, limits
 
 
-def _check_work_pool() -> None:
-    """Raise RuntimeUnavailable unless the work pool exists; its first worker creates it."""
+def _job_variables() -> dict[str, Any]:
+    """Return the variables that the work pool needs: none for processes, whose worker decides everything.
+
+    Raises RuntimeUnavailable unless the pool exists, which its first worker makes, and is closed.
+    """
     from prefect.client.orchestration import get_client
-    from prefect.exceptions import ObjectNotFound
 
     with get_client(sync_client=True) as client:
-        try:
-            client.read_work_pool(POOL)
-        except ObjectNotFound:
+        pool = pool_of(client)
+        if pool is None:
             raise RuntimeUnavailable(
-                f"the Prefect server {client.api_url} has no work pool {POOL!r} for deployed runs; "
-                f"start a worker with `prefect worker start --pool {POOL} --type process`"
-            ) from None
+                f"the Prefect server {client.api_url} has no work pool {POOL!r} for deployed runs; start a worker with "
+                f"`{START}`"
+            )
+        if problem := problem_of_pool(client):
+            raise RuntimeUnavailable(problem)
+    # A container must use the same home, because the runs are stored there.
+    return {} if pool.type == "process" else {"env": {**CLIENT_SETTINGS, "ONWARD_HOME": str(onward_home())}}
 
 
-def _tracking_environment() -> dict[str, str]:
-    """Return MLFLOW_TRACKING_URI if it is set here, so that deployed runs use the same MLflow.
+def with_tracking_uri(config: RunConfig) -> RunConfig:
+    """Return the configuration with the MLflow of MLFLOW_TRACKING_URI, if it is set here and names none itself.
 
     Without a password: Prefect would store and show it. The worker's own environment has the whole URI.
     """
     name = "MLFLOW_TRACKING_URI"
-    if name not in os.environ:
-        return {}
-    shown = without_password(os.environ[name])
-    if shown != os.environ[name]:
+    if config.monitor.tracking_uri or name not in os.environ:
+        return config
+    if without_password(os.environ[name]) != os.environ[name]:
         log.warning("%s holds a password, which is not stored: set %s in the environment of the worker", name, name)
-        return {}
-    return {name: shown}
+        return config
+    monitor = config.monitor.model_copy(update={"tracking_uri": store_of(config.monitor)})
+    return config.model_copy(update={"monitor": monitor})

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 from onward.flows.flow_log import flow_log
 from onward.flows.runs import end_mlflow_run, how_to_continue, is_running, run_directory_of
 from onward.infra import service_definitions, services
+from onward.infra.login import keep_from_others
 from onward.infra.process_identity import is_gone, this_process
 from onward.infra.tracking import Status
 from onward.trainer.config.run_config import RunConfig
@@ -74,6 +75,7 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
             raise RuntimeUnavailable(str(error)) from None
         before = dict(os.environ)
         os.environ.update(environment)
+        keep_from_others(environment["PREFECT_API_URL"], os.environ.get("PREFECT_API_AUTH_STRING", ""))
         _reread_prefect_settings()
         try:
             yield environment["PREFECT_API_URL"]

@@ -14,6 +14,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from onward.infra.port_owner import refuse_others
+
 USER = "onward"
 
 
@@ -54,3 +56,16 @@ def _generate(path: Path) -> None:
             os.link(partial, path)
     finally:
         Path(partial).unlink()
+
+
+def keep_from_others(url: str, credentials: str) -> bool:
+    """Let this process speak to a server with the login alone if a program of its own user holds the port.
+
+    Call before the first request. credentials: `user:password` for the server; other ones than the login of the home
+    that ONWARD_HOME names are the user's own matter. Returns whether it is the login.
+    """
+    home = Path(os.environ.get("ONWARD_HOME") or "~/.onward").expanduser()
+    if not credentials or not login_file(home).exists() or credentials != login(home):
+        return False
+    refuse_others(url)
+    return True

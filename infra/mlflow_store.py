@@ -16,8 +16,9 @@ from functools import wraps
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
+from onward.infra.login import keep_from_others
 from onward.infra.new_databases import make_database
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def _damaged(shown: str, text: str) -> str:
 def connect(tracking_uri: str) -> MlflowClient:
     """Return MLflow's client of a store, given by its URI as it is recorded: without a password."""
     tracking_uri = with_password(tracking_uri)
+    keep_from_others(tracking_uri, _credentials(tracking_uri))
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
@@ -228,6 +230,13 @@ def with_password(tracking_uri: str) -> str:
     """Return MLFLOW_TRACKING_URI if it is the URI of this store with a password, else the URI itself."""
     own = os.environ.get("MLFLOW_TRACKING_URI", "")
     return own if own and without_password(own) == tracking_uri else tracking_uri
+
+
+def _credentials(tracking_uri: str) -> str:
+    """Return the `user:password` that MLflow's client sends to a server, from the URI or the environment."""
+    named, at, _ = urlsplit(tracking_uri).netloc.rpartition("@")
+    variables = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
+    return unquote(named) if at else ":".join(os.environ.get(name, "") for name in variables)
 
 
 def database_of(tracking_uri: str) -> Path | None:

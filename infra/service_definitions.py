@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,11 +31,7 @@ def _web_server(name: str) -> Callable[[Path, int], list[str]]:
 
 
 def _worker_command(home: Path, port: int) -> list[str]:
-    # Without --limit: with it, Prefect's worker exits when a run that is still running is scheduled again.
-    return [
-        *(sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"),
-        *("--name", f"onward-{socket.gethostname()}", "--install-policy", "never"),
-    ]
+    return [sys.executable, "-m", "onward.flows.worker"]
 
 
 SERVICES: Mapping[str, Service] = {
@@ -63,8 +59,11 @@ CLIENT_SETTINGS: Mapping[str, str] = {
 
 def environment(home: Path, *, prefect_url: str = "") -> dict[str, str]:
     """Return the environment of Onward's servers and their clients; `prefect_url` is the address without `/api`."""
+    excepted = {*filter(None, os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")).split(",")), "127.0.0.1"}
     variables = {
         "ONWARD_HOME": str(home),
+        # Else a proxy that the environment names would get the requests to the own servers, and the login with them.
+        **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(sorted(excepted))),
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         # Else Prefect copies its pages into the directory where it is installed.

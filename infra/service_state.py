@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from onward.infra.mpirun import boot_id
+from onward.infra.port_owner import is_ours
 from onward.infra.service_definitions import SERVICES
 
 MOST_BYTES = 1 << 16
@@ -108,7 +109,9 @@ def read_state(home: Path, name: str) -> dict[str, Any]:
 def healthy_url(home: Path, name: str) -> str | None:
     """Return the address of a healthy server ('' for one that does not listen), else None."""
     url = read_state(home, name).get("url")
-    return url if url is not None and (not url or responds(url + SERVICES[name].health)) else None
+    # by whose program it is, too: another account may have taken the port of a server that has died
+    answers = url and is_ours(url) and responds(url + SERVICES[name].health)
+    return url if url == "" or answers else None
 
 
 def responds(url: str) -> bool:

@@ -33,6 +33,7 @@ from pathlib import Path
 
 import psutil
 
+from onward.infra.port_owner import owner_of
 from onward.infra.service_definitions import SERVICES, environment
 from onward.infra.service_state import (
     directory,
@@ -109,14 +110,14 @@ def _sleep(seconds: float, *, stop: Callable[[], bool]) -> None:
 def _start(home: Path, name: str, *, stop: Callable[[], bool], port: int = 0) -> tuple[psutil.Popen, str] | None:
     """Start the server and wait until it is healthy; return its process and address, or None when it failed.
 
-    port: the one that it must have; 0 = the usual one, or any if that is in use.
+    port: the one at which its users look for it; 0 = the usual one. Another one if that is in use.
     """
     service = SERVICES[name]
     # Another program may take the port between `free_port` and the server's bind: try again with any free port.
     for attempt in range(3):
         if port:
             _wait_for_port(port, stop=stop)
-            chosen = port
+            chosen = free_port(port)  # another one if somebody else has taken it meanwhile
         else:
             chosen = free_port(service.port if attempt == 0 else 0) if service.port else 0
         process = _launch(home, name, chosen)
@@ -137,9 +138,11 @@ def _start(home: Path, name: str, *, stop: Callable[[], bool], port: int = 0) ->
 
 
 def _wait_for_port(port: int, *, stop: Callable[[], bool]) -> None:
-    """Wait until a port is free: the server that had it may be ending just now."""
+    """Wait until a port is free: the server that had it may be ending just now. No other account gives it back."""
     deadline = time.monotonic() + PORT_TIMEOUT_S
     while free_port(port) != port and time.monotonic() < deadline and not stop():
+        if owner_of(("127.0.0.1", port)) not in (None, os.geteuid()):
+            return
         time.sleep(0.1)
 
 

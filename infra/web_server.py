@@ -4,8 +4,8 @@
 
 Every web page that a user visits can send requests to 127.0.0.1. A request under another host name (DNS rebinding: a
 name of the page's owner resolves to 127.0.0.1) gets status 400, one from a page of another origin 403, and one without
-the login 401. Prefect checks the login itself (PREFECT_SERVER_API_AUTH_STRING), because its pages send it so;
-for MLflow's pages the browser asks for it. Both servers run as one process each, the web server included.
+the login 401. For MLflow's pages the browser asks for it. Prefect's page asks for it itself, so the page is open, and
+the requests that it makes are not. Both servers run as one process each, the web server included.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import gc
 import hmac
 import os
+import re
 import socket
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -39,15 +40,19 @@ BACKLOG = 2048
 """Connections that may wait; uvicorn's own number."""
 HEALTH = ("/health", "/api/health")
 """Paths that answer without a login, to those who wait for the server."""
+PREFECTS_PAGE = re.compile(r"/|/ui-settings|/v2(/.*)?")
+"""Paths of the page that asks for the login: files of Prefect's package, and that there is a login."""
 
 
 class RequestCheck:
     """An ASGI application that answers refused requests itself and passes on all others."""
 
-    def __init__(self, application: Application, *, login: str = "") -> None:
+    def __init__(self, application: Application, *, login: str = "", page: re.Pattern[str] | None = None) -> None:
         self._application = application
         self._credentials = b"Basic " + base64.b64encode(login.encode()) if login else b""
-        """What the Authorization header must be; empty = the application checks it."""
+        """What the Authorization header must be; empty = any."""
+        self._page = page
+        """The paths of a page that asks for the login itself. Its web sockets begin with a message that has it."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or not (refusal := self._refusal(scope)):
@@ -58,7 +63,7 @@ class RequestCheck:
             await send({"type": "websocket.close", "code": 1008})  # before it is accepted: status 403
             return
         headers = [(b"content-type", b"text/plain; charset=utf-8")]
-        if status == 401:
+        if status == 401 and not self._page:  # else the browser would ask for it beside the page
             headers.append((b"www-authenticate", b'Basic realm="Onward", charset="UTF-8"'))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": reason.encode()})
@@ -74,11 +79,18 @@ class RequestCheck:
             return 400, f"This server answers only as {' or '.join(HOSTS)}.\n"
         if any(value.decode("latin-1").lower() != f"http://{hosts[0]}" for value in values.get(b"origin", [])):
             return 403, "This server answers no page of another origin.\n"
-        if self._credentials and scope["path"] not in HEALTH:
+        if self._credentials and not self._is_open(scope):
             given = values.get(b"authorization", [])
             if len(given) != 1 or not hmac.compare_digest(given[0], self._credentials):
                 return 401, "Log in; `onward ui` says with what.\n"
         return None
+
+    def _is_open(self, scope: Message) -> bool:
+        """Return whether a request needs no login."""
+        path = scope["path"]
+        if self._page and (scope["type"] == "websocket" or (scope["method"] == "GET" and self._page.fullmatch(path))):
+            return True
+        return path in HEALTH
 
 
 def main(name: str, home: Path, port: int) -> None:
@@ -92,7 +104,9 @@ def main(name: str, home: Path, port: int) -> None:
         # at once: several sockets can be bound to a port until one of them listens, and all others fail then
         listener.listen(BACKLOG)
         gc.disable()  # what is imported stays: looking through it for garbage takes a tenth of the start
-        checked = RequestCheck(_prefect(home)) if name == "prefect" else RequestCheck(_mlflow(home), login=login(home))
+        application = _prefect(home) if name == "prefect" else _mlflow(home)
+        page = PREFECTS_PAGE if name == "prefect" else None
+        checked = RequestCheck(application, login=login(home), page=page)
         gc.freeze()
         gc.enable()
         server = uvicorn.Server(uvicorn.Config(checked, log_level="warning"))

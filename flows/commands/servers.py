@@ -22,13 +22,13 @@ def up(as_json: Json = False) -> None:
     next start of the machine. Not for use with a Prefect server of your own: start a worker for that one instead.
     """
     api.require_flow("onward up")
+    from onward.flows.work_pool import START
     from onward.infra import services
-    from onward.infra.service_definitions import POOL
 
     if configured := services.configured_prefect():
         raise RuntimeUnavailable(
             f"the Prefect server {configured} is configured, so Onward does not start another one; start a worker for "
-            f"it with `prefect worker start --pool {POOL} --type process`, or unset PREFECT_API_URL"
+            f"it with `{START}`, or unset PREFECT_API_URL"
         )
     links = _start_services("prefect", "mlflow", "worker")
     from onward.flows.local_run import mark_orphaned_runs_crashed, prefect_server

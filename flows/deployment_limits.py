@@ -18,7 +18,10 @@ from typing import Any
 from onward.infra.mlflow_store import without_password
 from onward.trainer.config.named_files import named_files
 from onward.trainer.config.section import Section
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.setting_paths import BUNDLED_SOURCES
 from onward.trainer.config.urls import is_registered, redacted, url_of
+from onward.trainer.data.allowed_files import folder_of
 from onward.trainer.errors import ConfigError, OnwardError
 from onward.trainer.run.allowed_code import code_digests
 from onward.trainer.run.directory import onward_home
@@ -151,6 +154,11 @@ def _unknown_code(settings: Mapping[str, Any], limits: Limits, code: Mapping[str
 def _places(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (setting, value) of each path and URL that is given; not of code, and not of names of bundled data."""
     yield from ((key, file.location) for key, file in named_files(settings) if not file.is_code)
+    data: DataConfig = settings["data"]
+    if data.image and (folder := data.image.mask_folder):  # relative to each source
+        named = [*(each.source for each in data.mixture), data.evaluation_source, data.test_source]
+        local = [source for source in named if source and source not in BUNDLED_SOURCES and not url_of(source)]
+        yield from (("data.image.mask_folder", str(folder_of(source) / folder)) for source in local)
 
 
 def _roots(value: str) -> set[str]:

@@ -18,21 +18,28 @@ from onward.infra.mpirun import environment_of_ranks
 
 MOST_BYTES = 4 << 20
 """Of a hostfile: it would name over a hundred thousand hosts."""
+HOST = re.compile(r"(?:\w[\w.-]*@)?[\w\[+^][\w.:\]+-]*", re.ASCII)
+"""A name or an address, as hostfiles have them, with the user before an @ if there is one."""
 PROBE_S = 15.0
 """Longest time for the answer of one host."""
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return host -> slots, in the order of the file; 0 where it does not say a number. Raises OSError, also if it is
-    too large, and UnicodeDecodeError."""
+    """Return host -> slots, in the order of the file; 0 where it does not say a number.
+
+    Raises OSError, also if it is too large or names what is no host, and UnicodeDecodeError.
+    """
     found: dict[str, int] = {}
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise OSError(errno.EFBIG, f"a hostfile holds at most {MOST_BYTES:,} bytes", str(path))
-    for line in content.decode().splitlines():
+    for number, line in enumerate(content.decode().splitlines(), start=1):
         words = line.split("#")[0].split()
         if words:
+            # ssh takes a name that begins with - for an option, such as one with a program to start
+            if not HOST.fullmatch(words[0]):
+                raise OSError(errno.EINVAL, f"line {number} names no host: {words[0][:80]!a}", str(path))
             said = re.search(r"\bslots\s*=\s*(\d+)", " ".join(words[1:]))
             found[words[0]] = found.get(words[0], 0) + (int(said[1]) if said else 0)
     return found

@@ -11,6 +11,7 @@ import pytest
 from onward.flows.deployment_limits import check_limits, limits_of, record
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.errors import ConfigError
 
 
@@ -79,12 +80,24 @@ def test_a_run_may_use_the_directories_of_its_configuration_and_its_own_home(pla
         ("export__path", "https://evil.example/over.onnx"),
         ("data__source", "s3://bucket/private.npz"),
         ("loss__file", "{place}/elsewhere/loss.onnx"),
+        ("data__files_from", "{place}/elsewhere"),
+        ("data__files_from", "/"),
+        ("data__image", ImageConfig(mask_folder="../../elsewhere")),
+        ("data__image", ImageConfig(mask_folder="/")),
     ],
 )
-def test_a_path_elsewhere_is_refused_with_the_directories(place: Path, key: str, value: str) -> None:
-    (problem,) = refused(place, **{key: value.format(place=place)})
+def test_a_path_elsewhere_is_refused_with_the_directories(place: Path, key: str, value: str | ImageConfig) -> None:
+    (problem,) = refused(place, **{key: value.format(place=place) if isinstance(value, str) else value})
     assert problem.startswith(key.replace("__", "."))
     assert f"may use: {place}/work, {place}/work/data" in problem
+
+
+def test_directories_of_named_files_and_masks_are_those_of_the_configuration(place: Path) -> None:
+    allowed = {"data__files_from": [str(place / "elsewhere")], "data__image": ImageConfig(mask_folder="../masks")}
+    (place / "work" / "masks").mkdir()
+    record("id", limits_of("nightly", settings(place, **allowed)))
+    check_limits("id", settings(place, **allowed))
+    check_limits("id", settings(place, data__source=str(place / "elsewhere" / "private.npz")))
 
 
 def test_a_link_that_leads_elsewhere_is_refused_with_its_target(place: Path) -> None:

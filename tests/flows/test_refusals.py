@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -208,3 +209,37 @@ def test_metrics_that_cannot_be_measured_are_reported_at_once(workshop: Path) ->
     misfit, average = refused(workshop, 'metrics=["rmse", "auroc_micro"]')
     assert "rmse needs numbers (mse, l1, huber, giou, file), and the loss 'cross_entropy' has none; these fit" in misfit
     assert "auroc_micro: curves of classes have no micro average" in average
+
+
+CHANGES_ITSELF = """
+with open(__file__, "a") as file:
+    file.write("# another line, as somebody might write between the permission and the ranks\\n")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("only_servers")
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.converters=['mine.py']", r"model.converters: .*mine.py changed after it was permitted"),
+        ('loss={name="file",file="mine.py:f"}', r".*mine.py changed since the run began"),
+    ],
+    ids=["converters, which the flow executes twice", "a loss, which it executes once before the ranks"],
+)
+def test_code_that_changes_after_it_was_permitted_is_not_executed_again(
+    setting: str, message: str, workshop: Path
+) -> None:
+    """The whole command: whoever changes the file does so while it is executed for the first time."""
+    (workshop / "mine.py").write_text(f"{CHANGES_ITSELF}\ndef f(output, labels):\n    return output.sum()\n")
+    process = subprocess.run(
+        [sys.executable, "-c", ONWARD, "run", str(workshop / "config.toml"), setting, "parallel.data=1", "--json"],
+        capture_output=True,
+        text=True,
+        cwd=workshop,
+        env={**os.environ, "ONWARD_HOME": str(workshop / "home"), "HOME": str(workshop)},
+    )
+    assert process.returncode == 2, process.stderr
+    (problem,) = json.loads(process.stdout)["problems"]
+    assert re.match(rf"{message} \(SHA-256 \w{{12}}, now \w{{12}}\), .*put the file back, or ", problem), problem
+    assert not list((workshop / "home" / "runs").glob("*/attempts")), "ranks were started"

@@ -32,6 +32,22 @@ def test_a_file_too_large_for_a_hostfile_is_not_read(tmp_path: Path) -> None:
         read_hostfile(tmp_path / "hosts")
 
 
+@pytest.mark.parametrize(
+    "name", ["-oProxyCommand=touch${IFS}executed", "me@-oProxyCommand=x", "$(touch", "a;touch", "-h"]
+)
+def test_what_ssh_would_take_for_an_option_is_no_host(name: str, tmp_path: Path) -> None:
+    """A line of a hostfile could start a program: ssh executes the ProxyCommand that an option names."""
+    (tmp_path / "hosts").write_text(f"h0 slots=2\n{name} slots=2\n")
+    with pytest.raises(OSError, match=r"line 2 names no host: '"):
+        silent_hosts(list(read_hostfile(tmp_path / "hosts")))
+
+
+def test_names_and_addresses_of_hosts_are_read(tmp_path: Path) -> None:
+    names = ["node-1.cluster", "10.0.0.1", "me@node_2", "[fe80::1]", "fe80::1", "localhost"]
+    (tmp_path / "hosts").write_text("\n".join(names))
+    assert list(read_hostfile(tmp_path / "hosts")) == names
+
+
 def test_hosts_that_do_not_answer_are_named_with_what_the_agent_said(tmp_path: Path) -> None:
     agent = tmp_path / "agent"
     agent.write_text(AGENT)

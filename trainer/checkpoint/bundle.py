@@ -37,7 +37,7 @@ from onward.trainer.data.signature import model_files
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.text.tokenizer import tokenizer_file
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, printable
-from onward.trainer.run.allowed_code import AllowedCode
+from onward.trainer.run.allowed_code import AllowedCode, code_record
 from onward.trainer.run.directory import RunDir, read_config_as_given, read_settings
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import Record, RunIdentity, read_record, write_record
@@ -48,9 +48,11 @@ LISTING = "bundle.json"
 MAX_LISTING_BYTES = 64 << 20
 """A longer list of files is not read."""
 RECORDS = ("run/config.json", "run/identity.json")
-FOLDERS = ("run/checkpoints", "run/shards", "run/quantized", "model", "code", "tokenizer", "absent")
-"""`absent` has no files: settings name what is not in a bundle, the raw data and a teacher, in it."""
-_NAME = re.compile(rf"{'|'.join(map(re.escape, RECORDS))}|(?:{'|'.join(FOLDERS)})(?:/[^/\\\0]{{1,255}})+")
+FOLDERS = ("run/checkpoints", "run/shards", "run/quantized", "model", "code", "tokenizer")
+ABSENT = "absent"
+"""A folder that does not exist: settings name what is not in a bundle, the raw data and a teacher, in it."""
+_FILE = re.compile(rf"{'|'.join(map(re.escape, RECORDS))}|(?:{'|'.join(FOLDERS)})(?:/[^/\\\0]{{1,255}})+")
+_NAME = re.compile(rf"{_FILE.pattern}|{ABSENT}/[^/\\\0]{{1,255}}")
 
 
 class BundledFile(Record):
@@ -159,7 +161,7 @@ def _inside(key: str, code: Mapping[str, str], value: Any) -> Any:
         return type(value)("tokenizer/tokenizer.json")
     if key in ("launch.hostfile", "checkpoint.load", "export.path"):
         return type(value)("")
-    return type(value)(f"absent/{Path(text).name}")  # an export reads neither the raw data nor a teacher
+    return type(value)(f"{ABSENT}/{Path(text).name or 'root'}")  # an export reads neither the raw data nor a teacher
 
 
 def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> BundledFile:
@@ -230,7 +232,7 @@ def unpack(path: Path, folder: Path, *, run_code: bool = False) -> tuple[RunDir,
     run.config.write_text(settings.model_dump_json(indent=2))
     # with the digests that were compared when the files were written here
     permitted = {str(folder / name): listing.files[name].sha256 for name in code if name in listing.files}
-    write_record(run.code, AllowedCode(files=permitted))
+    write_record(code_record(run), AllowedCode(files=permitted))
     shards = read_record(run.shards / "manifest.json", ShardManifest)
     if outside := [each.name for each in (*shards.evaluation, *shards.test) if Path(each.name).name != each.name]:
         raise CheckpointError(f"{path} is refused: the rows in {printable(outside[0])[:MAX_SHOWN]!r} are not in it")
@@ -250,7 +252,7 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> Bundle:
         listing = Bundle.model_validate_json(archive.read(LISTING))
     except ValidationError as error:
         raise CheckpointError(f"{path} is not a bundle: {LISTING}: {first_problem(error)}") from None
-    if strange := [name for name in (*entries, *listing.files) if name != LISTING and not _is_inside(name)]:
+    if strange := [name for name in (*entries, *listing.files) if name != LISTING and not _is_inside(name, _FILE)]:
         raise CheckpointError(
             f"{path} is refused: {printable(strange[0])[:MAX_SHOWN]!r} would be written outside of "
             f"{', '.join((*RECORDS, *FOLDERS))}"
@@ -273,9 +275,9 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> Bundle:
     return listing
 
 
-def _is_inside(name: str) -> bool:
+def _is_inside(name: str, pattern: re.Pattern[str] = _NAME) -> bool:
     parts = name.split("/")
-    return _NAME.fullmatch(name) is not None and not {"", ".", ".."} & set(parts) and name == printable(name)
+    return pattern.fullmatch(name) is not None and not {"", ".", ".."} & set(parts) and name == printable(name)
 
 
 def _extract(archive: zipfile.ZipFile, name: str, file: BundledFile, target: Path, bundle: Path) -> None:

@@ -17,7 +17,13 @@ from typing import Any
 
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES, PATHS, values_at
 
-DATA = frozenset(PATHS) - {"model.converters", "loss.file"}
+DATA = frozenset(
+    [
+        *("model.path", "teacher.path", "data.text.tokenizer", "checkpoint.load"),
+        *("data.source", "data.sources.source", "data.files_from", "data.evaluation_source", "data.test_source"),
+        *("launch.hostfile", "export.path"),
+    ]
+)
 """The settings whose files are read, or written, and never executed. Those of a setting that is not here are code."""
 
 

@@ -16,6 +16,7 @@ PATHS = (
     "teacher.path",
     "data.source",
     "data.sources.source",
+    "data.files_from",
     "data.evaluation_source",
     "data.test_source",
     "data.text.tokenizer",

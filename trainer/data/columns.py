@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.bounds import CONTENT_BYTES, read_bounded
+from onward.trainer.data.allowed_files import AllowedFiles, named_path
 from onward.trainer.run.records import Record
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -93,6 +94,13 @@ class Block:
     """The number that messages give to index 0, and its unit."""
     names: Mapping[int, str] = field(default_factory=dict)
     """Index -> what messages call the row, such as the file that it is; without an entry, its number."""
+    allowed: AllowedFiles | None = None
+    """Which files its cells may name; None = those in the folder of `file`."""
+
+    @property
+    def allowed_files(self) -> AllowedFiles:
+        """Which files its cells may name."""
+        return self.allowed or AllowedFiles([Path(self.file).parent])
 
     def where(self, index: int) -> str:
         """Return the position of a row, for messages."""
@@ -113,12 +121,12 @@ def numbers(cells: Cells) -> Array | None:
     return array if array.dtype.kind in "biuf" else None
 
 
-def fit(cells: Cells, column: Column, folder: Path = Path()) -> tuple[Values, dict[int, str]]:
+def fit(cells: Cells, column: Column, block: Block | None = None) -> tuple[Values, dict[int, str]]:
     """Convert cells to the type of a column; return the values and what is wrong with bad cells (position -> why).
 
     Values of bad cells are arbitrary. NaN counts as missing, since tables write it for missing cells; infinities are
     refused as well. Text is read exactly as it is. Of a column of bytes a cell may be the path of a file, relative to
-    `folder`.
+    that of its `block`.
     """
     if column.gaps:
         return _fit_gaps(cells, column)
@@ -127,7 +135,7 @@ def fit(cells: Cells, column: Column, folder: Path = Path()) -> tuple[Values, di
     if column.dtype == WORDS:
         return _fit_words(cells)
     if column.dtype == BYTES:
-        return _fit_bytes(cells, folder)
+        return _fit_bytes(cells, block)
     if column.variable:
         return _fit_variable(cells, column)
     array = numbers(cells)
@@ -215,15 +223,20 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _fit_bytes(cells: Cells, folder: Path) -> tuple[Array, dict[int, str]]:
+def _fit_bytes(cells: Cells, block: Block | None) -> tuple[Array, dict[int, str]]:
     """Return the contents as an array of objects [n], of: bytes, the path of a file, or `{bytes, path}` with one of
     the two, as the libraries of Hugging Face write images."""
     values, bad = np.full(len(cells), b"", object), {}
+    folder = Path(block.file).parent if block else Path()
+    allowed = block.allowed_files if block else AllowedFiles([folder])
     for at, cell in enumerate(cells):
         given = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
-        if isinstance(given, str) and given:
+        if name := named_path(cell):
             try:
-                given = read_bounded(folder / given, CONTENT_BYTES)
+                if why := allowed.refusal_of_cell(folder, name):
+                    bad[at] = f"names {why}"
+                    continue
+                given = read_bounded(folder / name, CONTENT_BYTES)
                 if not given:
                     bad[at] = "names an empty file"
                     continue
@@ -235,14 +248,6 @@ def _fit_bytes(cells: Cells, folder: Path) -> tuple[Array, dict[int, str]]:
         else:
             bad[at] = f"holds {str(given)[:40]}, not bytes or the path of a file" if given else "is missing"
     return values, bad
-
-
-def named_files(cells: Cells, folder: Path) -> Iterator[Path]:
-    """Yield the files that cells of a column of bytes name."""
-    for cell in cells:
-        given = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
-        if isinstance(given, str) and given:
-            yield folder / given
 
 
 def _fit_variable(cells: Cells, column: Column) -> tuple[list[Array], dict[int, str]]:
@@ -295,7 +300,7 @@ def _why(cell: Any, dtype: str, shape: tuple[int, ...] | None = None) -> str:
 
 def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values], Array, dict[int, str]]:
     """Return (values of every column, bool [n]: which rows are good, what is wrong with the others by index)."""
-    bad, values, folder = dict(block.bad), {}, Path(block.file).parent
+    bad, values = dict(block.bad), {}
     good = np.ones(len(block.index), bool)
     for column in columns:
         cells = block.cells.get(column.name)
@@ -303,7 +308,7 @@ def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values
             # a JSON key that no row of this block has; in other formats every row lacks it
             cells = [None] * len(block.index)
         given = [] if cells is None else cells
-        values[column.name], wrong = fit(given, column, folder) if len(block.index) else ([], {})
+        values[column.name], wrong = fit(given, column, block) if len(block.index) else ([], {})
         for at, why in wrong.items():
             good[at] = False
             bad.setdefault(int(block.index[at]), f"{column.name} {why}")

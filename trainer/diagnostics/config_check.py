@@ -28,7 +28,7 @@ from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.signature import Signature, model_bytes, model_digest, read_training_signature
 from onward.trainer.data.storage.inferred_schema import infer_schema
-from onward.trainer.data.storage.sharding import check_held_out, try_first_rows
+from onward.trainer.data.storage.sharding import check_held_out, check_named_files, try_first_rows
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
@@ -82,6 +82,8 @@ def check_local_files(sections: Sections) -> list[str]:
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
             misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
             misfits += [*_quantizing(config), *_patterns(config), *_cuts(config)]
+            if not misfits:
+                check_named_files(config, signature, schema)
             if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
                 found, fitted = try_first_rows(config, signature)
                 misfits = data_problems(config, found, signature, fitted=fitted)
@@ -216,7 +218,8 @@ def _data(data: DataConfig) -> list[str]:
             problems.append(f"data.{key}: there is no file, directory or glob match {source}")
         elif Path(source).exists() and not os.access(source, os.R_OK):
             problems.append(f"data.{key}: no permission to read {source}")
-    return problems
+    absent = [each for each in data.files_from if not Path(each).is_dir()]
+    return problems + [f"data.files_from: there is no directory {each}" for each in absent]
 
 
 def _matches(source: str) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 
 from onward.trainer.bounds import opened
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.allowed_files import allowed_files
 from onward.trainer.data.columns import BYTES, TEXT, Array, Column, Schema, Values, fit
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES, check_size
 from onward.trainer.data.reading import sources
@@ -92,10 +93,12 @@ class Facts:
         """Return what `measure` says of the first images of a column; those that cannot be opened are left out."""
         from PIL import Image
 
-        found = []
+        found, allowed = [], allowed_files(self.data.source, self.data)
         for cell in self.cells.get(column, ()):
             content = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
             try:
+                if not isinstance(content, bytes) and allowed.refusal_of_cell(self.folder, str(content)):
+                    continue
                 source = io.BytesIO(content) if isinstance(content, bytes) else opened(self.folder / str(content))
                 with source, Image.open(source) as image:
                     check_size(image)
@@ -136,7 +139,7 @@ def read_facts(data: DataConfig) -> Facts:
         for name in small:
             # a JSON key that no row of this block has
             cells = block.cells.get(name, [None] * count)
-            values, bad = fit(cells, schema[name], Path(block.file).parent)
+            values, bad = fit(cells, schema[name], block)
             good = np.ones(count, bool)
             good[list(bad)] = False
             parts[name].append(

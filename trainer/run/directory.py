@@ -101,10 +101,6 @@ class RunDir:
         return self.root / "accepted.json"
 
     @property
-    def code(self) -> Path:
-        return self.root / "code.json"
-
-    @property
     def origins(self) -> Path:
         return self.root / "origins.json"
 

@@ -8,16 +8,20 @@ import py_compile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
 from onward.trainer import bounds
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.run import allowed_code
-from onward.trainer.run.allowed_code import AllowedCode, allow_code_of, code_digests, load_function
-from onward.trainer.run.directory import RunDir
+from onward.trainer.run.allowed_code import AllowedCode, allow_code_of, code_digests, code_record, load_function
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import write_record
+from tests.support.graphs import tiny_mlp
+from tests.support.runs import make_run, start_attempt
 
 GOOD = "def f():\n    return 'good'\n"
 EVIL = "from pathlib import Path\nPath(__file__).with_name('evil').touch()\ndef f():\n    return 'evil'\n"
@@ -34,7 +38,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def permit(file: Path) -> None:
     """Let this process execute what a run in the file's folder may: the file as it is now."""
     run = RunDir(file.parent)
-    write_record(run.code, AllowedCode(files=code_digests({"loss": {"file": f"{file}:f"}})))
+    write_record(code_record(run), AllowedCode(files=code_digests({"loss": {"file": f"{file}:f"}})))
     allow_code_of(run)
 
 
@@ -96,6 +100,31 @@ def test_only_source_is_executed(ending: str, file: Path) -> None:
     with pytest.raises(ConfigError, match="it is not a Python file"):
         load_converters([other])
     assert not (file.parent / "evil").exists()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("setting", ["loss.file", "model.converters"])
+def test_a_rank_refuses_a_file_that_is_not_the_one_which_the_flow_has_recorded(setting: str, tmp_path: Path) -> None:
+    """Real ranks: the file is replaced between the record of the flow and their start."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("def f(output, labels):\n    return ((output - labels) ** 2).sum()\n")
+    own: dict[str, Any] = {"model": {"loss": "mse", "converters": [mine]}}
+    if setting == "loss.file":
+        own = {"loss": [{"file": f"{mine}:f", "label": "label"}]}
+    columns = {"features": np.ones((40, 4), np.float32), "label": np.ones((40, 1), np.float32)}
+    run = make_run(tmp_path, tiny_mlp(), columns, train={"global_batch_size": 8, "num_steps": 2}, **own)
+    before = code_digests(read_config(run))
+    assert list(before) == [str(mine)]
+    write_record(code_record(run), AllowedCode(files=before))
+    mine.write_text(EVIL)
+    after = hashlib.sha256(EVIL.encode()).hexdigest()
+    start_attempt(run, forked=False).wait(120)
+    error = run.first_error(1)
+    assert error is not None
+    assert f"{setting}: {mine} changed after it was permitted (SHA-256 {before[str(mine)][:12]}, now {after[:12]})" in (
+        error.cause
+    )
+    assert not (tmp_path / "evil").exists()
 
 
 def test_a_stale_bytecode_cache_is_not_used(file: Path) -> None:

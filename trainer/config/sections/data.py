@@ -11,6 +11,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -20,7 +21,7 @@ from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.config.sections.tables import TableConfig
 from onward.trainer.config.sections.text import TextConfig
-from onward.trainer.config.urls import Location
+from onward.trainer.config.urls import Location, redacted, url_of
 
 
 class SourceConfig(Section):
@@ -51,6 +52,9 @@ class DataConfig(Section):
     """How encoded images are read: the table `[data.image]`; without it no column holds encoded images."""
     audio: AudioConfig | None = None
     """A column of audio files: `[data.audio]`."""
+    files_from: tuple[Location, ...] = ()
+    """Directories of which the files may be that cells of a table name (images, audio) and links in a folder lead to;
+    empty = only of the source's own directory: that of the table. A single one needs no list."""
     evaluation_source: Location = ""
     """Samples to evaluate on; empty = set aside `evaluation_fraction` of the source, or of each of several."""
     evaluation_rows: NonNegativeInt = 0
@@ -91,6 +95,18 @@ class DataConfig(Section):
     """Text only: bytes in one sample; the label of each byte is the byte that follows it."""
     text_files: str = "*.py"
     """Text only: which files of the directory are read."""
+
+    @field_validator("files_from", mode="before")
+    @classmethod
+    def _may_be_one_directory(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, str) and given else given or ()
+
+    @field_validator("files_from")
+    @classmethod
+    def _are_local(cls, directories: tuple[str, ...]) -> tuple[str, ...]:
+        if urls := [redacted(url) for each in directories if (url := url_of(each))]:
+            raise ValueError(f"names directories of this machine, not {', '.join(urls)}; name the URL in data.source")
+        return directories
 
     @model_validator(mode="before")
     @classmethod

@@ -88,14 +88,15 @@ def _opened(content: bytes) -> Image:
             ImageOps.exif_transpose(image, in_place=True)
         return image
     except UnidentifiedImageError:
-        raise ValueError(f"is no image that can be read ({len(content):,} bytes, first {content[:8]!r})") from None
+        raise ValueError(f"is no image that can be read ({len(content):,} bytes)") from None
     except Image.DecompressionBombError as error:
         raise ValueError(f"is too large: {error}") from error
     except MemoryError:
         raise ValueError("takes more memory to be decoded than there is") from None
     except Exception as error:
-        # the errors of Pillow's decoders for damaged files have no common base class
-        raise ValueError(f"cannot be decoded: {error}") from error
+        # the errors of Pillow's decoders for damaged files have no common base class; its reader of PPM quotes the file
+        quoted = content.startswith(b"P") and isinstance(error, ValueError)
+        raise ValueError(f"cannot be decoded: {type(error).__name__ if quoted else error}") from error
 
 
 def memory_of(content: bytes) -> int:
@@ -118,7 +119,12 @@ def _memory_of(image: Image, *, rotated: bool = False) -> int:
 
 
 def check_size(image: Image, *, rotated: bool = False) -> None:
-    """Raise ValueError for an image that takes more memory than the limit; it need not be decoded yet."""
+    """Raise ValueError for an image that takes more memory than the limit, or another program; it need not be decoded.
+
+    Pillow would let Ghostscript execute an EPS file, whatever the file's name is.
+    """
+    if image.format == "EPS":
+        raise ValueError("is PostScript (EPS), a program that Onward does not run; convert it to PNG")
     if (size := _memory_of(image, rotated=rotated)) > IMAGE_BYTES.most:
         raise ValueError(f"has {IMAGE_BYTES.exceeded(size)} ({image.width} x {image.height}, {image.mode})")
 

@@ -6,7 +6,7 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 from onward.trainer.bounds import SOURCE_FILES, check_regular
 from onward.trainer.bounds import opened as open_file
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.allowed_files import allowed_files, folder_of, refuse_outside
 from onward.trainer.data.audio.decoding import AUDIO_FORMATS
 from onward.trainer.data.columns import BLOCK_BYTES, Array, Block
 from onward.trainer.data.columns import is_unicode as _is_unicode
@@ -65,6 +66,8 @@ class Source:
     format: str
     files: tuple[tuple[str, Path], ...]
     """(name relative to the source, path), sorted by name."""
+    name: str = ""
+    """As the settings name it; "" for data that every machine has."""
 
 
 # -- finding the files
@@ -85,12 +88,13 @@ def locate(source: str, data: DataConfig) -> Source:
             raise DataError(f"{source} cannot be read: {error.strerror}") from None
         found = {path.name: path}
     elif path.is_dir() and (found := saved_dataset(path)):
-        return Source("arrow", tuple(found.items()))
+        refuse_outside(source, found.items(), data)
+        return Source("arrow", tuple(found.items()), source)
     elif path.is_dir():
         _refuse_root(source, path)
         found = {name: path / name for name in _walk(path, "*", set())}
     else:
-        base = next(parent for parent in path.parents if not set("*?[") & set(str(parent)))
+        base = folder_of(source)
         pattern = str(path.relative_to(base))
         if "**" in pattern:
             _refuse_root(source, base)
@@ -103,7 +107,10 @@ def locate(source: str, data: DataConfig) -> Source:
         raise DataError(f"{source} has {SOURCE_FILES.exceeded(len(found))}")
     if wrong := next((name for name in found if not _is_unicode(name)), None):
         raise DataError(f"{source}: the name of file {wrong!a} is not UTF-8; rename it")
-    return _of_one_format(source, found, data)
+    located = _of_one_format(source, found, data)
+    if not path.is_file():  # which the settings name itself
+        refuse_outside(source, located.files, data)
+    return located
 
 
 def _refuse_root(source: str, directory: Path) -> None:
@@ -161,7 +168,7 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
     mask_folder = data.image.mask_folder if data.image else ""
     if wanted in COLUMN_OF and not mask_folder:
         refuse_empty_classes(Path(source), files)
-    return Source(wanted, files)
+    return Source(wanted, files, source)
 
 
 # -- reading
@@ -263,7 +270,15 @@ def first_blocks(data: DataConfig, text: Collection[str] = (), number: int = 0) 
 def _blocks(
     source: Source, data: DataConfig, names: Sequence[str] | None, text: Collection[str]
 ) -> Iterator[tuple[str, Block]]:
-    """Yield (name of the file in the source, some of its rows), file by file."""
+    """Yield (name of the file in the source, some of its rows), file by file, with the files that cells may name."""
+    allowed = allowed_files(source.name, data) if source.name else None
+    for name, block in _read_blocks(source, data, names, text):
+        yield name, replace(block, allowed=allowed)
+
+
+def _read_blocks(
+    source: Source, data: DataConfig, names: Sequence[str] | None, text: Collection[str]
+) -> Iterator[tuple[str, Block]]:
     if source.format == "digits":
         yield "digits", digits_block(data)
     elif source.format == "text" and data.text is None:

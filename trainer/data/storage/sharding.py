@@ -27,7 +27,6 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.trainer.bounds import CONTENT_BYTES
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.column_computers import ColumnComputer, computed_chunks, describe_all, packer_of, stored_of
@@ -41,17 +40,16 @@ from onward.trainer.data.columns import (
     Schema,
     fit_block,
     in_parts,
-    named_files,
     select,
 )
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
-from onward.trainer.data.images.image_sources import COLUMN_OF
 from onward.trainer.data.losses_from_data import count_classes, counted_columns
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.read_ahead import read_ahead
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.described_columns import merge, stored_column
+from onward.trainer.data.storage.files_of_cells import digests_of_named_files, naming_columns, outside_files
 from onward.trainer.data.storage.inferred_schema import infer_schema
 from onward.trainer.data.storage.shard_space import check_space
 from onward.trainer.data.storage.sharding_progress import Sharded, ShardingProgress
@@ -134,6 +132,13 @@ def try_first_rows(config: RunConfig, signature: Signature) -> tuple[Schema, Map
                 computed = {column.name: column for column in stored_of(computers)}
                 return {**schema, **computed}, all_fitted(computers)
     return schema, {}
+
+
+def check_named_files(config: RunConfig, signature: Signature, schema: Schema) -> None:
+    """Raise DataError with the cells of all rows that name files which must not be read."""
+    stored = stored_columns(config.data, read_and_computed(config, signature, schema)[0], schema)
+    if problems := outside_files(config.data, stored):
+        raise DataError(problems)
 
 
 def check_held_out(config: RunConfig, signature: Signature, schema: Schema) -> None:
@@ -243,20 +248,9 @@ def cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[C
         content.append(reading)
     if data.sources or data.test_source:
         content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])
-    # files in folders are those of the source, and what is in tar files; masks in folders of their own are not
-    own = {COLUMN_OF[each] for each in formats & COLUMN_OF.keys()}
-    named = [column.name for column in columns if column.dtype == BYTES and column.name not in own]
-    if named and "webdataset" not in formats:
-        content.append(_digests_of_named_files(data, named))
+    if named := naming_columns(data, columns):
+        content.append(digests_of_named_files(data, named))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _digests_of_named_files(data: DataConfig, names: Sequence[str]) -> list[str]:
-    """Return the digest of each file that a cell of these columns names, in order; "" if it cannot be read."""
-    blocks = (block for _, each in sources.read_by_source(data, names) for block, _ in each)
-    cells = ((block.cells.get(name, ()), Path(block.file).parent) for block in blocks for name in names)
-    paths = (path for each, folder in cells for path in named_files(each, folder))
-    return [sha256(path) if path.is_file() and path.stat().st_size <= CONTENT_BYTES.most else "" for path in paths]
 
 
 def _intact_manifest(directory: Path, *, explain: bool = False) -> ShardManifest | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from onward.trainer.data.images.decoding import decode_image, decode_mask
 from tests.support.images import encoded, picture
@@ -66,7 +68,7 @@ def test_images_are_rotated_as_their_exif_data_says() -> None:
     ("content", "message"),
     [
         (encoded(picture(8))[:-100], "cannot be decoded: image file is truncated"),
-        (b"<html>not found</html>", "is no image that can be read .22 bytes, first b'<html>no'"),
+        (b"<html>not found</html>", "is no image that can be read .22 bytes.$"),
         (encoded(picture(8), "PNG")[:200], "cannot be decoded"),
         (encoded(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF"), "32 bits .mode F., whose range is unknown"),
     ],
@@ -97,3 +99,25 @@ def test_coloured_masks_and_class_numbers_beyond_16_bits_are_refused() -> None:
         decode_mask(encoded(picture(9), "PNG"))
     with pytest.raises(ValueError, match=r"holds class numbers 40000\.\.40000, but masks hold 0\.\.32767"):
         decode_mask(encoded(Image.fromarray(np.full((2, 2), 40000, np.uint16)), "PNG"))
+
+
+def test_postscript_is_not_given_to_ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow starts the program `gs` in PATH to decode EPS, whatever the file is called."""
+    mark = tmp_path / "executed"
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {mark}\n")
+    (tmp_path / "gs").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    content = encoded(Image.new("RGB", (8, 8)), "EPS")
+    with pytest.raises(ValueError, match=r"is PostScript \(EPS\), a program that Onward does not run"):
+        decode_image(content, grey=False)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"P6 s3cr3t-of-the-user", b"P2\n1 1\n255\ns3cr3t-of-the-user\n", b"s3cr3t-of-the-user"]
+)
+def test_a_refusal_quotes_nothing_of_the_file(content: bytes) -> None:
+    with pytest.raises(ValueError) as caught:
+        decode_image(content, grey=False)
+    assert "s3cr3t" not in str(caught.value)

@@ -1,0 +1,54 @@
+"""The files that cells of a table name: their digests, and which of them must not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from onward.trainer.bounds import CONTENT_BYTES
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.allowed_files import named_path
+from onward.trainer.data.columns import BYTES, Column
+from onward.trainer.data.images.image_sources import COLUMN_OF
+from onward.trainer.data.reading import sources
+from onward.trainer.run.durable_files import sha256
+
+MAX_NAMED_ROWS = 20
+"""Rows that a message names; the others are counted."""
+
+
+def naming_columns(data: DataConfig, columns: Sequence[Column]) -> list[str]:
+    """Return the columns whose cells may name files; [] for tar files, which are read as a stream."""
+    formats = {source.format for source in sources.all_sources(data)}
+    # files in folders are those of the source; masks in folders of their own are not
+    own = {COLUMN_OF[each] for each in formats & COLUMN_OF.keys()}
+    names = [column.name for column in columns if column.dtype == BYTES and column.name not in own]
+    return [] if "webdataset" in formats else names
+
+
+def outside_files(data: DataConfig, columns: Sequence[Column]) -> list[str]:
+    """Return a sentence for each cell that names a file which must not be read, the first ones and their number."""
+    names = naming_columns(data, columns)
+    found = [f"{where}: {name} names {why}" for where, name, _, why in _named(data, names) if why] if names else []
+    more = [f"... and {len(found) - MAX_NAMED_ROWS:,} more"] if len(found) > MAX_NAMED_ROWS else []
+    return [*islice(found, MAX_NAMED_ROWS), *more]
+
+
+def digests_of_named_files(data: DataConfig, names: Sequence[str]) -> list[str]:
+    """Return the digest of each file that a cell of these columns names, in order; "" if it is not read."""
+    return [
+        sha256(path) if not why and path.is_file() and path.stat().st_size <= CONTENT_BYTES.most else ""
+        for _, _, path, why in _named(data, names)
+    ]
+
+
+def _named(data: DataConfig, names: Sequence[str]) -> Iterator[tuple[str, str, Path, str]]:
+    """Yield (row, column, file, why it must not be read) of each cell that names a file."""
+    for block in (block for _, each in sources.read_by_source(data, names) for block, _ in each):
+        folder, allowed = Path(block.file).parent, block.allowed_files
+        for name in names:
+            for at, cell in enumerate(block.cells.get(name, ())):
+                if given := named_path(cell):
+                    why = allowed.refusal_of_cell(folder, given)
+                    yield block.where(int(block.index[at])), name, folder / given, why

@@ -70,9 +70,9 @@ def test_a_run_whose_records_were_edited_says_what_was_changed_and_goes_on(works
 
     # 3. the identity
     run.identity.unlink()
-    for text in (str(run.root), run.root.name, identity.name, "last"):
+    for text in (str(run.root), identity.name):
         status = workshop.onward("status", text)
-        assert (status["name"], status["state"], status["kind"]) == (identity.name, "interrupted", "killed")
+        assert (status["name"], status["kind"]) == (identity.name, "killed")
         assert f"onward resume {identity.name}" in status["to_do"]
     assert any("has 1 damaged line, the first is" in each for each in status["remarks"])
     assert [each["name"] for each in workshop.onward("runs")["runs"]] == [identity.name]
@@ -120,8 +120,8 @@ def test_a_refusal_says_whether_a_run_has_begun(workshop: Workshop) -> None:
     before = refusal(workshop, "run", *WORDS, "data.label=prize")
     assert before.splitlines()[-1] == "To do: correct each thing that is listed; no run has begun"
     assert not list(workshop.home.glob("runs/*"))
-    images = np.load("data.npz")["image"]
-    np.savez("data.npz", image=images, label=np.full(200, 9))  # found by the rehearsal, inside the run
+    images = np.load("data.npz")["image"]  # a loss of them is not finite, as the rehearsal finds inside the run
+    np.savez("data.npz", image=np.full_like(images, 1e38), label=np.arange(200) % 4)
     inside = refusal(workshop, "run", *WORDS)
     (run,) = workshop.home.glob("runs/*")
     last = inside.splitlines()[-1]

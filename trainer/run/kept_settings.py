@@ -14,6 +14,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RecordError
 from onward.trainer.run.directory import RunDir, read_settings
 from onward.trainer.run.records import Record, read_record, write_record
+from onward.trainer.run.sweeps import membership
 
 
 class AcceptedChange(Record):
@@ -72,6 +73,9 @@ def edited_settings(run: RunDir) -> list[str]:
 def refuse_edited(run: RunDir, command: str = "") -> None:
     """Raise ConfigError when config.json was edited. command: the one that resumes the run."""
     accept = f"`{command or f'onward resume {run.root.name}'} --accept-config`"
+    further = f"start a new run, or go on with the new ones by {accept}, which the report will say"
+    if membership(run):  # its trials are compared by the settings that the sweep has given them
+        further = "or start a new sweep"
     try:
         edited = edited_settings(run)
     except RecordError as error:
@@ -82,8 +86,7 @@ def refuse_edited(run: RunDir, command: str = "") -> None:
         raise ConfigError(
             [
                 *(f"in {run.config}, {change}" for change in edited),
-                "a run keeps the settings that it began with: put them back, start a new run, or go on with the new "
-                f"ones by {accept}, which the report will say",
+                f"a run keeps the settings that it began with: put them back, {further}",
             ]
         )
 

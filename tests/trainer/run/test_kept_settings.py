@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onward.flows.run_status import remarks_of
@@ -22,6 +23,10 @@ from onward.trainer.run.kept_settings import (
     refuse_edited,
     write_settings,
 )
+from onward.trainer.run.records import write_record
+from onward.trainer.run.sweeps import Membership
+from tests.support.graphs import tiny_mlp
+from tests.support.runs import make_run, start_attempt
 
 
 @pytest.fixture
@@ -52,6 +57,26 @@ def test_an_edited_setting_is_refused_with_both_values_and_the_way_on(run: RunDi
         "`onward resume mlp-3 --accept-config`, which the report will say",
     )
     assert "is refused until it is accepted: train.num_steps was 10" in remarks_of(run)[0]
+
+
+@pytest.mark.mpi
+def test_a_rank_refuses_an_edited_setting(tmp_path: Path) -> None:
+    columns = {"features": np.zeros((40, 4), np.float32), "label": np.zeros((40, 1), np.float32)}
+    made = make_run(tmp_path, tiny_mlp(), columns, train={"num_steps": 4})
+    write_settings(made, read_settings(made))
+    edit(made, "optimizer", "learning_rate", 0.5)
+    assert start_attempt(made, forked=False).wait(120) != 0
+    error = made.first_error(1)
+    assert error
+    assert "optimizer.learning_rate was 0.001, and is 0.5" in error.cause
+    assert not made.events.exists()
+
+
+def test_a_trial_of_a_sweep_has_no_other_settings(run: RunDir) -> None:
+    write_record(run.trial, Membership(sweep_id="s", number=1, mlflow_run_id=""))
+    edit(run, "train", "num_steps", 20)
+    with pytest.raises(ConfigError, match="put them back, or start a new sweep"):
+        refuse_edited(run)
 
 
 def test_accepted_settings_are_kept_with_the_time_and_the_step(run: RunDir) -> None:

@@ -53,7 +53,6 @@ from onward.trainer.run.directory import (
     example_in,
     read_config,
     read_config_as_given,
-    refusal_in,
     samples_in,
     variant_in,
 )
@@ -67,7 +66,7 @@ from onward.trainer.run.records import (
     read_record,
     write_record,
 )
-from onward.trainer.run.refusals import Refusal, own_error
+from onward.trainer.run.refusals import Refusal, own_error, refusal_in
 from onward.trainer.run.storage import storage_error
 from onward.trainer.run.stores import upload
 

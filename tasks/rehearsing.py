@@ -22,11 +22,11 @@ from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.errors import RuntimeUnavailable, UnsupportedModel
 from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs_plan, with_plan
 from onward.trainer.run.allowed_code import AllowedCode, code_digests, code_record
-from onward.trainer.run.directory import RunDir, refusal_in
+from onward.trainer.run.directory import RunDir
 from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
 from onward.trainer.run.quantized_record import Quantized
 from onward.trainer.run.records import CompileTrial, Rehearsal, read_record, write_record
-from onward.trainer.run.refusals import Refusal, own_error
+from onward.trainer.run.refusals import Refusal, own_error, refusal_in
 
 log = logging.getLogger(__name__)
 

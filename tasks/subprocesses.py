@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onward.infra import forks
 from onward.infra.parent_death import signalled_with_parent
-from onward.trainer.run.directory import refusal_in
+from onward.trainer.run.refusals import refusal_in
 from onward.trainer.run.storage import storage_cause
 
 TAIL_LINES = 20

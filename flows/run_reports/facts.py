@@ -22,7 +22,7 @@ from onward.trainer.diagnostics.difference import Difference
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
-from onward.trainer.run.directory import RunDir, changes_in, read_settings, refusal_in, samples_in
+from onward.trainer.run.directory import RunDir, changes_in, read_settings, samples_in
 from onward.trainer.run.ending import RunEnding, ending_of
 from onward.trainer.run.records import (
     ExportedModel,
@@ -33,7 +33,7 @@ from onward.trainer.run.records import (
     TrainResult,
     read_record,
 )
-from onward.trainer.run.refusals import Refusal
+from onward.trainer.run.refusals import Refusal, refusal_in
 from onward.trainer.run.sample_records import Samples
 from onward.trainer.run.step_profile import StepProfile, read_profiles
 from onward.trainer.run.time_account import TimeAccount, time_account

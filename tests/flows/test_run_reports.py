@@ -19,11 +19,11 @@ from onward.flows.run_reports.summary import markdown
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import ConfigError
 from onward.trainer.events import EventWriter
-from onward.trainer.run.directory import RunDir, refusal_in, samples_in
+from onward.trainer.run.directory import RunDir, samples_in
 from onward.trainer.run.ending import RunEnding
 from onward.trainer.run.phases import phases
 from onward.trainer.run.records import write_record
-from onward.trainer.run.refusals import Refusal
+from onward.trainer.run.refusals import Refusal, refusal_in
 from onward.trainer.run.step_profile import ProfileRow, StepProfile, record_of
 from tests.support.report_runs import Page, reported_run
 

@@ -1,7 +1,6 @@
 """RunDir: the paths of one run directory, and which attempt may write to it.
 
-Flow, tasks and ranks exchange files in this directory and nothing else. After each file: its content, and who writes
-it.
+Flow, tasks and ranks exchange files in this directory and nothing else. After each file: its content, and its writer.
 
     RUN_DIR/
         lock                    the process of the flow that works on the run, which holds a flock on it        the flow
@@ -65,6 +64,7 @@ Durable files are written under a temporary name, fsynced and renamed: they are 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,9 @@ from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.home import onward_home as onward_home  # from here for whoever reads run directories
 from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.records import RankError, read_record
+
+_CLOSED: set[Path] = set()
+"""Runs whose log this process has closed: the tasks that wait for that are its threads, and the disk may be full."""
 
 
 def download_cache() -> Path:
@@ -278,17 +281,21 @@ class RunDir:
 
     def open_log(self) -> None:
         """Mark the event log as growing. Call before training."""
+        _CLOSED.discard(self.root)
         self.closed.unlink(missing_ok=True)
 
     def close_log(self) -> None:
-        """Mark the event log as complete. Call after training, however it ended."""
-        self.closed.touch()
+        """Mark the event log as complete. Call after training, however it ended. A broken disk is no error."""
+        _CLOSED.add(self.root)
+        with contextlib.suppress(OSError):
+            self.closed.touch()
 
-    def wait_for_end(self, limit_s: float) -> None:
-        """Wait until the event log is complete, at most `limit_s`."""
+    def wait_for_end(self, limit_s: float) -> bool:
+        """Return whether the event log is complete, after waiting for that at most `limit_s`."""
         deadline = time.monotonic() + limit_s
-        while not self.closed.exists() and time.monotonic() < deadline:
+        while not (closed := self.root in _CLOSED or self.closed.exists()) and time.monotonic() < deadline:
             time.sleep(0.05)
+        return closed
 
     # -- the fence: an attempt that was replaced must not write any more
 
@@ -332,9 +339,6 @@ class RunDir:
         return tuple(sorted(int(path.stem.rpartition("-")[2]) for path in found))
 
 
-# -- further files in an export folder
-
-
 def example_in(export: Path) -> Path:
     """Return the path of one evaluation row: input name -> array."""
     return export / "example.npz"
@@ -358,11 +362,6 @@ def samples_in(export: Path) -> Path:
 def changes_in(export: Path) -> Path:
     """Return the path of the record of what distinguishes the exported file from the original."""
     return export / "changes.json"
-
-
-def refusal_in(export: Path) -> Path:
-    """Return the path of the record that takes the place of all other files when a check failed."""
-    return export / "refused.json"
 
 
 def read_config(run: RunDir) -> RunConfig:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from onward.trainer import errors
 from onward.trainer.errors import OnwardError, Refused
-from onward.trainer.run.directory import refusal_in
 from onward.trainer.run.records import Record
 from onward.trainer.run.reserved import reserve, write_reserved
 from onward.trainer.run.storage import storage_error
@@ -24,6 +23,11 @@ class Refusal(Record):
     kind: str
     """The name of its class in trainer/errors.py."""
     problems: tuple[str, ...]
+
+
+def refusal_in(folder: Path) -> Path:
+    """Return the path of the record that takes the place of all other files when a process refused."""
+    return folder / "refused.json"
 
 
 def own_error(refusal: Refusal) -> OnwardError:

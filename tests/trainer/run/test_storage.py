@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from onward.trainer.errors import ConfigError, DataError, RuntimeUnavailable, StorageUnavailable, TrainingFailed
+from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import Record, read_record
 from onward.trainer.run.refusals import Refusal, exit_with_refusal
 from onward.trainer.run.storage import broken_storage, says_storage, storage_cause, storage_error, storage_problem
@@ -129,7 +130,18 @@ def full_in_the_middle(folder: Path) -> None:
     assert refusal.problems[0].startswith(f"No space left on device: the disk of {folder}")
 
 
-@pytest.mark.parametrize("role", [without_room, without_inodes, read_only, full_in_the_middle])
+def closing_the_log(folder: Path) -> None:
+    """Tasks beside the training wait for its end, which no file may be able to say."""
+    run = RunDir(folder)
+    run.open_log()
+    assert not run.wait_for_end(0)
+    make_read_only(folder)
+    run.close_log()
+    assert not run.closed.exists()
+    assert run.wait_for_end(0)
+
+
+@pytest.mark.parametrize("role", [without_room, without_inodes, read_only, full_in_the_middle, closing_the_log])
 def test_a_disk_is_looked_at_where_nothing_else_says_what_is_wrong(
     role: Callable[[Path], None], tmp_path: Path
 ) -> None:

@@ -79,6 +79,15 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
         _reread_prefect_settings()
         try:
             yield environment["PREFECT_API_URL"]
+        except Exception as error:
+            import httpx
+
+            if not isinstance(error, httpx.TransportError):
+                raise
+            raise RuntimeUnavailable(
+                f"the Prefect server {environment['PREFECT_API_URL']} does not answer any more "
+                f"({type(error).__name__}: {error}); repeat the command, and see `onward doctor` if it happens again"
+            ) from error
         finally:
             # Else PREFECT_API_URL would name Onward's own server, which ends, as the one that the user configured.
             for name in environment:

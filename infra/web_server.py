@@ -40,8 +40,9 @@ BACKLOG = 2048
 """Connections that may wait; uvicorn's own number."""
 HEALTH = ("/health", "/api/health")
 """Paths that answer without a login, to those who wait for the server."""
-PREFECTS_PAGE = re.compile(r"/|/ui-settings|/v2(/.*)?")
-"""Paths of the page that asks for the login: files of Prefect's package, and that there is a login."""
+PREFECTS_PAGES = re.compile(r"(?!/(api|docs|redoc|openapi\.json)(/|$)).*")
+"""Paths of the pages that ask for the login: the files of Prefect's package, which are the same everywhere, and
+`/ui-settings`, which says that a login is asked for."""
 
 
 class RequestCheck:
@@ -105,7 +106,7 @@ def main(name: str, home: Path, port: int) -> None:
         listener.listen(BACKLOG)
         gc.disable()  # what is imported stays: looking through it for garbage takes a tenth of the start
         application = _prefect(home) if name == "prefect" else _mlflow(home)
-        page = PREFECTS_PAGE if name == "prefect" else None
+        page = PREFECTS_PAGES if name == "prefect" else None
         checked = RequestCheck(application, login=login(home), page=page)
         gc.freeze()
         gc.enable()
@@ -121,8 +122,20 @@ def _prefect(home: Path) -> Application:
     url = import_from_string("prefect.settings:get_current_settings")().server.database.connection_url
     if url and url.get_secret_value() == f"sqlite+aiosqlite:///{database}":  # and no other one that the user has set
         make_database(database, "prefect")
+    _lock_at_the_beginning()
     application: Application = import_from_string("prefect.server.api.server:create_app")()
     return application
+
+
+def _lock_at_the_beginning() -> None:
+    """Let each transaction of Prefect's that may write wait for the others when it begins.
+
+    Prefect begins most of them DEFERRED: they read, and lock the database when they first write. If another one has
+    written meanwhile, SQLite does not wait, and the request ends with status 503.
+    """
+    configuration = import_from_string("prefect.server.database.configurations:AioSqliteConfiguration")
+    begin = configuration.begin_transaction
+    configuration.begin_transaction = lambda self, session, with_for_update=False: begin(self, session, True)
 
 
 def _mlflow(home: Path) -> Application:

@@ -15,7 +15,7 @@ from onward.flows.machine.compilers import compilers
 from onward.flows.machine.file_system import disk_space, file_system, home_directory
 from onward.flows.machine.findings import Finding, MachineReport
 from onward.flows.machine.mpi import mpi
-from onward.flows.machine.network import loopback, servers
+from onward.flows.machine.network import loopback, servers, work_pool
 from onward.flows.machine.packages import packages
 from onward.flows.machine.resources import cores, gpus, memory, open_files, shared_memory
 from onward.trainer.run.directory import onward_home
@@ -36,6 +36,7 @@ CHECKS: Mapping[str, Check] = {
     "compilers": compilers,
     "loopback": loopback,
     "servers": servers,
+    "work pool": work_pool,
     "packages": packages,
     "clock": clock,
 }

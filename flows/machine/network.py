@@ -15,6 +15,7 @@ from onward.tasks.machine_check import store_problems
 from onward.tasks.registered_models import store_of
 from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.config.urls import redacted
+from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.extras import how_to_install
 from onward.trainer.run.directory import onward_home
 
@@ -51,7 +52,7 @@ def loopback() -> Iterator[Finding]:
     proxies = sorted(key for key in os.environ if key.lower() in ("http_proxy", "all_proxy"))
     excepted = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     if proxies and not {LOOPBACK, "*"} & {each.strip() for each in excepted.split(",")}:
-        what = f"{', '.join(proxies)} would send Prefect's and MLflow's calls to {LOOPBACK} to a proxy"
+        what = f"{', '.join(proxies)} would send the calls to servers of yours at {LOOPBACK} to a proxy"
         fix = f"export NO_PROXY={LOOPBACK},localhost"
         yield Finding(check="loopback", level="note", what=what, fix=fix)
 
@@ -80,6 +81,30 @@ def servers() -> Iterator[Finding]:
         is_remote = uri.startswith(("http:", "https:"))
         what = f"{redacted(uri)} answers" if is_remote else f"runs are recorded in {redacted(uri)}"
         yield Finding(check="MLflow", level="ok", what=what)
+
+
+def work_pool() -> Iterator[Finding]:
+    """Report a work pool with which somebody who may start runs can run any program."""
+    if importlib.util.find_spec("prefect") is None:
+        return
+    from onward.flows.local_run import prefect_server
+
+    try:
+        with prefect_server(start=False):
+            from prefect.client.orchestration import get_client
+
+            from onward.flows.work_pool import problem_of_pool
+
+            with get_client(sync_client=True) as client:
+                problem = problem_of_pool(client)
+    except RuntimeUnavailable:
+        return  # without a server or a worker, which the servers' own check reports
+    if problem:
+        what, _, fix = problem.rpartition("; ")
+        yield Finding(check="work pool", level="problem", what=what, fix=fix)
+    else:
+        what = "what deployed runs execute is decided by the worker, not by those who start them"
+        yield Finding(check="work pool", level="ok", what=what)
 
 
 def _own_servers() -> Iterator[Finding]:

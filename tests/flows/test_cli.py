@@ -378,7 +378,7 @@ def test_up_with_a_configured_server_says_how_to_start_a_worker_for_it(
     status, said = ending(capsys, monkeypatch, "up")
     assert status == 3
     assert "http://elsewhere/api is configured" in said
-    assert "`prefect worker start --pool onward --type process`" in said
+    assert "`python -m onward.flows.worker`" in said
 
 
 def test_a_run_of_another_home_is_refused_with_the_home_to_set(

@@ -82,7 +82,8 @@ def test_prefects_pages_ask_for_the_whole_line(workshop: Workshop, links: dict[s
     assert (status, "<html" in page.lower()) == (200, True)
     status, settings = ask(port, "/ui-settings")
     assert (status, json.loads(settings)["auth"]) == (200, "BASIC")
-    assert ask(port, "/api/admin/version")[0] == 401
+    for path in ("/api/admin/version", "/api/docs", "/api/openapi.json", "/docs", "/redoc", "/openapi.json"):
+        assert ask(port, path)[0] == 401, path
     assert ask(port, "/api/admin/version", login=login(workshop.home))[0] == 200
     assert (workshop.home / "prefect" / "pages" / "v2" / "index.html").exists(), "and not where Prefect is installed"
 
@@ -138,7 +139,7 @@ def program_of(process: psutil.Process) -> str:
     words = process.cmdline()
     if "onward.infra.web_server" in words:
         return {"prefect": "Prefect server", "mlflow": "MLflow server"}[words[3]]
-    if "worker" in words:
+    if "onward.flows.worker" in words or "worker" in words:
         return "worker"
     if words[-3:-1] == ["onward.trainer", "train"]:
         return "`mpirun`" if Path(words[0]).name in ("mpirun", "prterun") else "ranks"
@@ -165,5 +166,7 @@ def test_the_page_says_what_listens_where(workshop: Workshop, links: dict[str, s
         seen
     )
     assert {name for name, found in seen.items() if found} == {n for n, at in table.items() if "127.0.0.1" in at}, seen
+    assert len({port for ip, port in seen["`mpirun`"] if ip == "0.0.0.0"}) == 1, seen
+    assert len({port for ip, port in seen["`mpirun`"] if ip == "::"}) == 1, seen
     for name in ("Prefect", "MLflow"):
         assert seen[f"{name} server"] == {("127.0.0.1", port_of(links, name.lower()))}

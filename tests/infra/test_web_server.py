@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 import socket
 import threading
 import time
@@ -32,9 +33,10 @@ async def application(scope: Message, receive: Receive, send: Send) -> None:
 
 
 @contextlib.contextmanager
-def checked(login: str = "") -> Iterator[int]:
+def checked(login: str = "", page: re.Pattern[str] | None = None) -> Iterator[int]:
     """Run a checked application in a thread; yield its port."""
-    config = uvicorn.Config(RequestCheck(application, login=login), port=0, lifespan="off", log_level="critical")
+    guarded = RequestCheck(application, login=login, page=page)
+    config = uvicorn.Config(guarded, port=0, lifespan="off", log_level="critical")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -111,4 +113,21 @@ def test_without_the_login_only_the_health_check_is_answered() -> None:
         answer = connection.getresponse()
         assert answer.getheader("WWW-Authenticate", "").startswith("Basic ")  # the browser asks the user
         assert "secret" not in answer.read().decode()
+        connection.close()
+
+
+def test_a_page_that_asks_for_the_login_itself_is_open_and_what_it_asks_is_not() -> None:
+    with checked("onward:secret", web_server.PREFECTS_PAGES) as port:
+        for path in ("/", "/v2/runs", "/v2/assets/x.js", "/runs/flow-run/x", "/ui-settings", "/api/health", "/apis"):
+            assert ask(port, path) == (200, "inside"), path
+        for path in ("/api", "/api/", "/api/flows/filter", "/api/ready", "/api/docs", "/docs", "/docs/", "/redoc"):
+            assert ask(port, path)[0] == 401, path
+            assert ask(port, path, login="onward:secret")[0] == 200, path
+        for path in ("/openapi.json", "/docs/oauth2-redirect", "/api%0a/x", "/x%0a"):
+            assert ask(port, path)[0] == 401, path
+        assert ask(port, "/", method="POST")[0] == 401
+        assert handshake(port, "/").split()[1] == "101", "its first message has the login"
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("GET", "/api/")
+        assert connection.getresponse().getheader("WWW-Authenticate") is None, "the browser would ask beside the page"
         connection.close()

@@ -200,6 +200,33 @@ def test_a_disk_that_is_full_is_one_sentence_and_with_room_the_run_ends_with_the
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
+def run_without_inodes(home: Path) -> None:
+    """A run whose disk takes no further file from its first step on; then room is made, and it goes on."""
+    workshop = Workshop(home.parent)
+    reached = home.parent / "no further file"
+    process = start_until(workshop, "first step", "take inodes", reached, "launch.storage_wait_s=3", "launch.retries=0")
+    _, said = process.communicate(timeout=240)
+    assert process.returncode in (3, 4, 70), (process.returncode, said)
+    assert "No space left on device" in said, said
+    until(lambda: not workshop.processes(), limit_s=60)
+    _, run = begun(workshop, set())
+    assert run is not None
+    assert ending_of(run) is not None, "its space was reserved"
+    shutil.rmtree(home / "ballast")
+    assert go_on(workshop, run)["sha256"] == os.environ["EXPECTED"]
+    assert not set(workshop.prefect_states().values()) & OPEN
+
+
+def test_a_disk_that_takes_no_further_file_ends_the_command_and_with_room_the_run_ends_with_the_same_file(
+    workshop: Workshop, undisturbed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not may_mount():
+        pytest.skip("a small disk of its own needs a namespace")
+    monkeypatch.setenv("EXPECTED", undisturbed)
+    ended = on_a_small_disk(run_without_inodes, workshop.home, size="200m,nr_inodes=1200")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
 def test_a_flow_that_is_asked_to_stop_while_its_graph_is_compiled_saves_after_the_first_step_and_goes_on(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

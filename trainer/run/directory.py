@@ -63,6 +63,7 @@ Durable files are written under a temporary name, fsynced and renamed: they are 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ from onward.trainer.run.adjustments import Adjustments, with_adjustments
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.records import RankError, read_record
+
+_closed_here: set[Path] = set()  # of which runs this process has closed the log: on a full disk no file can say so
 
 
 def onward_home() -> Path:
@@ -277,17 +280,21 @@ class RunDir:
 
     def open_log(self) -> None:
         """Mark the event log as growing. Call before training."""
+        _closed_here.discard(self.root)
         self.closed.unlink(missing_ok=True)
 
     def close_log(self) -> None:
         """Mark the event log as complete. Call after training, however it ended."""
-        self.closed.touch()
+        _closed_here.add(self.root)
+        with contextlib.suppress(OSError):  # the disk is full or read-only
+            self.closed.touch()
 
-    def wait_for_end(self, limit_s: float) -> None:
-        """Wait until the event log is complete, at most `limit_s`."""
+    def wait_for_end(self, limit_s: float = 0.0) -> bool:
+        """Wait until the event log is complete, at most `limit_s`; return whether it is."""
         deadline = time.monotonic() + limit_s
-        while not self.closed.exists() and time.monotonic() < deadline:
+        while not (closed := self.root in _closed_here or self.closed.exists()) and time.monotonic() < deadline:
             time.sleep(0.05)
+        return closed
 
     # -- the fence: an attempt that was replaced must not write any more
 
@@ -314,10 +321,7 @@ class RunDir:
     def check_fence(self, attempt: int) -> None:
         """Raise Fenced when a newer attempt has begun. Call before every rename of a durable file."""
         if (current := self.current_attempt) != attempt:
-            raise Fenced(
-                f"attempt {attempt} found attempt {current} in {self.fence}: the newer one writes to {self.root} now, "
-                "so this one stops"
-            )
+            raise Fenced(f"attempt {attempt} found attempt {current}, which writes to {self.root} now: this one stops")
 
     def first_error(self, attempt: int) -> RankError | None:
         """Return the earliest error of an attempt, if possible one that no other rank's failure caused; else None."""
@@ -327,8 +331,8 @@ class RunDir:
 
     def ranks_with_errors(self, attempt: int) -> tuple[int, ...]:
         """Return the ranks that have an error record of an attempt."""
-        found = self.errors.glob(f"{attempt:03d}-rank-*.json")
-        return tuple(sorted(int(path.stem.rpartition("-")[2]) for path in found))
+        names = (path.stem for path in self.errors.glob(f"{attempt:03d}-rank-*.json"))
+        return tuple(sorted(int(name.rpartition("-")[2]) for name in names))
 
 
 # -- further files in an export folder
@@ -387,10 +391,7 @@ def read_config_as_given(run: RunDir) -> RunConfig:
 
 
 def read_settings(run: RunDir) -> RunConfig:
-    """Read the configuration of a run as it was given, with its URLs and without adjustments.
-
-    Raises ConfigError if it is absent or invalid.
-    """
+    """Read the configuration of a run as it was given, with URLs. Raises ConfigError if it is absent or invalid."""
     try:
         return RunConfig.model_validate_json(read_bounded(run.config, RECORD_BYTES))
     except FileNotFoundError:

@@ -6,8 +6,8 @@ A test puts this folder first in PYTHONPATH, and a description into ONWARD_TEST_
 
 phase: a pattern over what processes do: "open PATH" for writing, "os.rename FROM TO", "sqlite3.connect PATH",
 "subprocess.Popen PROGRAM WORDS", "event KIND STEP" of the event log, "phase NAME 0" of the flow's phases. action: a
-signal to the flow, "fill" the disk of `home`, "wait" until the file `once`.go exists, or "raise MODULE:CLASS TEXT" in
-the process itself. once: "" = each time. The flow is the first process with this variable.
+signal to the flow, "fill" the disk of `home`, "take inodes" until it takes no further file, "wait" until the file
+`once`.go exists, or "raise MODULE:CLASS TEXT" in the process itself. once: "" = each time. The flow is the first process with this variable.
 """
 
 from __future__ import annotations
@@ -76,6 +76,13 @@ def _act() -> None:
         deadline = time.monotonic() + 60
         while not os.path.exists(f"{SETTINGS['once']}.go") and time.monotonic() < deadline:  # noqa: PTH110
             time.sleep(0.05)
+        return
+    if SETTINGS["action"] == "take inodes":
+        folder = os.path.join(SETTINGS["home"], "ballast")  # noqa: PTH118
+        os.mkdir(folder)  # noqa: PTH102
+        with contextlib.suppress(OSError):
+            for number in range(1_000_000):
+                os.close(os.open(f"{folder}/{number}", os.O_CREAT))
         return
     if SETTINGS["action"] != "fill":
         os.kill(int(os.environ["ONWARD_TEST_FLOW"]), signal.Signals[SETTINGS["action"]])

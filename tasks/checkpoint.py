@@ -58,7 +58,7 @@ def checkpoint(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) ->
     closed = ready = False
     while not closed:
         # Read first, so that the last pass sees everything that was saved before the log was closed.
-        closed = run.wait_for_end(0)
+        closed = run.wait_for_end()
         retention.update()
         recorder.send(retention.kept)
         if retention.kept and not ready:  # soon the last one is exported and registered

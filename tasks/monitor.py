@@ -57,7 +57,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     offset, closed = 0, False
     while not closed:
         # Read first, so that the last pass reads everything that was written before the log was closed.
-        closed = run.wait_for_end(0)
+        closed = run.wait_for_end()
         for event, after in read_events(run.events, offset):
             progress.add(event)
             add_to_tensorboard(board, event)

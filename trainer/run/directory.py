@@ -290,7 +290,7 @@ class RunDir:
         with contextlib.suppress(OSError):
             self.closed.touch()
 
-    def wait_for_end(self, limit_s: float) -> bool:
+    def wait_for_end(self, limit_s: float = 0.0) -> bool:
         """Return whether the event log is complete, after waiting for that at most `limit_s`."""
         deadline = time.monotonic() + limit_s
         while not (closed := self.root in _CLOSED or self.closed.exists()) and time.monotonic() < deadline:
@@ -322,10 +322,7 @@ class RunDir:
     def check_fence(self, attempt: int) -> None:
         """Raise Fenced when a newer attempt has begun. Call before every rename of a durable file."""
         if (current := self.current_attempt) != attempt:
-            raise Fenced(
-                f"attempt {attempt} found attempt {current} in {self.fence}: the newer one writes to {self.root} now, "
-                "so this one stops"
-            )
+            raise Fenced(f"attempt {attempt} found attempt {current}, which writes to {self.root} now: this one stops")
 
     def first_error(self, attempt: int) -> RankError | None:
         """Return the earliest error of an attempt, if possible one that no other rank's failure caused; else None."""
@@ -335,8 +332,8 @@ class RunDir:
 
     def ranks_with_errors(self, attempt: int) -> tuple[int, ...]:
         """Return the ranks that have an error record of an attempt."""
-        found = self.errors.glob(f"{attempt:03d}-rank-*.json")
-        return tuple(sorted(int(path.stem.rpartition("-")[2]) for path in found))
+        names = (path.stem for path in self.errors.glob(f"{attempt:03d}-rank-*.json"))
+        return tuple(sorted(int(name.rpartition("-")[2]) for name in names))
 
 
 def example_in(export: Path) -> Path:
@@ -387,10 +384,7 @@ def read_config_as_given(run: RunDir) -> RunConfig:
 
 
 def read_settings(run: RunDir) -> RunConfig:
-    """Read the configuration of a run as it was given, with its URLs and without adjustments.
-
-    Raises ConfigError if it is absent or invalid.
-    """
+    """Read the configuration of a run as it was given, with URLs. Raises ConfigError if it is absent or invalid."""
     try:
         return RunConfig.model_validate_json(read_bounded(run.config, RECORD_BYTES))
     except FileNotFoundError:

@@ -57,8 +57,8 @@ FOUND = """\
 - Recurrent layers whose initial state the graph expands to the batch stopped with "hx is not contiguous". Mended; both
   of the tests of the step `operators` were run again on the device and passed. The test of the step `resume` was not.
 - The output layer of GPT-2, with 50,257 classes, took 30 of 87 ms of a step in bf16: rows that are not aligned to 16
-  bytes keep cuBLAS from its fast kernels. `trainer/model/aligned_products.py` aligns them: a step went from 0.88 to 1.10
-  times as fast as the loop written by hand (87.1 and 70.2 ms; by hand 76.8 and 77.0 ms).
+  bytes keep cuBLAS from its fast kernels. `trainer/model/aligned_products.py` aligns them: a step went from 0.88 to
+  1.10 times as fast as the loop written by hand (87.1 and 70.2 ms; by hand 76.8 and 77.0 ms).
 - Compiled, a step took 64.7 ms beside 37.6 ms by hand: 18 ms were the loss, which was not compiled, and 6 ms a product
   of the output layer. Both are changed since; the compiled step has not been measured after that.
 - The host waits once in each step for the loss and the norm; the device idles for about 5 ms of each step around it.

@@ -6,8 +6,8 @@ A test puts this folder first in PYTHONPATH, and a description into ONWARD_TEST_
 
 phase: a pattern over what processes do: "open PATH" for writing, "os.rename FROM TO", "sqlite3.connect PATH",
 "subprocess.Popen PROGRAM WORDS", "event KIND STEP" of the event log, "phase NAME 0" of the flow's phases. action: a
-signal to the flow, "wait" until the file `once`.go exists, "raise MODULE:CLASS TEXT" in the process itself, or something
-that happens to the disk `home`: "fill" it, "inodes" to take all of them, "read-only", or "EIO" for errors of the device
+signal to the flow, "wait" until the file `once`.go exists, "raise MODULE:CLASS TEXT" in the process itself, or what
+happens to the disk `home`: "fill" it, "inodes" to take all of them, "read-only", or "EIO" for errors of the device
 from then on. once: "" = each time. The flow is the first process with this variable.
 """
 

@@ -239,6 +239,11 @@ def _credentials(tracking_uri: str) -> str:
     return unquote(named) if at else ":".join(os.environ.get(name, "") for name in variables)
 
 
+def local_store(home: Path) -> str:
+    """Return the tracking URI of Onward's own store: SQLite under its home, the artifacts beside it."""
+    return f"sqlite:///{home.absolute() / 'mlflow' / 'mlflow.db'}"
+
+
 def database_of(tracking_uri: str) -> Path | None:
     """Return the SQLite file of a store; None for a server."""
     path = tracking_uri.removeprefix("sqlite:///")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from onward.infra.mlflow_store import Store, database_of, translate_errors
+from onward.infra.mlflow_store import Store, database_of, local_store, translate_errors
 from onward.infra.service_state import healthy_url
 
 if TYPE_CHECKING:
@@ -89,11 +89,6 @@ class ModelFile:
     points: Sequence[Point] = ()
     """Points of the run that describe the file, too."""
     tags: Mapping[str, str] = field(default_factory=dict)
-
-
-def local_store(home: Path) -> str:
-    """Return the tracking URI of Onward's own store: SQLite under its home, the artifacts beside it."""
-    return f"sqlite:///{home.absolute() / 'mlflow' / 'mlflow.db'}"
 
 
 def page_on_own_server(tracking_uri: str, run_id: str) -> str:

@@ -28,6 +28,7 @@ from onward.infra.mlflow_store import (
     Store,
     TrackingError,
     TrackingUnavailable,
+    local_store,
     translate_errors,
     with_password,
     without_password,
@@ -39,7 +40,6 @@ from onward.infra.tracking import (
     Point,
     Port,
     Tracker,
-    local_store,
     metric_name,
     page_on_own_server,
 )

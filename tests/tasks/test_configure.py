@@ -10,7 +10,8 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from onward.infra.tracking import Tracker, local_store
+from onward.infra.mlflow_store import local_store
+from onward.infra.tracking import Tracker
 from onward.tasks.configure import configure
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.section import Section

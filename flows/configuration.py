@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 
 if TYPE_CHECKING:
     from onward.trainer.config.layers import Layered, Source

@@ -108,11 +108,11 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
     else:
         if missing := machine_problems(dict(config)):
             raise RuntimeUnavailable(missing)
-        write_record(code_record(run), AllowedCode(files=code))
         if config.quantize.aware:
             quantize(run, config, copies, code=code)
         config, found = rehearse(config, copies, quantized=run.quantized, code=code)
         _write_copies(run, copies)
+        write_record(code_record(run), AllowedCode(files=code))  # as it was before the rehearsal executed it
         write_record(run.rehearsal, found)  # before config.json, with which a run has begun and is not rehearsed again
         write_settings(run, config)
         _log(found)

@@ -16,7 +16,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from onward.flows.configuration import AnyPath, Config, Given, Overrides, checked_config, config, origins, problems_of
+from onward.flows.configuration import (
+    AnyPath,
+    Config,
+    Given,
+    Overrides,
+    checked_config,
+    config,
+    no_run_yet,
+    origins,
+    problems_of,
+)
 from onward.flows.stop_signals import acknowledged_interrupt, exit_on_sigterm
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
@@ -57,7 +67,7 @@ def run(config: Config, overrides: Overrides = (), /, *, profile: str = "", **se
     asked_ms = time.time_ns() // 1_000_000
     with live_view() as view:
         print("onward: checking the configuration, the model and the data", file=sys.stderr, flush=True)
-        with _no_run_yet():
+        with no_run_yet():
             given = Given.of(config, overrides, sections, profile=profile)
             resolved, where = given.checked_here(), given.layered().origins
         return _train(resolved, view, origins=where, asked_ms=asked_ms)
@@ -89,26 +99,12 @@ def resume(
     found = checked_run(run, changes, from_start=from_start)
     if outcome := outcome_if_finished(found, changes):
         return outcome
-    if not accept_config:
-        check_settings(found, accept=False)
+    check_settings(found, accept=accept_config)
     known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
     with live_view() as view:
         saved = Given(read_settings(found), changes, lambda sections: problems_of(sections, known, resumed=True))
         resolved = saved.checked_here(resumed=True)
-        if accept_config:
-            check_settings(found, accept=True)
         return _train(resolved, view, resume=found.root.name, asked_ms=asked_ms)
-
-
-@contextlib.contextmanager
-def _no_run_yet() -> Iterator[None]:
-    """Add to a refusal inside that no run has begun; the command line prints it."""
-    try:
-        yield
-    except OnwardError as error:
-        if error.exit_code == ConfigError.exit_code:
-            error.add_note("no run has begun")
-        raise
 
 
 def _train(

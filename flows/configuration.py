@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 
 if TYPE_CHECKING:
     from onward.trainer.config.layers import Layered, Source
@@ -153,3 +153,14 @@ def problems_of(sections: Mapping[str, Any], known: LocalCopies | None = None, *
         return [*problems, *absent, *check_local_files(local), *import_problems(local)]
     except ConfigError as error:
         return [*problems, *error.problems]
+
+
+@contextlib.contextmanager
+def no_run_yet() -> Iterator[None]:
+    """Add to a refusal inside that no run has begun; the command line prints it."""
+    try:
+        yield
+    except OnwardError as error:
+        if error.exit_code == ConfigError.exit_code:
+            error.add_note("no run has begun")
+        raise

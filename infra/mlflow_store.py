@@ -108,6 +108,12 @@ def translate_errors(
     return call
 
 
+@translate_errors
+def last_steps(store: Store, run_id: str) -> dict[str, int]:
+    """Return the greatest step that is stored of each metric of a run."""
+    return {metric.key: metric.step for metric in store._client.get_run(run_id).data.to_proto().metrics}
+
+
 _DAMAGE = ("file is not a database", "database disk image is malformed", "no such table")
 """What SQLite says of a file that is no database, or of another program, or that was made again without tables."""
 

@@ -189,11 +189,6 @@ class Tracker(Store):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + BATCH], synchronous=True)
 
     @translate_errors
-    def last_steps(self) -> dict[str, int]:
-        """Return the greatest step that is stored of each metric of the run."""
-        return {metric.key: metric.step for metric in self._client.get_run(self.run_id).data.to_proto().metrics}
-
-    @translate_errors
     def points(self) -> list[tuple[str, int]]:
         """Return (metric, step) of every point that is stored for the run; twice what is stored twice."""
         names = self._client.get_run(self.run_id).data.metrics

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from onward.infra.mlflow_store import TrackingError, file_of
+from onward.infra.mlflow_store import TrackingError, file_of, last_steps
 from onward.infra.tracking import BATCH, Point, Status, Tracker
 from onward.tasks.metric_points import points_of
 from onward.tasks.task_logger import Log
@@ -75,7 +75,7 @@ class Shipper:
             self.cursor, self._knows_mlflow = Cursor(mlflow_run_id=self.tracker.run_id, file=file), False
         if not self._knows_mlflow:
             last = dict(self.cursor.last)
-            for key, step in self.tracker.last_steps().items():
+            for key, step in last_steps(self.tracker, self.tracker.run_id).items():
                 last[key] = max(step, last.get(key, -1))
             self.cursor, self._knows_mlflow = self.cursor.model_copy(update={"last": last}), True
         while True:

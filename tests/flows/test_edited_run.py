@@ -45,6 +45,7 @@ def killed(process: subprocess.Popen[str], workshop: Workshop) -> None:
     until(lambda: not workshop.processes(), limit_s=60)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.timeout(900)
 def test_a_run_whose_records_were_edited_says_what_was_changed_and_goes_on(workshop: Workshop) -> None:
@@ -114,6 +115,7 @@ def test_a_run_that_was_killed_when_its_name_was_printed_is_known_by_name_and_di
     assert workshop.onward("runs") == {"runs": [], "total": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
 def test_a_refusal_says_whether_a_run_has_begun(workshop: Workshop) -> None:

@@ -61,6 +61,7 @@ from onward.trainer.run.directory import RunDir
 from onward.trainer.run.names import name_of
 from onward.trainer.run.phases import enter_phase
 from onward.trainer.run.records import ExportedModel, TrainResult, read_record
+from onward.trainer.run.storage import storage_error
 from onward.trainer.run.sweeps import Pruned, membership
 
 log = logging.getLogger(__name__)
@@ -171,7 +172,9 @@ def train_onnx(
                 monitoring.wait()
             finally:  # of a suspended run, `wait` raises Pause
                 keeping.wait()
-        if isinstance(error := monitoring.result(raise_on_failure=False), Exception):
+        error = monitoring.result(raise_on_failure=False)
+        # of a disk that has ended the training, too, one sentence is enough
+        if isinstance(error, Exception) and not (trained.is_failed() and storage_error(error, run.root)):
             log.error(
                 "the monitor failed, and MLflow lacks the newest metrics; `%s` sends them: %s: %s",
                 *(command_to_continue(run), type(error).__name__, error),

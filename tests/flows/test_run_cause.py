@@ -9,6 +9,7 @@ import pytest
 
 from onward.flows.ending import Ending
 from onward.flows.resuming import checked_run, outcome_if_finished
+from onward.flows.run_cause import cause_of
 from onward.flows.run_status import describe
 from onward.flows.runs import locked
 from onward.infra.process_identity import this_process
@@ -25,6 +26,16 @@ LATER_MS = 4_000_000_000_000
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("ONWARD_HOME", str(tmp_path))
     return make_run(tmp_path, "aaaa-1", "mlp-3", config_name="mlp")
+
+
+def test_a_run_without_a_record_of_its_end_on_a_disk_that_takes_none_is_not_called_killed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cause_of(run).kind == "killed"
+    monkeypatch.setattr("onward.trainer.run.storage.FULL_BYTES", 1 << 80)
+    found = cause_of(run)
+    assert found.kind == "storage"
+    assert f"none can be written now: No space left on device: the disk of {run.root} has " in found.sentence
 
 
 def failed(run: RunDir, error: Exception) -> None:

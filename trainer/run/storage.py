@@ -129,16 +129,13 @@ def _of_chain(error: BaseException) -> StorageUnavailable | tuple[int, str] | No
     for each in chain:
         if isinstance(each, StorageUnavailable):
             return each
-    # of two files, the one that is written
-    named = (each.filename2 or each.filename for each in chain if isinstance(each, OSError))
-    names = [os.fspath(name) for name in named if isinstance(name, str | Path)]
     for each in chain:
-        if number := _number(each):
-            return number, next(iter(names), "")
+        if isinstance(each, OSError) and (number := _number(each)):
+            name = each.filename2 or each.filename  # of two files, the one that is written
+            return number, os.fspath(name) if isinstance(name, str | Path) else ""
     # native code has no `errno`: safetensors, Arrow, SQLite. What an own error quotes, such as a row, proves nothing
     texts = [str(each) for each in chain if not isinstance(each, EXPLAINED)]
-    found = _of_text("\n".join(texts)) if not isinstance(error, EXPLAINED) else None
-    return (found[0], next(iter(names), found[1])) if found else None
+    return None if isinstance(error, EXPLAINED) else _of_text("\n".join(texts))
 
 
 def _of_text(text: str) -> tuple[int, str] | None:

@@ -7,7 +7,8 @@ A test puts this folder first in PYTHONPATH, and a description into ONWARD_TEST_
 phase: a pattern over what processes do: "open PATH" for writing, "os.rename FROM TO", "sqlite3.connect PATH",
 "subprocess.Popen PROGRAM WORDS", "event KIND STEP" of the event log, "phase NAME 0" of the flow's phases. action: a
 signal to the flow, "fill" the disk of `home`, "take inodes" until it takes no further file, "wait" until the file
-`once`.go exists, or "raise MODULE:CLASS TEXT" in the process itself. once: "" = each time. The flow is the first process with this variable.
+`once`.go exists, or "raise MODULE:CLASS TEXT" in the process itself. once: "" = each time. The flow is the first
+process with this variable.
 """
 
 from __future__ import annotations

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -16,9 +20,13 @@ from typing import Any
 import psutil
 import pytest
 
+from onward.infra import forks
+from onward.infra.job_guard import members
+from onward.infra.mpirun import running_job
 from onward.tasks.train import train
-from onward.trainer.run.attempt_endings import AttemptEnding, endings
-from onward.trainer.run.directory import RunDir
+from onward.trainer.errors import Diverged
+from onward.trainer.run.attempt_endings import endings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import TrainResult
 from tests.support.graphs import tiny_conv_net
 from tests.support.retried import train_to_end
@@ -43,14 +51,25 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return run
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_run() -> Iterator[None]:
+    """Start the ranks as a run of a user does: they are forks of the fork server."""
+    with forks.fork_server():
+        assert forks.python() != [sys.executable]
+        yield
+
+
 def job_of(run: RunDir) -> dict[str, psutil.Process]:
-    """The processes of the run's job: "mpirun", "rank 0", "rank 1"."""
-    found = {}
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        words, environment = process.info["cmdline"] or [], process.info["environ"] or {}
-        if str(run.root) in words and "onward.trainer" in words:
-            rank = environment.get("PMIX_RANK")
-            found["mpirun" if rank is None else f"rank {rank}"] = process
+    """The processes of the run's job: "mpirun", "rank 0", "rank 1", and "client 0" for what mpirun sees of rank 0."""
+    job, found = running_job(run.root), {}
+    for process in map(psutil.Process, members(job.tag) if job else []):
+        with contextlib.suppress(psutil.Error):
+            words, client = process.cmdline(), process.environ().get("PMIX_RANK")
+            own = next((file.path for file in process.open_files() if file.path.endswith(".traceback")), "")
+            if own:
+                found[f"rank {int(Path(own).stem[5:])}"] = process
+            elif "onward.trainer" in words:
+                found["mpirun" if client is None else f"client {client}"] = process
     return found
 
 
@@ -73,6 +92,8 @@ def signalled_once_saved(run: RunDir, what: str, number: signal.Signals, *, atte
     ("what", "number", "kind", "said"),
     [
         ("rank 1", signal.SIGKILL, "rank_lost", "rank 1 on {host} was ended by SIGKILL"),
+        ("client 1", signal.SIGKILL, "rank_lost", "rank 1 on {host} was ended by SIGKILL"),
+        ("client 1", signal.SIGSTOP, "hang", "was stopped by a signal (SIGSTOP)"),
         ("rank 0", signal.SIGSEGV, "rank_lost", "rank 0 on {host} was ended by SIGSEGV: a crash in native code"),
         ("rank 0", signal.SIGFPE, "rank_lost", "rank 0 on {host} was ended by SIGFPE"),
         ("rank 1", signal.SIGTERM, "preempted", "a signal that this flow had not sent"),
@@ -115,9 +136,25 @@ def test_three_kills_with_progress_between_them_do_not_use_up_two_retries(tmp_pa
     assert_equal_bits(final_tensors(run), final_tensors(undisturbed))
 
 
-def ending(**known: Any) -> AttemptEnding:
-    times = {"began_ms": 1, "detected_ms": 2, "ended_ms": 3}
-    return AttemptEnding(**{"attempt": 1, "kind": "rank_lost", "sentence": "s", "action": "a", **times, **known})
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_of_a_rank_has_its_class_whatever_the_number_of_ranks_and_is_not_tried_again(
+    ranks: int, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path, parallel={"data": ranks}, optimizer={"learning_rate": 1e38}, launch={"retry_delay_s": 0.1})
+    with pytest.raises(Diverged, match="lower the learning rate"):
+        train_to_end(run)
+    (only,) = endings(run)
+    assert (only.kind, only.retry) == ("non_finite", 0)
+
+
+def test_a_rank_that_somebody_starts_by_hand_ends_with_the_status_of_its_error(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    refused = read_config(run).model_dump(mode="json") | {"model": {"path": str(run.root / "absent.onnx")}}
+    run.config.write_text(json.dumps(refused))
+    words = [*forks.python(), "-m", "onward.trainer", "train", str(run.root)]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 78, ended.stderr
+    assert "rank 0: Traceback" in ended.stderr
 
 
 @pytest.mark.slow
@@ -130,7 +167,7 @@ def test_a_rank_that_can_write_neither_log_nor_record_is_a_matter_of_the_storage
     def limit() -> None:
         until(lambda: any(event.attempt == 1 for event in events(run, "checkpoint")), limit_s=120)
         for what, process in job_of(run).items():
-            if what != "mpirun":
+            if what.startswith("rank"):
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
 
     threading.Thread(target=limit, daemon=True).start()

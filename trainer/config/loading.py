@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from onward.trainer.bounds import CONFIG_BYTES, CONFIG_DEPTH
+from onward.trainer.bounds import CONFIG_BYTES, CONFIG_DEPTH, CONFIG_ENTRIES
 from onward.trainer.config.layers import Layered, Source, depth_of, is_auto, parsed, plain, read_layers
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.open_questions import OPEN, open_questions
@@ -116,6 +116,9 @@ def _read_entries(name: str, given: Any, problems: list[str]) -> dict[str, tuple
     """Return {name: entries}, or {} after adding to `problems` what is wrong with them."""
     entries = given if isinstance(given, list | tuple) else (given,)
     kind, read, before = ENTRIES[name], [], len(problems)
+    if len(entries) > CONFIG_ENTRIES.most:
+        problems.append(f"{name}: {CONFIG_ENTRIES.exceeded(len(entries))}")
+        return {}
     for place, entry in enumerate(entries):
         where = name if len(entries) == 1 or isinstance(entry, str) else f"{name}.{place}"
         value = {"name": entry} if isinstance(entry, str) else entry

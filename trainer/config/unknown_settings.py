@@ -103,7 +103,8 @@ def explained(error: ValidationError, section: str, model: type[Section], root: 
     sentences = []
     findings = error.errors(include_url=False)
     strange = [finding for finding in findings if finding["type"] == "extra_forbidden"]
-    for finding in [each for each in findings if each["type"] != "extra_forbidden"] + strange[:MOST_UNKNOWN]:
+    others = [finding for finding in findings if finding["type"] != "extra_forbidden"]
+    for finding in [*others[:MOST_UNKNOWN], *strange[:MOST_UNKNOWN]]:
         where = shown(".".join(str(part) for part in (section, *finding["loc"]) if part != ""))
         *outer, _ = (section, *finding["loc"]) if finding["loc"] else ("", "")
         table = section_at(model, finding["loc"])
@@ -122,18 +123,23 @@ def explained(error: ValidationError, section: str, model: type[Section], root: 
             if finding["type"] == "literal_error" and isinstance(given, str):
                 said += _meant_choice(given, message)
             sentences += [f"{where}: {message}{said}"] if where else message.splitlines()
-    return [*sentences, *_further(len(strange), f"keys of {section}" if section else "keys")]
+    of_section = f" of {section}" if section else ""
+    return [
+        *sentences,
+        *_further(len(others), f"wrong values{of_section}"),
+        *_further(len(strange), f"unknown keys{of_section}"),
+    ]
 
 
 def unknown_sections(raw: Iterable[str], root: type[Section]) -> list[str]:
     """Return a sentence for each table and key outside of tables that is no section; of many, for the first ones."""
     strange = [key for key in raw if key not in root.model_fields]
     sentences = [unknown(shown(key), root.model_fields, "section", root) for key in strange[:MOST_UNKNOWN]]
-    return [*sentences, *_further(len(strange), "sections")]
+    return [*sentences, *_further(len(strange), "unknown sections")]
 
 
 def _further(found: int, what: str) -> list[str]:
-    return [f"... and {found - MOST_UNKNOWN:,} more unknown {what}"] if found > MOST_UNKNOWN else []
+    return [f"... and {found - MOST_UNKNOWN:,} more {what}"] if found > MOST_UNKNOWN else []
 
 
 def unknown(key: str, known: Iterable[str], kind: str, root: type[Section]) -> str:
@@ -161,7 +167,7 @@ def unknown(key: str, known: Iterable[str], kind: str, root: type[Section]) -> s
 
 MOST_SUGGESTED = 3
 MOST_UNKNOWN = 20
-"""Unknown keys of one table that are named; finding out what each was meant to be takes some milliseconds."""
+"""Unknown keys, and wrong values, of one table that are named; what each was meant to be takes a millisecond."""
 
 
 def _settings(section: type[Section], name: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx
@@ -486,8 +486,8 @@ def test_every_number_of_an_option_has_a_least_and_a_greatest_value() -> None:
         found = [
             f"{' '.join(words)} {option.name}"
             for option in command.params
-            if option.type.name.partition(" ")[0] in ("integer", "float")
-            and (getattr(option.type, "min", None) is None or getattr(option.type, "max", None) is None)
+            if {int, float} & {option.type_descriptor.annotation, *get_args(option.type_descriptor.annotation)}
+            and None in (option.min, option.max)
         ]
         inner = getattr(command, "commands", {})
         return found + [each for name, other in inner.items() for each in open_ends(other, (*words, name))]

@@ -84,3 +84,19 @@ def test_the_diagnosis_of_a_file_of_fixed_batch_with_such_constants_names_the_no
     assert [each.why for each in found.unsupported] == [
         "it divides the integer constant -2147483648 by -1, whose quotient torch.int32 does not have"
     ]
+
+
+@pytest.mark.parametrize("operator", ["Div", "Mod"])
+def test_lengths_divided_by_0_are_refused(operator: str) -> None:
+    model = parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["" : 14]>
+        net (float[n, 4] x) => (float[n, 4] y)
+        <int64[1] zero = {{0}}, float[4, 4] w = {{1,0,0,0, 0,1,0,0, 0,0,1,0, 0,0,0,1}}>
+        {{
+            s = Shape (x)
+            d = {operator} (s, zero)
+            h = MatMul (x, w)
+            y = Reshape (h, d)
+        }}""")
+    with pytest.raises(UnsupportedModel, match="ZeroDivisionError"):
+        to_module(model)

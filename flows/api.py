@@ -62,7 +62,6 @@ def run(config: Config, overrides: Overrides = (), /, *, profile: str = "", **se
     the other errors of `onward.OnwardError` for a run that ended without an exported file.
     """
     require_flow("onward.run")
-    from onward.flows.configuration import no_run_yet
     from onward.flows.live_view.view import live_view
 
     asked_ms = time.time_ns() // 1_000_000

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import gc
 import shlex
 import sys
@@ -31,7 +32,8 @@ from onward.flows.commands import (
     training,
 )
 from onward.flows.commands.common import print_json
-from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable
+from onward.flows.terminal import escaped_output
+from onward.trainer.errors import ConfigError, OnwardError, Refused, RuntimeUnavailable, printed, shown
 
 EXIT_STATUS = {
     0: "done",
@@ -195,6 +197,12 @@ for name, each in DEPLOYMENTS.items():
 
 
 def main() -> None:
+    """Run a command, whose output is escaped (terminal.py)."""
+    with escaped_output():
+        _run()
+
+
+def _run() -> None:
     """Run a command. Print an error on stderr: a heading, a line for each problem, what to do; exit with its status.
 
     The traceback of an error that nobody has foreseen goes into a file: it would hide the line that explains the error.
@@ -231,9 +239,11 @@ def _own_error(error: Exception) -> OnwardError:
         return storage
     if isinstance(error, OnwardError):
         return error
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return ConfigError(f"{shown(error.filename)} is longer than the path of a file may be")
     if isinstance(error, OSError) and error.filename is not None:
         # a path that the user gave, or one below ONWARD_HOME, cannot be read or written
-        return RuntimeUnavailable(f"cannot use {error.filename}: {error.strerror}")
+        return RuntimeUnavailable(f"cannot use {shown(error.filename)}: {error.strerror}")
     return _unexpected(error)
 
 
@@ -257,7 +267,7 @@ def _unexpected(error: Exception) -> OnwardError:
 
 
 def _exit_with(error: OnwardError) -> NoReturn:
-    problems = error.problems if isinstance(error, Refused) else (str(error),)
+    problems = printed(error.problems if isinstance(error, Refused) else (str(error),))
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     print(f"onward {command}: {EXIT_STATUS[error.exit_code].partition(';')[0]}", file=sys.stderr)
     for problem in problems:
@@ -265,7 +275,7 @@ def _exit_with(error: OnwardError) -> NoReturn:
     print("; ".join((f"To do: {REMEDY[error.exit_code]}", *getattr(error, "__notes__", ()))), file=sys.stderr)
     # the arguments themselves, because the error may come from before the command has read its options
     if "--json" in sys.argv:
-        result: dict[str, Any] = {"error": type(error).__name__, "problems": list(problems)}
+        result: dict[str, Any] = {"error": type(error).__name__, "problems": problems}
         print_json({**result, "exit_code": error.exit_code})
     sys.exit(error.exit_code)
 

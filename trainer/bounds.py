@@ -36,6 +36,7 @@ TENSOR_VALUES = Limit("values of a declared shape, dynamic dimensions counted as
 CONFIG_BYTES = Limit("bytes in a configuration file", 4 << 20)
 CODE_BYTES = Limit("bytes in a Python file of a loss or of converters", 16 << 20)
 CONFIG_DEPTH = Limit("tables or lists inside each other in a configuration", 32)
+CONFIG_ENTRIES = Limit("losses, or metrics, of a configuration", 1000)
 PATH_PART_BYTES = Limit("bytes in one part of a path", 255)
 PATH_BYTES = Limit("bytes in a path", 4095)
 NAME_LETTERS = Limit("letters in the name of a run", 100)

@@ -11,6 +11,7 @@ import typer
 from onward.flows import api, verify_run
 from onward.flows.commands.common import (
     ConfigFile,
+    Days,
     Json,
     Overrides,
     Profile,
@@ -72,6 +73,7 @@ def verify(
         typer.Option(
             "--from",
             min=0,
+            max=2**31 - 1,
             help="With --replay: the checkpoint to begin at; 0 = the ONNX file. Default: the last but one.",
             show_default=False,
         ),
@@ -161,7 +163,9 @@ def stop(run: RunName = "last", as_json: Json = False) -> None:
 
 def logs(
     run: RunName = "last",
-    rank: Annotated[int | None, typer.Option(min=0, help="Only what this rank wrote.", show_default=False)] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, max=1_000_000, help="Only what this rank wrote.", show_default=False)
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print what comes, until the run ends.")] = False,
 ) -> None:
     """Print the logs of a run: of its flow and of the ranks of its newest attempt.
@@ -176,7 +180,7 @@ def logs(
 def runs(
     state: Annotated[str, typer.Option(help="Only runs in these states: a,b.", show_default=False)] = "",
     name: Annotated[str, typer.Option(help="Only runs of this configuration.", show_default=False)] = "",
-    last: Annotated[int, typer.Option(min=0, help="Only so many of the newest ones; 0 = all.")] = 20,
+    last: Annotated[int, typer.Option(min=0, max=1_000_000_000, help="Only so many of the newest ones; 0 = all.")] = 20,
     everything: Annotated[bool, typer.Option("--all", help="All of them, as --last 0.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -213,7 +217,7 @@ def runs(
 
 
 def clean(
-    days: Annotated[float, typer.Option(min=0.0, help="Keep what was used in this many days.")] = 30.0,
+    days: Days = 30.0,
     as_json: Json = False,
 ) -> None:
     """Delete local copies of remote files that were not used for some days.

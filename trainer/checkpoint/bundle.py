@@ -36,13 +36,13 @@ from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.data.signature import model_files
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.text.tokenizer import tokenizer_file
-from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, printable
+from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, printable, shown
 from onward.trainer.run.allowed_code import AllowedCode, code_record
 from onward.trainer.run.directory import RunDir, read_config_as_given, read_settings
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import Record, RunIdentity, read_record, write_record
 from onward.trainer.run.storage import storage_error
-from onward.trainer.run.validation import MAX_SHOWN, first_problem
+from onward.trainer.run.validation import first_problem
 
 LISTING = "bundle.json"
 MAX_LISTING_BYTES = 64 << 20
@@ -235,7 +235,7 @@ def unpack(path: Path, folder: Path, *, run_code: bool = False) -> tuple[RunDir,
     write_record(code_record(run), AllowedCode(files=permitted))
     shards = read_record(run.shards / "manifest.json", ShardManifest)
     if outside := [each.name for each in (*shards.evaluation, *shards.test) if Path(each.name).name != each.name]:
-        raise CheckpointError(f"{path} is refused: the rows in {printable(outside[0])[:MAX_SHOWN]!r} are not in it")
+        raise CheckpointError(f"{path} is refused: the rows in '{shown(outside[0])}' are not in it")
     return run, run.checkpoint(listing.step)
 
 
@@ -254,8 +254,7 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> Bundle:
         raise CheckpointError(f"{path} is not a bundle: {LISTING}: {first_problem(error)}") from None
     if strange := [name for name in (*entries, *listing.files) if name != LISTING and not _is_inside(name, _FILE)]:
         raise CheckpointError(
-            f"{path} is refused: {printable(strange[0])[:MAX_SHOWN]!r} would be written outside of "
-            f"{', '.join((*RECORDS, *FOLDERS))}"
+            f"{path} is refused: '{shown(strange[0])}' would be written outside of {', '.join((*RECORDS, *FOLDERS))}"
         )
     problems = [
         *(f"{name} is missing" for name in listing.files if name not in entries),
@@ -302,9 +301,7 @@ def _absolute_settings(run: RunDir, folder: Path, bundle: Path) -> RunConfig:
         if text in ("", *BUNDLED_SOURCES):
             return value
         if not _is_inside(named_file(setting, text).location):
-            raise CheckpointError(
-                f"{bundle} is refused: its settings name {printable(text)[:MAX_SHOWN]!r}, which is not in it"
-            )
+            raise CheckpointError(f"{bundle} is refused: its settings name '{shown(text)}', which is not in it")
         return type(value)(str(folder / text))
 
     settings: Any = read_settings(run)

@@ -18,11 +18,9 @@ from typing import Any
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.urls import url_of
-from onward.trainer.errors import DataError, printable
+from onward.trainer.errors import DataError, shown
 from onward.trainer.run.directory import download_cache
 
-MAX_SHOWN = 200
-"""Letters of a path that a message has."""
 MAX_NAMED = 20
 """Files that a message names; the others are counted."""
 
@@ -48,14 +46,13 @@ class AllowedFiles:
             real = os.path.realpath(real)
         if any(_is_below(real, each) for each in self._folders):
             return ""
-        shown = printable(real)[:MAX_SHOWN]
         inside = ", ".join(self._folders)
-        return f"{shown}, which is outside of {inside}; put the file there, or name its folder in data.files_from"
+        return f"{shown(real)}, which is outside of {inside}; put the file there, or name its folder in data.files_from"
 
     def refusal_of_cell(self, folder: Path, name: str) -> str:
         """Return what `refusal` does of the file that a cell of a table in `folder` names."""
         if url_of(name):
-            return f"{printable(name)[:MAX_SHOWN]}, a URL: cells name files of this machine; name URLs in data.source"
+            return f"{shown(name)}, a URL: cells name files of this machine; name URLs in data.source"
         return self.refusal(folder / name)
 
 
@@ -86,7 +83,7 @@ def refuse_outside(source: str, files: Iterable[tuple[str, Path]], data: DataCon
     wrong = [(name, why) for name, path in files if (why := allowed.refusal(path))]
     if wrong:
         more = [f"... and {len(wrong) - MAX_NAMED:,} more"] if len(wrong) > MAX_NAMED else []
-        named = [f"{printable(name)[:MAX_SHOWN]} leads to {why}" for name, why in wrong[:MAX_NAMED]]
+        named = [f"{shown(name)} leads to {why}" for name, why in wrong[:MAX_NAMED]]
         raise DataError(f"{source}: {problem}" for problem in [*named, *more])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +110,7 @@ def test_postscript_is_not_given_to_ghostscript(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
     content = encoded(Image.new("RGB", (8, 8)), "EPS")
-    with pytest.raises(ValueError, match=r"is PostScript \(EPS\), a program that Onward does not run"):
+    with pytest.raises(ValueError, match="is no image that can be read"):
         decode_image(content, grey=False)
     assert not mark.exists()
 
@@ -121,3 +122,17 @@ def test_a_refusal_quotes_nothing_of_the_file(content: bytes) -> None:
     with pytest.raises(ValueError) as caught:
         decode_image(content, grey=False)
     assert "s3cr3t" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PDF", "ICO", "PCX", "TGA", "SGI", "DDS"])
+def test_an_image_of_another_format_is_refused_whatever_its_file_is_called(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow would start Ghostscript, a program that runs the file, for an EPS file named photo.png."""
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a program was started")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", start)
+    with pytest.raises(ValueError, match="the formats are JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM, JPEG2000"):
+        decode_image(encoded(picture(1), kind), grey=False)

@@ -290,6 +290,14 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_every_test_that_the_page_on_security_names_exists() -> None:
+    page = (ROOT / "docs" / "explanation" / "security.md").read_text()
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", page)
+    assert len(named) >= 10
+    assert [name for name in named if f"def {name}(" not in sources] == []
+
+
 def test_every_table_that_contributing_names_is_in_the_file_that_it_names() -> None:
     for paragraph in re.split(r"\n(?=\d\. |\n|- )", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")):
         paths = re.findall(r"`((?:flows|tasks|trainer|infra|tests)/[\w/]+\.py)`", paragraph)

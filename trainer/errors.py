@@ -22,7 +22,8 @@ Each message says what happened, with the numbers, and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 
 class OnwardError(Exception):
@@ -130,6 +131,36 @@ class Stopped(OnwardError):
     exit_code = 75
 
 
-def printable(name: str) -> str:
-    """Return a file name as text that every terminal and file takes, also if it is not valid UTF-8."""
-    return name.encode(errors="backslashreplace").decode()
+# -- texts of files and users in messages
+
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, which a terminal obeys; marks that change the order of letters; parts of names that are not
+UTF-8."""
+MAX_SHOWN = 200
+"""Characters of a name or a value that a message shows."""
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Return a text as every terminal and file takes it. keep: control characters that stay, such as line ends."""
+    return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+
+
+def shown(value: object) -> str:
+    """Return a name or a value as messages show it: printable, and shortened if it is long."""
+    text = printable(str(value))
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
+
+
+MAX_PROBLEMS, MAX_PROBLEM = 100, 4000
+"""Problems that a command prints, and characters of one of them."""
+_LONG_WORD = re.compile(r"\S{1000,}")
+
+
+def printed(problems: Sequence[str]) -> list[str]:
+    """Return what a command prints of problems: the first ones, with long words and texts shortened."""
+    lines = []
+    for problem in problems[:MAX_PROBLEMS]:
+        text = _LONG_WORD.sub(lambda word: shown(word[0]), problem)
+        lines.append(text if len(text) <= MAX_PROBLEM else f"{text[:MAX_PROBLEM]}... ({len(text):,} characters)")
+    more = len(problems) - len(lines)
+    return [*lines, f"... and {more:,} more"] if more else lines

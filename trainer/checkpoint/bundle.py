@@ -34,11 +34,11 @@ from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.data.signature import model_files
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.text.tokenizer import tokenizer_file
-from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, printable
+from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, printable, shown
 from onward.trainer.run.directory import RunDir, read_config_as_given, read_settings
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import Record, RunIdentity, read_record
-from onward.trainer.run.validation import MAX_SHOWN, first_problem
+from onward.trainer.run.validation import first_problem
 
 LISTING = "bundle.json"
 MAX_LISTING_BYTES = 64 << 20
@@ -224,7 +224,7 @@ def unpack(path: Path, folder: Path, *, run_code: bool = False) -> tuple[RunDir,
     run.config.write_text(settings.model_dump_json(indent=2))
     shards = read_record(run.shards / "manifest.json", ShardManifest)
     if outside := [each.name for each in (*shards.evaluation, *shards.test) if Path(each.name).name != each.name]:
-        raise CheckpointError(f"{path} is refused: the rows in {printable(outside[0])[:MAX_SHOWN]!r} are not in it")
+        raise CheckpointError(f"{path} is refused: the rows in '{shown(outside[0])}' are not in it")
     return run, run.checkpoint(listing.step)
 
 
@@ -243,7 +243,7 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> Bundle:
         raise CheckpointError(f"{path} is not a bundle: {LISTING}: {first_problem(error)}") from None
     if strange := [name for name in (*entries, *listing.files) if name != LISTING and not _is_inside(name)]:
         raise CheckpointError(
-            f"{path} is refused: {printable(strange[0])[:MAX_SHOWN]!r} would be written outside of {', '.join(FOLDERS)}"
+            f"{path} is refused: '{shown(strange[0])}' would be written outside of {', '.join(FOLDERS)}"
         )
     problems = [
         *(f"{name} is missing" for name in listing.files if name not in entries),
@@ -290,9 +290,7 @@ def _absolute_settings(run: RunDir, folder: Path, bundle: Path) -> RunConfig:
         if text in ("", *BUNDLED_SOURCES):
             return value
         if not _is_inside(text.partition(":")[0]):
-            raise CheckpointError(
-                f"{bundle} is refused: its settings name {printable(text)[:MAX_SHOWN]!r}, which is not in it"
-            )
+            raise CheckpointError(f"{bundle} is refused: its settings name '{shown(text)}', which is not in it")
         return type(value)(str(folder / text))
 
     settings: Any = read_settings(run)

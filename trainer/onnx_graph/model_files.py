@@ -27,6 +27,7 @@ from onward.trainer.bounds import (
     opened,
 )
 from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.attribute_bounds import attribute_problems
 from onward.trainer.onnx_graph.index import all_tensors, nodes_inside
 
 TYPES = frozenset(int(number) for number in TensorProto.DataType.values())
@@ -87,7 +88,7 @@ def model_problems(model: onnx.ModelProto) -> list[str]:
     if problems := list(_not_unicode(model)):
         return problems
     tensors = [problem for tensor in all_tensors(model) for problem in tensor_problems(tensor)]
-    return [*_function_problems(model), *_declared_problems(model), *tensors]
+    return [*_function_problems(model), *_declared_problems(model), *tensors, *attribute_problems(model)]
 
 
 # -- names

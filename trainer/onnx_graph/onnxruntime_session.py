@@ -8,6 +8,8 @@ from typing import Literal
 import onnx
 import onnxruntime
 
+from onward.trainer.onnx_graph.integer_division import guard_integer_divisions
+
 Device = Literal["cpu", "cuda"]
 PROVIDERS: dict[Device, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # TF32 has 10 bits of mantissa: with it fp32 products would differ from those of the CPU by 1e-3
@@ -19,6 +21,7 @@ def open_session(
 ) -> onnxruntime.InferenceSession:
     """Open a session of onnxruntime. Its errors, which have no common base class, are raised only.
 
+    A model that is not opened from its file is guarded against divisions that would end the process.
     save: also write the graph that the session runs there, optimised for any machine. Raises RuntimeError if
     onnxruntime cannot use the device.
     """
@@ -29,7 +32,7 @@ def open_session(
     if save:  # levels above EXTENDED use memory layouts of this machine's processor
         options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED
         options.optimized_model_filepath = str(save)
-    content = str(model) if isinstance(model, Path) else model.SerializeToString()
+    content = str(model) if isinstance(model, Path) else guard_integer_divisions(model).SerializeToString()
     session = onnxruntime.InferenceSession(content, options, providers=[(PROVIDERS[device], OPTIONS[device])])
     # where a library of CUDA is missing, onnxruntime prints that and goes on with the CPU
     if (found := session.get_providers()[0]) != PROVIDERS[device]:

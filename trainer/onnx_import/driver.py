@@ -35,6 +35,7 @@ from torch import fx, nn
 
 import onward.trainer.onnx_import.ops  # noqa: F401  registers the operator rules
 from onward.trainer.errors import ConfigError, UnsupportedModel, UnsupportedNode
+from onward.trainer.onnx_graph.attribute_bounds import passed_attribute_problems
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.blocked_layout import mark_blocks
 from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
@@ -100,6 +101,8 @@ def load_model(path: Path, *, by_parts: bool = False) -> onnx.ModelProto:
         raise UnsupportedModel(f"{path} is not valid ONNX: {error}") from None
     if not model.graph.output:  # which the checker allows
         raise UnsupportedModel(f"{path} has no outputs, so that there is nothing to train for")
+    if problems := list(passed_attribute_problems(model)):
+        raise UnsupportedModel(problems)
     return model
 
 

@@ -13,6 +13,7 @@ The proof for B = 2, with made-up rows a, b, c, d:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,10 @@ def _trial(model: onnx.ModelProto, declared: int, compute: Compute) -> _Trial | 
     return problem
 
 
+MOST_MADE_UP = 2**28
+"""Numbers that are made up at a time, 1 GiB: nothing is proved of a file whose inputs have more."""
+
+
 def _made_up(model: onnx.ModelProto, rows: int) -> Iterator[list[Tensor]]:
     """Yield inputs of this many rows, in the sizes that the importer tries: normal floats, and integers that are ids.
 
@@ -168,7 +173,7 @@ def _made_up(model: onnx.ModelProto, rows: int) -> Iterator[list[Tensor]]:
             (rows, *(lengths[value.name, dim][0] for dim in range(1, rank)))
             for value, rank in zip(inputs, dims, strict=True)
         )
-        if shapes in tried:
+        if shapes in tried or sum(map(math.prod, shapes)) > MOST_MADE_UP:
             continue
         tried.add(shapes)
         generator = torch.Generator().manual_seed(0)

@@ -180,9 +180,9 @@ class Call:
 
 def run_rule(call: Call, rule: Rule, operands: Sequence[Value]) -> tuple[Value, ...]:
     """Call a rule on a node's operands; return one value for each output. Raises UnsupportedNode."""
-    if (result := _apply_shape_rule(call, operands)) is not NotImplemented:
-        return (result,) if not isinstance(result, tuple) else result
     try:
+        if (result := _apply_shape_rule(call, operands)) is not NotImplemented:
+            return (result,) if not isinstance(result, tuple) else result
         tensors = fit_operands(call, [call.tracer.to_tensor(operand) for operand in operands])
         result = NotImplemented
         if call.op in MOVES and not call.eager:
@@ -191,7 +191,7 @@ def run_rule(call: Call, rule: Rule, operands: Sequence[Value]) -> tuple[Value, 
             result = rule(call, *tensors)
     except UnsupportedNode:
         raise
-    except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError, KeyError) as error:
+    except (RuntimeError, NotImplementedError, ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise UnsupportedNode(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     if unread := call.unread():
         raise UnsupportedNode(f"attribute {', '.join(unread)} is not implemented")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from onward.trainer.errors import printable
-
-MAX_SHOWN = 200
-"""Characters of a name or a place that an error shows."""
+from onward.trainer.errors import printable, shown
 
 
 def first_problem(error: ValidationError) -> str:
     """Return where a record is wrong first, and how."""
     found = error.errors()[0]
-    where = ".".join(map(str, found["loc"]))[:MAX_SHOWN]
+    where = shown(".".join(map(str, found["loc"])))
     return printable(f"{where}: {found['msg']}" if where else found["msg"])

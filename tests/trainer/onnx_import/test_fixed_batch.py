@@ -7,7 +7,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, parser
 
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.onnx_graph.builder import GraphWriter
@@ -209,3 +209,12 @@ def test_half_precision_is_proved_by_the_module_at_its_own_batch():
     g.op("MatMul", x, g.weight("w", g.normal(1, 8, 3).astype(np.float16)), outputs="y")
     g.output("y", (2, 3), kind)
     assert batch_use(g.model()).kind == "any"
+
+
+def test_of_an_input_of_gigabytes_no_rows_are_made_up() -> None:
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 14]>
+        net (float[1, 4000000000] x) => (float[1, 4000000000] y) { y = Relu (x) }""")
+    use = batch_use(model)
+    assert not use.proved
+    assert use.reason == "no rows can be made up for its inputs, so that nothing is proved"

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.registry import Call, Rule, lower
 from onward.trainer.onnx_import.values import Traced, Value
 
@@ -72,8 +73,25 @@ def as_number(x: Value, other: Value) -> Value:
 
 
 def divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a / b; of integers, rounded towards zero."""
-    return torch.div(a, b) if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
+    """Return a / b; of integers, rounded towards zero. The least integer by -1 is the least integer again."""
+    if a.is_floating_point():
+        return torch.div(a, b)
+    if not a.dtype.is_signed:
+        return torch.div(a, b, rounding_mode="trunc")
+    # torch leaves the least integer by -1 to the processor, which ends the process
+    minus = b == -1
+    return torch.where(minus, -a, torch.div(a, torch.where(minus, 1, b), rounding_mode="trunc"))
+
+
+def refuse_division(c: Call, a: Value, b: Value) -> None:
+    """Refuse what no integer is the quotient of: onnxruntime rejects a divisor of 0 and dies of the least integer."""
+    if not isinstance(b, torch.Tensor) or c.eager or b.is_floating_point():
+        return
+    if (b == 0).any():
+        raise UnsupportedNode("it divides integers by the constant 0")
+    least = torch.iinfo(b.dtype).min
+    if isinstance(a, torch.Tensor) and least < 0 and ((a == least) & (b == -1)).any():
+        raise UnsupportedNode(f"it divides the integer constant {least} by -1, whose quotient {b.dtype} does not have")
 
 
 def power(base: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
@@ -119,6 +137,7 @@ for _name, (_function, _since) in BINARY.items():
 
 @lower("Div", since=(7, 13, 14))
 def div(c: Call, a: Value, b: Value) -> Value:
+    refuse_division(c, a, b)
     return c(torch.div, a, as_number(b, a)) if a.dtype.is_floating_point else c(divide, a, b)
 
 
@@ -134,6 +153,7 @@ def pow_(c: Call, base: Value, exponent: Value) -> Value:
 @lower("Mod", since=(10, 13, 28))
 def mod(c: Call, a: Value, b: Value) -> Value:
     """Return the remainder: with fmod=1 it has the sign of the dividend, else that of the divisor."""
+    refuse_division(c, a, b)
     return c(torch.fmod if c.attr("fmod", 0) else torch.remainder, a, b)
 
 

@@ -32,7 +32,8 @@ from onward.flows.commands import (
     training,
 )
 from onward.flows.commands.common import print_json
-from onward.trainer.errors import OnwardError, Refused, RuntimeUnavailable
+from onward.flows.terminal import escaped_output
+from onward.trainer.errors import ConfigError, OnwardError, Refused, RuntimeUnavailable, printed, shown
 
 EXIT_STATUS = {
     0: "done",
@@ -197,6 +198,12 @@ for name, each in DEPLOYMENTS.items():
 
 
 def main() -> None:
+    """Run a command, whose output is escaped (terminal.py)."""
+    with escaped_output():
+        _run()
+
+
+def _run() -> None:
     """Run a command. Print an error on stderr: a heading, a line for each problem, what to do; exit with its status.
 
     The traceback of an error that nobody has foreseen goes into a file: it would hide the line that explains the error.
@@ -216,9 +223,11 @@ def main() -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = f" of {error.filename}" if error.filename else ""
             _exit_with(RuntimeUnavailable(f"the disk{where} is full: free some space, and repeat the command"))
+        if error.errno == errno.ENAMETOOLONG:
+            _exit_with(ConfigError(f"{shown(error.filename)} is longer than the path of a file may be"))
         if error.filename is None:
             _exit_unexpectedly(error)
-        _exit_with(RuntimeUnavailable(f"cannot use {error.filename}: {error.strerror}"))
+        _exit_with(RuntimeUnavailable(f"cannot use {shown(error.filename)}: {error.strerror}"))
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
@@ -257,7 +266,7 @@ def _exit_unexpectedly(error: Exception) -> NoReturn:
 
 
 def _exit_with(error: OnwardError) -> NoReturn:
-    problems = error.problems if isinstance(error, Refused) else (str(error),)
+    problems = printed(error.problems if isinstance(error, Refused) else (str(error),))
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     print(f"onward {command}: {EXIT_STATUS[error.exit_code].partition(';')[0]}", file=sys.stderr)
     for problem in problems:
@@ -265,7 +274,7 @@ def _exit_with(error: OnwardError) -> NoReturn:
     print(f"To do: {REMEDY[error.exit_code]}", file=sys.stderr)
     # the arguments themselves, because the error may come from before the command has read its options
     if "--json" in sys.argv:
-        result: dict[str, Any] = {"error": type(error).__name__, "problems": list(problems)}
+        result: dict[str, Any] = {"error": type(error).__name__, "problems": problems}
         print_json({**result, "exit_code": error.exit_code})
     sys.exit(error.exit_code)
 

@@ -16,6 +16,7 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section, table_type
 from onward.trainer.config.sections.metrics import MetricConfig
+from onward.trainer.errors import printable
 from onward.trainer.run.records import ExportedModel
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 def table(rows: Iterable[tuple[str, ...]], *, heads: tuple[str, ...] = ()) -> None:
     """Print rows in columns on stdout. No cell is shortened or wrapped, so that paths can be copied."""
-    lines = [*([heads] if heads else []), *rows]
+    # a line end in a name would begin a row
+    lines = [tuple(map(printable, line)) for line in (*([heads] if heads else []), *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onward.flows.commands.common import ConfigFile, Json, Overrides, print_json
+from onward.flows.commands.common import MAX_SEED, ConfigFile, Json, Overrides, print_json
 
 if TYPE_CHECKING:
     from onward.flows.chaos.account import Account, Times
@@ -22,8 +22,10 @@ def chaos(
         str,
         typer.Option(help="The kinds, separated by commas; all = all that need no file system of their own."),
     ] = "all",
-    seed: Annotated[int, typer.Option(help="Draws which fault comes when, and which rank or bit it hits.")] = 0,
-    faults: Annotated[int, typer.Option(min=0, help="How many; 0 = each kind once.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Draws which fault comes when, and which rank or bit it hits.")
+    ] = 0,
+    faults: Annotated[int, typer.Option(min=0, max=10_000, help="How many; 0 = each kind once.")] = 0,
     home: Annotated[
         Path | None,
         typer.Option(help="The directory for runs, servers and the account; new or empty.", show_default=False),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from onward.flows.commands.common import Json, print_json
+from onward.flows.commands.common import Days, Json, print_json
 from onward.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 
 def gc(
-    days: Annotated[float, typer.Option(min=0.0, help="Keep what was changed in this many days.")] = 30.0,
-    keep: Annotated[int, typer.Option(min=0, help="Keep this many of the newest runs in any case.")] = 10,
+    days: Days = 30.0,
+    keep: Annotated[
+        int, typer.Option(min=0, max=1_000_000, help="Keep this many of the newest runs in any case.")
+    ] = 10,
     states: Annotated[
         str, typer.Option(help="Runs of which states may go: exported, trained, stopped, failed, interrupted, damaged.")
     ] = "exported,failed",

@@ -9,8 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from onward.flows.examples import MODELS
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, shown
 
+MAX_SEED = 2**32 - 1
+"""The greatest seed that NumPy takes, too."""
+
+
+Days = Annotated[
+    float,
+    typer.Option(min=0.0, max=36_500.0, help="Keep what was changed or used in this many days."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and everything else on stderr.")]
 ConfigFile = Annotated[
     str,
@@ -74,7 +82,9 @@ def layers_of(config: str, words: list[str] | None) -> tuple[list[str], list[str
     files = [config, *(word for word in words or () if "=" not in word)]
     known = [word for word in files[1:] if word.endswith(".toml") or word in MODELS or Path(word).is_file()]
     if wrong := [word for word in files[1:] if word not in known]:
-        raise ConfigError(f"{word!r} is neither a setting, SECTION.KEY=VALUE, nor a TOML file" for word in wrong)
+        raise ConfigError(
+            f"{shown(repr(word))} is neither a setting, SECTION.KEY=VALUE, nor a TOML file" for word in wrong
+        )
     return files, overrides
 
 

@@ -39,7 +39,7 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
     label: Annotated[str, typer.Option(help="The column of labels; short for data.label=NAME.")] = "",
-    rows: Annotated[int, typer.Option(help="Rows of the data to try preprocessings on.", min=2)] = 300,
+    rows: Annotated[int, typer.Option(help="Rows of the data to try preprocessings on.", min=2, max=1_000_000)] = 300,
     converters: Annotated[
         list[Path] | None,
         typer.Option(help="A Python file with your own operator rules, as in model.converters. Repeatable."),
@@ -135,7 +135,7 @@ def plan(
     measure: Annotated[
         bool, typer.Option("--measure", help="Train some steps on the ranks, and keep how long they took.")
     ] = False,
-    steps: Annotated[int, typer.Option(help="How many steps --measure measures.", min=1)] = 10,
+    steps: Annotated[int, typer.Option(help="How many steps --measure measures.", min=1, max=100_000)] = 10,
     everything: All = False,
     as_json: Json = False,
 ) -> None:

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from onward.flows import api, exports
-from onward.flows.commands.common import Json, Output, print_facts, print_json
+from onward.flows.commands.common import MAX_SEED, Json, Output, print_facts, print_json
+from onward.trainer.bounds import MODEL_BYTES
+from onward.trainer.errors import ConfigError
 
 # The kinds of export.variants, repeated because importing the configuration would slow `--help` down; a test compares.
 VariantKind = StrEnum(
@@ -154,16 +156,19 @@ def example(
 
 def squeezenet(
     output: Output,
-    num_classes: Annotated[int, typer.Option(min=1, help="Number of classes of the output.")] = 1000,
-    image_size: Annotated[int, typer.Option(min=17, help="Height and width of the images, in pixels.")] = 224,
-    channels: Annotated[int, typer.Option(min=1, help="Channels of the images.")] = 3,
+    num_classes: Annotated[int, typer.Option(min=1, max=10_000_000, help="Number of classes of the output.")] = 1000,
+    image_size: Annotated[
+        int, typer.Option(min=17, max=65_536, help="Height and width of the images, in pixels.")
+    ] = 224,
+    channels: Annotated[int, typer.Option(min=1, max=65_536, help="Channels of the images.")] = 3,
     dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Dropout ratio before the last layer.")] = 0.5,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the initial weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the initial weights.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Write SqueezeNet v1.1: image to logits."""
     from onward.trainer.onnx_graph.reference_models import build_squeezenet
 
+    _refuse_large(750_000 + 64 * 9 * channels + 512 * num_classes)
     model = build_squeezenet(
         num_classes=num_classes, image_size=image_size, channels=channels, dropout=dropout, seed=seed
     )
@@ -172,18 +177,19 @@ def squeezenet(
 
 def gpt2(
     output: Output,
-    vocab_size: Annotated[int, typer.Option(min=2, help="Number of tokens; 256 for bytes.")] = 50257,
-    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of the longest sequence.")] = 1024,
-    num_layers: Annotated[int, typer.Option(min=1, help="Number of transformer blocks.")] = 12,
-    num_heads: Annotated[int, typer.Option(min=1, help="Attention heads of each block.")] = 12,
-    width: Annotated[int, typer.Option(min=1, help="Width of the hidden state.")] = 768,
+    vocab_size: Annotated[int, typer.Option(min=2, max=10_000_000, help="Number of tokens; 256 for bytes.")] = 50257,
+    sequence_length: Annotated[int, typer.Option(min=1, max=10_000_000, help="Tokens of the longest sequence.")] = 1024,
+    num_layers: Annotated[int, typer.Option(min=1, max=10_000, help="Number of transformer blocks.")] = 12,
+    num_heads: Annotated[int, typer.Option(min=1, max=65_536, help="Attention heads of each block.")] = 12,
+    width: Annotated[int, typer.Option(min=1, max=65_536, help="Width of the hidden state.")] = 768,
     dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Dropout ratio.")] = 0.1,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the initial weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the initial weights.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Write GPT-2: input_ids to logits. The default sizes are those of the 124M model."""
     from onward.trainer.onnx_graph.reference_models import build_gpt2
 
+    _refuse_large(width * (vocab_size + sequence_length + 12 * num_layers * width))
     model = build_gpt2(
         vocab_size=vocab_size,
         sequence_length=sequence_length,
@@ -194,6 +200,12 @@ def gpt2(
         seed=seed,
     )
     _write_model(model, output, as_json=as_json)
+
+
+def _refuse_large(weights: int) -> None:
+    """Refuse a model that its file cannot hold, before memory is taken for it. weights: about how many it has."""
+    if 4 * weights > MODEL_BYTES.most:
+        raise ConfigError(f"the model would have {MODEL_BYTES.exceeded(4 * weights)}; choose smaller numbers")
 
 
 def _write_model(model: Any, output: Path, *, as_json: bool) -> None:

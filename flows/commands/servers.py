@@ -11,7 +11,15 @@ from urllib.parse import urlsplit
 import typer
 
 from onward.flows import api
-from onward.flows.commands.common import ConfigFile, Json, Overrides, Profile, layers_of, print_facts, print_json
+from onward.flows.commands.common import (
+    ConfigFile,
+    Json,
+    Overrides,
+    Profile,
+    layers_of,
+    print_facts,
+    print_json,
+)
 from onward.trainer.errors import RuntimeUnavailable
 
 
@@ -48,7 +56,8 @@ def deploy(
         str, typer.Option(help="When to run, as a cron expression, for example '0 2 * * *'.", show_default=False)
     ] = "",
     interval: Annotated[
-        float, typer.Option(min=0.0, help="Seconds between two runs, in place of --cron.", show_default=False)
+        float,
+        typer.Option(min=0.0, max=1e9, help="Seconds between two runs, in place of --cron.", show_default=False),
     ] = 0.0,
     timezone: Annotated[str, typer.Option(help="Time zone of --cron, for example Europe/Berlin.")] = "UTC",
     allow: Annotated[

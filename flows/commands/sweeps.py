@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onward.flows.commands.common import Json, Profile, layers_of, print_json
+from onward.flows.commands.common import MAX_SEED, Json, Profile, layers_of, print_json
 from onward.flows.sweeps import api
 
 if TYPE_CHECKING:
@@ -30,11 +30,13 @@ def sweep(
         ),
     ] = None,
     profile: Profile = "",
-    trials: Annotated[int, typer.Option(min=0, help="How many trials to make, where a setting has a range.")] = 0,
+    trials: Annotated[
+        int, typer.Option(min=0, max=100_000, help="How many trials to make, where a setting has a range.")
+    ] = 0,
     prune: Annotated[
         bool, typer.Option("--prune", help="End a trial whose evaluations are worse than the median of those before.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="The seed of the choice of values in ranges.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="The seed of the choice of values in ranges.")] = 0,
     resume: Annotated[
         str, typer.Option(metavar="SWEEP", help="Continue a sweep: last, its name or the end of its id.")
     ] = "",

@@ -11,6 +11,7 @@ import typer
 from onward.flows import api, verify_run
 from onward.flows.commands.common import (
     ConfigFile,
+    Days,
     Json,
     Overrides,
     Profile,
@@ -66,6 +67,7 @@ def verify(
         typer.Option(
             "--from",
             min=0,
+            max=2**31 - 1,
             help="With --replay: the checkpoint to begin at; 0 = the ONNX file. Default: the last but one.",
             show_default=False,
         ),
@@ -155,7 +157,9 @@ def stop(run: RunName = "last", as_json: Json = False) -> None:
 
 def logs(
     run: RunName = "last",
-    rank: Annotated[int | None, typer.Option(min=0, help="Only what this rank wrote.", show_default=False)] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, max=1_000_000, help="Only what this rank wrote.", show_default=False)
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print what comes, until the run ends.")] = False,
 ) -> None:
     """Print the logs of a run: of its flow and of the ranks of its newest attempt.
@@ -170,7 +174,7 @@ def logs(
 def runs(
     state: Annotated[str, typer.Option(help="Only runs in these states: a,b.", show_default=False)] = "",
     name: Annotated[str, typer.Option(help="Only runs of this configuration.", show_default=False)] = "",
-    last: Annotated[int, typer.Option(min=0, help="Only the newest ones; 0 = all.")] = 0,
+    last: Annotated[int, typer.Option(min=0, max=1_000_000_000, help="Only the newest ones; 0 = all.")] = 0,
     as_json: Json = False,
 ) -> None:
     """List runs, newest first.
@@ -203,7 +207,7 @@ def runs(
 
 
 def clean(
-    days: Annotated[float, typer.Option(min=0.0, help="Keep what was used in this many days.")] = 30.0,
+    days: Days = 30.0,
     as_json: Json = False,
 ) -> None:
     """Delete local copies of remote files that were not used for some days.

@@ -16,24 +16,36 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
-from rich.console import Console, ConsoleDimensions
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType
 from rich.live import Live
+from rich.segment import Segment
 from rich.text import Text
 
 from onward.flows.live_view.facts import LiveFacts
 from onward.flows.live_view.screen import Screen, sentence
+from onward.flows.terminal import unescaped
 from onward.tasks.training_progress import Periodic
+from onward.trainer.errors import printable
 from onward.trainer.run.directory import RunDir
 
 LINE_PERIOD_S = 10.0
 TICK_S = 0.25
 
 
+class ViewConsole(Console):
+    """A console whose own commands move the cursor, while the texts that it shows are escaped."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else printable(segment.text, keep="\n\t")
+            yield Segment(text, segment.style, segment.control)
+
+
 class LiveView:
     """The view of one run, which may not have a directory yet. Use it inside of `live_view`."""
 
     def __init__(self, stream: TextIO) -> None:
-        self.console = Console(file=stream)
+        self.console = ViewConsole(file=unescaped(stream))
         self.is_live = stream.isatty() and self.console.is_terminal and not self.console.is_dumb_terminal
         self.facts = LiveFacts()
         self._stream = stream
@@ -174,6 +186,11 @@ class _Above:
 
     def flush(self) -> None:
         """Do nothing: each complete line is printed at once."""
+
+    @property
+    def rich_proxied_file(self) -> TextIO:
+        """Return this stream: consoles of rich, such as that of Prefect's logs, print above the view, too."""
+        return cast(TextIO, self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)  # isatty, fileno, encoding: those of the terminal

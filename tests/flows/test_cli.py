@@ -12,13 +12,14 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx
 import pytest
 from typer.core import TyperGroup as Group
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from onward.flows import cli
 from onward.flows.examples.folders import FOLDERS
@@ -478,3 +479,46 @@ def test_the_command_line_accepts_the_variants_of_the_configuration() -> None:
 
     (kinds, _) = get_args(ExportConfig.model_fields["variants"].annotation)
     assert tuple(VariantKind) == get_args(kinds)
+
+
+def test_every_number_of_an_option_has_a_least_and_a_greatest_value() -> None:
+    def open_ends(command: Any, words: tuple[str, ...]) -> list[str]:
+        found = [
+            f"{' '.join(words)} {option.name}"
+            for option in command.params
+            if {int, float} & {option.type_descriptor.annotation, *get_args(option.type_descriptor.annotation)}
+            and None in (option.min, option.max)
+        ]
+        inner = getattr(command, "commands", {})
+        return found + [each for name, other in inner.items() for each in open_ends(other, (*words, name))]
+
+    assert open_ends(get_command(cli.app), ()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("squeezenet", "--num-classes", "99999999999999"),
+        ("squeezenet", "--num-classes", "10000000"),
+        ("squeezenet", "--dropout", "nan"),
+        ("gpt2", "--width", "65536", "--num-heads", "16"),
+        ("gpt2", "--vocab-size", "9" * 5000),
+    ],
+)
+def test_a_reference_model_larger_than_a_file_is_refused_before_memory_is_taken(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(cli.app, ["reference", *words, "-o", str(tmp_path / "model.onnx")])
+    assert isinstance(result.exception, ConfigError) or result.exit_code == 2
+    assert not (tmp_path / "model.onnx").exists()
+
+
+@pytest.mark.parametrize("words", [("config", "a" * 5000), ("run", "a" * 5000), ("doctor", "a" * 5000)])
+def test_a_word_that_is_too_long_for_a_path_is_a_wrong_command_line(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["onward", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err) < 1000

@@ -49,9 +49,9 @@ class Layered:
         """Lay settings over these. where: what `origins` says of them; table: the table of that file they are in."""
         _merge(self.settings, later, self.origins, where=where, table=table, key="")
 
-    def set(self, key: str, where: str) -> None:
-        """Note that `section.key` was set."""
-        _forget(self.origins, key)
+    def set(self, key: str, where: str, former: Any) -> None:
+        """Note that `section.key` was set. former: the value that it had."""
+        _forget(self.origins, key, former)
         self.origins[key] = where
 
 
@@ -153,7 +153,7 @@ def _merge(
                 into[name] = {"sizes": "auto"}
         whole = not isinstance(value, dict) or (full == "parallel" and is_auto(later[name]))
         if whole or not isinstance(into.get(name), dict):
-            _forget(origins, full)
+            _forget(origins, full, into.get(name))
             into[name] = {} if isinstance(value, dict) else value
         if isinstance(value, dict):
             inside = f"{table}.{name}".lstrip(".")
@@ -162,9 +162,12 @@ def _merge(
             origins[full] = f"{where} [{table}]" if table else where
 
 
-def _forget(origins: dict[str, str], key: str) -> None:
-    for known in [each for each in origins if each == key or each.startswith(f"{key}.")]:
-        del origins[known]
+def _forget(origins: dict[str, str], key: str, former: Any) -> None:
+    """Remove the origin of a setting, and of those inside its former value."""
+    origins.pop(key, None)
+    if isinstance(former, dict):
+        for name, value in former.items():
+            _forget(origins, f"{key}.{name}", value)
 
 
 def is_auto(value: Any) -> bool:
@@ -193,23 +196,32 @@ def _read_toml(path: Path) -> tuple[dict[str, Any], str]:
     """Return the settings of a TOML file, and its text."""
     try:
         text = read_bounded(path, CONFIG_BYTES).decode()
-        if _DEEP_KEY.search(text):  # of which tomllib keeps each beginning
-            raise RecursionError
-        raw: dict[str, Any] = tomllib.loads(text)
+        raw = parsed(text)
     except FileNotFoundError:
         raise ConfigError(f"no config file {path}; give the path of a TOML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the config file {path}: {error}") from None
     except ValueError as error:  # TOMLDecodeError, and Python's own of a number with thousands of digits
         raise ConfigError(f"{path} is not TOML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} has more {CONFIG_DEPTH.what} than the limit of {CONFIG_DEPTH.most}") from None
-    if (depth := _depth(raw)) > CONFIG_DEPTH.most:
+    except RecursionError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if (depth := depth_of(raw)) > CONFIG_DEPTH.most:
         raise ConfigError(f"{path} has {CONFIG_DEPTH.exceeded(depth)}")
     return raw, text
 
 
-def _depth(settings: Any) -> int:
+def parsed(text: str) -> dict[str, Any]:
+    """Return the content of TOML. Raises ValueError where it is none, RecursionError where it is too deep."""
+    too_deep = RecursionError(f"it has more {CONFIG_DEPTH.what} than the limit of {CONFIG_DEPTH.most}")
+    if _DEEP_KEY.search(text):  # of which tomllib keeps each beginning
+        raise too_deep
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise too_deep from None
+
+
+def depth_of(settings: Any) -> int:
     """Return how many tables and lists lie inside each other; level by level, because recursion has a limit, too."""
     depth, level = 0, [settings]
     while level := [each for each in level if isinstance(each, dict | list)]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from onward.trainer.config.layers import Layered, Source, is_auto, plain, read_layers
+from onward.trainer.bounds import CONFIG_BYTES, CONFIG_DEPTH, CONFIG_ENTRIES
+from onward.trainer.config.layers import Layered, Source, depth_of, is_auto, parsed, plain, read_layers
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.open_questions import OPEN, open_questions
 from onward.trainer.config.rules import Sections, check_cross_section_rules
@@ -17,8 +18,8 @@ from onward.trainer.config.run_config import SECTIONS, RunConfig
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.config.setting_paths import anchor, expanded
-from onward.trainer.config.unknown_settings import explained, unknown
-from onward.trainer.errors import ConfigError
+from onward.trainer.config.unknown_settings import explained, unknown_sections
+from onward.trainer.errors import ConfigError, shown
 
 Check = Callable[[Sections], Iterable[str]]
 """Returns further problems of the sections that could be read, such as a model file that does not exist."""
@@ -62,8 +63,7 @@ def layered(source: Source, overrides: Iterable[Override] = (), *, profile: str 
     for override in overrides:
         try:
             for key, value in settings_in(override):
-                _override(found.settings, key, value)
-                found.set(key, "override")
+                found.set(key, "override", _override(found.settings, key, value))
         except ConfigError as error:
             found.problems += error.problems
     return found
@@ -75,9 +75,7 @@ def build_config(
     """Validate a nested mapping of settings; raises ConfigError with `problems` and everything wrong that is found
     here."""
     found = list(problems)
-    found += [
-        unknown(key, RunConfig.model_fields, "section", RunConfig) for key in raw if key not in RunConfig.model_fields
-    ]
+    found += unknown_sections(raw, RunConfig)
     read: dict[str, Any] = {}
     for name, section in SECTIONS.items():
         value = raw.get(name, {})
@@ -86,7 +84,7 @@ def build_config(
         if isinstance(value, section):
             read[name] = value
         elif not isinstance(value, Mapping):
-            found.append(f"[{name}] must be a table, not {value!r}")
+            found.append(f"[{name}] must be a table, not {shown(repr(value))}")
         else:
             try:
                 read[name] = section.model_validate(dict(value))
@@ -118,6 +116,9 @@ def _read_entries(name: str, given: Any, problems: list[str]) -> dict[str, tuple
     """Return {name: entries}, or {} after adding to `problems` what is wrong with them."""
     entries = given if isinstance(given, list | tuple) else (given,)
     kind, read, before = ENTRIES[name], [], len(problems)
+    if len(entries) > CONFIG_ENTRIES.most:
+        problems.append(f"{name}: {CONFIG_ENTRIES.exceeded(len(entries))}")
+        return {}
     for place, entry in enumerate(entries):
         where = name if len(entries) == 1 or isinstance(entry, str) else f"{name}.{place}"
         value = {"name": entry} if isinstance(entry, str) else entry
@@ -126,7 +127,7 @@ def _read_entries(name: str, given: Any, problems: list[str]) -> dict[str, tuple
         elif not isinstance(value, Mapping):
             is_loss = name == "loss"
             wanted = "[loss] must be a table, or several [[loss]]" if is_loss else "metrics must be names or tables"
-            problems.append(f"{wanted}, not {entry!r}")
+            problems.append(f"{wanted}, not {shown(repr(entry))}")
         else:
             try:
                 read.append(kind.model_validate(dict(value)))
@@ -139,24 +140,27 @@ def settings_in(override: Override) -> Iterable[tuple[str, Any]]:
     """Yield (section.key, value) of every setting that an override changes."""
     if isinstance(override, str):
         key, equals, text = override.partition("=")
+        if len(override) > CONFIG_BYTES.most:
+            raise ConfigError(f"override {shown(override)} has {CONFIG_BYTES.exceeded(len(override))}")
         if not equals or not all(key.strip().split(".")):
-            raise ConfigError(f"override {override!r} is not section.key=value")
+            raise ConfigError(f"override {shown(repr(override))} is not section.key=value")
         try:
-            value = tomllib.loads(f"value = {text.strip()}")["value"]
+            value = parsed(f"value = {text.strip()}")["value"]
         except tomllib.TOMLDecodeError:
             value = text.strip()  # a bare word is a string: model.loss=mse
         except (ValueError, RecursionError) as error:  # a number with thousands of digits, thousands of brackets
-            raise ConfigError(f"override {key.strip()}: its value cannot be read: {error}") from None
-        yield key.strip(), value
+            raise ConfigError(f"override {shown(key.strip())}: its value cannot be read: {error}") from None
+        key, is_section = key.strip(), False
     else:
         key, value = override[0], plain(override[1])
-        if isinstance(value, dict) and "." not in key:
-            yield from ((f"{key}.{name}", item) for name, item in value.items())
-        else:
-            yield key, value
+        is_section = isinstance(value, dict) and "." not in key
+    if (depth := key.count(".") + 1 + depth_of(value)) > CONFIG_DEPTH.most:
+        raise ConfigError(f"override {shown(key)} has {CONFIG_DEPTH.exceeded(depth)}")
+    yield from ((f"{key}.{name}", item) for name, item in value.items()) if is_section else [(key, value)]
 
 
-def _override(raw: dict[str, Any], key: str, value: Any) -> None:
+def _override(raw: dict[str, Any], key: str, value: Any) -> Any:
+    """Replace a setting; return its former value."""
     parts = key.split(".")
     if parts == ["parallel", "horizontal"]:
         parts[-1] = "tensor"
@@ -182,7 +186,9 @@ def _override(raw: dict[str, Any], key: str, value: Any) -> None:
         target = target[part]
         if not isinstance(target, dict) and target is not raw.get("loss"):
             raise ConfigError(f"override {key}: {part} is not a table")
+    former = target.get(parts[-1])
     target[parts[-1]] = patch[parts[-1]]
+    return former
 
 
 def _of_one_table(tables: list[Any], parts: list[str]) -> list[str]:

@@ -15,9 +15,9 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from onward.trainer.config.section import Section
+from onward.trainer.config.section import NonNegativeInt, Section
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import LossName, ModelConfig
 

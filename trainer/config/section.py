@@ -8,6 +8,15 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Length = Annotated[int, Field(gt=0, le=2**24)]
+LengthOrZero = Annotated[int, Field(ge=0, le=2**24)]
+"""What memory is taken for: rows of a batch, classes, tokens, pixels, samples."""
+Ranks = Annotated[int, Field(gt=0, le=2**16)]
+Seconds = Annotated[float, Field(gt=0.0, le=1e7)]
+SecondsOrZero = Annotated[float, Field(ge=0.0, le=1e7)]
+"""A time that something waits; no system call takes much longer ones."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from onward.trainer.config.section import Section, plain_word, section_at, table_type
 from onward.trainer.config.urls import url_of
+from onward.trainer.errors import MAX_SHOWN, shown
 
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "optimizer.learning_rate": ("lr", "learning", "rate", "base_lr", "max_lr", "peak_lr", "step_size", "eta"),
@@ -100,8 +101,11 @@ OF_CHOICES: Mapping[str, str] = {
 def explained(error: ValidationError, section: str, model: type[Section], root: type[Section]) -> list[str]:
     """Return pydantic's findings as sentences. section: the table that `model` was read from; root: all settings."""
     sentences = []
-    for finding in error.errors():
-        where = ".".join(str(part) for part in (section, *finding["loc"]) if part != "")
+    findings = error.errors(include_url=False)
+    strange = [finding for finding in findings if finding["type"] == "extra_forbidden"]
+    others = [finding for finding in findings if finding["type"] != "extra_forbidden"]
+    for finding in [*others[:MOST_UNKNOWN], *strange[:MOST_UNKNOWN]]:
+        where = shown(".".join(str(part) for part in (section, *finding["loc"]) if part != ""))
         *outer, _ = (section, *finding["loc"]) if finding["loc"] else ("", "")
         table = section_at(model, finding["loc"])
         if finding["type"] == "extra_forbidden" and (len(outer) == 1 or table is not model):
@@ -113,11 +117,29 @@ def explained(error: ValidationError, section: str, model: type[Section], root: 
             message = finding["msg"].removeprefix("Value error, ")
             given = finding.get("input")
             is_secret = isinstance(given, str) and bool(url_of(given))  # a URL may hold a password
-            shown = f", not {given!r}" if isinstance(given, str | int | float | bool) and not is_secret else ""
+            said = (
+                f", not {shown(repr(given))}" if isinstance(given, str | int | float | bool) and not is_secret else ""
+            )
             if finding["type"] == "literal_error" and isinstance(given, str):
-                shown += _meant_choice(given, message)
-            sentences += [f"{where}: {message}{shown}"] if where else message.splitlines()
-    return sentences
+                said += _meant_choice(given, message)
+            sentences += [f"{where}: {message}{said}"] if where else message.splitlines()
+    of_section = f" of {section}" if section else ""
+    return [
+        *sentences,
+        *_further(len(others), f"wrong values{of_section}"),
+        *_further(len(strange), f"unknown keys{of_section}"),
+    ]
+
+
+def unknown_sections(raw: Iterable[str], root: type[Section]) -> list[str]:
+    """Return a sentence for each table and key outside of tables that is no section; of many, for the first ones."""
+    strange = [key for key in raw if key not in root.model_fields]
+    sentences = [unknown(shown(key), root.model_fields, "section", root) for key in strange[:MOST_UNKNOWN]]
+    return [*sentences, *_further(len(strange), "unknown sections")]
+
+
+def _further(found: int, what: str) -> list[str]:
+    return [f"... and {found - MOST_UNKNOWN:,} more {what}"] if found > MOST_UNKNOWN else []
 
 
 def unknown(key: str, known: Iterable[str], kind: str, root: type[Section]) -> str:
@@ -127,7 +149,7 @@ def unknown(key: str, known: Iterable[str], kind: str, root: type[Section]) -> s
     `optimizer.alpha`.
     """
     names = {name.rpartition(".")[2]: name for name in known}
-    word = plain_word(key.rpartition(".")[2])
+    word = plain_word(key.rpartition(".")[2])[:MAX_SHOWN]
     by_word = {plain_word(name): name for name in names}
     meant: list[str] = []
     if word in by_word:
@@ -144,6 +166,8 @@ def unknown(key: str, known: Iterable[str], kind: str, root: type[Section]) -> s
 
 
 MOST_SUGGESTED = 3
+MOST_UNKNOWN = 20
+"""Unknown keys, and wrong values, of one table that are named; what each was meant to be takes a millisecond."""
 
 
 def _settings(section: type[Section], name: str) -> Iterator[str]:
@@ -159,5 +183,6 @@ def _meant_choice(given: str, message: str) -> str:
     """Return which of the choices that pydantic's message lists was probably meant, as a question; "" for none."""
     choices = message.split("'")[1::2]
     synonym = OF_CHOICES.get(plain_word(given))
-    near = [synonym] if synonym in choices else difflib.get_close_matches(plain_word(given), choices, n=1)
+    word = plain_word(given)[:MAX_SHOWN]  # which would be compared letter by letter
+    near = [synonym] if synonym in choices else difflib.get_close_matches(word, choices, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from onward.trainer.config import rules
-from onward.trainer.config.loading import build_config, load_config
+from onward.trainer.config.loading import build_config, layered, load_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.config.sections.training import TrainConfig
@@ -547,3 +547,58 @@ def test_questions_may_come_from_python_and_the_command_line_and_a_list_may_hold
     with pytest.raises(ConfigError, match=r"model.loss is open"):
         load_config(GOOD, ['model.loss="?"'])
     assert load_config(GOOD, ['model.freeze=["?"]']).model.freeze == ("?",)
+
+
+# -- limits of overrides
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "a." * 5000 + "b=1",
+        "train.num_steps={" + "a." * 5000 + "b=1}",
+        "train.num_steps=" + "[" * 5000 + "]" * 5000,
+        "train.num_steps=" + "{a=" * 40 + "1" + "}" * 40,
+        ("train", {"num_steps": [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]}),
+    ],
+    ids=lambda override: str(override)[:20],
+)
+def test_an_override_is_as_deep_as_a_file_at_most(override: str | tuple[str, Any]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(GOOD, [override])
+    (problem,) = refused.value.problems
+    assert "tables or lists inside each other in a configuration" in problem
+    assert "the limit of 32" in problem
+    assert len(problem) < 500
+
+
+@pytest.mark.parametrize(
+    "override", ["a" * 100_000, f"model.path={'a' * 100_000}", f"name={'a' * 100_000}", "x" * 2**23]
+)
+def test_a_long_word_is_shortened_in_the_message(override: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(GOOD, [override])
+    assert all(len(problem) < 1000 for problem in refused.value.problems)
+
+
+def test_an_override_takes_the_place_of_what_was_in_a_table_before() -> None:
+    found = layered(GOOD | {"data": {"source": "digits", "image": {"size": 8}}}, ["data.image={color='grey'}"])
+    assert found.settings["data"]["image"] == {"color": "grey"}
+    assert {key: where for key, where in found.origins.items() if key.startswith("data.image")} == {
+        "data.image": "override"
+    }
+
+
+def test_every_number_of_a_configuration_has_a_least_and_a_greatest_value() -> None:
+    def open_ends(schema: Any, where: str) -> list[str]:
+        if isinstance(schema, list):
+            return [each for item in schema for each in open_ends(item, where)]
+        if not isinstance(schema, dict):
+            return []
+        ends = {"maximum", "exclusiveMaximum"} & schema.keys(), {"minimum", "exclusiveMinimum"} & schema.keys()
+        found = [where] if schema.get("type") == "integer" and "enum" not in schema and not all(ends) else []
+        return found + [each for key, item in schema.items() for each in open_ends(item, f"{where}.{key}")]
+
+    found = open_ends(RunConfig.model_json_schema(), "")
+    signed = ("ignore_index", "class_axis", "mask_values")
+    assert [each for each in found if not any(name in each for name in signed)] == []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, model_validator
 
 from onward.trainer.bounds import AUDIO_SAMPLES
-from onward.trainer.config.section import Section
+from onward.trainer.config.section import Length, Section
 
 
 class AudioConfig(Section):
@@ -16,7 +16,7 @@ class AudioConfig(Section):
     column: str = "audio"
     """The column: paths relative to the table's directory, contents of files, or `{bytes, path}` of Hugging Face
     `datasets`. The results have its name."""
-    sample_rate: PositiveInt = 16000
+    sample_rate: Length = 16000
     """Samples of a second. Files with another rate are resampled; channels are averaged."""
     seconds: NonNegativeFloat = 0.0
     """Length of every clip: of longer ones the middle is taken, shorter ones are filled up with zeros at their end. 0 =
@@ -24,11 +24,11 @@ class AudioConfig(Section):
     features: Literal["waveform", "log_mel"] = "waveform"
     """`waveform`: float32 [T] between -1 and 1. `log_mel`: float32 [mel_bins, frames], the logarithm of the power in
     each mel band, by the formula of torchaudio's MelSpectrogram (HTK scale, no normalisation)."""
-    mel_bins: PositiveInt = 80
+    mel_bins: Length = 80
     """Log-mel: number of mel bands, up to half of the sample rate."""
-    window: PositiveInt = 400
+    window: Length = 400
     """Log-mel: samples of one Fourier transform and of its Hann window."""
-    hop: PositiveInt = 160
+    hop: Length = 160
     """Log-mel: samples from one frame to the next; a clip of T samples has 1 + T // hop frames."""
     floor: PositiveFloat = 1e-6
     """Log-mel: the least power of which the logarithm is taken."""

@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from onward.trainer.config.section import COMMON, Section
+from onward.trainer.config.section import COMMON, Length, NonNegativeInt, PositiveInt, Section
 from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.config.sections.tables import TableConfig
@@ -83,11 +75,11 @@ class DataConfig(Section):
     pad_values: dict[str, float] = {}
     """Column of variable length -> the value that pads its shorter rows in a batch; without an entry 0,
     `model.ignore_index` for labels, and for what is computed from strings the value that the model itself pads with."""
-    image_size: PositiveInt = 32
+    image_size: Length = 32
     """Digits only: side in pixels the 8x8 images are resized to."""
-    image_channels: PositiveInt = 3
+    image_channels: Length = 3
     """Digits only: the grey image is repeated this many times."""
-    sequence_length: PositiveInt = 128
+    sequence_length: Length = 128
     """Text only: bytes in one sample; the label of each byte is the byte that follows it."""
     text_files: str = "*.py"
     """Text only: which files of the directory are read."""

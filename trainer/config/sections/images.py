@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from onward.trainer.config.section import Decay, Fraction, Section
+from onward.trainer.config.section import Decay, Fraction, Length, LengthOrZero, NonNegativeInt, Section
 
 RGB_MEAN, RGB_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Those of ImageNet, with which torchvision's and most other published weights were trained."""
@@ -24,7 +24,7 @@ class AugmentConfig(Section):
     random_resized_crop: Fraction = 0.0
     """The least share of the area in a random crop of random aspect ratio (3/4 to 4/3) that is resized to `size`, in
     place of `resize`; torchvision's recipes use 0.08. 0 = none."""
-    crop_padding: NonNegativeInt = 0
+    crop_padding: LengthOrZero = 0
     """Pixels of black border that are added on each side before a random crop of `size`; 4 is usual for images of
     32 x 32. 0 = none."""
     flip: Fraction = 0.0
@@ -62,7 +62,7 @@ class ImageConfig(Section):
     column: str = "image"
     """The column that these inputs read, unless `data.inputs` names another. Cells are encoded bytes, paths relative to
     the table, or Hugging Face's `{bytes, path}`."""
-    size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
+    size: Length | tuple[Length, Length] | None = None
     """Height and width in pixels, or one number for both; unset = those of the model's input."""
     resize: Literal["crop", "stretch", "pad"] = "crop"
     """`crop`: resize the shorter side, then take the centre; `stretch`: resize to `size` without regard to the aspect

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from onward.trainer.config.losses import LossConfig, titles
 from onward.trainer.config.metric_names import DEFAULTS, FILE_TASKS, METRICS, TASKS, Task, parse, unknown
-from onward.trainer.config.section import Section, plain_word
+from onward.trainer.config.section import Length, LengthOrZero, NonNegativeInt, SecondsOrZero, Section, plain_word
 
 WEIGHTS_METRICS, AVERAGE_METRICS = "evaluation", "evaluation/average"
 """What the names of metrics begin with: of the weights, and of their moving average."""
@@ -36,14 +36,14 @@ class MetricConfig(Section):
     average: Literal["macro", "micro", "weighted"] | None = None
     """How the values of the classes become one: their mean, one count over all classes, or their mean weighted by the
     targets of each. Not set = macro."""
-    of_class: NonNegativeInt | None = None
+    of_class: LengthOrZero | None = None
     """The class whose value it is, in place of an average."""
-    k: PositiveInt | None = None
+    k: Length | None = None
     """`top_k`: how many classes with the greatest scores count. `retrieval_accuracy`: how many of the most similar rows
     count; not set = 1."""
     beta: PositiveFloat | None = None
     """`f_beta`: how many times as important as precision recall is."""
-    thresholds: Annotated[int, Field(ge=2)] | None = None
+    thresholds: Annotated[int, Field(ge=2, le=2**24)] | None = None
     """`auroc`, `average_precision`: compute the curve at so many thresholds, which takes a fixed amount of memory. Not
     set = at every score, which keeps the scores of all evaluation data."""
     bytes_per_target: PositiveFloat | None = None
@@ -226,7 +226,7 @@ class StopConfig(Section):
     """A value counts as an improvement if it is better than the best one by more than this."""
     target: float | None = None
     """End at the first evaluation whose value is at least as good as this. Unset = no target."""
-    max_hours: NonNegativeFloat = 0.0
+    max_hours: SecondsOrZero = 0.0
     """End after so many hours of training over all attempts, at the end of a step; 0 = no limit. `onward resume RUN
     stop.max_hours=...` continues with a higher limit. The time after the last checkpoint of a killed attempt does not
     count."""

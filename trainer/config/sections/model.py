@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat
 
-from onward.trainer.config.section import COMMON, Decay, Section
+from onward.trainer.config.section import COMMON, Decay, Length, LengthOrZero, Section
 from onward.trainer.config.urls import FilePath
 
 AcceptedWarning = Literal["merged", "separated", "removed"]
@@ -40,7 +40,7 @@ class ModelConfig(Section):
     """Tensors inside the graph that become its inputs, each read from the data's column of its name. The nodes before
     them are neither computed nor trained. Empty = the graph's own inputs; in a file that begins with strings the
     tensors of numbers behind them, which onnxruntime computes when the data is read."""
-    num_classes: NonNegativeInt = 0
+    num_classes: LengthOrZero = 0
     """Replace the head: its last layer gets this many outputs, newly initialised; 0 = keep it."""
     head: str = ""
     """The weight of the layer that `num_classes` replaces; empty = the last one before the output."""
@@ -127,7 +127,7 @@ class LoraConfig(Section):
 
     weights: tuple[str, ...] = ()
     """Glob patterns of the MatMul, Gemm and Conv weights that get an adapter; empty = no adapters."""
-    rank: PositiveInt = 8
+    rank: Length = 8
     """Rank of the adapters: rows of A, columns of B."""
     alpha: PositiveFloat = 16.0
     """The adapters' scale is alpha / rank."""

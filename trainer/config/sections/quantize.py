@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
-
-from onward.trainer.config.section import Section
+from onward.trainer.config.section import Length, Section
 
 
 class QuantizeConfig(Section):
@@ -34,5 +32,5 @@ class QuantizeConfig(Section):
     """The operators to quantize, such as "Conv" and "MatMul"; empty = all that onnxruntime can."""
     exclude: tuple[str, ...] = ()
     """Glob patterns of the names of nodes that stay in floating point."""
-    calibration_rows: PositiveInt = 256
+    calibration_rows: Length = 256
     """Training rows from all over the data, on which the ranges of computed values are measured first."""

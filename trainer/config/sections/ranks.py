@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, model_validator
 
-from onward.trainer.config.section import COMMON, Section
+from onward.trainer.config.section import COMMON, NonNegativeInt, Ranks, Seconds, SecondsOrZero, Section
 from onward.trainer.config.urls import Location
 
 
@@ -17,11 +17,11 @@ class ParallelConfig(Section):
     sizes: Literal["given", "auto"] = "given"
     """`auto` = choose data, tensor, pipeline, zero, recomputation and micro-batches for `launch.num_ranks` ranks
     and `memory_gib`; `parallel = "auto"` is short for it."""
-    data: Annotated[PositiveInt, COMMON] = 1
+    data: Annotated[Ranks, COMMON] = 1
     """Data parallelism: replicas of the model, each with its share of every batch."""
-    tensor: PositiveInt = 1
+    tensor: Ranks = 1
     """Tensor parallelism: ranks that divide single layers, wherever the graph allows it."""
-    pipeline: PositiveInt = 1
+    pipeline: Ranks = 1
     """Pipeline parallelism: ranks that run successive stages of the graph. Its micro-batches are
     `train.gradient_accumulation_steps`."""
     memory_gib: NonNegativeFloat = 0.0
@@ -38,7 +38,7 @@ class ParallelConfig(Section):
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
     """Pipeline: the order of forward and backward passes. `zero_bubble` is refused for graphs that it computes
     wrongly."""
-    stages_per_rank: PositiveInt = 1
+    stages_per_rank: Ranks = 1
     """Pipeline: stages on each rank; above 1 needs `interleaved` or `zero_bubble`."""
     cuts: tuple[str | tuple[str, ...], ...] = ()
     """Pipeline: where the stages end. Each entry is one cut: the name of the tensor that crosses it, or a list of
@@ -100,13 +100,13 @@ class LaunchConfig(Section):
     """An MPI hostfile; empty = this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` = one GPU per rank if the machine has any, else the CPU."""
-    ranks_per_gpu: PositiveInt = 1
+    ranks_per_gpu: Ranks = 1
     """Ranks that share one GPU. Above 1, gloo sends their tensors through host memory, because NCCL refuses two ranks
     on one GPU: slow, for trying a layout on few GPUs."""
     rehearsal: Literal["auto", "off"] = "auto"
     """`auto` = before a new run is launched, run a few micro-batches of the first rows forward and backward on the CPU,
     and compare the untrained file with onnxruntime; what fails is refused. `off` = do not."""
-    rehearsal_timeout_s: PositiveFloat = 60.0
+    rehearsal_timeout_s: Seconds = 60.0
     """Longest time of the rehearsal once the model is open; what was not reached by then is left out and named. The
     trial of `graph.compile = "auto"` has a limit of its own."""
     threads_per_rank: NonNegativeInt = 0
@@ -115,7 +115,7 @@ class LaunchConfig(Section):
     retries: NonNegativeInt = 2
     """How often a failed job is started again without progress: from its newest checkpoint or, without one, from step 0
     (see `checkpoint.minutes`). A checkpoint beyond all earlier ones is progress, after which the count begins again."""
-    retry_delay_s: NonNegativeFloat = 0.5
+    retry_delay_s: SecondsOrZero = 0.5
     """Pause before a retry; before each further retry without progress it is four times as long, up to a minute."""
     on_out_of_memory: Literal["stop", "smaller"] = "stop"
     """What follows when a rank runs out of memory. `smaller` = the next attempt has micro-batches of half the samples
@@ -126,19 +126,19 @@ class LaunchConfig(Section):
     """What follows when a host of the hostfile does not answer before a retry, also not after pauses of 2, 10 and 60 s.
     `wait` = the run ends. `fewer` = it goes on with fewer replicas on the hosts that answer, and the same batch; a
     later retry takes all hosts again if they answer."""
-    storage_wait_s: NonNegativeFloat = 600.0
+    storage_wait_s: SecondsOrZero = 600.0
     """Longest time that a run waits after a full or failed disk until a checkpoint could be written again; it then
     goes on."""
-    start_timeout_s: PositiveFloat = 180.0
+    start_timeout_s: Seconds = 180.0
     """Longest time from the start of a job to its first heartbeat, and between two heartbeats until the first step of
     an attempt is complete: while ranks import, load and assemble the model."""
-    heartbeat_timeout_s: PositiveFloat = 120.0
+    heartbeat_timeout_s: Seconds = 120.0
     """Longest time between two heartbeats after that; then the job is stopped and retried."""
-    collective_timeout_s: PositiveFloat = 100.0
+    collective_timeout_s: Seconds = 100.0
     """Longest time that a rank waits for the others in a collective."""
-    compile_timeout_s: PositiveFloat = 1800.0
+    compile_timeout_s: Seconds = 1800.0
     """With graph.compile: longest time between two heartbeats while ranks may compile, that is until the first step of
     an attempt is complete, in a last step with fewer samples, and during evaluations. It is the longest time in a
     collective, too, because ranks compile different stages."""
-    stop_grace_s: PositiveFloat = 20.0
+    stop_grace_s: Seconds = 20.0
     """Time that a job has to save a checkpoint and exit when it is asked to stop; then it is killed."""

@@ -6,10 +6,10 @@ import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
 from onward.trainer.config.metric_names import is_greatest
-from onward.trainer.config.section import Section
+from onward.trainer.config.section import Length, NonNegativeInt, PositiveInt, SecondsOrZero, Section
 from onward.trainer.config.urls import Location
 
 MOST_PROFILED_STEPS = 50
@@ -22,7 +22,7 @@ class CheckpointConfig(Section):
     period: NonNegativeInt = 0
     """Steps between checkpoints; 0 = none by the number of steps. One is always saved after the last step, and when the
     job is asked to stop."""
-    minutes: NonNegativeFloat = 10.0
+    minutes: SecondsOrZero = 10.0
     """Longest time between checkpoints: one is also saved at the end of the first step that is this long after the one
     before, or after the start of the attempt, by the clock of rank 0. 0 = none by time. The weights do not depend on
     it, and a training that ends sooner has only the checkpoint after its last step."""
@@ -113,7 +113,7 @@ class PromoteConfig(Section):
     signature: Literal["same", "any"] = "same"
     """`same`: a file whose inputs or outputs differ from those of the served one stays a candidate. `any`: it may
     take its place."""
-    approval_hours: NonNegativeFloat = 0.0
+    approval_hours: SecondsOrZero = 0.0
     """Ask in Prefect before the alias moves, and wait so long for an answer; 0 = do not ask."""
 
 
@@ -136,7 +136,7 @@ class ExportConfig(Section):
     BatchNormalization is written in its inference form in both cases."""
     tolerance: PositiveFloat = 1e-3
     """Largest allowed difference between onnxruntime and the trained module, relative to the output's largest value."""
-    parity_batches: PositiveInt = 4
+    parity_batches: Length = 4
     """Evaluation batches on which onnxruntime and the trained module are compared."""
     training: bool = False
     """Also write the files that continue training with onnxruntime alone, without torch: model_with_loss.onnx,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import codecs
 from typing import Any, Literal
 
-from pydantic import PositiveInt, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
-from onward.trainer.config.section import Section
+from onward.trainer.config.section import Length, Section
 
 Scaling = Literal["none", "standard", "min_max", "robust"]
 Missing = Literal["fail", "skip", "mean", "median"] | float
@@ -18,11 +18,11 @@ class WindowConfig(Section):
     """Windows over the rows of time series: a past of `length` rows, and a future of `horizon` rows behind it. Column
     NAME becomes the past, [length], and NAME_ahead the future, [horizon]."""
 
-    length: PositiveInt
+    length: Length
     """Rows of the past."""
-    horizon: PositiveInt = 1
+    horizon: Length = 1
     """Rows of the future."""
-    stride: PositiveInt = 1
+    stride: Length = 1
     """Rows from the beginning of one window to that of the next."""
     by: str = ""
     """The column that names the series of a row; empty = all rows are one series."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 
-from onward.trainer.config.section import Section
+from onward.trainer.config.section import LengthOrZero, Section
 from onward.trainer.config.urls import FilePath
 
 TextRole = Literal["input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"]
@@ -25,10 +25,10 @@ class TextConfig(Section):
     """What is learned of a text: the class or the number in the column `data.label`; the class of each word (`tokens`),
     where both columns hold lists, or texts divided by spaces; each next token (`causal`); or tokens that are masked
     (`masked`, as BERT is trained). The last two make the labels from the text."""
-    max_length: NonNegativeInt = 0
+    max_length: LengthOrZero = 0
     """Tokens that a sample has at most, with special tokens; longer ones are truncated as the tokenizer says. 0 = the
     fixed length of the graph's inputs, else the number of its position embeddings, else no limit."""
-    stride: NonNegativeInt | None = None
+    stride: LengthOrZero | None = None
     """Divide longer texts into windows of `max_length` tokens, of which successive ones share this many, in place of
     truncating them. Each window is a row, with the label of its text, or with those of its words. Not for packed texts,
     `causal` and pairs. Not set = longer texts are truncated."""

@@ -5,18 +5,28 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from onward.trainer.config.section import COMMON, Decay, Fraction, Section, plain_word
+from onward.trainer.config.section import (
+    COMMON,
+    Decay,
+    Fraction,
+    Length,
+    LengthOrZero,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    plain_word,
+)
 from onward.trainer.config.update_rules import UPDATE_RULES, OptimizerName
 
 
 class TrainConfig(Section):
     """How long to train, with which batch size, and how often to evaluate and log."""
 
-    global_batch_size: Annotated[PositiveInt, COMMON] = 32
+    global_batch_size: Annotated[Length, COMMON] = 32
     """Samples in one step (one weight update), over all replicas and micro-batches."""
-    gradient_accumulation_steps: PositiveInt = 1
+    gradient_accumulation_steps: Length = 1
     """Micro-batches that one replica runs in one step. More of them need less memory and give the same result."""
     num_steps: Annotated[NonNegativeInt, COMMON] = 0
     """Weight updates to make; 0 = as many as `num_epochs` takes."""
@@ -37,7 +47,7 @@ class TrainConfig(Section):
     evaluation_period: NonNegativeInt | Literal["epoch"] = "epoch"
     """Steps between evaluations, or "epoch": one after each pass over the training data. 0 = none of these. One is
     always made before the first step and after the last one, where an epoch that ends has none of its own."""
-    evaluation_batch_size: NonNegativeInt = 0
+    evaluation_batch_size: LengthOrZero = 0
     """Samples one replica evaluates at a time; 0 = the size of a micro-batch."""
     log_period: PositiveInt = 1
     """Steps between two lines of metrics in the event log."""

@@ -160,3 +160,14 @@ def test_damaged_and_wrongly_named_files_are_refused(tmp_path: Path) -> None:
     for settings in ({"encoding": "utf-9"}, {"separator": ",", "decimal": ","}, {"decimal": ",", "thousands": ","}):
         with pytest.raises(ValidationError):
             TableConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_a_carriage_return_alone_ends_no_row(tmp_path: Path) -> None:
+    """pandas took it for the end of a line: the rows below were another row's, with the labels of another."""
+    (tmp_path / "rows.csv").write_bytes(b"a,b,text\n1,2,x\r\n3,4,y\rz\r\n5,6,w\n7,\r8,v\n")
+    found = cells(tmp_path / "rows.csv", text=("text",))
+    assert {name: list(values) for name, values in found.items()} == {
+        "a": [1, 3, 5, 7],
+        "b": [2, 4, 6, 8],
+        "text": ["x", "y\rz", "w", "v"],
+    }

@@ -22,6 +22,8 @@ ORIENTATION = 0x0112
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2")
 """Names of image files end in these; the decoder looks at the content."""
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000")
+"""What Pillow may decode, whatever a file is called: for others it may start a program, such as Ghostscript for EPS."""
 MASK_TYPE = "int16"
 """The type of masks in shards: class numbers up to 32,767 and `model.ignore_index`."""
 
@@ -78,7 +80,7 @@ def _opened(content: bytes) -> Image:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        image = Image.open(io.BytesIO(content))
+        image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
         # before the pixels are decoded: some kilobytes may be an image of gigabytes
         check_size(image)
         image.load()
@@ -88,7 +90,10 @@ def _opened(content: bytes) -> Image:
             ImageOps.exif_transpose(image, in_place=True)
         return image
     except UnidentifiedImageError:
-        raise ValueError(f"is no image that can be read ({len(content):,} bytes, first {content[:8]!r})") from None
+        known = ", ".join(IMAGE_FORMATS)
+        raise ValueError(
+            f"is no image that can be read ({len(content):,} bytes, first {content[:8]!r}); the formats are {known}"
+        ) from None
     except Image.DecompressionBombError as error:
         raise ValueError(f"is too large: {error}") from error
     except MemoryError:
@@ -103,7 +108,7 @@ def memory_of(content: bytes) -> int:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
             return _memory_of(image)
     # the errors of Pillow's readers of headers have no common base class
     except Exception:

@@ -217,7 +217,9 @@ def _plain(
         return dict.fromkeys(names, ()), np.flatnonzero(good), bad
     common: dict[str, Any] = {"names": header, "index_col": False, "skip_blank_lines": False, "low_memory": False}
     common |= {"sep": dialect.separator, "quoting": csv.QUOTE_NONE, "encoding_errors": "replace"}
-    rows, cells = data.tobytes(), dict[str, Cells]()
+    # pandas would take a carriage return alone, which is part of a cell, for the end of a line
+    common |= {"lineterminator": "\n"}
+    rows, cells = data.tobytes().replace(b"\r\n", b"\n"), dict[str, Cells]()
     if numeric := [name for name in names if name not in text]:
         kind: dict[str, Any] = {"dtype": str, "na_filter": False} if dialect.is_localised else {}
         frame = pd.read_csv(io.BytesIO(rows), usecols=numeric, skipinitialspace=True, **kind, **common)

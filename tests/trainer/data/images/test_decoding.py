@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 
 import numpy as np
 import pytest
@@ -97,3 +98,17 @@ def test_coloured_masks_and_class_numbers_beyond_16_bits_are_refused() -> None:
         decode_mask(encoded(picture(9), "PNG"))
     with pytest.raises(ValueError, match=r"holds class numbers 40000\.\.40000, but masks hold 0\.\.32767"):
         decode_mask(encoded(Image.fromarray(np.full((2, 2), 40000, np.uint16)), "PNG"))
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PDF", "ICO", "PCX", "TGA", "SGI", "DDS"])
+def test_an_image_of_another_format_is_refused_whatever_its_file_is_called(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow would start Ghostscript, a program that runs the file, for an EPS file named photo.png."""
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a program was started")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", start)
+    with pytest.raises(ValueError, match="the formats are JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM, JPEG2000"):
+        decode_image(encoded(picture(1), kind), grey=False)

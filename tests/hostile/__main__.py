@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import Counter
 
@@ -18,25 +17,22 @@ parser.add_argument("--quiet", action="store_true", help="print one line of each
 arguments = parser.parse_args()
 
 import_all()
-start, failed, statuses = time.monotonic(), 0, Counter[tuple[str, int]]()
-greatest, slowest = 0, (0.0, "")
+start, failed, number = time.monotonic(), 0, 0
 for name in arguments.family:
+    results = []
     for seed in range(arguments.first, arguments.first + arguments.cases):
         result = try_case(name, FAMILIES[name], seed)
-        statuses[name, result.status] += 1
-        greatest, slowest = max(greatest, result.memory_bytes), max(slowest, (result.cpu_s, f"{name} {seed}"))
+        results.append(result)
         if result.problems:
-            failed += 1
-            shown = str(result)
-            print(
-                shown if not arguments.quiet else "\n".join([shown.splitlines()[0], *shown.splitlines()[-2:]]),
-                "\n",
-                flush=True,
-            )
-number = sum(statuses.values())
-summary = {f"{name} {status}": count for (name, status), count in sorted(statuses.items())}
-print(json.dumps(summary, indent=1))
-print(
-    f"{number} cases, {failed} failed, {time.monotonic() - start:.0f} s, {greatest >> 20} MB, "
-    f"slowest {slowest[1]}: {slowest[0]:.1f} s of processor time"
-)
+            lines = str(result).splitlines()
+            print("\n".join([lines[0], *lines[-2:]] if arguments.quiet else lines), "\n", flush=True)
+    number, failed = number + len(results), failed + sum(bool(result.problems) for result in results)
+    statuses = Counter(result.status for result in results)
+    slowest = max(results, key=lambda result: result.cpu_s)
+    print(
+        f"{name}: {len(results)} cases, status {dict(sorted(statuses.items()))}, "
+        f"{max(result.memory_bytes for result in results) >> 20} MiB, slowest {slowest.seed}: {slowest.cpu_s:.1f} s, "
+        f"longest {max(result.elapsed_s for result in results):.0f} s",
+        flush=True,
+    )
+print(f"{number} cases, {failed} failed, {time.monotonic() - start:.0f} s")

@@ -51,7 +51,7 @@ global_batch_size = 4
 
 
 @cache
-def _settings() -> tuple[str, ...]:
+def settings() -> tuple[str, ...]:
     """Return every setting of a configuration, as section.key."""
     found = ["name", "nothing", "data.nothing", "data"]
 
@@ -77,7 +77,7 @@ def _files(folder: Path) -> None:
 def setting(rng: random.Random, folder: Path) -> Case:
     """Settings of wrong types and values, in the file or on the command line."""
     _files(folder)
-    changes = [(rng.choice(_settings()), rng.choice(VALUES)) for _ in range(rng.choice((1, 1, 1, 3)))]
+    changes = [(rng.choice(settings()), rng.choice(VALUES)) for _ in range(rng.choice((1, 1, 1, 3)))]
     (folder / "config.toml").write_text(GOOD)
     named = frozenset({"secret.csv"} if any("secret.csv" in value for _, value in changes) else ())
     if rng.random() < 0.5:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import random
 import struct
 import tarfile
 import zlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -74,6 +76,56 @@ def images(rng: random.Random, folder: Path) -> Case:
         (folder / "train.jsonl").write_text(rows)
         return case(rng, folder, "train.jsonl", model=image_model(), table=IMAGES)
     return _tar(rng, folder)
+
+
+def wrong_suffixes(rng: random.Random, folder: Path) -> Case:
+    """Files whose suffix is that of another kind: programs of PostScript, documents, audio and archives as images."""
+    import soundfile
+
+    sound = io.BytesIO()
+    soundfile.write(sound, np.zeros(800, np.int16), 8000, format="wav")
+    odd = io.BytesIO()
+    Image.new("RGB", (9, 9)).save(odd, rng.choice(("ico", "pcx", "tga", "sgi", "icns", "dds", "eps", "pdf")))
+    drawn = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(../secret/x) (w) file\nshowpage\n%%EOF\n"
+    contents = (drawn, drawn, odd.getvalue(), sound.getvalue(), gzip.compress(_good_image()), b"<svg/>", b"MZ\0\0")
+    suffixes = ("png", "jpg", "gif", "tif", "webp", "bmp", "jp2", "ppm", "eps", "wav", "flac")
+    is_audio = rng.random() < 0.25
+    for number in range(8):
+        place = folder / "photos" / "ab"[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        content = rng.choice(contents) if rng.random() < 0.6 else sound.getvalue() if is_audio else _good_image()
+        suffix = rng.choice(suffixes[-2:] if is_audio else suffixes)
+        (place / f"{number}.{suffix}").write_bytes(content)
+    if is_audio:
+        table = "[data.audio]\nsample_rate = 8000\nseconds = 0.0005\n"
+        settings = ("data.evaluation_fraction=0.5", "data.inputs={x='audio'}")
+        made = case(rng, folder, "photos", *settings, table=table)
+    else:
+        made = case(rng, folder, "photos", "data.evaluation_fraction=0.5", model=image_model(), table=IMAGES)
+    return replace(made, starts_programs=False)
+
+
+def cells(rng: random.Random, folder: Path) -> Case:
+    """Tables whose cells name files outside of the folder of the data."""
+    (folder / "photos").mkdir()
+    (folder / "photos" / "0.png").write_bytes(_good_image())
+    (folder / "photos" / "link.png").symlink_to("../../secret/secret.bin")
+    (folder / "link").symlink_to("../secret")
+    outside = Path("../secret/secret.bin")
+    names = (
+        "../secret/secret.bin",
+        str(outside.resolve()),
+        "link/secret.bin",
+        "photos/link.png",
+        "photos/../../secret",
+    )
+    names += ("./../secret/secret.bin", "photos//..//..//secret/secret.bin", "/etc/hostname", "~/../secret/secret.bin")
+    rows = [{"image": rng.choice(names) if rng.random() < 0.5 else "photos/0.png", "label": i % 2} for i in range(8)]
+    rows.append({"image": rng.choice(names), "label": 0})
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings = ("data.evaluation_fraction=0.5", "data.bad_rows=skip")[: rng.choice((1, 2))]
+    made = case(rng, folder, "train.jsonl", *settings, model=image_model(), table=IMAGES)
+    return replace(made, starts_programs=False)
 
 
 @cache

@@ -391,16 +391,16 @@ def file(rng: random.Random, folder: Path) -> Case:
     for change in rng.sample(CHANGES, rng.choice((1, 1, 1, 2))):
         change(rng, model)
     content = model.SerializeToString()
-    return _case(rng, folder, content)
+    return file_case(rng, folder, content)
 
 
 def damaged_file(rng: random.Random, folder: Path) -> Case:
     """Flipped bits, a file that is cut off, garbage."""
     content = rng.choice(BASES)().SerializeToString()
-    return _case(rng, folder, rng.choice((_flipped, _flipped, _flipped, _nested, _cut, _garbage))(rng, content))
+    return file_case(rng, folder, rng.choice((_flipped, _flipped, _flipped, _nested, _cut, _garbage))(rng, content))
 
 
-def _case(rng: random.Random, folder: Path, content: bytes) -> Case:
+def file_case(rng: random.Random, folder: Path, content: bytes) -> Case:
     (folder / "model.onnx").write_bytes(content)
     (folder / "good.onnx").write_bytes(small_model().SerializeToString())
     (folder / "train.csv").write_text("x0,x1,x2,x3,label\n" + "".join(f"{i},1,2,3,{i % 3}\n" for i in range(40)))

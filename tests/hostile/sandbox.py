@@ -33,6 +33,9 @@ WAIT_S = 60.0
 """Seconds that a case may wait: sleep, or wait for a lock, a file or a process. While other processes have the
 processors it does not wait."""
 LOOK_S = 0.25
+STARTS = "would start a process"
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys."""
 SECRET = "the-content-of-a-private-file"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CREATES, OPENS = 0x100, 0x20
@@ -46,6 +49,8 @@ class Case:
     command: Sequence[str]
     accepted: bool = True
     """Whether the input may be accepted; False: it must be refused, with an exit status of Onward's."""
+    starts_programs: bool = True
+    """Whether the command may start a process, which ends the case."""
     named: frozenset[str] = frozenset()
     """Files of `secret` that the user's own words name, which may be read then, though not be printed."""
 
@@ -163,6 +168,7 @@ def _fork(name: str, seed: int, case: Case, inside: Path, root: Path) -> Result:
     code = os.waitstatus_to_exitcode(status)
     elapsed_s, cpu_s = time.monotonic() - start, usage.ru_utime + usage.ru_stime
     text = output.read_bytes().decode(errors="replace") if output.exists() else ""
+    obeyed = CONTROL.search(text)
     for log in sorted((inside / ".tmp").glob("onward-error-*.log"))[:1]:
         text += log.read_text(errors="replace")
     taken = max(0, usage.ru_maxrss * 1024 - resident)
@@ -172,6 +178,10 @@ def _fork(name: str, seed: int, case: Case, inside: Path, root: Path) -> Result:
             f"ended by signal {-code} ({signal.Signals(-code).name}) after {elapsed_s:.1f} s, "
             f"{cpu_s:.1f} s of processor time and {waited:.0f} s of waiting"
         )
+    if obeyed:
+        problems.append(f"wrote the control character {obeyed[0]!r}")
+    if STARTS in text and not case.starts_programs:
+        problems.append("started a process")
     if "Traceback (most recent call last)" in text:
         problems.append("a traceback")
     if code == 1 and "diff" not in case.command[:1]:
@@ -265,7 +275,7 @@ def _stop_at_the_launch() -> None:
         sys.exit(0)
 
     def refuse(*command: Any, **_: Any) -> Any:
-        print("would start a process")
+        print(STARTS)
         sys.exit(0)
 
     api._train = train

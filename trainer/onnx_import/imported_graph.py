@@ -35,6 +35,14 @@ class ImportedGraph(fx.GraphModule):
     quantizers: tuple[Quantizer, ...]
     """The scales of quantization that follow what is trained."""
 
+    def recompile(self) -> Any:
+        """Generate the code of the graph, and call it as any module is called."""
+        code = super().recompile()
+        # fx would print a traceback for an error of the graph, in the middle of what a command says. Each GraphModule
+        # has a class of its own.
+        type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]
+        return code
+
     def train(self, mode: bool = True) -> ImportedGraph:
         """Set the mode of every module but those of a teacher, which are always in inference form."""
         super().train(mode)

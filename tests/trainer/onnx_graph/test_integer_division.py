@@ -74,8 +74,43 @@ def test_torch_divides_bytes_by_255() -> None:
 @pytest.mark.parametrize("kind", ["int32", "int64"])
 @pytest.mark.parametrize("divisor", [-1, 0])
 def test_a_file_with_such_constants_is_refused_by_the_import(operator: str, kind: str, divisor: int) -> None:
-    with pytest.raises(UnsupportedModel, match="integer constant"):
+    with pytest.raises(UnsupportedModel, match=r"the (integer )?constant"):
         to_module(of_constants(operator, kind, divisor))
+
+
+@pytest.mark.parametrize("operator", ["Div", "Mod"])
+def test_a_constant_divisor_of_0_is_refused_whatever_it_divides(operator: str) -> None:
+    model = parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["" : 14]>
+        net (float[n, 4] x) => (float[n, 4] y)
+        <int32[1] zero = {{0}}, float[4, 4] w = {{1,0,0,0, 0,1,0,0, 0,0,1,0, 0,0,0,1}}>
+        {{
+            i = Cast <to = 6> (x)
+            d = {operator} (i, zero)
+            f = Cast <to = 1> (d)
+            h = MatMul (x, w)
+            y = Add (h, f)
+        }}""")
+    with pytest.raises(UnsupportedModel, match="it divides integers by the constant 0"):
+        to_module(model)
+
+
+def test_an_error_of_the_imported_graph_is_raised_and_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 14]>
+        net (float[n, 4] x, int64[n] b) => (float[n, 4] y)
+        <float[4, 4] w = {1,0,0,0, 0,1,0,0, 0,0,1,0, 0,0,0,1}, int64[1] seven = {7}, int64[1] axis = {1}>
+        {
+            d = Mod (seven, b)
+            f = Cast <to = 1> (d)
+            g = Unsqueeze (f, axis)
+            h = MatMul (x, w)
+            y = Add (h, g)
+        }""")
+    module = to_module(model)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        module(torch.ones(3, 4), torch.zeros(3, dtype=torch.int64))
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_diagnosis_of_a_file_of_fixed_batch_with_such_constants_names_the_node(tmp_path: Path) -> None:

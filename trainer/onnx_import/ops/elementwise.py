@@ -83,15 +83,15 @@ def divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(minus, -a, torch.div(a, torch.where(minus, 1, b), rounding_mode="trunc"))
 
 
-def refuse_overflow(c: Call, a: Value, b: Value) -> None:
-    """Refuse to divide constants that have no quotient: onnxruntime would end its process when it folds them."""
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or c.eager or a.is_floating_point():
+def refuse_division(c: Call, a: Value, b: Value) -> None:
+    """Refuse what no integer is the quotient of: onnxruntime rejects a divisor of 0 and dies of the least integer."""
+    if not isinstance(b, torch.Tensor) or c.eager or b.is_floating_point():
         return
     if (b == 0).any():
-        raise UnsupportedNode("it divides integer constants by 0")
-    least = torch.iinfo(a.dtype).min
-    if least < 0 and ((a == least) & (b == -1)).any():
-        raise UnsupportedNode(f"it divides the integer constant {least} by -1, whose quotient {a.dtype} does not have")
+        raise UnsupportedNode("it divides integers by the constant 0")
+    least = torch.iinfo(b.dtype).min
+    if isinstance(a, torch.Tensor) and least < 0 and ((a == least) & (b == -1)).any():
+        raise UnsupportedNode(f"it divides the integer constant {least} by -1, whose quotient {b.dtype} does not have")
 
 
 def power(base: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ for _name, (_function, _since) in BINARY.items():
 
 @lower("Div", since=(7, 13, 14))
 def div(c: Call, a: Value, b: Value) -> Value:
-    refuse_overflow(c, a, b)
+    refuse_division(c, a, b)
     return c(torch.div, a, as_number(b, a)) if a.dtype.is_floating_point else c(divide, a, b)
 
 
@@ -153,7 +153,7 @@ def pow_(c: Call, base: Value, exponent: Value) -> Value:
 @lower("Mod", since=(10, 13, 28))
 def mod(c: Call, a: Value, b: Value) -> Value:
     """Return the remainder: with fmod=1 it has the sign of the dividend, else that of the divisor."""
-    refuse_overflow(c, a, b)
+    refuse_division(c, a, b)
     return c(torch.fmod if c.attr("fmod", 0) else torch.remainder, a, b)
 
 

@@ -16,17 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from onward.flows.configuration import (
-    AnyPath,
-    Config,
-    Given,
-    Overrides,
-    checked_config,
-    config,
-    no_run_yet,
-    origins,
-    problems_of,
-)
+from onward.flows.configuration import AnyPath, Config, Given, Overrides, checked_config, config, origins, problems_of
 from onward.flows.stop_signals import acknowledged_interrupt, exit_on_sigterm
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
@@ -62,6 +52,7 @@ def run(config: Config, overrides: Overrides = (), /, *, profile: str = "", **se
     the other errors of `onward.OnwardError` for a run that ended without an exported file.
     """
     require_flow("onward.run")
+    from onward.flows.configuration import no_run_yet
     from onward.flows.live_view.view import live_view
 
     asked_ms = time.time_ns() // 1_000_000
@@ -99,11 +90,14 @@ def resume(
     found = checked_run(run, changes, from_start=from_start)
     if outcome := outcome_if_finished(found, changes):
         return outcome
-    check_settings(found, accept=accept_config)
+    if not accept_config:
+        check_settings(found, accept=False)
     known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
     with live_view() as view:
         saved = Given(read_settings(found), changes, lambda sections: problems_of(sections, known, resumed=True))
         resolved = saved.checked_here(resumed=True)
+        if accept_config:  # after the rules have passed it
+            check_settings(found, accept=True)
         return _train(resolved, view, resume=found.root.name, asked_ms=asked_ms)
 
 

@@ -157,8 +157,12 @@ def _places(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     data: DataConfig = settings["data"]
     if data.image and (folder := data.image.mask_folder):  # relative to each source
         named = [*(each.source for each in data.mixture), data.evaluation_source, data.test_source]
-        local = [source for source in named if source and source not in BUNDLED_SOURCES and not url_of(source)]
-        yield from (("data.image.mask_folder", str(folder_of(source) / folder)) for source in local)
+        given = [source for source in named if source and source not in BUNDLED_SOURCES]
+        for source in given:
+            if not url_of(source):
+                yield "data.image.mask_folder", str(folder_of(source) / folder)
+            elif Path(folder).is_absolute() or ".." in Path(folder).parts:  # out of the copy that is fetched
+                yield "data.image.mask_folder", str(Path("/") / folder)
 
 
 def _roots(value: str) -> set[str]:

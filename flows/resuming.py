@@ -62,8 +62,11 @@ def check_settings(run: RunDir, *, accept: bool) -> None:
     if not accept:
         refuse_edited(run, command_to_continue(run))
         return
+    known = run.accepted.exists()
     change = accept_edited(run, newest_checkpoint(run))
-    print(f"onward: {change or 'config.json is as Onward has written it: nothing was to accept'}", file=sys.stderr)
+    unchanged = "config.json is as Onward has written it: nothing was to accept"
+    unknown = "the run has no accepted.json, so it is not known whether config.json was edited"
+    print(f"onward: {change or (unchanged if known else unknown)}", file=sys.stderr)
 
 
 def outcome_if_finished(run: RunDir, changes: Sequence[Override]) -> RunOutcome | None:

@@ -23,7 +23,7 @@ from onward.tasks.classification import HOST
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import RunEnding, ending_of
-from onward.trainer.run.storage import broken_storage, says_storage
+from onward.trainer.run.storage import says_storage, shows_broken_storage
 
 CLASS_OF: Mapping[str, str] = {
     "ConfigError": "user_error",
@@ -120,7 +120,7 @@ def _class_of_error(ending: RunEnding, sentence: str) -> str:
 
 def _of_a_killed_flow(run: RunDir) -> tuple[str, str]:
     """Return the class and the cause of a run whose flow has recorded nothing about its end."""
-    if broken := broken_storage(run.root):
+    if broken := shows_broken_storage(run.root):
         return "storage", f"its process has left no record of its end, and none can be written now: {broken}"
     holder = holder_of(run)
     if holder is None:

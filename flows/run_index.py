@@ -3,7 +3,8 @@
     HOME/runs.index     a line with the format and a checksum, then JSON: directory -> [stamp, status]
 
 An entry counts as long as its run directory has the same stamp, the times at which what decides a status was changed.
-A run that runs has no entry. The index is a cache: without it, or if it is damaged, all entries are made again. Of two
+A run that runs has no entry, nor one whose flow was killed: why depends on the disk and on the last start of the
+machine. The index is a cache: without it, or if it is damaged, all entries are made again. Of two
 processes that write it at once one wins, and the entries of the other are made again by the next command.
 
 Importing this module loads the standard library alone: `onward runs` needs nothing else if all runs have an entry.
@@ -30,9 +31,11 @@ FORMAT = 1
 """Another number, in a version whose RunStatus has other fields, lets all entries be made again."""
 BEGUN = ("identity.json", "config.json")
 """Files of which a run directory has one: it is known by name, or has settings with which it can go on."""
-STAMPED = ("", "lock", "ending.json", *BEGUN, "events.jsonl", "checkpoints", "export")
+STAMPED = ("", "lock", "ending.json", *BEGUN, "events.jsonl", "attempts", "errors", "checkpoints", "export")
 """What decides the status of a run that does not run. A flow that works on it writes its lock first, and other records
 are renamed into the directory itself."""
+UNSETTLED = ("running", "interrupted")
+"""States of runs that have no entry."""
 SETTLED_S = 2.0
 """Age of the newest change from which on an entry is kept: file systems do not tell two changes in one moment apart."""
 
@@ -42,7 +45,7 @@ def listed_runs() -> list[tuple[str, Status]]:
     home = onward_home()
     known = _read(home)
     entries: dict[str, Entry] = {}
-    running: list[tuple[str, Status]] = []
+    unsettled: list[tuple[str, Status]] = []
     for name in _directories(home / "runs"):
         stamp = _stamp(f"{home}/runs/{name}")
         if stamp is None:
@@ -51,13 +54,13 @@ def listed_runs() -> list[tuple[str, Status]]:
             entries[name] = entry
             continue
         status = _described(home / "runs" / name)
-        if status["state"] == "running" or time.time_ns() - max(stamp[1:]) < SETTLED_S * 1e9:
-            running.append((name, status))
+        if status["state"] in UNSETTLED or time.time_ns() - max(stamp[1:]) < SETTLED_S * 1e9:
+            unsettled.append((name, status))
         else:
             entries[name] = (stamp, status)
     if entries != known:
         _write(home, entries)
-    found = sorted([*((name, status) for name, (_, status) in entries.items()), *running])
+    found = sorted([*((name, status) for name, (_, status) in entries.items()), *unsettled])
     return sorted(found, key=lambda each: str(each[1]["created_at"]), reverse=True)
 
 

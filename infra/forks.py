@@ -76,10 +76,11 @@ def fork_server() -> Iterator[None]:
 @contextlib.contextmanager
 def started() -> Iterator[Server | None]:
     """Keep a fork server running inside; None where it cannot be started."""
-    try:
+    folder: Path | None = None
+    with contextlib.suppress(OSError):  # the disk is full, or TMPDIR cannot be written
         remove_abandoned()
         folder = make(lambda: Path(tempfile.mkdtemp(prefix="onward-forks-")))
-    except OSError:  # the disk is full, or TMPDIR cannot be written
+    if folder is None:
         yield None
         return
     read, written = os.pipe()

@@ -20,6 +20,8 @@ MOST_BYTES = 4 << 20
 """Of a hostfile: it would name over a hundred thousand hosts."""
 HOST = re.compile(r"(?:\w[\w.-]*@)?[\w\[+^][\w.:\]+-]*", re.ASCII)
 """A name or an address, as hostfiles have them, with the user before an @ if there is one."""
+OPTIONS = re.compile(r"(\s*[A-Za-z_-]+\s*=\s*\w[\w.-]*)*", re.ASCII)
+"""What may follow it, such as `slots=4`: mpirun would take other words for further hosts."""
 PROBE_S = 15.0
 """Longest time for the answer of one host."""
 
@@ -40,7 +42,10 @@ def read_hostfile(path: Path) -> dict[str, int]:
             # ssh takes a name that begins with - for an option, such as one with a program to start
             if not HOST.fullmatch(words[0]):
                 raise OSError(errno.EINVAL, f"line {number} names no host: {words[0][:80]!a}", str(path))
-            said = re.search(r"\bslots\s*=\s*(\d+)", " ".join(words[1:]))
+            options = " ".join(words[1:])
+            if not OPTIONS.fullmatch(options):
+                raise OSError(errno.EINVAL, f"line {number} is no HOST KEY=VALUE ...: {options[:80]!a}", str(path))
+            said = re.search(r"\bslots\s*=\s*(\d+)", options)
             found[words[0]] = found.get(words[0], 0) + (int(said[1]) if said else 0)
     return found
 

@@ -30,6 +30,7 @@ HOSTS = ("127.0.0.1", "localhost", "::1")
 _ports: set[int] = set()
 """Ports at which this process speaks to programs of its own user alone."""
 _connect = socket.socket.connect
+_connect_ex = socket.socket.connect_ex
 _sock_connect = BaseSelectorEventLoop.sock_connect
 
 
@@ -68,12 +69,23 @@ def refuse_others(url: str) -> None:
     if parts.hostname in HOSTS:
         _ports.add(parts.port or 80)
         socket.socket.connect = _checked_connect  # type: ignore[method-assign, assignment]
+        socket.socket.connect_ex = _checked_connect_ex  # type: ignore[method-assign, assignment]
         BaseSelectorEventLoop.sock_connect = _checked_sock_connect  # type: ignore[method-assign, assignment]
 
 
 def _checked_connect(self: socket.socket, address: Any, /) -> None:
     _connect(self, address)
     _check(self)
+
+
+def _checked_connect_ex(self: socket.socket, address: Any, /) -> int:
+    if number := _connect_ex(self, address):
+        return number
+    try:
+        _check(self)
+    except ConnectionRefusedError:
+        return errno.ECONNREFUSED
+    return 0
 
 
 async def _checked_sock_connect(self: asyncio.AbstractEventLoop, connection: socket.socket, address: Any) -> None:

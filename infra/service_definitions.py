@@ -59,7 +59,8 @@ CLIENT_SETTINGS: Mapping[str, str] = {
 
 def environment(home: Path, *, prefect_url: str = "") -> dict[str, str]:
     """Return the environment of Onward's servers and their clients; `prefect_url` is the address without `/api`."""
-    excepted = {*filter(None, os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")).split(",")), "127.0.0.1"}
+    given = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")).split(",")
+    excepted = {*filter(None, given), "127.0.0.1", "localhost", "::1"}
     variables = {
         "ONWARD_HOME": str(home),
         # Else a proxy that the environment names would get the requests to the own servers, and the login with them.

@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from onward.infra.job_guard import living_tags
 LOCK = "owner.lock"
 MOST_TRIES = 5
 """Times that a new directory may be taken for an abandoned one, in the moment before it is locked."""
+UNLOCKED_S = 60.0
+"""Longest time from the making of a directory to its lock."""
 _held: dict[Path, int] = {}
 """Directory of this process -> the descriptor of its lock."""
 
@@ -44,7 +47,7 @@ def make(created: Callable[[], Path]) -> Path:
     """Return a directory that `created` has just made, as one of this process. Raises OSError."""
     for _ in range(MOST_TRIES):
         folder = created()
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), _or_removed(folder):
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if (folder / LOCK).exists():
@@ -52,6 +55,18 @@ def make(created: Callable[[], Path]) -> Path:
                 return folder
             os.close(descriptor)
     raise FileNotFoundError(f"{folder} was removed {MOST_TRIES} times by another process")
+
+
+@contextlib.contextmanager
+def _or_removed(folder: Path) -> Iterator[None]:
+    """Remove a directory that has just been made if it takes no lock, as on a full disk."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def lock_of(folder: Path) -> int:
@@ -93,6 +108,8 @@ def _if_abandoned(folder: Path, *, delete: bool) -> bool:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             return False
+        if not (folder / LOCK).exists():
+            return _is_left_empty(folder, found.st_mtime, delete=delete)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,6 +122,15 @@ def _if_abandoned(folder: Path, *, delete: bool) -> bool:
         finally:
             os.close(descriptor)
     return False
+
+
+def _is_left_empty(folder: Path, changed_at: float, *, delete: bool) -> bool:
+    """Return whether the owner of a directory was killed before it had a lock, after it was removed if asked for."""
+    if time.time() - changed_at < UNLOCKED_S or any(folder.iterdir()):
+        return False
+    if delete:
+        folder.rmdir()
+    return True
 
 
 def _delete(folder: Path) -> None:

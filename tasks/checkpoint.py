@@ -36,7 +36,7 @@ from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.priority import lower_priority
 from onward.trainer.run.records import CheckpointInfo, RunIdentity, read_record, write_record
-from onward.trainer.run.storage import broken_storage
+from onward.trainer.run.storage import storage_problem
 
 OUTAGE_PERIOD_S = 5.0
 """Seconds until MLflow is tried again after an outage."""
@@ -66,7 +66,7 @@ def checkpoint(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) ->
             ready = True
         if not closed:
             run.wait_for_end(tick_s)
-    recorder.finish(retention.kept, patience_s=0 if broken_storage(run.root) else patience_s)
+    recorder.finish(retention.kept, patience_s=0 if storage_problem(run.root) else patience_s)
     if retention.kept and not any(each.best for each in retention.kept):
         log.warning("no checkpoint has the metric %s, so the newest counts as the best", config.best_metric)
     return next((each for each in retention.kept if each.best), retention.kept[-1] if retention.kept else None)

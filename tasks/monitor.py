@@ -32,7 +32,7 @@ from onward.tasks.training_progress import Periodic, Progress
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import AttemptResult, MetricsSummary, RunIdentity, read_record, write_record
-from onward.trainer.run.storage import broken_storage
+from onward.trainer.run.storage import storage_problem
 
 LOG_PERIOD_S = 10.0
 ARTIFACT_PERIOD_S = 5.0
@@ -89,7 +89,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
         shipping.file(file, "profile")
     shipping.finish(
         summary.status,
-        patience_s=0 if broken_storage(run.root) else patience_s,
+        patience_s=0 if storage_problem(run.root) else patience_s,
         ended_early=summary.ended_early,
     )
     write_record(run.metrics, summary)

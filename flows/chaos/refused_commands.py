@@ -1,19 +1,17 @@
 """Faults that a command has to refuse: each runs `onward resume` on a damaged or running run, and judges its answer.
 
-    kill the flow --> damage a file, and keep a copy --> onward resume: exit status? --> put the file back
+    kill the flow --> damage files, and keep copies --> onward resume: exit status? --> put the files back
 
 What was damaged is whole again afterwards, so the soak resumes the run and compares its bits.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 from onward.flows.chaos.file_faults import flip_bit, kill_flow_and_wait
 from onward.flows.chaos.scene import NoTarget, Scene
@@ -32,50 +30,53 @@ def second_resume(scene: Scene, choice: float) -> str:
 def edit_config(scene: Scene, choice: float) -> str:
     """Change a setting of a run that was killed, and resume it."""
     told = kill_flow_and_wait(scene, choice)
-    with _put_back(scene.run_dir.config):
-        text = scene.run_dir.config.read_text()
-        scene.run_dir.config.write_text(text.replace('"log_period":', '"log_period":1'))
-        _must_end(scene, ("resume", scene.run_dir.root.name), status=ConfigError.exit_code)
+    path = scene.run_dir.config
+    text = path.read_text()
+    settings = json.loads(text)
+    settings["train"]["log_period"] += 1
+    path.write_text(json.dumps(settings))
+    try:
+        said = _must_end(scene, ("resume", scene.run_dir.root.name), status=ConfigError.exit_code)
+    finally:
+        path.write_text(text)
+    if "train.log_period" not in said:
+        raise ConfigError(f"the refusal of an edited config.json does not name the setting: {said}")
     return f"RUN_DIR/config.json, refused, after {told}"
 
 
 def flip_all_checkpoints(scene: Scene, choice: float) -> str:
     """Flip a bit in every checkpoint of a run that was killed, and resume it."""
-    told = kill_flow_and_wait(scene, choice)
-    folders = scene.checkpoints()
-    if not folders:
+    if not scene.checkpoints():
         raise NoTarget("there is no checkpoint yet")
-    with contextlib.ExitStack() as kept:
-        for folder in folders:
-            path = sorted(folder.glob("*.safetensors"))[0]
-            kept.enter_context(_put_back(path))
-            flip_bit(path, choice)
-        _must_end(scene, ("resume", scene.run_dir.root.name), status=CheckpointError.exit_code)
-    return f"all {len(folders)} checkpoints, refused, after {told}"
-
-
-@contextlib.contextmanager
-def _put_back(path: Path) -> Iterator[None]:
-    """Give a file its content back after a block."""
-    copy = path.with_name(f"{path.name}.kept")
-    shutil.copy2(path, copy)
+    told = kill_flow_and_wait(scene, choice)
+    folder, kept = scene.run_dir.checkpoints, scene.home / "kept-checkpoints"
+    shutil.copytree(folder, kept)
     try:
-        yield
+        flipped = scene.checkpoints()  # the ranks of a killed flow save a last one
+        for each in flipped:
+            flip_bit(sorted(each.glob("*.safetensors"))[0], choice)
+        _must_end(scene, ("resume", scene.run_dir.root.name), status=CheckpointError.exit_code)
     finally:
-        copy.replace(path)
+        shutil.rmtree(folder)  # the resume may have renamed damaged ones
+        kept.rename(folder)
+    return f"all {len(flipped)} checkpoints, refused, after {told}"
 
 
-def _must_end(scene: Scene, words: tuple[str, ...], *, status: int) -> None:
-    """Run a command; raise ConfigError unless it ends with this exit status."""
+def _must_end(scene: Scene, words: tuple[str, ...], *, status: int) -> str:
+    """Run a command and return what it printed; raise ConfigError unless it ends with this exit status in time."""
     environment = {**os.environ, **scene.environment()}
-    ended = subprocess.run(
-        [sys.executable, "-m", "onward.flows.cli", *words],
-        env=environment,
-        cwd=scene.home,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_REFUSAL_S,
-    )
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "onward.flows.cli", *words],
+            env=environment,
+            cwd=scene.home,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_REFUSAL_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"onward {' '.join(words)} refused nothing in {LONGEST_REFUSAL_S:g} s") from None
     if ended.returncode != status:
         last = " / ".join(ended.stderr.strip().splitlines()[-3:])
         raise ConfigError(f"onward {' '.join(words)} ended with status {ended.returncode}, not {status}: {last}")
+    return ended.stderr

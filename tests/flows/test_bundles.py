@@ -168,6 +168,8 @@ def test_links_are_written_as_files_and_packed_entries_are_refused(bundle: Path,
         lambda settings: settings["data"].update(source="../rows.csv"),
         lambda settings: settings["model"].update(path="model/x:/../../../../etc/passwd"),
         lambda settings: settings["model"].update(path="model:x"),
+        lambda settings: settings["model"].update(path="digits"),
+        lambda settings: settings["model"].update(converters=["digits"]),
     ],
 )
 def test_settings_that_name_files_elsewhere_are_refused(

@@ -100,6 +100,15 @@ def test_directories_of_named_files_and_masks_are_those_of_the_configuration(pla
     check_limits("id", settings(place, data__source=str(place / "elsewhere" / "private.npz")))
 
 
+@pytest.mark.parametrize("folder", ["/home/somebody/private", "../../../private"])
+def test_the_masks_of_a_source_that_is_fetched_are_in_what_is_fetched(place: Path, folder: str) -> None:
+    remote = {"data__source": "https://example.com/photos/a"}
+    record("id", limits_of("nightly", settings(place, **remote)))
+    check_limits("id", settings(place, data__image=ImageConfig(mask_folder="masks"), **remote))
+    with pytest.raises(ConfigError, match=r"data\.image\.mask_folder /.*private.* is not below"):
+        check_limits("id", settings(place, data__image=ImageConfig(mask_folder=folder), **remote))
+
+
 def test_a_link_that_leads_elsewhere_is_refused_with_its_target(place: Path) -> None:
     record("id", limits_of("nightly", settings(place)))
     (place / "work" / "data" / "c.npz").symlink_to(place / "elsewhere" / "private.npz")

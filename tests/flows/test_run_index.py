@@ -36,6 +36,13 @@ def settled(run: RunDir) -> RunDir:
     return run
 
 
+def failed_run(home: Path, run_id: str, name: str, **identity: str) -> RunDir:
+    """A run whose flow has recorded how it ended, some time ago."""
+    run = make_run(home, run_id, name, **identity)
+    end(run, RunEnding(status="failed", error="OSError", problems=("a disk failed",)))
+    return settled(run)
+
+
 def states() -> dict[str, str]:
     return {name: status["state"] for name, status in listed_runs()}
 
@@ -46,7 +53,7 @@ def indexed(home: Path) -> set[str]:
 
 
 def test_a_run_that_does_not_run_is_described_once(home: Path) -> None:
-    runs = [settled(make_run(home, f"aaaa-{number}", f"mlp-{number}")) for number in range(3)]
+    runs = [failed_run(home, f"aaaa-{number}", f"mlp-{number}") for number in range(3)]
     assert len(listed_runs()) == 3
     program = "import sys, onward.flows.run_index as i; print(len(i.listed_runs()), 'pydantic' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -55,8 +62,8 @@ def test_a_run_that_does_not_run_is_described_once(home: Path) -> None:
 
 
 def test_a_run_that_runs_is_not_in_the_index_and_one_that_ended_is_shown_as_it_ended(home: Path) -> None:
-    run = settled(make_run(home, "aaaa-1", "mlp-1", config_name="mlp"))
-    assert states() == {"aaaa-1": "interrupted"}
+    run = failed_run(home, "aaaa-1", "mlp-1", config_name="mlp")
+    assert states() == {"aaaa-1": "failed"}
     assert indexed(home) == {"aaaa-1"}
     process = subprocess.Popen([sys.executable, "-c", HOLDS, str(run.root)])
     try:
@@ -71,7 +78,9 @@ def test_a_run_that_runs_is_not_in_the_index_and_one_that_ended_is_shown_as_it_e
     assert states() == {"aaaa-1": "stopped"}
     assert indexed(home) == {"aaaa-1"}
     begin(run)  # a resume deletes the record, and the directory has another time
+    settled(run)
     assert states() == {"aaaa-1": "interrupted"}
+    assert indexed(home) == set(), "why its flow was killed is looked at each time"
 
 
 def test_a_run_that_was_deleted_moved_or_replaced_is_shown_as_it_is(home: Path, tmp_path: Path) -> None:
@@ -92,7 +101,7 @@ def test_a_run_that_was_deleted_moved_or_replaced_is_shown_as_it_is(home: Path, 
 
 
 def test_an_index_of_another_home_counts_nothing(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    settled(make_run(home, "aaaa-1", "mlp-1"))
+    failed_run(home, "aaaa-1", "mlp-1")
     assert listed_runs()
     moved = tmp_path / "moved"
     moved.mkdir()
@@ -104,7 +113,7 @@ def test_an_index_of_another_home_counts_nothing(home: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "garbage", "directory"])
 def test_a_damaged_index_is_made_again(home: Path, damage: str) -> None:
-    settled(make_run(home, "aaaa-1", "mlp-1"))
+    failed_run(home, "aaaa-1", "mlp-1")
     before = listed_runs()
     path = home / "runs.index"
     content = path.read_bytes()
@@ -123,7 +132,7 @@ def test_a_damaged_index_is_made_again(home: Path, damage: str) -> None:
 
 def test_processes_that_write_the_index_at_once_leave_a_whole_one(home: Path) -> None:
     for number in range(20):
-        settled(make_run(home, f"aaaa-{number:02d}", f"mlp-{number}"))
+        failed_run(home, f"aaaa-{number:02d}", f"mlp-{number}")
     program = "from pathlib import Path; import onward.flows.run_index as i\nfor _ in range(20):\n"
     program += f" Path({str(home / 'runs.index')!r}).unlink(missing_ok=True); assert len(i.listed_runs()) == 20"
     processes = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(3)]

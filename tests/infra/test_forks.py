@@ -212,6 +212,15 @@ def test_where_no_folder_can_be_made_programs_run_by_themselves(
         assert run_module(MODULE, "say", "0", folder=tmp_path, log=tmp_path / "log") == ""
 
 
+def test_an_error_inside_does_not_follow_from_the_folder_that_could_not_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks.tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(KeyError) as raised, forks.fork_server():
+        raise KeyError
+    assert raised.value.__context__ is None
+
+
 def test_a_path_that_is_too_long_for_a_socket_starts_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()

@@ -42,6 +42,13 @@ def test_what_ssh_would_take_for_an_option_is_no_host(name: str, tmp_path: Path)
         silent_hosts(list(read_hostfile(tmp_path / "hosts")))
 
 
+@pytest.mark.parametrize("line", ["rank 0=-Fname", "h1 /*x*/ -Fname", "h1 slots=-2", "h1 h2", "h1 slots=2 -h"])
+def test_a_line_with_words_that_mpirun_takes_for_a_host_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"h0 slots = 2 max_slots=4\n{line}\n")
+    with pytest.raises(OSError, match=r"line 2 is no HOST KEY=VALUE"):
+        read_hostfile(tmp_path / "hosts")
+
+
 def test_names_and_addresses_of_hosts_are_read(tmp_path: Path) -> None:
     names = ["node-1.cluster", "10.0.0.1", "me@node_2", "[fe80::1]", "fe80::1", "localhost"]
     (tmp_path / "hosts").write_text("\n".join(names))

@@ -108,6 +108,15 @@ def test_what_is_not_known_to_be_abandoned_stays(temporary: Path) -> None:
     assert remove_abandoned() == [job], "no process of the job is left"
 
 
+def test_a_directory_whose_owner_was_killed_before_it_had_a_lock_is_removed(temporary: Path) -> None:
+    folder = temporary / "onward-plan-empty"
+    folder.mkdir()
+    assert remove_abandoned() == []
+    os.utime(folder, (1, 1))
+    assert remove_abandoned() == [folder]
+    assert not folder.exists()
+
+
 def _made(folder: Path) -> Path:
     folder.mkdir()
     return folder

@@ -148,10 +148,15 @@ def _below(name: str, folder: Path, files: Iterable[Path]) -> dict[str, Path]:
     return {f"{name}/{file.relative_to(folder).as_posix()}": file for file in files}
 
 
+def _is_bundled_data(key: str, text: str) -> bool:
+    """Return whether a setting names data that Onward brings along, and no file."""
+    return key.startswith("data.") and text in BUNDLED_SOURCES
+
+
 def _inside(key: str, code: Mapping[str, str], value: Any) -> Any:
     """Return the path of a setting inside of the bundle. code: that of losses and converters."""
     text = str(value)
-    if not text or text in BUNDLED_SOURCES:
+    if not text or _is_bundled_data(key, text):
         return value
     if key == "model.path":
         return type(value)(f"model/{Path(text).name}")
@@ -234,7 +239,8 @@ def unpack(path: Path, folder: Path, *, run_code: bool = False) -> tuple[RunDir,
     permitted = {str(folder / name): listing.files[name].sha256 for name in code if name in listing.files}
     write_record(code_record(run), AllowedCode(files=permitted))
     shards = read_record(run.shards / "manifest.json", ShardManifest)
-    if outside := [each.name for each in (*shards.evaluation, *shards.test) if Path(each.name).name != each.name]:
+    rows = [each.name for each in (*shards.train, *shards.evaluation, *shards.test)]
+    if outside := [name for name in rows if Path(name).name != name or name == ".."]:
         raise CheckpointError(f"{path} is refused: the rows in '{shown(outside[0])}' are not in it")
     return run, run.checkpoint(listing.step)
 
@@ -298,7 +304,7 @@ def _absolute_settings(run: RunDir, folder: Path, bundle: Path) -> RunConfig:
 
     def opened(setting: str, value: Any) -> Any:
         text = str(value)
-        if text in ("", *BUNDLED_SOURCES):
+        if not text or _is_bundled_data(setting, text):
             return value
         if not _is_inside(named_file(setting, text).location):
             raise CheckpointError(f"{bundle} is refused: its settings name '{shown(text)}', which is not in it")

@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path, PurePath
 from typing import Annotated
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pydantic import AfterValidator, PlainSerializer
 
@@ -104,7 +104,8 @@ def check_url(location: str) -> str:
         raise ValueError(_without_credentials(url, "a user name or password"))
     if secret := sorted({name for name, _ in parse_qsl(parts.query, True) if name.lower() not in HARMLESS}):
         raise ValueError(_without_credentials(url, f"the query parameters {', '.join(secret)}"))
-    if "//" in parts.path or ".." in parts.path.split("/"):
+    # libraries decode %2e before they ask for the path
+    if "//" in parts.path or ".." in unquote(parts.path).split("/"):
         raise ValueError(f"{redacted(url)} has an empty part or '..' in its path, which cannot be kept as a path")
     return url
 

@@ -53,7 +53,10 @@ class AllowedFiles:
         """Return what `refusal` does of the file that a cell of a table in `folder` names."""
         if url_of(name):
             return f"{shown(name)}, a URL: cells name files of this machine; name URLs in data.source"
-        return self.refusal(folder / name)
+        try:
+            return self.refusal(folder / name)
+        except (OSError, ValueError):  # longer than a name may be, with a null character, no Unicode
+            return f"{shown(name)}, which is no path of a file"
 
 
 def allowed_files(source: str, data: DataConfig) -> AllowedFiles:

@@ -32,21 +32,34 @@ def guard_integer_divisions(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     if not any(map(_divides, graphs_of(model.graph))):
         return model
-    guarded = onnx.ModelProto()
-    guarded.CopyFrom(model)
     types = {name: value.type.tensor_type.elem_type for name, value in known_types(model).items()}
     types |= {tensor.name: tensor.data_type for graph in graphs_of(model.graph) for tensor in graph.initializer}
+    if not any(
+        _kind(node, types) in DTYPES for graph in graphs_of(model.graph) for node in graph.node if _is_division(node)
+    ):
+        return model  # of floats, as most are: no copy of the weights
+    guarded = onnx.ModelProto()
+    guarded.CopyFrom(model)
     names = (f"guarded_division_{number}" for number in count())
     for graph in list(graphs_of(guarded.graph)):
         index, nodes = Index(graph), list[onnx.NodeProto]()
         for node in graph.node:
-            kind = next((types[name] for name in (*node.input, *node.output) if types.get(name)), 0)
+            kind = _kind(node, types)
             guard = kind in DTYPES and _may_overflow(node, index)
             nodes += _guarded(node, kind, names) if guard else [node]
         copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
         del graph.node[:]
         graph.node.extend(copies)
     return guarded
+
+
+def _kind(node: onnx.NodeProto, types: Mapping[str, int]) -> int:
+    """Return the type of a node's operands; 0 if it is not known."""
+    return next((types[name] for name in (*node.input, *node.output) if types.get(name)), 0)
+
+
+def _is_division(node: onnx.NodeProto) -> bool:
+    return node.op_type in ("Div", "Mod") and node.domain in ("", "ai.onnx")
 
 
 def _divides(graph: onnx.GraphProto) -> bool:
@@ -56,7 +69,7 @@ def _divides(graph: onnx.GraphProto) -> bool:
 
 def _may_overflow(node: onnx.NodeProto, index: Index) -> bool:
     """Return whether a node divides by something that is not known to be another number than -1."""
-    if node.op_type not in ("Div", "Mod") or node.domain not in ("", "ai.onnx") or len(node.input) != 2:
+    if not _is_division(node) or len(node.input) != 2:
         return False
     divisor = index.stored.get(node.input[1])
     if divisor is None or divisor.data_location == TensorProto.EXTERNAL:

@@ -72,15 +72,15 @@ def edited_settings(run: RunDir) -> list[str]:
 
 def refuse_edited(run: RunDir, command: str = "") -> None:
     """Raise ConfigError when config.json was edited. command: the one that resumes the run."""
-    accept = f"`{command or f'onward resume {run.root.name}'} --accept-config`"
-    further = f"start a new run, or go on with the new ones by {accept}, which the report will say"
+    accept = f"accept it with `{command or f'onward resume {run.root.name}'} --accept-config`"
+    further = f"start a new run, or {accept}, which the report will say"
     if membership(run):  # its trials are compared by the settings that the sweep has given them
-        further = "or start a new sweep"
+        accept = further = "or start a new sweep"
     try:
         edited = edited_settings(run)
     except RecordError as error:
         raise ConfigError(
-            f"{error}; so it is not known whether {run.config} was edited: look at it, then accept it with {accept}"
+            f"{error}; so it is not known whether {run.config} was edited: look at it, then {accept}"
         ) from None
     if edited:
         raise ConfigError(

@@ -81,10 +81,12 @@ def storage_cause(error: BaseException | str, *places: Path) -> StorageUnavailab
 
     places: directories, the likeliest first; those of Onward's home and of temporary files follow.
     """
+    if isinstance(error, EXPLAINED):  # before the disks are tried, each with a file
+        return storage_error(error, places[0] if places else onward_home())
     number, place = _broken_place(places)
     if own := storage_error(error, place):
         return own
-    if isinstance(error, EXPLAINED) or not number:
+    if not number:
         return None
     first = str(error).partition("\n")[0]
     if isinstance(error, BaseException):  # an error of a library has a text for programmers
@@ -109,7 +111,13 @@ def storage_explained(*places: Path) -> Iterator[None]:
         raise
 
 
-def storage_problem(folder: Path, needed: int = 1 << 20) -> str:
+def shows_broken_storage(place: Path) -> StorageUnavailable | None:
+    """Return what is wrong with the disk of a directory by what it says of itself; nothing is written there."""
+    number = _look(place, writes=False)
+    return _error(number, place) if number else None
+
+
+def storage_problem(folder: Path, needed: int = FULL_BYTES) -> str:
     """Return why no file of `needed` bytes could be written to a folder; "" if one could."""
     try:
         _probe(folder)
@@ -157,7 +165,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 # -- what a disk looks like
@@ -178,15 +186,15 @@ def _broken_place(places: Sequence[Path]) -> tuple[int, Path]:
     return next(found, (0, all_places[0]))
 
 
-def _look(place: Path) -> int:
-    """Return the number of what is wrong with the disk of a directory; 0 if it takes a small file."""
+def _look(place: Path, *, writes: bool = True) -> int:
+    """Return the number of what is wrong with the disk of a directory; 0 if it takes a small file, or seems to."""
     folder = _existing(place)
     try:
         if os.statvfs(folder).f_flag & os.ST_RDONLY:
             return errno.EROFS
         if _is_full(folder):
             return errno.ENOSPC
-        if folder == place and folder.is_dir():
+        if writes and folder == place and folder.is_dir():
             _probe(folder)
     except OSError as error:
         return _number(error)

@@ -86,6 +86,8 @@ def test_credentials_in_a_url_are_refused_without_showing_them(tmp_path: Path, u
         ("https://example.com", "https://example.com names no file"),
         ("s3://bucket/a//b.csv", "has an empty part or '..' in its path"),
         ("s3://bucket/../b.csv", "has an empty part or '..' in its path"),
+        ("https://example.com/a/%2e%2E/b.csv", "has an empty part or '..' in its path"),
+        ("https://example.com/a/..%2fb.csv", "has an empty part or '..' in its path"),
     ],
 )
 def test_urls_that_cannot_be_read_are_refused(tmp_path: Path, url: str, sentence: str) -> None:

@@ -50,6 +50,11 @@ def test_links_are_followed_before_a_file_is_found_inside(name: str, is_allowed:
     assert is_allowed or f"which is outside of {place}/data; put the file there" in refusal
 
 
+@pytest.mark.parametrize("name", ["a\0/b", "x" * 300, "\ud800/y", "x/" * 3000])
+def test_a_cell_that_no_file_can_have_as_its_name_is_a_bad_cell(name: str, place: Path) -> None:
+    assert AllowedFiles([place / "data"]).refusal_of_cell(place / "data", name).endswith("which is no path of a file")
+
+
 def test_another_folder_is_allowed_by_files_from(place: Path) -> None:
     (place / "data" / "t.csv").touch()
     for files_from in (str(place / "elsewhere"), [str(place / "elsewhere")]):

@@ -118,7 +118,7 @@ def test_a_rank_refuses_a_file_that_is_not_the_one_which_the_flow_has_recorded(s
     write_record(code_record(run), AllowedCode(files=before))
     mine.write_text(EVIL)
     after = hashlib.sha256(EVIL.encode()).hexdigest()
-    start_attempt(run, forked=False).wait(120)
+    start_attempt(run).wait(120)
     error = run.first_error(1)
     assert error is not None
     assert f"{setting}: {mine} changed after it was permitted (SHA-256 {before[str(mine)][:12]}, now {after[:12]})" in (

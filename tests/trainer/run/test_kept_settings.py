@@ -53,7 +53,7 @@ def test_an_edited_setting_is_refused_with_both_values_and_the_way_on(run: RunDi
     assert refused.value.problems == (
         f"in {run.config}, train.num_steps was 10, and is 20",
         f"in {run.config}, optimizer.learning_rate was {before}, and is 0.5",
-        "a run keeps the settings that it began with: put them back, start a new run, or go on with the new ones by "
+        "a run keeps the settings that it began with: put them back, start a new run, or accept it with "
         "`onward resume mlp-3 --accept-config`, which the report will say",
     )
     assert "is refused until it is accepted: train.num_steps was 10" in remarks_of(run)[0]
@@ -65,7 +65,7 @@ def test_a_rank_refuses_an_edited_setting(tmp_path: Path) -> None:
     made = make_run(tmp_path, tiny_mlp(), columns, train={"num_steps": 4})
     write_settings(made, read_settings(made))
     edit(made, "optimizer", "learning_rate", 0.5)
-    assert start_attempt(made, forked=False).wait(120) != 0
+    assert start_attempt(made).wait(120) != 0
     error = made.first_error(1)
     assert error
     assert "optimizer.learning_rate was 0.001, and is 0.5" in error.cause

@@ -76,6 +76,14 @@ def test_another_error_is_left_as_it_is(error: Exception, tmp_path: Path) -> Non
     assert storage_cause(error, tmp_path) is None
 
 
+def test_an_error_that_was_raised_in_place_of_one_of_a_disk_is_left_as_it_is(tmp_path: Path) -> None:
+    error, full = KeyError("a table"), OSError(errno.ENOSPC, "No space left on device")
+    error.__context__ = full
+    assert storage_error(error, tmp_path) is not None
+    error.__suppress_context__ = True  # as `raise error from None` does
+    assert storage_error(error, tmp_path) is None
+
+
 def test_the_numbers_are_said(tmp_path: Path) -> None:
     found = storage_error(OSError(errno.ENOSPC, "No space left on device"), tmp_path / "not" / "there", needed=1 << 60)
     assert " bytes free of the 1,152,921,504,606,846,976 that are needed; make room, " in str(found)

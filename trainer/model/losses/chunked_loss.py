@@ -43,9 +43,7 @@ def compiled_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) ->
 
 @functools.cache
 def _compiled() -> Callable[[Tensor, Tensor, int], Tensor]:
-    import torch._dynamo  # here: the import takes a second, and only who compiles needs it
-
-    return torch.compile(_of_rows, fullgraph=True)
+    return torch.compile(_of_rows)
 
 
 def _of_rows(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:

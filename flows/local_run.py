@@ -80,9 +80,10 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
         try:
             yield environment["PREFECT_API_URL"]
         except Exception as error:
-            import httpx
-
-            if not isinstance(error, httpx.TransportError):
+            # httpx is a package of Prefect's, whose client raises its errors as they are
+            if not any(
+                f"{kind.__module__}.{kind.__name__}".endswith(".TransportError") for kind in type(error).__mro__
+            ):
                 raise
             raise RuntimeUnavailable(
                 f"the Prefect server {environment['PREFECT_API_URL']} does not answer any more "

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onward.flows.run_index import State, listed_runs
+from onward.flows.run_status import state_of
 from onward.flows.runs import is_running
 from onward.infra import mpirun
 from onward.infra.job_guard import living_tags
@@ -69,7 +70,7 @@ def gather(rules: Rules, deployments: Mapping[str, str]) -> Facts:
     texts = {name: _text(runs / name / "config.json") for name, _ in listed}
     texts |= {path.parent.name: _text(path) for path in (onward_home() / "sweeps").glob("*/sweep.json")}
     return Facts(
-        states={RunDir(runs / name): status["state"] for name, status in listed},
+        states={RunDir(runs / name): _state(RunDir(runs / name), status["state"]) for name, status in listed},
         newest=frozenset(RunDir(runs / name) for name, _ in listed[: rules.keep]),
         named_by=_named_by({**texts, **deployments}),
         stores=frozenset(filter(None, (status["tracking_uri"] for _, status in listed))),
@@ -106,6 +107,17 @@ def reason_to_keep(run: RunDir, rules: Rules, facts: Facts, *, is_ours: bool = F
     if not rules.resumable and state != "exported" and (state == "trained" or list_checkpoints(run)):
         return "`onward resume` can continue it (--resumable)"
     return _sweep_needs(run) or _registry_needs(run) or _others_need(run, facts)
+
+
+def _state(run: RunDir, listed: State) -> State:
+    """Return the state of a run, also where a list shows nothing of it but that a file of it cannot be read."""
+    if listed != "damaged":
+        return listed
+    try:
+        read_record(run.identity, RunIdentity)
+        return state_of(run)
+    except (OnwardError, OSError):
+        return "damaged"
 
 
 def age_days(folder: Path) -> float:

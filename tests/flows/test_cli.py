@@ -21,7 +21,7 @@ from typer.core import TyperGroup as Group
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from onward.flows import cli
+from onward.flows import cli, run_index
 from onward.flows.examples.folders import FOLDERS
 from onward.flows.local_run import prefect_server
 from onward.flows.planning.whole_run import RunPlan
@@ -353,7 +353,7 @@ def test_plan_with_auto_compares_all_layouts(capsys: pytest.CaptureFixture[str],
 
 
 def test_down_says_when_nothing_runs(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert json.loads(onward(capsys, "down", "--json")) == {"stopped": [], "left": []}
+    assert json.loads(onward(capsys, "down", "--json")) == {"stopped": [], "left": [], "removed": []}
 
 
 def test_deploying_without_a_server_says_how_to_start_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +407,7 @@ def test_an_unforeseen_error_is_one_line_with_the_file_of_its_traceback(
     def fail() -> list[Any]:
         raise TypeError("a list is not a number")
 
-    monkeypatch.setattr(cli.training.api, "runs", fail)
+    monkeypatch.setattr(run_index, "listed_runs", fail)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     status, said = ending(capsys, monkeypatch, "runs")
     assert (status, said.count("\n")) == (1, 3)
@@ -433,7 +433,7 @@ def test_a_full_disk_is_reported_in_one_line(
         def fail(file: str | None = file) -> list[Any]:
             raise OSError(errno.ENOSPC, "No space left on device", file)
 
-        monkeypatch.setattr(cli.training.api, "runs", fail)
+        monkeypatch.setattr(run_index, "listed_runs", fail)
         status, said = ending(capsys, monkeypatch, "runs")
         assert status == 3
         heading, problem, to_do = said.splitlines()

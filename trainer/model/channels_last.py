@@ -25,6 +25,8 @@ from onward.trainer.model.weight_casts import half
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 
 CONVOLUTIONS = (F.conv2d, F.conv_transpose2d)
+NARROW = 8
+"""Channels of a block of oneDNN's kernels."""
 WeightFormat = Literal["stored", "once", "each"]
 
 
@@ -59,6 +61,8 @@ def use_channels_last(
     stored = _store_weights(module, but) if images and weights == "stored" else set()
     if images and weights != "each":
         _convert_weights(module, stored)
+    if images and device.type == "cpu":
+        _select_before_narrow_convolutions(module)
     if images:
         module.recompile()
 
@@ -82,6 +86,30 @@ def _pays_on_cpu(module: fx.GraphModule, rows: int) -> bool:
                 return True  # images of any size, which are usually large
             results += first.numel() * (rows / len(first) if len(first) != len(second) else 1)
     return results > converted
+
+
+def _select_before_narrow_convolutions(module: fx.GraphModule) -> None:
+    """Let 1 x 1 convolutions with a stride and few input channels read the pixels that they use, in place.
+
+    On processors without AVX-512 oneDNN's gradient of such a weight in channels-last format writes beyond its memory
+    (torch 2.13, fewer than 8 input channels): the process ends by SIGSEGV or SIGABRT, or computes with damaged numbers.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=F.conv2d):
+        weight = _stored(module, _weight_read(node)[1])
+        x, kernel, bias, stride, padding, *rest = node.args
+        if not isinstance(weight, torch.Tensor) or weight.shape[1] >= NARROW or tuple(weight.shape[2:]) != (1, 1):
+            continue
+        if tuple(stride) == (1, 1) or padding not in (0, (0, 0), [0, 0]):
+            continue
+        with module.graph.inserting_before(node):
+            selected = module.graph.call_function(every_nth_pixel, (x, *stride))
+        selected.meta.update(node.meta)
+        node.args = (selected, kernel, bias, (1, 1), padding, *rest)
+
+
+def every_nth_pixel(images: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return every `rows`th row and every `columns`th column of images [B, C, H, W]."""
+    return images[:, :, ::rows, ::columns]
 
 
 def _convolutions(graph: fx.Graph) -> list[fx.Node]:

@@ -85,7 +85,9 @@ def servers() -> Iterator[Finding]:
 
 def work_pool() -> Iterator[Finding]:
     """Report a work pool with which somebody who may start runs can run any program."""
-    if importlib.util.find_spec("prefect") is None:
+    # a look at the pool must not be what makes the home
+    has_server = services.configured_prefect() or (onward_home() / "services").is_dir()
+    if not has_server or importlib.util.find_spec("prefect") is None:
         return
     from onward.flows.local_run import prefect_server
 

@@ -32,8 +32,9 @@ def read_hostfile(path: Path) -> dict[str, int]:
     Raises OSError, also if it is too large or names what is no host, and UnicodeDecodeError.
     """
     found: dict[str, int] = {}
-    with path.open("rb") as file:
-        content = file.read(MOST_BYTES + 1)
+    # some files, such as /proc/kmsg, wait for content
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        content = file.read(MOST_BYTES + 1) or b""
     if len(content) > MOST_BYTES:
         raise OSError(errno.EFBIG, f"a hostfile holds at most {MOST_BYTES:,} bytes", str(path))
     for number, line in enumerate(content.decode().splitlines(), start=1):

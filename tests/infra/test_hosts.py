@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 from pathlib import Path
 
@@ -40,6 +42,14 @@ def test_what_ssh_would_take_for_an_option_is_no_host(name: str, tmp_path: Path)
     (tmp_path / "hosts").write_text(f"h0 slots=2\n{name} slots=2\n")
     with pytest.raises(OSError, match=r"line 2 names no host: '"):
         silent_hosts(list(read_hostfile(tmp_path / "hosts")))
+
+
+def test_a_file_that_waits_for_content_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "hosts")
+    writer = os.open(tmp_path / "hosts", os.O_RDWR)
+    with contextlib.suppress(OSError):
+        assert read_hostfile(tmp_path / "hosts") == {}
+    os.close(writer)
 
 
 @pytest.mark.parametrize("line", ["rank 0=-Fname", "h1 /*x*/ -Fname", "h1 slots=-2", "h1 h2", "h1 slots=2 -h"])

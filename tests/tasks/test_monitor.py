@@ -380,7 +380,8 @@ def test_values_that_are_no_numbers_and_torn_lines_are_skipped(tmp_path: Path) -
     tracker = new_run()
     run = make_run(tmp_path, tracker)
     events = EventWriter(run.events, attempt=1, rank=0)
-    events.emit("scalars", 1, values={"a": None, "b": "text", "c": 1.0, "@/d": math.nan})
+    events.emit("scalars", 1, values={"c": 1.0, "@/d": math.nan})
+    events.emit("scalars", 2, values={"a": None, "b": "text", "c": 2.0})  # such a line is damaged as a whole
     events.close()
     with run.events.open("ab") as file:
         file.write(b'{"at_ms": 1, "torn\n')

@@ -7,6 +7,7 @@ when there is none yet.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -92,12 +93,16 @@ def remove_heartbeat(scene: Scene, choice: float) -> str:
 
 def damage_events(scene: Scene, choice: float) -> str:
     """Overwrite a line of the event log that has been sent to MLflow."""
+    sent = json.loads(scene.run_dir.cursor.read_text())["offset"]
+    if not sent:
+        raise NoTarget("nothing of the event log has been sent yet")
     told = kill_flow_and_wait(scene, choice)
     log = scene.run_dir.events
-    lines = log.read_bytes().splitlines(keepends=True)
-    number = int(choice * len(lines) / 2)
+    content = log.read_bytes()
+    lines = content[:sent].splitlines(keepends=True)
+    number = int(choice * len(lines))
     lines[number] = b"\0" * (len(lines[number]) - 1) + b"\n"
-    log.write_bytes(b"".join(lines))
+    log.write_bytes(b"".join(lines) + content[sent:])
     return f"line {number + 1} of RUN_DIR/{log.name}, after {told}"
 
 

@@ -41,13 +41,13 @@ with forks.fork_server():
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder = tmp_path / "t"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    yield folder
-    tempfile.tempdir = None
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """TMPDIR, with a path so short that the kernel takes it for the socket of a fork server."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as name:
+        monkeypatch.setenv("TMPDIR", name)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(name)
+        tempfile.tempdir = None
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ def test_a_run_that_began_goes_on_without_its_mlflow_server(tmp_path: Path) -> N
 
 def test_weights_that_fit_neither_memory_nor_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_check, "free_host_memory", lambda: 100)
-    full = type("place", (), {"f_bavail": 1, "f_frsize": 512, "f_files": 0, "f_favail": 0})
+    full = type("place", (), {"f_bavail": 1, "f_frsize": 512, "f_files": 0, "f_favail": 0, "f_flag": 0})
     monkeypatch.setattr(disk_space.os, "statvfs", lambda path: full)
     disk, memory = problems(tmp_path, launch={"device": "cpu"}, parallel={"data": 2})
     assert "of disk are free on the file system" in disk

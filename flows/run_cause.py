@@ -23,7 +23,7 @@ from onward.tasks.classification import HOST
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import RunEnding, ending_of
-from onward.trainer.run.storage import says_storage, shows_broken_storage
+from onward.trainer.run.storage import MAKE_ROOM, says_storage, shows_broken_storage
 
 CLASS_OF: Mapping[str, str] = {
     "ConfigError": "user_error",
@@ -55,7 +55,7 @@ TO_DO: Mapping[str, str] = {
     "rank_lost": "{goes_on}",
     "host_lost": "start the host again, or take it out of launch.hostfile; {goes_on}",
     "preempted": "{goes_on}",
-    "storage": "make room (`onward gc` lists what may go) or mend the disk; {goes_on}",
+    "storage": f"{MAKE_ROOM} or mend the disk; {{goes_on}}",
     "server": "start the server again (`onward up`); {goes_on}",
     "machine": "correct what is listed; {goes_on}",
     "checkpoint": "if a disk failed, mend it; {goes_on}",

@@ -3,6 +3,7 @@ r"""Write texts of files and users to a terminal so that it shows them, and does
     print, logging         -> EscapedStream    "\x1b[2J" is written as the letters \x1b[2J
     rich, Prefect's logs   -> rich_proxied_file: the same, but colours pass
     the live view          -> ViewConsole      moves the cursor itself; what it shows is escaped before
+    progress of a download -> unescaped        the same (trainer/run/remote_files.py)
 
 A file can hold any character in the name of a tensor, a column or a class. ESC begins commands to the terminal, such as
 to clear the screen; other characters change the order of the letters that follow.
@@ -18,8 +19,6 @@ from typing import Any, TextIO, cast
 
 from onward.trainer.errors import printable
 
-ERASE = "\r\x1b[K"
-"""What the progress of a download begins with: the line is written again."""
 _COLOUR = re.compile(r"(\x1b\[[0-79;]*m)")
 """A command that sets colours, and none that hides the letters (8)."""
 
@@ -32,12 +31,10 @@ class EscapedStream:
         self._colours = colours
 
     def write(self, text: str) -> int:
-        begin = ERASE if text.startswith(ERASE) else ""
-        body = text[len(begin) :]
-        parts = _COLOUR.split(body) if self._colours else [body]
+        parts = _COLOUR.split(text) if self._colours else [text]
         # of a split by a group, every second part is what the group has found
         safe = [part if place % 2 else printable(part, keep="\n\t") for place, part in enumerate(parts)]
-        self.unescaped.write(begin + "".join(safe))
+        self.unescaped.write("".join(safe))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

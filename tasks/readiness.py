@@ -55,8 +55,8 @@ def wait_for_storage(run: RunDir, limit_s: float) -> None:
     while problem := storage_problem(run.root, needed):
         if time.monotonic() > deadline:
             raise StorageUnavailable(
-                f"{problem}, also after {limit_s:g} s (launch.storage_wait_s); make room or repair the disk, then "
-                "`onward resume`; earlier checkpoints are unchanged"
+                f"{problem}, then `onward resume`; waited for {limit_s:g} s (launch.storage_wait_s). Earlier "
+                "checkpoints are unchanged"
             )
         if not said:
             log.warning("%s: waiting up to %g s for that to change (launch.storage_wait_s)", problem, limit_s)

@@ -19,6 +19,7 @@ from rich.console import Console
 from onward.flows import cli
 from onward.flows.live_view.view import ViewConsole
 from onward.flows.terminal import EscapedStream, escaped_output
+from onward.trainer.run import remote_files
 from tests.support.terminals import Terminal
 
 EVIL = "\x1b[2J\x1b]0;title\x07\x08\x9b2J\x85\u202eeman\u2066\r\x1bc"
@@ -118,10 +119,20 @@ def test_colours_of_rich_pass_and_hidden_letters_and_movements_do_not() -> None:
     assert not CONTROL.search(re.sub(r"\x1b\[(31|0)m", "", stream.getvalue()))
 
 
-def test_the_progress_of_a_download_is_written_over_itself() -> None:
-    stream = io.StringIO()
-    print(f"\r\x1b[K[###] model{EVIL}", end="", file=EscapedStream(stream))  # type: ignore[arg-type]
-    assert stream.getvalue().startswith("\r\x1b[K[###] model\\x1b[2J")
+def test_the_progress_of_a_download_is_written_over_itself_and_no_other_text_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", EscapedStream(terminal))
+    progress = remote_files._Bar(f"model{EVIL}", 4_000_000)
+    progress._shown_at -= 60
+    progress.add(1_000_000)
+    written = terminal.getvalue()
+    assert written.startswith("\r\x1b[K[###")
+    assert r"model\x1b[2J" in written
+    assert not CONTROL.search(written.removeprefix("\r\x1b[K"))
+    terminal.truncate(0)
+    print("\r\x1b[Kall is well", end="", file=sys.stderr)
+    assert r"\r\x1b[Kall is well" in terminal.getvalue()
 
 
 def test_the_live_view_shows_names_and_moves_the_cursor_itself() -> None:

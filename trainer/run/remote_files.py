@@ -27,11 +27,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 from onward.trainer.config.urls import redacted
-from onward.trainer.errors import DataError, RuntimeUnavailable, StorageUnavailable
+from onward.trainer.errors import DataError, RuntimeUnavailable, StorageUnavailable, printable
 from onward.trainer.run.durable_files import fsync, sha256
 from onward.trainer.run.storage import storage_error
 from onward.trainer.run.stores import RemoteFile, digest, explained, list_files, open_store
@@ -262,7 +262,8 @@ class _Bar:
     """Show how far a download is: one line that is overwritten on a terminal, else a log line every ten seconds."""
 
     def __init__(self, label: str, total: int) -> None:
-        self._label, self._total, self._terminal = label, max(total, 1), sys.stderr.isatty()
+        self._label, self._total, self._terminal = printable(label), max(total, 1), sys.stderr.isatty()
+        self._stream: TextIO = getattr(sys.stderr, "unescaped", sys.stderr)  # this line moves the cursor (flows/terminal.py)
         self._shown_at = self._started_at = time.monotonic()
         self._done = self._came = 0
         self._lock = threading.Lock()  # several files are downloaded at a time
@@ -278,7 +279,7 @@ class _Bar:
             share, speed = min(self._done / self._total, 1.0), self._came / (now - self._started_at)
             line = f"{share:4.0%} of {_shown(self._total)}, {_shown(speed)}/s, {self._label}"
             if self._terminal:
-                print(f"\r\033[K[{'#' * int(30 * share):<30}] {line}", end="", file=sys.stderr, flush=True)
+                print(f"\r\033[K[{'#' * int(30 * share):<30}] {line}", end="", file=self._stream, flush=True)
                 self._is_shown = True
             else:
                 log.info("downloading: %s", line.strip())
@@ -286,4 +287,4 @@ class _Bar:
     def clear(self) -> None:
         """Remove the line from the terminal."""
         if self._is_shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            print("\r\033[K", end="", file=self._stream, flush=True)

@@ -34,9 +34,10 @@ from onward.trainer.run.directory import onward_home
 
 FULL_BYTES = 1 << 16
 """A disk with less free space is full."""
+MAKE_ROOM = "make room (`onward gc` lists what may go)"
 TO_DO: Mapping[int, str] = {
-    errno.ENOSPC: "make room",
-    errno.EDQUOT: "make room, or ask for a larger quota",
+    errno.ENOSPC: MAKE_ROOM,
+    errno.EDQUOT: f"{MAKE_ROOM}, or ask for a larger quota",
     errno.EROFS: "mount it for writing",
     errno.EIO: "mend the disk or its connection",
     errno.ESTALE: "mount it again",
@@ -118,14 +119,14 @@ def shows_broken_storage(place: Path) -> StorageUnavailable | None:
 
 
 def storage_problem(folder: Path, needed: int = FULL_BYTES) -> str:
-    """Return why no file of `needed` bytes could be written to a folder; "" if one could."""
+    """Return why no file of `needed` bytes could be written to a folder, and what to do; "" if one could."""
     try:
         _probe(folder)
         free = _free(folder)
     except OSError as error:
         known = _number(error)
-        return _sentence(known, folder, needed) if known else f"{folder} cannot be written: {error.strerror}"
-    return "" if free >= needed else _sentence(errno.ENOSPC, folder, needed)
+        return _advised(known, folder, needed) if known else f"{folder} cannot be written: {error.strerror}"
+    return "" if free >= needed else _advised(errno.ENOSPC, folder, needed)
 
 
 # -- what an error says
@@ -242,9 +243,13 @@ def _exists(path: Path) -> bool:
 
 
 def _error(number: int, path: Path, needed: int = 0) -> StorageUnavailable:
-    number = _verified(number, path)
+    return StorageUnavailable(f"{_advised(_verified(number, path), path, needed)}, {CONTINUE}")
+
+
+def _advised(number: int, path: Path, needed: int) -> str:
+    """Return what is wrong with the disk of a path, and what to do."""
     to_do = "delete files" if number == errno.ENOSPC and _without_inodes(path) else TO_DO[number]
-    return StorageUnavailable(f"{_sentence(number, path, needed)}; {to_do}, {CONTINUE}")
+    return f"{_sentence(number, path, needed)}; {to_do}"
 
 
 def _verified(number: int, path: Path) -> int:
@@ -252,7 +257,7 @@ def _verified(number: int, path: Path) -> int:
     return (_look(path) or number) if number == errno.EIO else number
 
 
-def _sentence(number: int, path: Path, needed: int = 0) -> str:
+def _sentence(number: int, path: Path, needed: int) -> str:
     """Return what is wrong with the disk of a path, with the numbers."""
     what = {
         errno.EROFS: f"the disk of {path} is mounted read-only",

@@ -25,7 +25,7 @@ def run_out_of_room(folder: Path) -> None:
     def check_and_exit(status: int) -> None:
         error = read_record(run.rank_error(1, 0), RankError)
         assert error.cause.startswith("StorageUnavailable: No space left on device: the disk of"), error.cause
-        assert "has 0 bytes free; make room, then `onward resume`, or the command again" in error.cause
+        assert "has 0 bytes free; make room (`onward gc` lists what may go), then `onward resume`, or" in error.cause
         assert (error.step, "test_reserved.py" in error.traceback) == (12, True)
         os.write(shown, f"status {status}".encode())
         exit_process(0)

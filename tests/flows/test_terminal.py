@@ -119,7 +119,7 @@ def test_colours_of_rich_pass_and_hidden_letters_and_movements_do_not() -> None:
     assert not CONTROL.search(re.sub(r"\x1b\[(31|0)m", "", stream.getvalue()))
 
 
-def test_the_progress_of_a_download_is_written_over_itself_and_no_other_text_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_of_a_download_is_written_over_itself_and_no_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", EscapedStream(terminal))

@@ -263,7 +263,8 @@ class _Bar:
 
     def __init__(self, label: str, total: int) -> None:
         self._label, self._total, self._terminal = printable(label), max(total, 1), sys.stderr.isatty()
-        self._stream: TextIO = getattr(sys.stderr, "unescaped", sys.stderr)  # this line moves the cursor (flows/terminal.py)
+        # not the one of flows/terminal.py, which lets nothing move the cursor
+        self._stream: TextIO = getattr(sys.stderr, "unescaped", sys.stderr)
         self._shown_at = self._started_at = time.monotonic()
         self._done = self._came = 0
         self._lock = threading.Lock()  # several files are downloaded at a time

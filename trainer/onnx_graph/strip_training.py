@@ -142,9 +142,16 @@ def _prune(graph: onnx.GraphProto, read_before: set[str]) -> None:
 
 def _names_read_in(graph: onnx.GraphProto) -> set[str]:
     """Return every name that is read by nodes, by inner graphs or as an output."""
-    names = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-    return (names | _names_read_inside(graph.node)) - {""}
+    return _names_read_by([graph, *inner_graphs(graph.node)])
 
 
 def _names_read_inside(nodes: Iterable[onnx.NodeProto]) -> set[str]:
-    return set().union(*map(_names_read_in, _innermost_first(nodes)))
+    return _names_read_by(inner_graphs(nodes))
+
+
+def _names_read_by(graphs: Iterable[onnx.GraphProto]) -> set[str]:
+    names = set[str]()
+    for graph in graphs:
+        names.update(value.name for value in graph.output)
+        names.update(name for node in graph.node for name in node.input)
+    return names - {""}

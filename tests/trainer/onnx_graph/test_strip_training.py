@@ -63,3 +63,16 @@ def test_batch_norm_inside_a_branch_uses_its_running_statistics():
     x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     [y] = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x, "c": np.array(True)})
     np.testing.assert_allclose(y, x, rtol=1e-4)
+
+
+def test_every_graph_of_a_deep_model_is_read_once_for_each_graph_around_it():
+    depth = 25  # read twice for each, the innermost would be read 2**25 times
+    node = onnx.helper.make_node("Dropout", ["x"], ["d"])
+    for level in range(depth):
+        output = onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.FLOAT, [])
+        branch = onnx.helper.make_graph([node], f"inner{level}", [], [output])
+        node = onnx.helper.make_node("If", ["c"], [f"y{level}"], then_branch=branch, else_branch=branch)
+        del node.attribute[1:]  # both branches would double the file at each level
+    result = onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.FLOAT, [])
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "deep", [], [result]))
+    assert strip_training(model) == {}, "a result of an inner graph keeps its name"

@@ -12,7 +12,7 @@ from onward.infra import mpirun
 from onward.tasks import disk_space, machine_check
 from onward.tasks.machine_check import machine_problems
 from onward.trainer.config.loading import build_config
-from onward.trainer.run import this_machine
+from onward.trainer.run import storage, this_machine
 from onward.trainer.run.this_machine import most_gpus
 from tests.support.graphs import tiny_mlp
 
@@ -150,8 +150,9 @@ def test_a_run_that_began_goes_on_without_its_mlflow_server(tmp_path: Path) -> N
 
 def test_weights_that_fit_neither_memory_nor_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_check, "free_host_memory", lambda: 100)
-    full = type("place", (), {"f_bavail": 1, "f_frsize": 512, "f_files": 0, "f_favail": 0, "f_flag": 0})
-    monkeypatch.setattr(disk_space.os, "statvfs", lambda path: full)
+    small = type("place", (), {"f_bavail": 1, "f_frsize": 512, "f_files": 0, "f_favail": 0, "f_flag": 0})
+    monkeypatch.setattr(disk_space.os, "statvfs", lambda path: small)
+    monkeypatch.setattr(storage, "FULL_BYTES", 512)  # not full, but too small
     disk, memory = problems(tmp_path, launch={"device": "cpu"}, parallel={"data": 2})
     assert "of disk are free on the file system" in disk
     assert "the weights of 2 ranks need" in memory

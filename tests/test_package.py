@@ -233,6 +233,7 @@ def test_the_command_line_works_in_any_directory(installed: Installed) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_the_demo_runs_by_its_name_beside_a_project_with_the_same_package_names(installed: Installed) -> None:
     outcome = installed.onward("run", "squeezenet-digits", *SHORT)
     assert (outcome["state"], outcome["step"]) == ("exported", 3)

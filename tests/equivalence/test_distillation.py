@@ -89,6 +89,7 @@ def trained_by_torch(pixels: Array, label: Array) -> dict[str, Array]:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_a_student_with_few_labels_is_better_with_a_teacher_on_one_rank_and_over_two(tmp_path: Path) -> None:
     block = digits_block(DataConfig(source="digits", image_size=8))
     pixels, label = np.asarray(block.cells["image"])[:, 0].reshape(-1, 64), np.asarray(block.cells["label"])

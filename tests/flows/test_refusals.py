@@ -222,7 +222,11 @@ with open(__file__, "a") as file:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("model.converters=['mine.py']", r"model.converters: .*mine.py changed after it was permitted"),
+        pytest.param(
+            "model.converters=['mine.py']",
+            r"model.converters: .*mine.py changed after it was permitted",
+            marks=pytest.mark.slow,
+        ),
         ('loss={name="file",file="mine.py:f"}', r".*mine.py changed since the run began"),
     ],
     ids=["converters, which the flow executes twice", "a loss, which it executes once before the ranks"],

@@ -338,6 +338,7 @@ def test_the_page_is_written_by_a_python_without_torch(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(900)  # about a minute on two idle cores
+@pytest.mark.slow
 def test_the_whole_examination_runs_in_a_rehearsal_and_every_step_yields_its_checks(tmp_path: Path) -> None:
     from tests.support import rank_server
 

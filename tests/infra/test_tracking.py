@@ -417,6 +417,7 @@ def test_two_processes_can_create_the_tables_of_one_database_at_once(tmp_path: P
     assert sorted(run.info.run_id for run in store.search_runs([experiment.experiment_id])) == sorted(made)
 
 
+@pytest.mark.slow
 def test_preparing_a_registration_leaves_the_store_as_it_is_and_says_nothing_of_what_is_wrong(tmp_path: Path) -> None:
     code = """
 import sys

@@ -38,6 +38,28 @@ def of_constants(operator: str, kind: str, divisor: int) -> onnx.ModelProto:
         }}""")
 
 
+@pytest.mark.parametrize("operator", ["Div", "Mod"])
+def test_divisions_inside_branches_inside_branches_are_guarded(operator: str) -> None:
+    model = parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["" : 14]>
+        net (int64[n] a, int64[n] b, bool c) => (int64[n] y) {{
+            y = If (c) <
+                then_branch = t () => (int64[n] p) {{
+                    p = If (c) <
+                        then_branch = tt () => (int64[n] pp) {{ pp = {operator} (a, b) }},
+                        else_branch = te () => (int64[n] pe) {{ pe = {operator} (b, a) }}
+                    >
+                }},
+                else_branch = e () => (int64[n] q) {{ q = {operator} (a, b) }}
+            >
+            z = {operator} (a, b)
+        }}""")
+    feed = {"a": np.array([np.iinfo("int64").min, -7]), "b": np.array([-1, -1])}
+    for condition in (True, False):
+        [found] = open_session(model).run(None, {**feed, "c": np.array(condition)})
+        assert found.tolist() == {"Div": [np.iinfo("int64").min, 7], "Mod": [0, 0]}[operator]
+
+
 @pytest.mark.parametrize("opset", [7, 14])
 @pytest.mark.parametrize("kind", ["int32", "int64"])
 def test_onnxruntime_divides_as_before_but_for_the_quotient_that_there_is_not(kind: str, opset: int) -> None:

@@ -85,6 +85,9 @@ def newest_step(run: RunDir) -> int:
 
 # -- dying before each single call that touches a file
 
+EACH = "ONWARD_TEST_EACH"
+"""Environment: before every call, every second one ..."""
+
 
 def before_call(number: int, act: Callable[[], object]) -> None:
     """Have this process do something before its `number`th call into the operating system's files."""
@@ -117,7 +120,7 @@ def kill_myself() -> None:
 def at_every_call(folder: Path, prepare: Callable[[RunDir], object], act: Callable[[RunDir], object]) -> Any:
     """Yield (run, finished) for each call before which the act was killed; at last with an act that finished."""
     prepare(new_run(folder / "prepared"))
-    for number in itertools.count():
+    for number in itertools.count(step=int(os.environ.get(EACH, "1"))):
         run = RunDir(Path(shutil.copytree(folder / "prepared", folder / str(number))))
         died = dies(run, act, kill_myself)
         yield run, not died
@@ -285,11 +288,11 @@ PROGRAM = "tests.equivalence.test_checkpoint_faults"
 ROLES = {role.__name__: role for role in (die_saving, die_replacing, die_keeping, run_out_of_room, cut_power)}
 
 
-def play(role: Callable[[Path], None], folder: Path, *before: str) -> None:
-    """Run a role in a process of its own; its assertions are ours."""
+def play(role: Callable[[Path], None], folder: Path, *before: str, each: int = 1) -> None:
+    """Run a role in a process of its own; its assertions are ours. each: 4 = before every fourth call."""
     command = [*before, sys.executable, "-m", PROGRAM, role.__name__, str(folder)]
     played = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", EACH: str(each)}, capture_output=True, text=True
     )
     assert played.returncode == 0, played.stderr[-4000:]
 
@@ -299,13 +302,12 @@ def may_mount() -> bool:
     return probe.returncode == 0
 
 
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("role", [die_saving, die_replacing, die_keeping])
-def test_killed_before_any_call_the_old_or_the_new_checkpoint_is_whole(
-    role: Callable[[Path], None],
-) -> None:
+def test_killed_before_any_call_the_old_or_the_new_checkpoint_is_whole(role: Callable[[Path], None], each: int) -> None:
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a process may die anywhere; disks are slower
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        play(role, Path(folder))
+        play(role, Path(folder), each=each)
 
 
 @pytest.mark.mpi

@@ -41,8 +41,9 @@ def test_the_default_stores_weights_of_this_model_channels_last() -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("steps", [1, 2], ids=["one micro-batch", "two"])
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize(
+    ("data", "steps"), [(2, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 1), (1, 2), (2, 1)])]
+)
 def test_killed_and_resumed_it_has_the_same_bits_and_the_weights_that_conversion_in_each_step_gives(
     data: int, steps: int, tmp_path: Path
 ) -> None:

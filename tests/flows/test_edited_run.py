@@ -95,6 +95,7 @@ def test_a_run_whose_records_were_edited_says_what_was_changed_and_goes_on(works
     assert workshop.onward("verify", identity.name)["problems"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
 def test_a_run_that_was_killed_when_its_name_was_printed_is_known_by_name_and_directory(workshop: Workshop) -> None:

@@ -62,6 +62,7 @@ def test_another_column_or_constraint_is_another_table() -> None:
         assert parts(table) != parts(table.replace(before, after)), before
 
 
+@pytest.mark.slow  # another version makes its tables itself
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_new_database_is_the_one_that_the_migrations_of_the_package_make(package: str, tmp_path: Path) -> None:
     (tmp_path / "by-itself").mkdir()

@@ -59,6 +59,7 @@ def test_the_result_is_a_view_with_aligned_rows() -> None:
     torch.testing.assert_close(aligned_matmul(x, weight.t()), x @ weight.t())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # those of the compiler itself
 def test_the_compiled_cross_entropy_equals_the_one_by_chunks_for_any_number_of_rows() -> None:
     for rows in (6, 5):

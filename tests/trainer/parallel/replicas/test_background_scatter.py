@@ -20,11 +20,21 @@ LENGTHS = (1, 2, 3, 7, 8, 101, 4097, 65537, 131072, 131073, 300001)
 """Even and odd; the last ones are longer than a segment of gloo's ring."""
 SIZES = (2, 3, 4)
 STEPS = 3
+HERE = "tests.trainer.parallel.replicas.test_background_scatter"
 
 
-def everything(mpi: MPIContext) -> dict[str, Any]:
-    """All that is asked of four ranks: starting them takes longer."""
-    return {"bits": differing_bits(mpi), "early": returns_early(mpi), "trainings": differing_trainings(mpi)}
+def quick(mpi: MPIContext) -> dict[str, Any]:
+    """What is asked of four ranks: starting them takes longer."""
+    return {
+        "bits": differing_bits(mpi),
+        "early": returns_early(mpi),
+        "trainings": differing_trainings(mpi, [("uneven", 0, 2), ("tied", 2, 3)]),
+    }
+
+
+def all_trainings(mpi: MPIContext) -> list[str]:
+    models = (("tied", 0), ("uneven", 0), ("tied", 2))
+    return differing_trainings(mpi, [(*model, zero) for model in models for zero in (1, 2, 3)])
 
 
 def differing_bits(mpi: MPIContext) -> list[tuple[int, int]]:
@@ -59,25 +69,24 @@ def returns_early(mpi: MPIContext) -> list[float]:
     return output.tolist()
 
 
-def differing_trainings(mpi: MPIContext) -> list[str]:
+def differing_trainings(mpi: MPIContext, cases: list[tuple[str, int, int]]) -> list[str]:
     """Trainings of three micro-batches a step that have other bits than with FSDP's own collectives."""
     found = []
-    for name, shard in (("tied", 0), ("uneven", 0), ("tied", 2)):
-        for zero in (1, 2, 3):
-            config = ParallelConfig(data=mpi.world_size, zero=zero, shard=shard)  # type: ignore[arg-type]
-            in_background = Training(mpi, name, config)
-            with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(zero_module, "gather_in_background", lambda chain: None)
-                patched.setattr(zero_module, "scatter_with", lambda chain, scatter: None)
-                waiting = Training(mpi, name, config)
-            if any(in_background.step() != waiting.step() for _ in range(STEPS)):
-                found.append(f"{name}, ZeRO {zero}, groups of {shard or mpi.world_size}")
+    for name, shard, zero in cases:
+        config = ParallelConfig(data=mpi.world_size, zero=zero, shard=shard)  # type: ignore[arg-type]
+        in_background = Training(mpi, name, config)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(zero_module, "gather_in_background", lambda chain: None)
+            patched.setattr(zero_module, "scatter_with", lambda chain, scatter: None)
+            waiting = Training(mpi, name, config)
+        if any(in_background.step() != waiting.step() for _ in range(STEPS)):
+            found.append(f"{name}, ZeRO {zero}, groups of {shard or mpi.world_size}")
     return found
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(4, "tests.trainer.parallel.replicas.test_background_scatter:everything", timeout_s=180)
+    return run_ranks(4, f"{HERE}:quick", timeout_s=180)
 
 
 @pytest.mark.mpi
@@ -93,6 +102,12 @@ def test_a_rank_computes_on_before_the_others_have_begun(ranks: list[dict[str, A
 @pytest.mark.mpi
 def test_trainings_have_the_bits_of_those_that_wait(ranks: list[dict[str, Any]]) -> None:
     assert [rank["trainings"] for rank in ranks] == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_every_training_has_the_bits_of_one_that_waits() -> None:
+    assert run_ranks(4, f"{HERE}:all_trainings", timeout_s=180) == [[]] * 4
 
 
 def test_a_part_that_no_segment_divides_has_a_border_between_two_orders() -> None:

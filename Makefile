@@ -7,6 +7,9 @@ MODELS := models/squeezenet-digits.onnx models/gpt2-stdlib.onnx
 # Images often set it. Then each process compiles torch, Prefect and MLflow anew, which doubles the time of its imports.
 unexport PYTHONDONTWRITEBYTECODE
 
+# one more than processors: tests also wait for processes and servers
+WORKERS := $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 1, 4))")
+
 .PHONY: demo test quick slow check gpu bench compatibility sessions docs screenshots sbom licenses audit clean
 
 demo: .venv/ready models/squeezenet-digits.onnx
@@ -17,7 +20,7 @@ test: .venv/ready
 	$(MAKE) --no-print-directory -j2 check quick
 
 quick: .venv/ready
-	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal
 
 slow: .venv/ready
 	$(BIN)/python -m pytest -m slow

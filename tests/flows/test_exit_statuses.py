@@ -60,7 +60,6 @@ CASES = (
         *("a rank finds a bad row", 2, "data_error", ("data_error",), "row 7 has no label"),
         phase=STEP_25,
         error=f"{ERRORS}:DataError row 7 has no label",
-        slow=False,
     ),
     Case(
         *("two ranks find a bad row", 2, "data_error", ("data_error",), "row 7 has no label"),

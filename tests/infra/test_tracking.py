@@ -401,6 +401,7 @@ def test_a_refusal_raises_tracking_error_and_not_tracking_unavailable() -> None:
     assert not isinstance(caught.value, TrackingUnavailable)
 
 
+@pytest.mark.slow
 def test_two_processes_can_create_the_tables_of_one_database_at_once(tmp_path: Path) -> None:
     code = (
         "import sys; from onward.infra.tracking import Tracker; tracker = Tracker(sys.argv[1])\n"

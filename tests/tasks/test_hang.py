@@ -78,7 +78,9 @@ def hanging_run(folder: Path, mode: str, *, steps: int = 400, timeout_s: float =
     ("mode", "place"),
     [
         pytest.param("python", r"is in endless_loop_in_python \(\S*own\.py:\d+\)", marks=pytest.mark.slow),
-        pytest.param("c", r"is in endless_loop_in_c \(\S*own\.py:\d+\): `sum\(iter\(int, 1\)\)"),
+        pytest.param(
+            "c", r"is in endless_loop_in_c \(\S*own\.py:\d+\): `sum\(iter\(int, 1\)\)", marks=pytest.mark.slow
+        ),
         pytest.param("data", r"waits for a thread of its own, which is in slow_disk \(", marks=pytest.mark.slow),
     ],
 )

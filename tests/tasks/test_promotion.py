@@ -171,6 +171,7 @@ def test_a_better_file_is_promoted_a_worse_one_stays_a_candidate_and_the_compari
     assert read_record(better_run.exported, ExportedModel).promotion == better.promotion
 
 
+@pytest.mark.slow
 def test_without_its_prefect_server_a_run_promotes_only_where_no_other_machine_can(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:

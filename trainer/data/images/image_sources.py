@@ -158,7 +158,8 @@ def tar_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
         return Block(str(path), np.array(index, np.int64), cells, dict(bad), names=named)
 
     try:
-        check_regular(path)
+        if not check_regular(path):  # files of the kernel, too, are 0 bytes long, and some wait for content
+            raise DataError(f"{path} is empty (0 bytes)")
         with tarfile.open(path, mode="r|*", tarinfo=_Member) as archive:
             members = (member for member in archive if member.isfile())
             for key, group in groupby(members, key=lambda member: _split(member.name)[0]):

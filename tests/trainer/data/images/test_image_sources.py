@@ -242,3 +242,6 @@ def test_samples_of_a_tar_file_that_lack_something_are_bad_rows_and_a_cut_file_i
     source.write_bytes(whole[: len(whole) // 2 + 100])
     with pytest.raises((ConfigError, DataError), match=r"t\.tar cannot be read as a tar file"):
         Sharded(tmp_path, source)
+    source.write_bytes(b"")
+    with pytest.raises((ConfigError, DataError), match=r"t\.tar is empty \(0 bytes\)"):
+        Sharded(tmp_path, source)

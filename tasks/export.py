@@ -67,7 +67,7 @@ from onward.trainer.run.records import (
     write_record,
 )
 from onward.trainer.run.refusals import Refusal, own_error, refusal_in
-from onward.trainer.run.storage import storage_error
+from onward.trainer.run.storage import says_storage, storage_error
 from onward.trainer.run.stores import upload
 
 log = logging.getLogger(__name__)
@@ -193,10 +193,10 @@ def _register_with_retries(tracker: Tracker, file: ModelFile, name: str) -> str:
         try:
             return tracker.register_model(file, name=name)
         except TrackingUnavailable as error:
-            if pause_s is None:
+            if pause_s is None or says_storage(str(error)):  # a full disk stays full
                 raise RuntimeUnavailable(
-                    f"{error}; tried {len(PAUSES_S) + 1} times. The exported file is verified and complete at "
-                    f"{file.path}: `onward resume` registers it when MLflow is back"
+                    f"{error}. The exported file is verified and complete at {file.path}: `onward resume` registers it "
+                    "when MLflow is back"
                 ) from error
             log.warning("%s; trying again in %g s", error, pause_s)
             time.sleep(pause_s)

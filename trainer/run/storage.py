@@ -53,7 +53,8 @@ OTHER_TEXTS: Mapping[str, int] = {
 """What SQLite and old systems say in place of the system's own text."""
 _TEXTS = {**{os.strerror(number): number for number in TO_DO}, **OTHER_TEXTS}
 _PATTERN = re.compile(
-    f"(?P<text>{'|'.join(map(re.escape, _TEXTS))})(?:: (?:'(?P<file>/[^'\n]+)'|the disk of (?P<path>/\\S+)))?"
+    f"(?P<text>{'|'.join(map(re.escape, _TEXTS))})(?:: (?:'(?P<file>/[^'\n]+)'(?: -> '(?P<to>/[^'\n]+)')?"
+    "|the disk of (?P<path>/\\S+)))?"
 )
 """Such a text, and what Python, or a sentence of this module, names behind it."""
 EXPLAINED = (ConfigError, DataError, UnsupportedModel, Diverged, OutOfMemory, DeviceAssertion, Fenced, Stopped)
@@ -149,7 +150,7 @@ def _of_chain(error: BaseException) -> StorageUnavailable | tuple[int, str] | No
 
 def _of_text(text: str) -> tuple[int, str] | None:
     found = _PATTERN.search(text)
-    return (_TEXTS[found["text"]], found["file"] or found["path"] or "") if found else None
+    return (_TEXTS[found["text"]], found["to"] or found["file"] or found["path"] or "") if found else None
 
 
 def _number(error: BaseException) -> int:

@@ -43,6 +43,7 @@ class Some(Record):
         (RuntimeError("Error while serializing: No space left on device (os error 28)"), "the disk of {0} has"),
         (ValueError("(sqlite3.OperationalError) database or disk is full"), "the disk of {0} has"),
         (TrainingFailed("attempt 3: OSError: [Errno 28] No space left on device: '/dev/full'"), "of /dev/full has"),
+        (RuntimeUnavailable("[Errno 28] No space left on device: '/a/b' -> '/dev/full'"), "the disk of /dev/full has"),
         (RuntimeUnavailable("rank 1: No space left on device: the disk of /dev/full has 1 byte"), "of /dev/full has"),
     ],
 )

@@ -25,7 +25,7 @@ from onward.infra.mlflow_store import Store, database_of, local_store, translate
 from onward.infra.service_state import healthy_url
 
 if TYPE_CHECKING:
-    from mlflow.entities import LoggedModel
+    from mlflow.entities import LoggedModel, Metric
 
 RUN_KEY = "onward.run_id"
 """The tag of an MLflow run with the id of its run directory."""
@@ -35,6 +35,8 @@ TRAINING_PAGES = "workflowType=machine_learning"
 """The part of an address, behind its `#`, without which MLflow shows its pages for language models."""
 BATCH = 1000
 """MLflow's limit of metric points per call."""
+RACES = 10
+"""Times that a batch of metric points is stored while others store some of them."""
 REQUIREMENTS = ("mlflow", "onnx", "onnxruntime", "numpy")
 """Packages that loading a registered model needs. MLflow would load and run the model to infer them."""
 
@@ -186,7 +188,22 @@ class Tracker(Store):
         # synchronous, so that an outage is raised here, where the caller repeats the call
         metrics = [Metric(metric_name(p.key), p.value, p.at_ms, p.step) for p in points]
         for start in range(0, len(metrics), BATCH):
-            self._client.log_batch(self.run_id, metrics=metrics[start : start + BATCH], synchronous=True)
+            self._log_metrics(metrics[start : start + BATCH])
+
+    def _log_metrics(self, metrics: Sequence[Metric]) -> None:
+        """Store metrics, of which another task may store some just now: the monitor, beside the export of the file.
+
+        MLflow looks for those that it has when its database refuses a batch, and gives up if others came since.
+        """
+        from mlflow.exceptions import MlflowException
+
+        for tries_left in reversed(range(RACES)):
+            try:
+                self._client.log_batch(self.run_id, metrics=metrics, synchronous=True)
+                return
+            except MlflowException as error:
+                if not tries_left or not any(words in str(error) for words in ("IntegrityError", "UniqueViolation")):
+                    raise
 
     @translate_errors
     def points(self) -> list[tuple[str, int]]:
@@ -339,7 +356,7 @@ class Tracker(Store):
         entries = [
             Metric(*point, model_id=model.model_id) for point in (own | {point.key: point for point in points}).values()
         ]
-        self._client.log_batch(self.run_id, metrics=entries, synchronous=True)
+        self._log_metrics(entries)
         self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step)])
         self._client.finalize_logged_model(model.model_id, "READY")
 

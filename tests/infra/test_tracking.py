@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -100,6 +101,21 @@ def test_points_sent_again_are_stored_once_and_more_than_a_batch_is_split() -> N
         tracker.log_batch(sent)
     tracker.log_batch(sent[700:1300])  # a batch cut otherwise
     assert points(tracker, "train/loss") == [(point.step, point.value) for point in sent]
+
+
+def test_two_tasks_may_send_the_same_points_at_the_same_time() -> None:
+    """As the monitor does beside the export, which gives them to the model."""
+    tracker = new_run()
+    sent = [Point(f"loss/{loss}", 1.0, 1_700_000_000_000 + step, step) for step in range(60) for loss in range(20)]
+
+    def send(size: int) -> None:
+        mine = Tracker(tracker.tracking_uri, tracker.run_id)
+        for start in range(0, len(sent), size):
+            mine.log_batch(sent[start : start + size])
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(send, (20, 30, 50, 70)))
+    assert sorted(tracker.points()) == sorted((point.key, point.step) for point in sent)
 
 
 def test_values_that_are_not_finite_are_kept() -> None:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from prefect import State, runtime
 from prefect.exceptions import Pause, TerminationSignal
+from prefect.settings import get_current_settings
 from prefect.states import Cancelled
 
 from onward.flows.runs import end_mlflow_run, how_to_continue, identity_of
@@ -71,6 +72,8 @@ class Ending:
         elif isinstance(error, Exception):
             own = own_error(error, self._run)
             self._write("failed", own)
+            if isinstance(own, StorageUnavailable):
+                _expect_no_answer()
             what = {
                 "error": type(own).__name__,
                 "message": "\n".join(problems_of(own)),
@@ -102,6 +105,15 @@ class Ending:
         except OSError as failed:  # it must not hide the error that it records, which may say the same
             if not isinstance(error, StorageUnavailable):
                 log.warning("%s cannot be written: %s", self._run.flow_ending, failed)
+
+
+def _expect_no_answer() -> None:
+    """Let Prefect's client try twice only from now on, and say nothing of it: its server may be on the disk that fails.
+
+    By default each call, and each part of the log, would be tried for a minute.
+    """
+    get_current_settings().client.max_retries = 1
+    logging.raiseExceptions = False
 
 
 def own_error(error: Exception, run: RunDir) -> OnwardError:

@@ -144,16 +144,10 @@ def close_flow_run(flow_run: FlowRun, error: BaseException) -> None:
     That is an error between its creation and its first task, or a signal outside of the flow's own handler.
     """
     from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
     from prefect.states import Cancelled, Failed
 
     asked = isinstance(error, KeyboardInterrupt | SystemExit)
-    # the error itself must be shown, and soon: a server on a disk that fails does not answer, and five retries are 62 s
-    with (
-        contextlib.suppress(Exception),
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}),
-        get_client(sync_client=True) as client,
-    ):
+    with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # the error itself must be shown
         state = client.read_flow_run(flow_run.id).state
         if state is None or not state.is_final() or (asked and state.is_crashed()):
             what = "before the run began, or after its last task"

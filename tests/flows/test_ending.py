@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from prefect.exceptions import TerminationSignal
+from prefect.settings import get_current_settings
 
 from onward.flows.ending import Ending, own_error, raise_stop, recorded
 from onward.flows.flow_log import flow_log
@@ -34,6 +35,15 @@ from onward.trainer.run.ending import ending_of
 from onward.trainer.run.records import write_record
 from onward.trainer.run.sweeps import Membership, SweepDir
 from tests.flows.test_cli import make_run
+
+
+@pytest.fixture(autouse=True)
+def client(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The settings of Prefect's client, which an ending changes."""
+    found = get_current_settings().client
+    monkeypatch.setattr(found, "max_retries", 5)
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    return found
 
 
 def ended(run: RunDir, error: BaseException | None) -> Any:
@@ -84,12 +94,14 @@ def test_what_was_asked_to_stop_is_cancelled_and_ends_with_its_own_exit_status(
     ],
 )
 def test_a_failed_flow_records_its_cause_and_exit_status_and_the_status_command_shows_it(
-    error: Exception, status: int, said: str, tmp_path: Path
+    error: Exception, status: int, said: str, tmp_path: Path, client: Any
 ) -> None:
     run = make_run(tmp_path, "aaaa-1", "digits")
     with pytest.raises(OnwardError) as raised:
         ended(run, error)
     assert raised.value.exit_code == status
+    on_disk = isinstance(raised.value, StorageUnavailable)
+    assert (client.max_retries, logging.raiseExceptions) == ((1, False) if on_disk else (5, True))
     record = ending_of(run)
     assert record is not None
     assert (record.status, record.exit_status, record.error) == ("failed", status, type(raised.value).__name__)

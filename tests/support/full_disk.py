@@ -18,6 +18,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from tests.support.ranks import ROOT
 
 NAMESPACE = ("unshare", "--map-root-user", "--mount")
@@ -113,9 +115,21 @@ def mend(folder: Path, action: str) -> None:
     elif action == "inodes":
         shutil.rmtree(folder / "ballast")
     else:  # the disk that lies over the folder goes; a device that failed is mounted again, as after a restart
+        _kill_the_others()
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
         if action == "EIO":
             mount(folder, str(folder.with_name(f"{folder.name}.image")))
+
+
+def _kill_the_others() -> None:
+    """Kill the processes of this namespace, whose servers hold the disk."""
+    own, others = Path("/proc/self/ns/mnt").readlink(), []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and Path(f"/proc/{process.pid}/ns/mnt").readlink() == own:
+                process.kill()
+                others.append(process)
+    psutil.wait_procs(others, 30)
 
 
 if __name__ == "__main__":

@@ -120,14 +120,18 @@ def shows_broken_storage(place: Path) -> StorageUnavailable | None:
 
 
 def storage_problem(folder: Path, needed: int = FULL_BYTES) -> str:
-    """Return why no file of `needed` bytes could be written to a folder, and what to do; "" if one could."""
+    """Return why no file of `needed` bytes could be written to a folder, or any to where a run writes beside it, and
+    what to do; "" if they could."""
     try:
         _probe(folder)
         free = _free(folder)
     except OSError as error:
         known = _number(error)
         return _advised(known, folder, needed) if known else f"{folder} cannot be written: {error.strerror}"
-    return "" if free >= needed else _advised(errno.ENOSPC, folder, needed)
+    if free < needed:
+        return _advised(errno.ENOSPC, folder, needed)
+    number, place = _broken_place(())
+    return _advised(number, place, 0) if number else ""
 
 
 # -- what an error says

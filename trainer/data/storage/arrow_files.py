@@ -27,7 +27,7 @@ STREAM_BYTES = 1 << 20
 TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
 MOST_ROWS = 65536
 """Rows of a block."""
-MOST_TEXTS = 512 << 20
+MOST_TEXTS = 128 << 20
 """Bytes that rows read at once may have, if all had the longest text that the file can hold."""
 
 

@@ -43,7 +43,7 @@ from onward.trainer.data.signature import model_digest
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.diagnostics.config_check import check_local_files
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable
-from onward.trainer.run.allowed_code import SHOWN, AllowedCode, code_digests, code_record
+from onward.trainer.run.allowed_code import SHOWN, AllowedCode, code_digests
 from onward.trainer.run.directory import RunDir, read_config, read_settings
 from onward.trainer.run.kept_settings import accepted_changes, refuse_edited, write_settings
 from onward.trainer.run.local_copies import LocalCopies, with_copies
@@ -112,15 +112,15 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
             quantize(run, config, copies, code=code)
         config, found = rehearse(config, copies, quantized=run.quantized, code=code)
         _write_copies(run, copies)
-        write_record(code_record(run), AllowedCode(files=code))  # as it was before the rehearsal executed it
+        write_record(run.code, AllowedCode(files=code))  # as it was before the rehearsal executed it
         write_record(run.rehearsal, found)  # before config.json, with which a run has begun and is not rehearsed again
         write_settings(run, config)
         _log(found)
     # After config.json, so that a run whose MLflow is unavailable can be started again unchanged.
     identity = identify(run, config)
     write_record(run.identity, identity)
-    if not code_record(run).exists():  # a run of an earlier version, whose files have been compared with its identity
-        write_record(code_record(run), AllowedCode(files=code))
+    if not run.code.exists():  # a run of an earlier version, whose files have been compared with its identity
+        write_record(run.code, AllowedCode(files=code))
     run.open_log()
     _show_links(identity)
     return identity
@@ -190,7 +190,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
             f"{config.model.path} changed since the run began (SHA-256 {began_with[:12]}, now "
             f"{digest[:12]}); put the file back, or start a new run"
         )
-    permitted = read_record(code_record(run), AllowedCode).files if code_record(run).exists() else {}
+    permitted = read_record(run.code, AllowedCode).files if run.code.exists() else {}
     before = {**(known.code_sha256 if known else {}), **permitted}
     if changed := [path for path, sha256 in before.items() if code.get(path) != sha256]:
         raise ConfigError(

@@ -20,7 +20,7 @@ from onward.trainer.diagnostics.config_check import converter_problem
 from onward.trainer.errors import OnwardError, Refused
 from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.named_cuts import unknown_cuts
-from onward.trainer.run.allowed_code import AllowedCode, code_digests, code_record
+from onward.trainer.run.allowed_code import AllowedCode, code_digests
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import read_record, write_record
 from onward.trainer.run.tried_import import ToImport, TriedImport
@@ -70,7 +70,7 @@ def _tried(converters: tuple[Path, ...], code: tuple[tuple[str, str], ...], conf
     """Return the problems. code: (path, SHA-256) of what may be executed. config: JSON of the configuration, or ""."""
     with owned_folder("onward-import-") as folder:
         write_record(folder / "import.json", ToImport(converters=converters, cuts=bool(config)))
-        write_record(code_record(RunDir(folder)), AllowedCode(files=dict(code)))
+        write_record(RunDir(folder).code, AllowedCode(files=dict(code)))
         if config:
             (folder / "config.json").write_text(config)
         log = folder / "process.log"

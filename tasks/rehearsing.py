@@ -21,7 +21,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.errors import RuntimeUnavailable, UnsupportedModel
 from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs_plan, with_plan
-from onward.trainer.run.allowed_code import AllowedCode, code_digests, code_record
+from onward.trainer.run.allowed_code import AllowedCode, code_digests
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
 from onward.trainer.run.quantized_record import Quantized
@@ -159,7 +159,7 @@ def _process(
 
 def _write_settings(folder: Path, config: RunConfig, copies: LocalCopies, code: Code) -> None:
     local = with_copies(config, copies)
-    write_record(code_record(RunDir(folder)), AllowedCode(files=code_digests(local) if code is None else code))
+    write_record(RunDir(folder).code, AllowedCode(files=code_digests(local) if code is None else code))
     write_record(RunDir(folder).config, with_columns(local))
 
 

@@ -26,7 +26,6 @@ from onward.trainer.checkpoint.retention import list_checkpoints, step_in
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint, verify
 from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, Stopped
-from onward.trainer.run.allowed_code import code_record
 from onward.trainer.run.directory import RunDir, onward_home, read_config, read_settings
 from onward.trainer.run.records import Record, RunIdentity, read_record, write_record
 
@@ -101,7 +100,7 @@ def scratch_run(run: RunDir, start: int) -> Iterator[RunDir]:
         identity = read_record(run.identity, RunIdentity)
         nowhere = {"mlflow_run_id": "", "mlflow_url": "", "prefect_url": "", "tracking_uri": ""}
         write_record(scratch.identity, identity.model_copy(update=nowhere))
-        for record, copied in ((run.remote, scratch.remote), (code_record(run), code_record(scratch))):
+        for record, copied in ((run.remote, scratch.remote), (run.code, scratch.code)):
             if record.exists():
                 shutil.copyfile(record, copied)
         for folder, copied in ((run.quantized, scratch.quantized), (run.teacher, scratch.teacher)):

@@ -21,7 +21,7 @@ from onward.flows import exports, verify_run
 from onward.trainer.checkpoint.bundle import LISTING, is_bundle, unpack
 from onward.trainer.checkpoint.chain import CheckedCheckpoint
 from onward.trainer.errors import CheckpointError, ConfigError
-from onward.trainer.run.allowed_code import AllowedCode, code_record
+from onward.trainer.run.allowed_code import AllowedCode
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import read_record
 from tests.support import graphs
@@ -239,7 +239,7 @@ def test_a_bundle_brings_no_other_records_of_a_run(name: str, bundle: Path, tmp_
 def test_what_was_not_allowed_is_not_executed_by_the_processes_of_the_export(bundle: Path, tmp_path: Path) -> None:
     """Should a setting that names code ever get past `unpack`, its processes refuse what code.json does not have."""
     opened, _ = unpack(bundle, tmp_path / "plain")
-    assert read_record(code_record(opened), AllowedCode).files == {}
+    assert read_record(opened.code, AllowedCode).files == {}
 
     def add(files: dict[str, bytes]) -> None:
         with_settings(lambda settings: settings["model"].update(converters=["code/0/mine.py"]))(files)
@@ -249,7 +249,7 @@ def test_what_was_not_allowed_is_not_executed_by_the_processes_of_the_export(bun
     rewrite(bundle, add)
     opened, _ = unpack(bundle, tmp_path / "allowed", run_code=True)
     mine = tmp_path / "allowed/code/0/mine.py"
-    assert read_record(code_record(opened), AllowedCode).files == {str(mine): hashlib.sha256(b"# reviewed").hexdigest()}
+    assert read_record(opened.code, AllowedCode).files == {str(mine): hashlib.sha256(b"# reviewed").hexdigest()}
 
 
 def test_python_code_needs_to_be_allowed(bundle: Path, tmp_path: Path) -> None:

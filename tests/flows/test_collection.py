@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from onward.flows.cli import app
 from onward.flows.collection.found import find
 from onward.flows.collection.removal import collect
-from onward.flows.collection.rules import Rules
+from onward.flows.collection.rules import FILES, Rules
 from onward.infra import prefect_database, services
 from onward.infra.tracking import Tracker
 from onward.trainer.config.run_config import RunConfig
@@ -25,6 +26,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.errors import ConfigError
+from onward.trainer.run import directory
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, ExportedModel, RunIdentity, write_record
 from onward.trainer.run.sweeps import Membership
@@ -142,6 +144,12 @@ def test_what_is_running_resumable_or_needed_stays_and_the_reason_is_said(home: 
     rules = Rules(keep=0, states=("interrupted", "failed"), resumable=True)
     assert [Path(each.name).name for each in collect(rules, ("run",)).items] == ["resumable"]
     assert start.root.exists()
+
+
+def test_what_onward_writes_into_a_run_directory_is_known() -> None:
+    written = re.findall(r"^ {8}(\w[\w.]*)", directory.__doc__ or "", re.MULTILINE)
+    assert {"code.json", "accepted.json", "attempts"} < set(written)
+    assert set(written) <= FILES
 
 
 def test_only_runs_of_the_given_states_and_ages_go(home: Path) -> None:

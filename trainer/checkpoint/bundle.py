@@ -37,7 +37,7 @@ from onward.trainer.data.signature import model_files
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.text.tokenizer import tokenizer_file
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, printable, shown
-from onward.trainer.run.allowed_code import AllowedCode, code_record
+from onward.trainer.run.allowed_code import AllowedCode
 from onward.trainer.run.directory import RunDir, read_config_as_given, read_settings
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.records import Record, RunIdentity, read_record, write_record
@@ -237,7 +237,7 @@ def unpack(path: Path, folder: Path, *, run_code: bool = False) -> tuple[RunDir,
     run.config.write_text(settings.model_dump_json(indent=2))
     # with the digests that were compared when the files were written here
     permitted = {str(folder / name): listing.files[name].sha256 for name in code if name in listing.files}
-    write_record(code_record(run), AllowedCode(files=permitted))
+    write_record(run.code, AllowedCode(files=permitted))
     shards = read_record(run.shards / "manifest.json", ShardManifest)
     rows = [each.name for each in (*shards.train, *shards.evaluation, *shards.test)]
     if outside := [name for name in rows if Path(name).name != name or name == ".."]:

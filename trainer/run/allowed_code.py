@@ -33,11 +33,6 @@ class AllowedCode(Record):
     """Path -> SHA-256."""
 
 
-def code_record(run: RunDir) -> Path:
-    """Return the path of the record of the code that a run may execute."""
-    return run.root / "code.json"
-
-
 _allowed: Mapping[str, str] | None = None
 """What this process may execute; None = whatever its user names."""
 
@@ -51,8 +46,8 @@ def code_digests(settings: Any) -> dict[str, str]:
 def allow_code_of(run: RunDir) -> None:
     """Let this process execute the files in the run's code.json alone, if there is one. Raises RecordError."""
     global _allowed
-    if code_record(run).exists():
-        _allowed = read_record(code_record(run), AllowedCode).files
+    if run.code.exists():
+        _allowed = read_record(run.code, AllowedCode).files
 
 
 def execute(path: Path, setting: str, name: str) -> ModuleType:

@@ -104,6 +104,10 @@ class RunDir:
         return self.root / "accepted.json"
 
     @property
+    def code(self) -> Path:
+        return self.root / "code.json"
+
+    @property
     def origins(self) -> Path:
         return self.root / "origins.json"
 

@@ -17,7 +17,7 @@ from onward.trainer import bounds
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.run import allowed_code
-from onward.trainer.run.allowed_code import AllowedCode, allow_code_of, code_digests, code_record, load_function
+from onward.trainer.run.allowed_code import AllowedCode, allow_code_of, code_digests, load_function
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import write_record
 from tests.support.graphs import tiny_mlp
@@ -38,7 +38,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def permit(file: Path) -> None:
     """Let this process execute what a run in the file's folder may: the file as it is now."""
     run = RunDir(file.parent)
-    write_record(code_record(run), AllowedCode(files=code_digests({"loss": {"file": f"{file}:f"}})))
+    write_record(run.code, AllowedCode(files=code_digests({"loss": {"file": f"{file}:f"}})))
     allow_code_of(run)
 
 
@@ -115,7 +115,7 @@ def test_a_rank_refuses_a_file_that_is_not_the_one_which_the_flow_has_recorded(s
     run = make_run(tmp_path, tiny_mlp(), columns, train={"global_batch_size": 8, "num_steps": 2}, **own)
     before = code_digests(read_config(run))
     assert list(before) == [str(mine)]
-    write_record(code_record(run), AllowedCode(files=before))
+    write_record(run.code, AllowedCode(files=before))
     mine.write_text(EVIL)
     after = hashlib.sha256(EVIL.encode()).hexdigest()
     start_attempt(run).wait(120)

@@ -12,6 +12,7 @@ after the job no process of it is left on this host, whichever process was kille
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -300,6 +301,7 @@ def _write_job_record(run_dir: Path, tag: str, argv: list[str]) -> None:
     partial.replace(run_dir / "job.json")
 
 
+@functools.cache
 def boot_id() -> str:
     """Return an id that is new at every start of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -55,12 +55,11 @@ class Registry(Store):
         return _found(self._client.get_model_version(name, version))
 
     @translate_errors
-    def is_in_use(self, name: str, version: str) -> bool:
-        """Return whether an alias names a version, or it is the newest one of its model; it may be deleted."""
+    def in_use(self, name: str) -> frozenset[str]:
+        """Return the versions of a model that an alias names, and its newest one; none of a model that was deleted."""
         models = self._client.search_registered_models(f"name = '{name}'", max_results=1)
-        known = [int(each.version) for each in self._client.search_model_versions(f"name = '{name}'")]
-        aliases = [str(each) for model in models for each in model.aliases.values()]
-        return version in aliases or (version.isdigit() and bool(known) and int(version) == max(known))
+        newest = max((int(each.version) for each in self._client.search_model_versions(f"name = '{name}'")), default=0)
+        return frozenset(str(each) for model in models for each in (*model.aliases.values(), newest))
 
     @translate_errors
     def remove_alias(self, version: RegisteredVersion, alias: str) -> None:

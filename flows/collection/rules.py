@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onward.flows.run_index import State, listed_runs
@@ -62,6 +62,8 @@ class Facts:
     """The MLflow stores in which the runs are recorded."""
     working: frozenset[str]
     """Tags of the jobs of which a process runs on this host."""
+    in_use: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)
+    """(MLflow store, model) -> its versions in use, once a rule has asked for them."""
 
 
 def gather(rules: Rules, deployments: Mapping[str, str]) -> Facts:
@@ -106,7 +108,9 @@ def reason_to_keep(run: RunDir, rules: Rules, facts: Facts, *, is_ours: bool = F
         return f"it was changed {age:.1f} days ago"
     if not rules.resumable and state != "exported" and (state == "trained" or list_checkpoints(run)):
         return "`onward resume` can continue it (--resumable)"
-    return _sweep_needs(run) or _registry_needs(run) or _others_need(run, facts)
+    if is_ours:  # what the registry said when the list was made may be no longer true
+        facts.in_use.clear()
+    return _sweep_needs(run) or _registry_needs(run, facts) or _others_need(run, facts)
 
 
 def _state(run: RunDir, listed: State) -> State:
@@ -146,14 +150,16 @@ def _sweep_needs(run: RunDir) -> str:
     return f"it is the best trial of the sweep {trial.sweep_id}" if best else ""
 
 
-def _registry_needs(run: RunDir) -> str:
+def _registry_needs(run: RunDir, facts: Facts) -> str:
     """Return which registered model in use came from this run: one with an alias, or the newest version; else ""."""
     try:
         exported = read_record(run.exported, ExportedModel) if run.exported.exists() else None
         if exported is None or not exported.registered_as:
             return ""
-        registry = Registry(read_record(run.identity, RunIdentity).tracking_uri)
-        if not registry.is_in_use(exported.registered_as, exported.version):
+        model = read_record(run.identity, RunIdentity).tracking_uri, exported.registered_as
+        if model not in facts.in_use:
+            facts.in_use[model] = Registry(model[0]).in_use(model[1])
+        if exported.version not in facts.in_use[model]:
             return ""  # the registry has a copy of the file
     except TrackingError as error:
         return f"MLflow cannot say whether its model is in use: {error}"

@@ -6,11 +6,12 @@ it opens the file.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import onnx
-from onnx import AttributeProto, inliner
+from onnx import AttributeProto, defs, inliner
 
 from onward.trainer.bounds import TENSOR_DIMS
 from onward.trainer.errors import shown
@@ -65,11 +66,14 @@ DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc")
 
 
 def attribute_problems(model: onnx.ModelProto) -> Iterator[str]:
-    """Yield a sentence for each attribute of a node that is outside its bounds, those of functions included."""
-    for body in (model.graph.node, *(function.node for function in model.functions)):
-        for node in nodes_inside(body):
+    """Yield a sentence for each attribute of a node that has another type than its operator's, or is outside its
+    bounds, those of functions included."""
+    bodies = ((function.node, function.opset_import) for function in model.functions)
+    for nodes, imports in ((model.graph.node, model.opset_import), *bodies):
+        opsets = {entry.domain: entry.version for entry in imports}
+        for node in nodes_inside(nodes):
             if node.domain in DOMAINS:
-                yield from _problems_of(node)
+                yield from _problems_of(node, _types(node.op_type, node.domain, opsets.get(node.domain, 1)))
 
 
 def passed_attribute_problems(model: onnx.ModelProto) -> Iterator[str]:
@@ -79,8 +83,24 @@ def passed_attribute_problems(model: onnx.ModelProto) -> Iterator[str]:
         yield from attribute_problems(inliner.inline_local_functions(without_large_tensors(model)))
 
 
-def _problems_of(node: onnx.NodeProto) -> Iterator[str]:
+@functools.cache
+def _types(operator: str, domain: str, opset: int) -> Mapping[str, int]:
+    """Return the type of each attribute of an operator; {} for one that ONNX does not define."""
+    try:
+        known = defs.get_schema(operator, opset, "" if domain == "ai.onnx" else domain)
+    except defs.SchemaError:
+        return {}
+    # the stub of AttrType lacks `value`
+    return {name: getattr(each.type, "value", 0) for name, each in known.attributes.items()}
+
+
+def _problems_of(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[str]:
     for attribute in node.attribute:
+        wanted = types.get(attribute.name, attribute.type)
+        if attribute.type not in (wanted, AttributeProto.UNDEFINED):
+            kinds = AttributeProto.AttributeType.Name
+            yield f"{_whose(node)} {attribute.name} of the type {kinds(attribute.type)}; it takes {kinds(wanted)}"
+            continue
         bound = OWN_BOUNDS.get((node.op_type, attribute.name)) or BOUNDS.get(attribute.name)
         if bound is None or attribute.type not in (AttributeProto.INT, AttributeProto.INTS):
             continue
@@ -88,10 +108,11 @@ def _problems_of(node: onnx.NodeProto) -> Iterator[str]:
         if attribute.ref_attr_name or all(bound.least <= value <= bound.most for value in values):
             continue
         given = shown(values[0] if attribute.type == AttributeProto.INT else list(values))
-        yield (
-            f"node '{shown(node.name or next(filter(None, node.output), ''))}': {node.op_type} has {attribute.name} = "
-            f"{given}; allowed is {_allowed(bound)}"
-        )
+        yield f"{_whose(node)} {attribute.name} = {given}; allowed is {_allowed(bound)}"
+
+
+def _whose(node: onnx.NodeProto) -> str:
+    return f"node '{shown(node.name or next(filter(None, node.output), ''))}': {node.op_type} has"
 
 
 def _allowed(bound: Bound) -> str:

@@ -41,6 +41,21 @@ def test_an_attribute_outside_its_bounds_is_named_with_its_node_and_what_is_allo
     ]
 
 
+def test_an_attribute_of_another_type_is_refused_also_inside_of_functions() -> None:
+    wrong = helper.make_node("LinearClassifier", ["x"], ["a", "b"], "l", domain="ai.onnx.ml", intercepts=3)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("ai.onnx.ml", 3)]
+    function = helper.make_function("own", "f", ["x"], ["a"], [wrong], opsets)
+    inner = helper.make_node("Relu", ["x"], ["y"], "r", alpha=1.0)  # no attribute of Relu: the import says so
+    model = helper.make_model(
+        helper.make_graph([wrong, inner], "g", [], []), functions=[function], opset_imports=opsets
+    )
+    sentence = "node 'l': LinearClassifier has intercepts of the type INT; it takes FLOATS"
+    assert list(attribute_problems(model)) == [sentence, sentence]
+    early = helper.make_node("Cast", ["x"], ["y"], "c", to="FLOAT")
+    first = helper.make_model(helper.make_graph([early], "g", [], []), opset_imports=[helper.make_opsetid("", 1)])
+    assert not list(attribute_problems(first)), "a string in the first opsets"
+
+
 def test_what_operators_allow_is_accepted() -> None:
     nodes = [
         helper.make_node("Pad", ["x"], ["a"], pads=[0, -1, 0, -1]),

@@ -43,7 +43,11 @@ class BatchNorm(nn.Module):
         learns = self.training and not self.frozen
         if learns and x.numel() <= x.shape[1]:  # a branch: torch.compile takes no symbol for a flag
             learns = False
-        return F.batch_norm(x, mean, variance, scale, bias, learns, self.momentum, self.epsilon)
+        # With a length of 1 an order in memory has several strides. Torch's gradient on the CPU is wrong (2.13) where
+        # those of x and of the gradient of the result differ; with one axis behind the channels it is right.
+        rows = x.flatten(2) if x.ndim > 3 and 1 in (x.shape[0], *x.shape[2:]) else x
+        y = F.batch_norm(rows, mean, variance, scale, bias, learns, self.momentum, self.epsilon)
+        return y if rows is x else y.reshape(x.shape)
 
     def extra_repr(self) -> str:
         return f"momentum={self.momentum:g}, epsilon={self.epsilon:g}"

@@ -96,7 +96,8 @@ def instance_normalization(c: Call, x: Value, scale: Value, bias: Value) -> Valu
 def instance_norm(x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Normalise each channel of each sample; a plane of one pixel becomes the bias (torch raises an error)."""
     if math.prod(x.shape[2:]) > 1:
-        return F.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
+        # with more axes torch's gradient on the CPU is wrong in some orders in memory (see BatchNorm)
+        return F.instance_norm(x.flatten(2), weight=scale, bias=bias, eps=epsilon).reshape(x.shape)
     # zeros with a gradient of zero, but NaN where x is NaN
     return (x - x) + bias.reshape(-1, *[1] * (x.ndim - 2))
 

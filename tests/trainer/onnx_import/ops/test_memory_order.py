@@ -19,16 +19,8 @@ from onward.trainer.onnx_import.ops.norm import instance_norm
 Operator = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [batch, channels, ...], two weights [channels]) -> the result."""
 CHANNELS = 4
-SHAPES = [
-    (4, 4, 1, 6),
-    (4, 4, 6, 1),
-    (1, 4, 1, 6),
-    (4, 4, 3, 2),
-    (1, 4, 3, 2),
-    (2, 4, 1, 3, 2),
-    (2, 4, 3, 1, 2),
-    (4, 4, 6),
-]
+PLANES = [(4, 4, 1, 6), (4, 4, 6, 1), (1, 4, 1, 6), (4, 4, 3, 2), (1, 4, 3, 2)]
+SHAPES = [(4, 4, 6), *PLANES, (2, 4, 1, 3, 2)]
 KERNEL = torch.linspace(-1, 1, 6 * CHANNELS * 3, dtype=torch.float64).view(6, CHANNELS, 1, 3)
 
 
@@ -79,7 +71,6 @@ OTHERS: dict[str, Operator] = {
     ),
     "ConvTranspose": lambda x, scale, bias: F.conv_transpose2d(x, KERNEL.transpose(0, 1) * scale.view(-1, 1, 1, 1)),
 }
-PLANES = [shape for shape in SHAPES if len(shape) == 4]
 
 
 @pytest.mark.parametrize(
@@ -102,14 +93,13 @@ def test_gradients_are_the_same_in_every_order_in_memory(name: str, shape: tuple
     result = operator(values, *weights)
     gradient = torch.randn(result.shape, generator=generator, dtype=torch.float64)
     wanted = gradients(values, gradient)
-    placed = list(orders(gradient))
     # of five axes there are thousands of pairs
-    for number, x in enumerate(orders(values)):
-        for each in placed if len(shape) < 5 else placed[number % 7 :: 7]:
-            for got, want in zip(gradients(x, each), wanted, strict=True):
-                torch.testing.assert_close(
-                    got, want, msg=lambda text, x=x, each=each: f"{x.stride()} {each.stride()} {text}"
-                )
+    steps = (1, 1) if len(shape) < 5 else (7, 11)
+    inputs, results = list(orders(values))[:: steps[0]], list(orders(gradient))[:: steps[1]]
+    for x, each in product(inputs, results):
+        for got, want in zip(gradients(x, each), wanted, strict=True):
+            where = f"strides {x.stride()}, {each.stride()}"
+            torch.testing.assert_close(got, want, msg=lambda text, where=where: f"{where}: {text}")
 
 
 def test_the_gradient_of_the_first_order_is_that_of_the_formula() -> None:

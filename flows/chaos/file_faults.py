@@ -145,9 +145,10 @@ def hide_mlflow(scene: Scene, choice: float) -> str:
 
 def limit_files(scene: Scene, choice: float) -> str:
     """Let no rank write further into a file than a few bytes, as on a full disk."""
-    for process in scene.ranks():
+    programs = scene.programs()
+    for process in programs:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (64, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    return f"{len(scene.ranks())} ranks"
+    return f"{len(programs)} ranks"
 
 
 def fill_disk(scene: Scene, choice: float) -> str:

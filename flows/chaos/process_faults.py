@@ -69,7 +69,9 @@ def pause(find: Callable[[Scene, float], Sequence[psutil.Process]], seconds: flo
 
 def hold(scene: Scene, choice: float) -> str:
     """Hold the main thread of a rank by ptrace, as in a deadlock of native code, until the rank is ended."""
-    rank, process = one_rank(scene, choice)
+    programs = scene.programs()
+    rank = int(choice * len(programs))
+    process = programs[rank]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
     if libc.ptrace(PTRACE_SEIZE, process.pid, None, None) or libc.ptrace(PTRACE_INTERRUPT, process.pid, None, None):

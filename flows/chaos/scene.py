@@ -101,7 +101,7 @@ class Scene:
         return found
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the ranks in their order. Raises NoTarget if none run."""
+        """Return what mpirun has started, in the order of the ranks. Raises NoTarget if no rank runs."""
         numbered = []
         for process in self.having("onward.trainer", "train", str(self.run_dir.root)):
             with contextlib.suppress(psutil.Error, KeyError):
@@ -109,6 +109,21 @@ class Scene:
         if not numbered:
             raise NoTarget("no rank runs")
         return [process for _, process in sorted(numbered, key=lambda pair: pair[0])]
+
+    def programs(self) -> list[psutil.Process]:
+        """Return the processes that compute, in the order of the ranks: forks, or what mpirun has started.
+
+        A rank has files of its attempt open. Raises NoTarget if none runs.
+        """
+        attempts, numbered = self.run_dir.attempts, dict[int, psutil.Process]()
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                for file in map(Path, (each.path for each in process.open_files())):
+                    if file.parent.parent == attempts and file.name.startswith("rank-"):
+                        numbered[int(file.name[5:10])] = process
+        if not numbered:
+            raise NoTarget("no rank runs")
+        return [process for _, process in sorted(numbered.items())]
 
     def mpirun(self) -> psutil.Process:
         """Return the launcher of the ranks."""

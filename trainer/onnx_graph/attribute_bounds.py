@@ -70,10 +70,11 @@ def attribute_problems(model: onnx.ModelProto) -> Iterator[str]:
     bounds, those of functions included."""
     bodies = ((function.node, function.opset_import) for function in model.functions)
     for nodes, imports in ((model.graph.node, model.opset_import), *bodies):
-        opsets = {entry.domain: entry.version for entry in imports}
+        opsets = {_short(entry.domain): entry.version for entry in imports}
         for node in nodes_inside(nodes):
             if node.domain in DOMAINS:
-                yield from _problems_of(node, _types(node.op_type, node.domain, opsets.get(node.domain, 1)))
+                domain = _short(node.domain)
+                yield from _problems_of(node, _types(node.op_type, domain, opsets.get(domain, 0)))
 
 
 def passed_attribute_problems(model: onnx.ModelProto) -> Iterator[str]:
@@ -83,11 +84,15 @@ def passed_attribute_problems(model: onnx.ModelProto) -> Iterator[str]:
         yield from attribute_problems(inliner.inline_local_functions(without_large_tensors(model)))
 
 
+def _short(domain: str) -> str:
+    return "" if domain == "ai.onnx" else domain
+
+
 @functools.cache
 def _types(operator: str, domain: str, opset: int) -> Mapping[str, int]:
-    """Return the type of each attribute of an operator; {} for one that ONNX does not define."""
+    """Return the type of each attribute of an operator; {} for one that ONNX does not define in this opset."""
     try:
-        known = defs.get_schema(operator, opset, "" if domain == "ai.onnx" else domain)
+        known = defs.get_schema(operator, opset, domain)
     except defs.SchemaError:
         return {}
     # the stub of AttrType lacks `value`

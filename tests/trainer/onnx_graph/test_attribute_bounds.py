@@ -54,6 +54,12 @@ def test_an_attribute_of_another_type_is_refused_also_inside_of_functions() -> N
     early = helper.make_node("Cast", ["x"], ["y"], "c", to="FLOAT")
     first = helper.make_model(helper.make_graph([early], "g", [], []), opset_imports=[helper.make_opsetid("", 1)])
     assert not list(attribute_problems(first)), "a string in the first opsets"
+    cast = helper.make_node("Cast", ["x"], ["y"], "c", to=1)
+    for domain in ("ai.onnx", "another"):  # the long name of the same domain; no opset at all
+        named = helper.make_model(
+            helper.make_graph([cast], "g", [], []), opset_imports=[helper.make_opsetid(domain, 20)]
+        )
+        assert not list(attribute_problems(named))
 
 
 def test_what_operators_allow_is_accepted() -> None:

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from onward.infra.mlflow_store import Store, database_of, local_store, translate_errors
+from onward.infra.mlflow_store import Store, database_of, local_store, log_metrics, translate_errors
 from onward.infra.service_state import healthy_url
 
 if TYPE_CHECKING:
-    from mlflow.entities import LoggedModel, Metric
+    from mlflow.entities import LoggedModel
 
 RUN_KEY = "onward.run_id"
 """The tag of an MLflow run with the id of its run directory."""
@@ -35,8 +35,6 @@ TRAINING_PAGES = "workflowType=machine_learning"
 """The part of an address, behind its `#`, without which MLflow shows its pages for language models."""
 BATCH = 1000
 """MLflow's limit of metric points per call."""
-RACES = 10
-"""Times that a batch of metric points is stored while others store some of them."""
 REQUIREMENTS = ("mlflow", "onnx", "onnxruntime", "numpy")
 """Packages that loading a registered model needs. MLflow would load and run the model to infer them."""
 
@@ -188,22 +186,7 @@ class Tracker(Store):
         # synchronous, so that an outage is raised here, where the caller repeats the call
         metrics = [Metric(metric_name(p.key), p.value, p.at_ms, p.step) for p in points]
         for start in range(0, len(metrics), BATCH):
-            self._log_metrics(metrics[start : start + BATCH])
-
-    def _log_metrics(self, metrics: Sequence[Metric]) -> None:
-        """Store metrics, of which another task may store some just now: the monitor, beside the export of the file.
-
-        MLflow looks for those that it has when its database refuses a batch, and gives up if others came since.
-        """
-        from mlflow.exceptions import MlflowException
-
-        for tries_left in reversed(range(RACES)):
-            try:
-                self._client.log_batch(self.run_id, metrics=metrics, synchronous=True)
-                return
-            except MlflowException as error:
-                if not tries_left or not any(words in str(error) for words in ("IntegrityError", "UniqueViolation")):
-                    raise
+            log_metrics(self._client, self.run_id, metrics[start : start + BATCH])
 
     @translate_errors
     def points(self) -> list[tuple[str, int]]:
@@ -356,7 +339,7 @@ class Tracker(Store):
         entries = [
             Metric(*point, model_id=model.model_id) for point in (own | {point.key: point for point in points}).values()
         ]
-        self._log_metrics(entries)
+        log_metrics(self._client, self.run_id, entries)
         self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step)])
         self._client.finalize_logged_model(model.model_id, "READY")
 

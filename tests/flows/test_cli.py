@@ -352,7 +352,10 @@ def test_plan_with_auto_compares_all_layouts(capsys: pytest.CaptureFixture[str],
         make_plan(load_config(small, ["parallel.sizes=auto", "launch.num_ranks=4", "parallel.memory_gib=1e-5"]))
 
 
-def test_down_says_when_nothing_runs(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_down_says_when_nothing_runs(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(home.parent))  # elsewhere other tests may have killed something
     assert json.loads(onward(capsys, "down", "--json")) == {"stopped": [], "left": [], "removed": []}
 
 

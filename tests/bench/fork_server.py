@@ -50,7 +50,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, default=3)
     turns, found = parser.parse_args().turns, dict[tuple[str, bool], list[float]]()
-    with tempfile.TemporaryDirectory(prefix="forks-") as name:
+    # a server may still be writing its last lines
+    with tempfile.TemporaryDirectory(prefix="forks-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         places = {True: folder / "t", False: folder / ("t" * LONGEST_SOCKET)}
         for place in (*places.values(), folder / "w"):

@@ -189,14 +189,14 @@ def _show_result(run: RunDir, exported: ExportedModel, tracker: Tracker) -> None
 
 
 def _register_with_retries(tracker: Tracker, file: ModelFile, name: str) -> str:
-    for pause_s in (*PAUSES_S, None):
+    for tries, pause_s in enumerate((*PAUSES_S, None), start=1):
         try:
             return tracker.register_model(file, name=name)
         except TrackingUnavailable as error:
             if pause_s is None or says_storage(str(error)):  # a full disk stays full
                 raise RuntimeUnavailable(
-                    f"{error}. The exported file is verified and complete at {file.path}: `onward resume` registers it "
-                    "when MLflow is back"
+                    f"{error}; tried {tries} times. The exported file is verified and complete at {file.path}: "
+                    "`onward resume` registers it when MLflow is back"
                 ) from error
             log.warning("%s; trying again in %g s", error, pause_s)
             time.sleep(pause_s)

@@ -32,7 +32,7 @@ from tests.support.stores import Server, client, new_run, points
 
 STEPS = 600
 ATTEMPTS = 6
-KILLS = 15
+KILLS = 30
 
 
 # -- what the log says and what the store has

@@ -186,6 +186,15 @@ def run_soak(workshop: Workshop, *words: str, status: int = 0) -> dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.timeout(1800)
+def test_the_process_that_computes_is_held_and_limited(workshop: Workshop) -> None:
+    facts = run_soak(workshop, "train.num_steps=6000", "--kinds", "rank-hang,files-limited", "--mtbf", "1s")
+    assert facts["problems"] == []
+    assert facts["confusion"] == {"hang": {"hang": 1}, "storage": {"storage": 1}}
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.timeout(1800)
 def test_a_killed_rank_a_stopped_flow_and_a_killed_exporter_are_accounted_for(workshop: Workshop) -> None:
     facts = run_soak(workshop, "--kinds", "rank-kill,flow-term,exporter-kill", "--mtbf", "1s", "--seed", "7")
     assert facts["problems"] == []

@@ -442,7 +442,9 @@ def test_a_full_disk_is_reported_in_one_line(
         heading, problem, to_do = said.splitlines()
         assert heading == "onward runs: the machine cannot run it: MPI, servers, devices, memory or disk"
         assert problem.startswith(f"  - No space left on device: the disk of {place} has ")
-        assert problem.endswith("lists what may go), then `onward resume`, or the command again")
+        assert problem.endswith(
+            " bytes free; make room (`onward gc` lists what may go), then `onward resume`, or the command again"
+        )
         assert to_do.startswith("To do: correct what is listed, such as a full disk")
 
 

@@ -50,7 +50,6 @@ def state_of(server: str, flow_run: str) -> str:
     return str(api(server, f"/flow_runs/{flow_run}")["state"]["type"])
 
 
-@pytest.mark.slow  # a minute; tests/infra and tests/flows/test_work_pool.py run parts of it
 def test_a_schedule_creates_runs_and_they_complete(workshop: Workshop, server: str) -> None:
     made = workshop.onward(
         "deploy", str(workshop.root / "config.toml"), "train.num_steps=20", "--name", "often", "--interval", "20"

@@ -15,7 +15,7 @@ from onnx import AttributeProto, defs, inliner
 
 from onward.trainer.bounds import TENSOR_DIMS
 from onward.trainer.errors import shown
-from onward.trainer.onnx_graph.index import nodes_inside, without_large_tensors
+from onward.trainer.onnx_graph.index import domain_of, nodes_inside, opsets_of, without_large_tensors
 
 
 class Bound(NamedTuple):
@@ -68,12 +68,11 @@ DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc")
 def attribute_problems(model: onnx.ModelProto) -> Iterator[str]:
     """Yield a sentence for each attribute of a node that has another type than its operator's, or is outside its
     bounds, those of functions included."""
-    bodies = ((function.node, function.opset_import) for function in model.functions)
-    for nodes, imports in ((model.graph.node, model.opset_import), *bodies):
-        opsets = {_short(entry.domain): entry.version for entry in imports}
+    bodies = ((function.node, opsets_of(function)) for function in model.functions)
+    for nodes, opsets in ((model.graph.node, opsets_of(model)), *bodies):
         for node in nodes_inside(nodes):
             if node.domain in DOMAINS:
-                domain = _short(node.domain)
+                domain = domain_of(node)
                 yield from _problems_of(node, _types(node.op_type, domain, opsets.get(domain, 0)))
 
 
@@ -82,10 +81,6 @@ def passed_attribute_problems(model: onnx.ModelProto) -> Iterator[str]:
     nodes = [node for function in model.functions for node in nodes_inside(function.node)]
     if any(attribute.ref_attr_name for node in nodes for attribute in node.attribute):
         yield from attribute_problems(inliner.inline_local_functions(without_large_tensors(model)))
-
-
-def _short(domain: str) -> str:
-    return "" if domain == "ai.onnx" else domain
 
 
 @functools.cache

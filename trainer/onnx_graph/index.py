@@ -27,6 +27,19 @@ UNTIED = ".untied."
 """Part of the name of every copy that `model.untie` makes; the search for tied weights leaves these apart."""
 
 
+# -- domains
+
+
+def domain_of(part: onnx.NodeProto | onnx.OperatorSetIdProto) -> str:
+    """Return the domain of an operator, "" for that of ONNX, which has a second name."""
+    return "" if part.domain == "ai.onnx" else part.domain
+
+
+def opsets_of(model: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
+    """Return the opset version of each domain that a model or a function imports."""
+    return {domain_of(entry): entry.version for entry in model.opset_import}
+
+
 # -- inner graphs: branches of If, bodies of Loop and Scan
 
 

@@ -40,7 +40,7 @@ from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.blocked_layout import mark_blocks
 from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_graph.external_ranges import external_problems
-from onward.trainer.onnx_graph.index import dims_of, without_large_tensors
+from onward.trainer.onnx_graph.index import dims_of, opsets_of, without_large_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.mapped_model import read_mapped
 from onward.trainer.onnx_graph.model_files import model_problems, opset_problems, read_model
@@ -51,7 +51,7 @@ from onward.trainer.onnx_graph.stochastic_depth import find_branches, mark_branc
 from onward.trainer.onnx_graph.stored_protos import load_small_tensors
 from onward.trainer.onnx_import.exporter_records import read_records
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
-from onward.trainer.onnx_import.lowering import GraphLowering, local_functions, opsets_of, unknown_operators
+from onward.trainer.onnx_import.lowering import GraphLowering, local_functions, unknown_operators
 from onward.trainer.onnx_import.ops.cast import HALVES, widen_half
 from onward.trainer.onnx_import.ops.contrib import OWN_NORMS, check_optimised
 from onward.trainer.onnx_import.passes.fuse import fuse_graph as fuse_graph

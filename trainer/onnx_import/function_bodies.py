@@ -10,7 +10,7 @@ import onnx
 import torch
 from onnx import defs, helper
 
-from onward.trainer.onnx_graph.index import subgraphs
+from onward.trainer.onnx_graph.index import domain_of, subgraphs
 from onward.trainer.onnx_graph.tensor_protos import read_tensor
 from onward.trainer.onnx_import.values import Traced, Value, element_type
 
@@ -18,7 +18,7 @@ from onward.trainer.onnx_import.values import Traced, Value, element_type
 def has_definition(node: onnx.NodeProto, opset: int) -> bool:
     """Return whether the ONNX standard defines the operator as a function of simpler ones."""
     try:
-        schema: Any = defs.get_schema(node.op_type, opset, _domain(node))
+        schema: Any = defs.get_schema(node.op_type, opset, domain_of(node))
     except defs.SchemaError:
         return False
     return bool(schema.has_function or schema.has_context_dependent_function)
@@ -31,7 +31,7 @@ def function_body(node: onnx.NodeProto, opset: int, operands: Sequence[Value]) -
     """
     if not has_definition(node, opset):
         return None
-    schema: Any = defs.get_schema(node.op_type, opset, _domain(node))  # its stub lacks what follows
+    schema: Any = defs.get_schema(node.op_type, opset, domain_of(node))  # its stub lacks what follows
     function = onnx.FunctionProto()
     if schema.has_function:
         function.CopyFrom(schema.function_body)
@@ -47,10 +47,6 @@ def function_body(node: onnx.NodeProto, opset: int, operands: Sequence[Value]) -
     for inner in function.node:
         _fill_in(inner, given)
     return function if function.node else None
-
-
-def _domain(node: onnx.NodeProto) -> str:
-    return "" if node.domain == "ai.onnx" else node.domain
 
 
 def _type(operand: Value) -> onnx.TypeProto:

@@ -25,7 +25,7 @@ from onnx import defs
 from torch.utils import _pytree as pytree
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_graph.index import nodes_inside, subgraphs
+from onward.trainer.onnx_graph.index import domain_of, nodes_inside, opsets_of, subgraphs
 from onward.trainer.onnx_graph.shape_inference import Probes
 from onward.trainer.onnx_import import converters
 from onward.trainer.onnx_import.converters import onnx2torch_converter, user_converter
@@ -46,18 +46,9 @@ from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
 Body = onnx.GraphProto | onnx.FunctionProto
 
 
-def opsets_of(model: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
-    """Return the opset version of each domain that a model or a function imports."""
-    return {"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in model.opset_import}
-
-
 def local_functions(model: onnx.ModelProto) -> LocalFunctions:
     """Return the functions that a model defines."""
     return {(function.domain, function.name, function.overload): function for function in model.functions}
-
-
-def _domain(node: onnx.NodeProto) -> str:
-    return "" if node.domain == "ai.onnx" else node.domain
 
 
 # cached: a graph has thousands of nodes and tens of operators, and is lowered once for each pair of trial sizes
@@ -72,12 +63,12 @@ def _since(operator: str, opset: int, domain: str) -> int:
 
 def since_version(node: onnx.NodeProto, opset: int) -> int:
     """Return the version of the operator (ONNX's `since_version`) that is in force in an opset."""
-    return _since(node.op_type, opset, _domain(node))
+    return _since(node.op_type, opset, domain_of(node))
 
 
 def node_label(node: onnx.NodeProto, opset: int) -> str:
     """Return the node as messages name it, such as "node 'relu_1': Relu-14"."""
-    operator = f"{_domain(node)}.{node.op_type}" if _domain(node) else node.op_type
+    operator = f"{domain_of(node)}.{node.op_type}" if domain_of(node) else node.op_type
     return f"node {node.name or next(filter(None, node.output), '')!r}: {operator}-{since_version(node, opset)}"
 
 
@@ -93,7 +84,7 @@ def unknown_operators(model: onnx.ModelProto) -> list[str]:
 
 def _unknown(nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int], functions: LocalFunctions) -> Iterable[str]:
     for node in nodes_inside(nodes):
-        opset = opsets.get(_domain(node), 1)
+        opset = opsets.get(domain_of(node), 1)
         if _function(node, functions) is None and _route(node, opset) == "nothing":
             yield f"{node_label(node, opset)}: it is not implemented"
 
@@ -120,9 +111,9 @@ def list_operators(model: onnx.ModelProto) -> Iterable[tuple[str, int, str]]:
 
     def of(nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int]) -> Iterable[tuple[str, int, str]]:
         for node in nodes_inside(nodes):
-            opset = opsets.get(_domain(node), 1)
+            opset = opsets.get(domain_of(node), 1)
             route = "function" if _function(node, functions) is not None else _route(node, opset)
-            yield f"{_domain(node)}.{node.op_type}".lstrip("."), since_version(node, opset), route
+            yield f"{domain_of(node)}.{node.op_type}".lstrip("."), since_version(node, opset), route
 
     yield from of(model.graph.node, opsets_of(model))
     for body in model.functions:
@@ -130,7 +121,7 @@ def list_operators(model: onnx.ModelProto) -> Iterable[tuple[str, int, str]]:
 
 
 def _rule(node: onnx.NodeProto, version: int) -> Any:
-    domain = _domain(node)
+    domain = domain_of(node)
     return RULES.get((node.op_type if domain == "" else f"{domain}.{node.op_type}", version))
 
 
@@ -190,7 +181,7 @@ class GraphLowering:
             try:
                 results = self._node(node if self.eager else _without_unread(node, read), values, opsets)
             except UnsupportedNode as error:
-                problem = f"{node_label(node, opsets.get(_domain(node), 1))}: {error}"
+                problem = f"{node_label(node, opsets.get(domain_of(node), 1))}: {error}"
                 # when the graph runs there is no report in which problems could be collected
                 if self.eager:
                     raise UnsupportedNode(problem) from error
@@ -219,13 +210,13 @@ class GraphLowering:
         try:
             return self.lower(node, values, opsets)
         except NeedsRuntimeValues:
-            self._check_attributes(node, opsets.get(_domain(node), 1))
+            self._check_attributes(node, opsets.get(domain_of(node), 1))
             return self._runtime_node(node, values, opsets)
 
     def _check_attributes(self, node: onnx.NodeProto, opset: int) -> None:
         """Refuse attributes that the operator does not have; the rule itself has not read its attributes yet."""
         try:
-            known = defs.get_schema(node.op_type, opset, _domain(node)).attributes
+            known = defs.get_schema(node.op_type, opset, domain_of(node)).attributes
         except defs.SchemaError:
             return
         if unread := sorted({attribute.name for attribute in node.attribute} - set(known)):
@@ -253,7 +244,7 @@ class GraphLowering:
 
     def lower(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
         """Lower one node by the first of the ways listed at the top of this file."""
-        opset = opsets.get(_domain(node), 1)
+        opset = opsets.get(domain_of(node), 1)
         operands = [values[name] for name in node.input]
         if (function := _function(node, self.functions)) is not None:
             return self._lower_function(node, local_body(function, node), values, opsets)

@@ -29,8 +29,11 @@ _WAITING = re.compile(
     r"(?:\.default)?\("
 )
 _DISTRIBUTED = "/torch/distributed/"
-# functions of the standard library in which a thread waits for another thread, or for work
-_IDLE = {"wait", "_wait_for_tstate_lock", "join", "result", "get", "_worker", "select", "acquire", "accept", "poll"}
+# functions of the standard library in which a thread waits for another thread, for work or for a signal
+_IDLE = {
+    *("wait", "_wait_for_tstate_lock", "join", "result", "get", "_worker", "select", "acquire", "accept", "poll"),
+    "sigwait",  # for a request to stop (trainer/distributed/failures.py)
+}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,6 +40,9 @@ OLD_S = 50 * 86400.0
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
+    # the machine's own may hold a directory of a process that another test kills
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     return tmp_path / "home"
 
 

@@ -125,8 +125,12 @@ class PlainColumns:
         convert = csv.ConvertOptions(
             include_columns=list(names), column_types=types, null_values=[""], true_values=[], false_values=[]
         )
+        # The threads of pyarrow may drop the piece last. If it is an object of Python they need its lock for that,
+        # and abort a process that ends just then: they get a copy that Arrow owns.
+        copy = pa.allocate_buffer(len(piece))
+        np.frombuffer(copy, np.uint8)[:] = np.frombuffer(piece, np.uint8)
         try:
-            return csv.read_csv(pa.BufferReader(piece), read, parse, convert)
+            return csv.read_csv(pa.BufferReader(copy), read, parse, convert)
         except pa.ArrowException:
             return None
 

@@ -54,7 +54,9 @@ def flip_all_checkpoints(scene: Scene, choice: float) -> str:
     try:
         flipped = scene.checkpoints()  # the ranks of a killed flow save a last one
         for each in flipped:
-            flip_bit(sorted(each.glob("*.safetensors"))[0], choice)
+            # the only file of one may have been the target of an earlier fault
+            for path in sorted(each.glob("*.safetensors"))[:1]:
+                flip_bit(path, choice)
         _must_end(scene, ("resume", scene.run_dir.root.name), status=CheckpointError.exit_code)
     finally:
         shutil.rmtree(folder)  # the resume may have renamed damaged ones

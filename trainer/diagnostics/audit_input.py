@@ -20,6 +20,7 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph, takes_any_b
 from onward.trainer.onnx_import.quantized_weights import with_dequantized
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
+from onward.trainer.onnx_import.shape_assumptions import assumptions_of
 from onward.trainer.onnx_import.ties import Copies
 from onward.trainer.onnx_import.trial_sizes import declared_batch
 
@@ -35,11 +36,18 @@ class AuditInput:
     roles: Mapping[str, Role] = field(default_factory=dict)
     copies: Copies = field(default_factory=dict)
     runtime_nodes: Counter[str] = field(default_factory=Counter)
+    assumptions: tuple[str, ...] = ()
+    """What the imported graph takes for constant, and checks when it runs."""
     batch: BatchUse = field(default_factory=lambda: BatchUse("any", 0))
     """How the file is trained if it declares a fixed batch."""
     records: ExporterRecords = field(default_factory=ExporterRecords)
     selected: frozenset[str] | None = None
     """The weights that [model] selects for training; None = all of them."""
+
+    def read_graph(self, module: ImportedGraph) -> None:
+        """Note what the imported graph does when it runs."""
+        self.runtime_nodes = Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode))
+        self.assumptions = tuple(assumptions_of(module.graph))
 
     def nodes(self, *operators: str) -> list[onnx.NodeProto]:
         return [node for node in self.model.graph.node if node.op_type in operators]
@@ -58,14 +66,15 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
     part = with_numeric_outputs(model)  # as `to_module` does: what only computes strings or maps is not imported
     stored, main = with_dequantized(part.graph, stored_tensors(part.graph, base)), with_operands(part)
     main = inliner.inline_local_functions(main) if main.functions else main
-    return AuditInput(
+    audit = AuditInput(
         model=main,
         base=base,
         stored=stored,
         roles=module.roles,
         copies=module.copies,
-        runtime_nodes=Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode)),
         batch=BatchUse("any" if takes_any_batch(module) else "own", declared_batch(main.graph)),
         records=read_records(model),
         selected=frozenset(module.onnx_names[path] for path, p in module.named_parameters() if p.requires_grad),
     )
+    audit.read_graph(module)
+    return audit

@@ -32,7 +32,6 @@ from onward.trainer.onnx_import.fixed_batch import batch_use
 from onward.trainer.onnx_import.lowering import list_operators
 from onward.trainer.onnx_import.quantized_weights import with_dequantized
 from onward.trainer.onnx_import.roles import find_roles
-from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.ties import find_copies, roles_of_copies
 from onward.trainer.run.records import ExporterWarning, Record
 from onward.trainer.run.trial_records import PreprocessingTrials
@@ -136,7 +135,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     try:
         audit.batch = batch_use(part, path.parent)
         module = to_module(part, base=path.parent, widen=audit.batch.kind == "any")
-        audit.runtime_nodes = Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode))
+        audit.read_graph(module)
     except UnsupportedModel as error:
         problems += error.problems
     if model.functions:  # roles are found by the operators that read a tensor, so functions are inlined

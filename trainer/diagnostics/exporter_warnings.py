@@ -40,7 +40,7 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     for check in (
         _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _removed_biases, _copies, _tables,
         _made_up_names, _no_dropout, _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves,
-        _quantized, _integer_weights, _blocked_layout, _runtime_nodes, _trees,
+        _quantized, _integer_weights, _blocked_layout, _runtime_nodes, _lengths, _trees,
     ):  # fmt: skip
         yield from check(audit)
 
@@ -323,6 +323,16 @@ def _runtime_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
             ),
             remedy="nothing to do if that is what the model is; if an input is dynamic in a dimension that has one "
             "length only, declare it: python -m onnxruntime.tools.make_dynamic_shape_fixed",
+        )
+
+
+def _lengths(audit: AuditInput) -> Iterator[ExporterWarning]:
+    if audit.assumptions:
+        others = f", and {len(audit.assumptions) - 1} more equations" if audit.assumptions[1:] else ""
+        yield ExporterWarning(
+            key="lengths",
+            what=f"the graph is imported for inputs at which {audit.assumptions[0]}{others}; it refuses others",
+            remedy="nothing to do if the data has such lengths; `onward doctor MODEL DATA` tries them",
         )
 
 

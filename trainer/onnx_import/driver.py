@@ -285,6 +285,7 @@ class ImportAttempt:
         if not self.problems and missing:
             self.problems.append(f"no node computes the graph's output {', '.join(missing)}")
         if not self.problems:
+            self.tracer.check_lengths()
             outputs = tuple(self._output(value, values[value.name]) for value in graph.output)
             nodes = self.tracer._nodes(outputs)
             self.tracer.graph.output(nodes[0] if len(nodes) == 1 else nodes)

@@ -31,7 +31,12 @@ from torch.utils import _pytree as pytree
 
 from onward.trainer.onnx_import.probed_calls import ProbedCalls
 from onward.trainer.onnx_import.probing import as_function, probe
-from onward.trainer.onnx_import.shape_assumptions import can_differ, check_assumption, expression_text
+from onward.trainer.onnx_import.shape_assumptions import (
+    can_differ,
+    check_assumption,
+    expression_text,
+    lengths_equal_by_chance,
+)
 from onward.trainer.onnx_import.values import FreedBatch, ShapeArray, Traced, Value, shape_array
 from onward.trainer.onnx_import.wide_integers import call_in_int64, needs_int64
 
@@ -226,6 +231,14 @@ class Tracer:
         self._shape_arrays[traced.node] = value
         return traced
 
+    def check_lengths(self) -> None:
+        """Let the graph check the lengths of its tensors that are equal at both trial sizes, but not at all sizes."""
+        runtime = set(self.runtime_nodes)
+        for node, dim, length in lengths_equal_by_chance(self.graph, self.root, runtime, self._known_calls):
+            with self.graph.inserting_after(node):
+                found = self.graph.call_method("size", (node, dim))
+            self._check(found, length)
+
     # -- recording
 
     def _nodes(self, args: Any) -> Any:
@@ -253,10 +266,16 @@ class Tracer:
         if isinstance(first, bool | int | float) and first == second:
             # a `size` that is equal at both trial sizes is a static dimension; arithmetic can be equal by accident
             if node.target != "size" and can_differ(node, first):
-                self.assumptions.append(f"{expression_text(node)} is {first}")
-                self.graph.call_function(check_assumption, (node, first, expression_text(node)))
+                self._check(node, first)
             return first
         return Traced(self, node, probes)
+
+    def _check(self, node: fx.Node, assumed: float) -> None:
+        """Let the graph check that a number is what it is at both trial sizes."""
+        what = expression_text(node)
+        self.assumptions.append(f"{what} is {assumed}")
+        with self.graph.inserting_after(node):
+            self.graph.call_function(check_assumption, (node, assumed, what))
 
 
 def floats_to_tensor(anchor: torch.Tensor, values: list[float], shape: list[int]) -> torch.Tensor:

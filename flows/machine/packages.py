@@ -1,18 +1,36 @@
-"""Whether the installed packages are in the ranges that Onward declares, and torch and torchvision belong together."""
+"""Whether the installed packages are in the ranges that Onward declares, and torch and torchvision belong together.
+
+A package that is newer than the newest one that was tried is allowed, and named.
+"""
 
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from onward.flows.machine.findings import Finding, Level
 from onward.trainer.extras import how_to_install
 
+NEWEST_TRIED = {
+    "torch": "2.14",
+    "onnx": "1.23",
+    "onnxruntime": "1.32",
+    "prefect": "3.9",
+    "mlflow": "3.17",
+    "numpy": "2.4",
+    "pandas": "3.1",
+}
+"""The newest minor releases that the tests ran on."""
+
+LONGEST_IMPORT_S = 120.0
 NEEDED_EXTRAS = ("", "flow", "mpi")
 """Of these a version outside of its range is a problem; of the others only some runs need the package."""
 
@@ -59,6 +77,7 @@ def compared(declared: Iterable[str], python: str, version: Callable[[str], str 
             yield Finding(check="packages", level=level, what=what, fix=fix, numbers={requirement.name: found})
         else:
             fitting += 1
+            yield from _newer(requirement.name, found)
     if lacking := absent.pop("", []):
         what = f"not installed: {', '.join(lacking)}"
         yield Finding(check="packages", level="problem", what=what, fix=f"pip install {' '.join(lacking)}")
@@ -68,6 +87,31 @@ def compared(declared: Iterable[str], python: str, version: Callable[[str], str 
     yield Finding(
         check="packages", level="ok", what=f"{fitting} are in their ranges{also}", numbers={"fitting": fitting}
     )
+
+
+def _newer(name: str, found: str) -> Iterator[Finding]:
+    """Yield a note if a package is newer than those that were tried, and what is gone from such a torch."""
+    tried = NEWEST_TRIED.get(name)
+    if tried is None or Version(found).release[:2] <= Version(tried).release[:2]:
+        return
+    what = f"{name} {found} is newer than {tried}, the newest that was tried"
+    fix = f"if something fails, pip install '{name}=={tried}.*'"
+    yield Finding(check="packages", level="note", what=what, fix=fix, numbers={name: found})
+    if name != "torch":
+        return
+    for what in _lacking(found):
+        yield Finding(check="packages", level="problem", what=what, fix=fix)
+
+
+def _lacking(found: str) -> list[str]:
+    """Return what Onward needs and this torch does not have, by sentences."""
+    # in a process of its own: importing torch takes seconds and hundreds of MB
+    command = [sys.executable, "-m", "onward.trainer.torch_parts"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_IMPORT_S)
+    if ended.returncode:
+        *_, last = ["no output", *ended.stderr.strip().splitlines()]
+        return [f"torch {found} cannot be imported: {last}"]
+    return [f"torch {found} is without {line}" for line in ended.stdout.splitlines() if line]
 
 
 def _extra(requirement: Requirement) -> str:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from onward.flows import api, cli
 from onward.flows.commands import inspection
@@ -24,6 +26,7 @@ from onward.flows.machine.findings import Finding, MachineReport
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.this_machine import core_limit, memory_limit
 from tests.support.full_disk import fill, may_mount, on_a_small_disk
+from tests.support.ranks import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -276,14 +279,14 @@ def test_a_proxy_in_the_way_and_a_name_without_address_are_noted(monkeypatch: py
 # -- packages
 
 
-DECLARED = ["torch<2.14,>=2.11", "onnx>=1.21", 'prefect>=3.8; extra == "flow"', 'optuna>=4.5; extra == "sweep"']
+DECLARED = ["torch<3,>=2.11", "onnx>=1.21", 'prefect>=3.8; extra == "flow"', 'optuna>=4.5; extra == "sweep"']
 
 
 @pytest.mark.parametrize(
     ("installed", "found"),
     [
         ({"torch": "2.13.0+cpu", "onnx": "1.21", "prefect": "3.8", "optuna": "5"}, []),
-        ({"torch": "2.14.0", "onnx": "1.21"}, ["problem torch 2.14.0 is installed, and Onward needs <2.14,>=2.11"]),
+        ({"torch": "3.0.0", "onnx": "1.21"}, ["problem torch 3.0.0 is installed, and Onward needs <3,>=2.11"]),
         ({"torch": "2.12"}, ["problem not installed: onnx"]),
         (
             {"torch": "2.12", "onnx": "1.22", "prefect": "3.7.9", "optuna": "4.4"},
@@ -299,6 +302,30 @@ def test_versions_are_compared_with_their_ranges(installed: dict[str, str], foun
     assert [f"{each.level} {each.what}" for each in result if each.level != "ok"] == found
     old = next(iter(packages.compared([], ">=4", installed.get)))
     assert (old.level, old.what.endswith("and Onward needs >=4")) == ("problem", True)
+
+
+def test_a_package_newer_than_the_newest_that_was_tried_is_allowed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "2.99.1", "onnx": "1.23.9"}
+    note, ok = packages.compared(DECLARED, "", installed.get)
+    newest = packages.NEWEST_TRIED["torch"]
+    assert (note.level, note.what) == ("note", f"torch 2.99.1 is newer than {newest}, the newest that was tried")
+    assert (note.fix, ok.level) == (f"if something fails, pip install 'torch=={newest}.*'", "ok")
+    # of a newer torch, the parts that are gone are named
+    monkeypatch.setattr(packages.sys, "executable", str(shutil.which("echo")))
+    _, gone, _ = packages.compared(DECLARED, "", installed.get)
+    assert (gone.level, gone.what) == ("problem", "torch 2.99.1 is without -m onward.trainer.torch_parts")
+    monkeypatch.setattr(packages.sys, "executable", str(shutil.which("false")))
+    _, gone, _ = packages.compared(DECLARED, "", installed.get)
+    assert gone.what == "torch 2.99.1 cannot be imported: no output"
+
+
+def test_the_newest_versions_that_were_tried_are_those_that_the_tests_run_on() -> None:
+    lines = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    for name, tried in packages.NEWEST_TRIED.items():
+        here, newest = Version(pinned[name]).release[:2], Version(tried).release[:2]
+        # the newest torch has no wheel for CPUs: the slow tests run on it
+        assert here == newest or (name == "torch" and here < newest), name
 
 
 def test_extras_that_are_not_installed_are_named() -> None:

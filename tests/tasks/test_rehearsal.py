@@ -151,7 +151,7 @@ def test_a_loss_that_does_not_fit_the_output_is_refused_with_the_shapes(home: Pa
     columns = {"x": np.ones((20, 3), np.float32), "label": np.arange(20) % 2}
     problems = refused(home, configured, onnx.parser.parse_model(text), columns)
     assert (
-        "the loss 'cross_entropy' cannot be computed: for 8 rows, output 'y' is [2] and the labels are [8]"
+        "the loss cannot be computed: output 'y' is [2] and the labels are [8]: the output has 2 rows for a batch of 8"
         in problems[0]
     )
     assert not any("runs at none of the sizes" in each or "model.start" in each for each in problems)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from onward.flows.cli import EXIT_STATUS, REMEDY
+from onward.trainer.onnx_graph.builder import GraphWriter
 from tests.support.graphs import tiny_conv_net
 
 CONFIG = """
@@ -155,6 +156,21 @@ def test_data_of_another_shape_is_reported_with_both_shapes(workshop: Path) -> N
     np.savez(workshop / "data.npz", image=np.zeros((20, 3, 9, 8), np.float32), label=np.zeros(20, np.int64))
     (problem,) = refused(workshop)
     assert problem == "input image takes [3, 8, 8] a sample, but column 'image' is float32 [3, 9, 8]"
+
+
+def test_labels_whose_axes_are_in_another_order_are_reported_with_both_shapes_and_the_transpose(workshop: Path) -> None:
+    g = GraphWriter("channels_last", seed=0)
+    x = g.op("Transpose", g.input("image", ("batch", 3, 8, 8)), perm=[0, 2, 3, 1])
+    g.output(g.op("MatMul", x, g.weight("w", g.normal(0.5, 3, 3))), ("batch", 8, 8, 3))
+    onnx.save_model(g.model(), workshop / "model.onnx")
+    images = np.zeros((20, 3, 8, 8), np.float32)
+    np.savez(workshop / "data.npz", image=images, target=images)
+    (problem,) = refused(workshop, "model.loss=mse", "data.label=target")
+    assert problem == (
+        "data.label must be [8, 8, 3] a sample to fit the output, but column 'target' is float32 [3, 8, 8]: their axes "
+        "are in another order: store them as numpy.transpose(target, (0, 2, 3, 1)) or (0, 3, 2, 1), whichever puts "
+        "each axis where the output has it"
+    )
 
 
 def test_labels_beyond_the_number_of_classes_are_reported(workshop: Path) -> None:

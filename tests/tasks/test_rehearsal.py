@@ -151,7 +151,7 @@ def test_a_loss_that_does_not_fit_the_output_is_refused_with_the_shapes(home: Pa
     columns = {"x": np.ones((20, 3), np.float32), "label": np.arange(20) % 2}
     problems = refused(home, configured, onnx.parser.parse_model(text), columns)
     assert (
-        "the loss 'cross_entropy' cannot be computed: for 8 rows, output 'y' is [2] and the labels are [8]"
+        "the loss cannot be computed: output 'y' is [2] and the labels are [8]: the output has 2 rows for a batch of 8"
         in problems[0]
     )
     assert not any("runs at none of the sizes" in each or "model.start" in each for each in problems)
@@ -585,6 +585,66 @@ def test_scores_whose_axis_of_classes_is_not_known_are_refused_with_the_axes_tha
     """Trained over the last axis, its loss would be another number than torch's, and nothing would show it."""
     problems = refused(home, configured, scores_of_pixels(*dims), MASKS)
     assert "may be on axis 1, 2 or 3; say which: loss.class_axis = 1 or loss.class_axis = 2" in problems[0]
+
+
+def channels_last(*dims: int | str) -> onnx.ModelProto:
+    """`image` [batch, 3, h, w] -> `image` with its channels last and mixed, which the file declares as `dims`."""
+    g = GraphWriter("last", seed=0)
+    x = g.op("Transpose", g.input("image", ("batch", 3, "h", "w")), perm=[0, 2, 3, 1])
+    g.op("MatMul", x, g.weight("w", g.normal(0.5, 3, 3)), outputs="mixed")
+    g.output("mixed", ("batch", *dims))
+    return g.model()
+
+
+def patches() -> onnx.ModelProto:
+    """`image` [batch, 1, h, w] -> the same, but as rows of 16 pixels: [batch x h x w / 16, 1, 4, 4]."""
+    g = GraphWriter("patches", seed=0)
+    x = g.op("Reshape", g.input("image", ("batch", 1, "h", "w")), g.weight("rows", np.array([-1, 16])))
+    x = g.op("MatMul", x, g.weight("w", g.normal(0.5, 16, 16)))
+    g.op("Reshape", x, g.weight("shape", np.array([-1, 1, 4, 4])), outputs="patches")
+    g.output("patches", ("batch", 1, "h", "w"))
+    return g.model()
+
+
+def images(rows: int, *shape: int) -> Any:
+    return np.random.default_rng(0).standard_normal((rows, *shape)).astype(np.float32)
+
+
+REGRESSION: dict[str, dict[str, Any]] = {
+    "model": {"loss": "mse", "train": ["w"]},
+    "data": {"label": "target", "evaluation_fraction": 0.25},
+}
+
+
+@pytest.mark.parametrize("dims", [(8, 6, 3), ("h", "w", "c")], ids=["fixed", "dynamic"])
+def test_labels_in_another_order_of_axes_than_the_output_are_refused_and_a_transpose_is_named(
+    home: Path, configured: Configured, dims: tuple[int | str, ...]
+) -> None:
+    """Paired in memory order, they trained to the variance of the labels, and the run was exported as verified."""
+    columns = {"image": images(40, 3, 8, 6), "target": images(40, 3, 8, 6)}
+    (problem,) = refused(home, configured, channels_last(*dims), columns, **REGRESSION)
+    if dims == (8, 6, 3):
+        assert "must be [8, 6, 3] a sample to fit the output, but column 'target' is float32 [3, 8, 6]" in problem
+    else:
+        assert "output 'mixed' is [8, 8, 6, 3] and the labels are [8, 3, 8, 6]" in problem
+    assert re.search(r"store them as numpy.transpose\((target|labels), \(0, 2, 3, 1\)\)$", problem)
+    columns["target"] = columns["target"].transpose(0, 2, 3, 1)
+    record = configured(channels_last(*dims), columns, **REGRESSION)
+    assert record.batches[0].rows == 8
+
+
+@pytest.mark.parametrize("size", [8, 6])
+def test_an_output_whose_rows_are_not_those_of_the_batch_is_refused_and_no_size_of_batches_is_recommended(
+    home: Path, configured: Configured, size: int
+) -> None:
+    """Images of 6 x 6 fill 16-pixel rows only in batches of 4 and 8, which once led to advice about the size."""
+    columns = {"image": images(40, 1, size, size), "target": images(40, 1, size, size)}
+    found = refused(home, configured, patches(), columns, **REGRESSION)
+    rows = 8 * size * size // 16
+    assert f"output 'patches' is [{rows}, 1, 4, 4] and the labels are [8, 1, {size}, {size}]" in found[0]
+    assert f"the output has {rows} rows for a batch of 8" in found[0]
+    assert "train.evaluation_batch_size" not in "".join(found)
+    assert any("another size is no remedy" in problem for problem in found) == (size == 6), "2 x 6 x 6 is no rows of 16"
 
 
 COUNTS = {

@@ -5,13 +5,17 @@
     output [2, 5, 5, 5]    labels [2, 5, 5]      axis 1, 2 or 3: refused, unless the file or the user says which
 
 Where several axes fit, the file decides if it declares a fixed length for one of them only: the number of classes is
-fixed by weights, lengths and sizes often are not. Axis 0 has the rows. Labels may also be flattened ([B x 8]).
+fixed by weights, lengths and sizes often are not. Axis 0 has the rows. The other axes are the positions of the batch,
+in order: neighbours may be one axis, in the labels ([B x 8]) as in scores [B x 8, 32].
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 
+from onward.trainer.data.label_axes import remedy, rows_problem
 from onward.trainer.errors import ConfigError
 
 Dims = tuple[int | None, ...]
@@ -28,6 +32,8 @@ def find_class_axis(
     """
     found = _fitting(output, labels)
     what = f"output {name!r} is {_shown(output)} and the labels are {_shown(labels)}"
+    if not _positions_agree(output, labels):
+        raise ConfigError(f"the loss cannot be computed: {what}: {rows_problem(output, labels)}")
     if given is not None:
         if not -len(output) <= given < len(output):
             raise ConfigError(f"loss.class_axis {given} is not an axis of output {name!r}, which is {_shown(output)}")
@@ -44,11 +50,29 @@ def find_class_axis(
             + " or ".join(f"loss.class_axis = {axis}" for axis in found)
         )
     if not found:
+        if output[:1] != labels[:1] and None not in (*output[:1], *labels[:1]):
+            raise ConfigError(f"the loss cannot be computed: {what}: {rows_problem(output, labels)}")
         raise ConfigError(
-            f"the loss cannot be computed: {what}, whose shape is not that of the output without one axis; name "
-            "another column (data.label) or another output (model.output)"
+            f"the loss cannot be computed: {what}, whose shape is not that of the output without one axis; "
+            f"{_advice(output, labels)}"
         )
     return found[0]
+
+
+def _advice(output: Dims, labels: Dims) -> str:
+    """Return what to do with labels that fit no axis: transpose them, where that makes them fit."""
+    for axis in range(len(output) - 1, 0, -1):
+        if found := remedy(_without(output, axis)[1:], labels[1:]):
+            return found
+    return "name another column (data.label) or another output (model.output)"
+
+
+def _positions_agree(output: Dims, labels: Dims) -> bool:
+    """Return whether there is a label for each row of scores [rows, C], or of one row [C]."""
+    rows = output[:-1]
+    if len(output) > 2 or None in rows or None in labels:
+        return True
+    return math.prod(dim or 0 for dim in rows) == math.prod(dim or 0 for dim in labels)
 
 
 def _fitting(output: Dims, labels: Dims) -> list[int]:
@@ -66,15 +90,18 @@ def _fitting(output: Dims, labels: Dims) -> list[int]:
 
 
 def _fits(output: Dims, labels: Dims, axis: int) -> bool:
-    """Return whether labels are the rest of the output's shape, but for axes of one, or flattened."""
+    """Return whether labels are the rest of the output's shape, but for axes of one, or with neighbours as one axis."""
     rest = _without(output, axis)
     if _equal(rest, labels):
         return True
     if None in rest or None in labels:
         return len(labels) < len(rest)
-    squeezed, own = ([dim for dim in dims if dim != 1] for dims in (rest, labels))
-    same_number = math.prod(dim or 0 for dim in rest) == math.prod(dim or 0 for dim in labels)
-    return same_number and (squeezed == own or len(own) < len(squeezed))
+    squeezed, own = ([dim or 0 for dim in dims if dim != 1] for dims in (rest, labels))
+    if math.prod(squeezed) != math.prod(own):
+        return False
+    # [7, 6] may be [42], and [7, 6, 3] may be [42, 3], but not [21, 6], whose axes would not be neighbours
+    ends = (set(itertools.accumulate(dims, operator.mul)) for dims in (own, squeezed))
+    return squeezed == own or (len(own) < len(squeezed) and operator.le(*ends))
 
 
 def _without(dims: Dims, axis: int) -> Dims:

@@ -25,6 +25,7 @@ from onward.trainer.data.input_columns import (
     file_feeds,
     labels,
 )
+from onward.trainer.data.label_axes import fits, remedy
 from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Dims, Signature, read_training_signature
 from onward.trainer.data.tables.class_names import class_problems
@@ -150,10 +151,14 @@ def type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
     if feed.stacked:
         found = (*columns[0].shape, len(columns))  # series are stacked on the last axis: [length, columns]
         pairs = zip(shape or (), found, strict=False)
-        if shape is not None and (len(shape) != len(found) or any(dim not in (None, size) for dim, size in pairs)):
+        wrong = shape is not None and (len(shape) != len(found) or any(dim not in (None, size) for dim, size in pairs))
+        if feed.is_label:
+            wrong = shape is not None and not fits(shape, found)
+        if wrong:
             what = f" of {_shown(found[:-1])}" if found[:-1] else ""
+            by = "it" if feed.is_label else "data.inputs"
             yield (
-                f"{feed.target} takes shape {_shown(shape)} per sample, but data.inputs stacks {len(columns)} columns"
+                f"{feed.target} takes shape {_shown(shape or ())} per sample, but {by} stacks {len(columns)} columns"
                 f"{what}"
             )
     elif columns[0].holds_numbers and (problem := _shape_problem(feed, columns[0])):
@@ -246,11 +251,7 @@ def _shape_problem(feed: Feed, column: Column) -> str:
     if shape is None:
         return ""
     if feed.is_label:
-        # the loss flattens its labels, so only their number matters
-        size = math.prod(dim or 0 for dim in shape)
-        wrong = None not in shape and not column.variable and math.prod(column.shape) != size
-        if column.variable:
-            wrong = None not in shape and column.shape[0] < size
+        wrong = not _labels_fit(shape, column)
         takes = f"{feed.target} must be {_shown(shape)} a sample to fit the output"
     elif column.variable:
         wrong = len(shape) != 1 or (shape[0] or 0) > column.shape[0]
@@ -261,7 +262,18 @@ def _shape_problem(feed: Feed, column: Column) -> str:
         wrong = len(shape) != len(found) or any(dim is not None and dim != size for dim, size in pairs)
         takes = f"{feed.target} takes {_shown(shape)} a sample"
     hint = f"; ['{column.name}'] makes a vector of one" if shape == (None,) and not column.shape else ""
+    if feed.is_label and (advice := remedy(shape, column.shape, column.name)):
+        hint = f": {advice}"
     return f"{takes}, but column {column.name!r} is {column.kind}{hint}" if wrong else ""
+
+
+def _labels_fit(shape: Dims, column: Column) -> bool:
+    """Return whether the rows of a column pair with an output whose labels have this shape."""
+    if not column.variable:
+        return fits(shape, column.shape)
+    # rows of varying length are padded to the longest of a batch, on their one axis
+    size = math.prod(dim or 0 for dim in shape)
+    return fits(shape, (None,)) and (None in shape or column.shape[0] >= size)
 
 
 def _shown(dims: Dims) -> str:

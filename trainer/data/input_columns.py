@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onward.trainer.config.losses import LossConfig, key_of
+from onward.trainer.config.losses import key_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.columns import BYTES, TEXT, ColumnType
 from onward.trainer.data.images.image_inputs import ImageInput, image_inputs, masks
+from onward.trainer.data.label_axes import label_shape
 from onward.trainer.data.signature import Dims, Signature, TensorInfo
 from onward.trainer.data.text.text_columns import text_columns
 
@@ -121,34 +122,17 @@ def label_feeds(config: RunConfig, signature: Signature) -> Iterator[Feed]:
         if not loss.takes_labels:
             continue
         output = signature.output(loss.outputs[0])
-        shape = output.sample_shape if output else None
         own = bool(config.loss and config.loss[place].label)
         key = key_of(losses, place, "label") if own else "data.label"
         stacked = not isinstance(loss.label, str)
         dtype = "int64" if loss.has_classes else loss.label_type
         scores = output.shape if output and loss.has_class_axis else None
-        shape = _label_shape(loss, shape)
+        whole = label_shape(loss, output.shape) if output and output.shape is not None else None
+        shape = None if whole is None else whole[1:]
         yield Feed(key, loss.columns, stacked, dtype, shape, is_label=True, scores=scores, class_axis=loss.class_axis)
         if loss.input_lengths:
             key = key_of(losses, place, "input_lengths")
             yield Feed(key, (loss.input_lengths,), False, "int64", (), is_label=True)
-
-
-def _label_shape(loss: LossConfig, output: Dims | None) -> Dims | None:
-    """Return the shape of the labels of one sample, None where only the data says it. output: shape of one sample."""
-    if output is None or loss.name in ("ctc", "file"):
-        return None
-    if loss.name == "cosine":
-        return ()
-    if loss.name == "quantile":
-        return output[:-1] if output and output[-1] == len(loss.quantiles) else output
-    if not loss.has_class_axis or not output:
-        return output
-    # labels have the shape of the scores without the axis of classes
-    if loss.class_axis is not None and -len(output) <= (axis := loss.class_axis) <= len(output):
-        axis = axis % (len(output) + 1) - 1
-        return (*output[:axis], *output[axis + 1 :]) if axis >= 0 else None
-    return output[:-1] if len(output) < 3 else None
 
 
 def _feed(info: TensorInfo, columns: str | tuple[str, ...], images: Mapping[str, ImageInput]) -> Feed:

@@ -232,6 +232,7 @@ def _run(
     try:
         result = graph.run(size.kind, rows)
     except ConfigError as error:  # the loss does not fit, at whatever size
+        findings.misfit = True
         if gradients or not findings.errors:
             findings.errors.append(error)
         return

@@ -22,6 +22,8 @@ class Findings:
     failures: list[tuple[Size, str]] = field(default_factory=list)
     """Micro-batches that do not run, and why."""
     errors: list[Refused] = field(default_factory=list)
+    misfit: bool = False
+    """Whether a loss does not fit its output at a size that runs, so that no other size is a remedy."""
     warnings: tuple[ExporterWarning, ...] = ()
     trained: int = 0
     without_gradient: tuple[str, ...] = ()
@@ -72,7 +74,9 @@ class Findings:
         for why, failed in sizes.items():
             what = " and ".join(size.what for size in failed)
             runs = "do not run" if len(failed) > 1 else "does not run"
-            if not ran:
+            if self.misfit:
+                remedy = "another size is no remedy, because the loss does not fit the output, as is said of other rows"
+            elif not ran:
                 remedy = "the graph runs at none of the sizes that were tried; `onward doctor` lists its operators"
             elif ran == {"evaluation"} and failed[0].kind == "training":
                 remedy = (

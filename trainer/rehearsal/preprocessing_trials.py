@@ -258,7 +258,7 @@ def _labels_and_predictions(loss: Loss, outputs: Sequence[torch.Tensor], labels:
         counted = flat != loss.ignore_index
         return torch.stack([flat[counted], predicted[counted]], dim=1).numpy()
     output = loss.output(outputs)
-    target = labels.reshape(output.shape)
+    target = loss.like_output(outputs, labels)
     if loss.name == "bce_with_logits":
         output, target = (output > 0).float(), (target > 0.5).float()
     return torch.stack([target.flatten().double(), output.flatten().double()], dim=1).numpy()

@@ -22,6 +22,7 @@ from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.config.losses import LossConfig, titles
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.class_axis import Dims, find_class_axis
+from onward.trainer.data.label_axes import check_axes, check_elements
 from onward.trainer.data.sequence_lengths import sequence_problems
 from onward.trainer.data.targets import soft_axis, target_counter, without_lengths
 from onward.trainer.errors import ConfigError, DataError
@@ -119,7 +120,8 @@ class Loss:
         self.index = self.indices[0]
         self.config, self.ignore_index = config, config.ignored
         self.classes, self.name = classes, config.name
-        self._output_name = output_names[self.index]
+        self._names = [output_names[place] for place in self.indices]
+        self._output_name = self._names[0]
         self._declared = (shapes or {}).get(self._output_name)
         self._replicas = replicas
         self._formula = load_loss(config.file) if config.name == "file" else FORMULAS[config.name]
@@ -130,6 +132,7 @@ class Loss:
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
         """Return the loss summed over the targets that count: a scalar, differentiable. size: 0 for padding."""
         config = self.config
+        self._check_axes(outputs, labels, size)
         if config.is_plain and labels is not None:
             own, is_soft = self._own(outputs), labels.is_floating_point()
             if self.classes and is_soft:
@@ -156,6 +159,40 @@ class Loss:
             replicas=self._replicas,
         )
         return self._formula(inputs)
+
+    def _check_axes(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> None:
+        """Raise ConfigError unless the outputs and the labels pair, axis by axis (data/label_axes.py)."""
+        shape = self._shape(outputs)
+        if labels is not None and labels.is_floating_point() and self.name == "cross_entropy":
+            self._check_soft_labels(shape, tuple(labels.shape))
+            return
+        others = () if isinstance(outputs, Tensor) else (tuple(outputs[place].shape) for place in self.indices[1:])
+        own = None if labels is None else tuple(labels.shape)
+        check_axes(self.config, (shape, *others), own, names=self._names, size=size)
+
+    def _check_soft_labels(self, output: tuple[int, ...], labels: tuple[int, ...]) -> None:
+        check_elements(self.config, output, labels, name=self._output_name)
+        lengths = [dims[soft_axis(self.config, len(dims))] for dims in (output, labels)]
+        if lengths[0] != lengths[1]:  # an axis of length 1 is absent in front of the classes
+            raise ConfigError(
+                f"output {self._output_name!r} is {list(output)} and the labels are {list(labels)}: loss.class_axis "
+                f"{self.config.class_axis} has {lengths[0]} classes in the output, but {lengths[1]} in the labels; "
+                "give both the same axes"
+            )
+
+    def _shape(self, outputs: Tensor | Sequence[Tensor]) -> tuple[int, ...]:
+        """Return the shape of the output, with the classes of all ranks."""
+        shape = tuple(self._own(outputs).shape)
+        return (*shape[:-1], self.classes.total) if self.classes else shape
+
+    def like_output(self, outputs: Tensor | Sequence[Tensor], labels: Tensor) -> Tensor:
+        """Return labels in the shape of the output, as metrics of numbers compare them.
+
+        Raises ConfigError where other axes than those of length 1 differ.
+        """
+        shape = self._shape(outputs)
+        check_elements(self.config, shape, tuple(labels.shape), name=self._output_name)
+        return labels.reshape(shape)
 
     def count(self, labels: Tensor | None, size: int) -> float | Tensor:
         """Return the number of targets of a micro-batch of `size` samples, without a forward pass (data/targets.py)."""

@@ -54,7 +54,7 @@ class LossInputs:
 
     @property
     def labels_like_output(self) -> Tensor:
-        """The labels in shape and type of the output."""
+        """The labels in shape and type of the output. `check_axes` comes first: only axes of length 1 may differ."""
         # without the reshape, [B] and [B, 1] would broadcast to [B, B]
         return self.labels.reshape(self.output.shape).to(self.output.dtype)
 

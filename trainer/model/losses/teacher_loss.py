@@ -20,6 +20,7 @@ from torch import Tensor
 
 from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.data.class_axis import Dims, find_class_axis
+from onward.trainer.data.label_axes import fits
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.loss_formulas import as_rows
 
@@ -57,8 +58,7 @@ class TeacherLoss:
 
     def _like(self, teacher: Tensor, own: Tensor) -> Tensor:
         """Return the teacher's output in the shape of the model's. Raises ConfigError if they differ."""
-        same = [dim for dim in own.shape if dim != 1] == [dim for dim in teacher.shape if dim != 1]
-        if not same:
+        if not fits(tuple(own.shape), tuple(teacher.shape)):
             what = "tensor" if self.config.matched else "output"
             raise ConfigError(
                 f"teacher: the model's {what} {self.name!r} is {list(own.shape)}, but the teacher's "

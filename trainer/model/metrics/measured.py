@@ -58,13 +58,16 @@ class Measured:
         if self.task == "classes":
             is_soft = self._labels.is_floating_point()  # probabilities: the greatest is the class
             axis = self._loss.axis(self._outputs, self._labels)
-            targets = (self._labels.argmax(axis) if is_soft else self._labels).flatten()
+            soft = self._loss.like_output(self._outputs, self._labels) if is_soft else self._labels
+            targets = (soft.argmax(axis) if is_soft else soft).flatten()
             if self.config.name == "file":
                 self._refuse((targets != self._loss.ignore_index) & ((targets < 0) | (targets >= self.size)), targets)
             return targets
         if self.task == "quantiles":
             return self._labels.reshape(len(self.scores))
-        targets = self._labels.reshape(self.scores.shape)
+        # of pairs there is one label for each row, of all others one for each element of the output
+        labels = self._labels if self.task == "pairs" else self._loss.like_output(self._outputs, self._labels)
+        targets = labels.reshape(self.scores.shape)
         if self.task == "labels" and self.config.name == "file":
             self._refuse((targets != 0) & (targets != 1), targets)
         return (targets > 0.5).long() if self.task in ("labels", "pairs") else targets
@@ -150,8 +153,7 @@ class Measured:
     @cached_property
     def images(self) -> tuple[Tensor, Tensor]:
         """Output and labels in the shape of the output."""
-        output = self._loss.output(self._outputs)
-        return output, self._labels.reshape(output.shape)
+        return self._loss.output(self._outputs), self._loss.like_output(self._outputs, self._labels)
 
     @cached_property
     def probabilities(self) -> Tensor:

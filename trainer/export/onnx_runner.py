@@ -30,6 +30,7 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.storage.shards import Shards
@@ -43,6 +44,7 @@ from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.index import HALF_TYPES
 from onward.trainer.onnx_graph.onnxruntime_session import Device, open_session
 from onward.trainer.onnx_graph.quantizing import output_steps
+from onward.trainer.onnx_graph.row_layout import RowLayout, read_layout
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ class EvaluationData:
     split: Literal["evaluation", "test"] = "evaluation"
     rows: Shards | None = None
     """The rows of the split as the ranks have read them."""
+    model: ModelConfig | None = None
+    """The settings that say where the rows of an input are, and which inputs have a value of their own; None = none."""
 
 
 class OnnxRunner:
@@ -88,6 +92,8 @@ class OnnxRunner:
         structure = model.proto if isinstance(model, ModelFile) else model
         stored = {tensor.name for tensor in structure.graph.initializer}
         self._inputs = [value for value in structure.graph.input if value.name not in stored]
+        self._layout = read_layout(structure.graph, data.model) if data.model else RowLayout()
+        self._fed = [value for value in self._inputs if value.name not in self._layout.bound]
         outputs = [value.name for value in structure.graph.output]
         self.outputs = data.file_rows.outputs if data.file_rows else outputs
         self._places = [outputs.index(name) for name in self.outputs]
@@ -249,9 +255,11 @@ class OnnxRunner:
         """
         filled, rows = self._filled(inputs), self._data.file_rows
         if rows is None:
-            arrays = {value.name: tensor.numpy() for value, tensor in zip(self._inputs, filled, strict=True)}
+            arrays = {value.name: tensor.numpy() for value, tensor in zip(self._fed, filled, strict=True)}
         else:
             arrays = dict(rows.inputs(filled[0].numpy()))
+        arrays = {name: self._layout.as_in_file(name, array) for name, array in arrays.items()}
+        arrays |= {name: bound.for_rows(len(filled[0])) for name, bound in self._layout.bound.items()}
         return {
             value.name: arrays[value.name]
             if isinstance(arrays[value.name], list) or arrays[value.name].dtype == object  # a sequence, or strings
@@ -315,10 +323,15 @@ class OnnxRunner:
             self._compute(self.feed([tensor[start : start + rows] for tensor in inputs]))
             for start in range(0, max(len(inputs[0]), 1), max(rows, 1))
         ]
-        parts = [[results[place] for place in self._places] for results in found]
+        parts = [self._chosen(results) for results in found]
         if len(parts) == 1:
             return parts[0]
         return [np.concatenate(results) for results in zip(*parts, strict=True)]
+
+    def _chosen(self, results: Sequence[Array]) -> list[Array]:
+        """Return the outputs that are compared, with their rows on axis 0."""
+        pairs = zip(self.outputs, self._places, strict=True)
+        return [self._layout.rows_first(name, results[place]) for name, place in pairs]
 
     # -- rows and types
 
@@ -345,14 +358,15 @@ class OnnxRunner:
         """Yield the outputs by onnx.reference, if it can run the file."""
         try:
             results: Any = open_reference(self._model).run(None, self.feed(inputs))
-            yield [results[place] for place in self._places]
+            yield self._chosen(results)
         except Exception as error:  # they have no common base class
             log.warning("onnx.reference cannot run the model on 2 rows, so its batches are not verified: %s", error)
 
     @property
     def _fixed_batch_size(self) -> int:
         """Return the batch size that the file declares; 0 = any."""
-        leading = {dims[0].dim_value for value in self._inputs if (dims := value.type.tensor_type.shape.dim)}
+        shapes = [(value.type.tensor_type.shape.dim, self._layout.axes.get(value.name, 0)) for value in self._fed]
+        leading = {dims[axis].dim_value for dims, axis in shapes if dims}
         return leading.pop() if len(leading) == 1 else 0
 
     def _slices(self, rows: int) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.model_files import opset_problems, read_model
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, find_preprocessing, preprocessing_model
 from onward.trainer.onnx_graph.row_layout import rows_first
+from onward.trainer.onnx_graph.stochastic_depth import draws_noise
 from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph, trains_subgraph
 from onward.trainer.run.durable_files import sha256
 
@@ -54,6 +55,8 @@ class Signature:
     """The inputs that pre-processing computes from inputs of the file, when the data is read."""
     file_inputs: tuple[TensorInfo, ...] = ()
     """With pre-processing: the inputs of the file itself; else empty, as they are `inputs`."""
+    draws: bool = False
+    """Whether the graph draws random numbers: the trained part then has a further input NOISE behind these."""
 
     @property
     def fed(self) -> tuple[TensorInfo, ...]:
@@ -88,12 +91,15 @@ def read_training_signature(model: ModelConfig) -> Signature:
         # the seed only decides the values of a new head, which a signature does not contain
         apply_surgery(proto, model, seed=0)
         part = extract_subgraph(proto, model)
-    signature = _signature(rows_first(part, model).graph, model.path)
+    draws = draws_noise(part, model.path.parent)
+    signature = replace(_signature(rows_first(part, model).graph, model.path), draws=draws)
     behind = begin_at_numbers(proto, model)
     if behind.start == model.start:
         return signature
-    trained = _signature(rows_first(extract_subgraph(proto, behind), behind).graph, model.path)
-    return replace(trained, computed=behind.start, file_inputs=signature.inputs)
+    part = extract_subgraph(proto, behind)
+    trained = _signature(rows_first(part, behind).graph, model.path)
+    draws = draws_noise(part, model.path.parent)
+    return replace(trained, computed=behind.start, file_inputs=signature.inputs, draws=draws)
 
 
 def read_preprocessing(model: ModelConfig) -> onnx.ModelProto | None:

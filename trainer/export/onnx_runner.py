@@ -106,7 +106,7 @@ class OnnxRunner:
         self._widened = widen and in_half_precision(structure)
         if self._widened:
             model, self.runtime = fp32_copy(model), "onnxruntime, on an fp32 copy of the file"
-        self._model, self._draws = model, draws_noise(structure, None)
+        self._model, self.draws = model, draws_noise(structure, None)
         self._noise: dict[str, Array] = {}
         """What the random nodes of the module drew, while both are compared."""
         self._noise_sessions = NoiseSessions(model)
@@ -253,7 +253,7 @@ class OnnxRunner:
         """
         filled, rows = self._filled(inputs), self._data.file_rows
         if rows is None:
-            filled = filled[: len(self._fed)] if self._draws else filled  # without the keys of the noise
+            filled = filled[: len(self._fed)] if self.draws else filled  # without the keys of the noise
             arrays = {value.name: tensor.numpy() for value, tensor in zip(self._fed, filled, strict=True)}
         else:
             arrays = dict(rows.inputs(filled[0].numpy()))

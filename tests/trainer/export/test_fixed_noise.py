@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 import torch
 from onnx import TensorProto, helper
 
+from onward.trainer.export import cuda_provider
 from onward.trainer.export.fixed_noise import NoiseSessions, noise_inside_bodies, recorded_noise
 from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 
@@ -39,6 +42,14 @@ def test_a_file_with_external_data_computes_with_the_recorded_numbers(tmp_path: 
     np.testing.assert_allclose(found, x.numpy() @ weight + drawn["eps"], rtol=1e-5, atol=1e-5)
     (other,) = sessions.run({"eps": drawn["eps"] + 1}, {"x": x.numpy()})
     np.testing.assert_allclose(other, found + 1, rtol=1e-5, atol=1e-5)
+
+
+def test_a_file_that_draws_is_not_compared_with_what_a_gpu_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_provider, "has_cuda", lambda: True)
+    runner = OnnxRunner(noisy(), EvaluationData(batches=list, new_metrics=lambda names: None))  # type: ignore[arg-type,return-value]
+    found = cuda_provider.check_on_cuda(runner, batches=1, tolerance=1e-4)
+    assert found is not None
+    assert "draws random numbers" in found.not_run
 
 
 def test_noise_in_a_body_is_named_with_what_to_do() -> None:

@@ -145,7 +145,14 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     # the whole file is verified, on the rows as the data has them, also where the ranks have read numbers only
     as_stored = open_shards(run.shards, split, for_file=True, most=most)
     file_rows = FileRows(as_stored, config, signature) if signature.computed else None
-    return EvaluationData(batches=batches, new_metrics=new_metrics, file_rows=file_rows, split=split, rows=held_out)
+    return EvaluationData(
+        batches=batches,
+        new_metrics=new_metrics,
+        file_rows=file_rows,
+        split=split,
+        rows=held_out,
+        model=config.model,
+    )
 
 
 def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
@@ -27,7 +29,7 @@ from onward.trainer.data.input_columns import (
 )
 from onward.trainer.data.label_axes import fits, remedy
 from onward.trainer.data.reading import sources
-from onward.trainer.data.signature import Dims, Signature, read_training_signature
+from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.data.tables.class_names import class_problems
 from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.data.text.text_columns import text_columns
@@ -64,7 +66,8 @@ def data_problems(
         mixed_labels(config, signature)
     except ConfigError as error:  # which columns are read depends on it
         return list(error.problems)
-    problems = [*_unknown_names(config, signature)]
+    problems = [*_unknown_names(config, signature), *_without_rows(signature)]
+    constant = {f"input {info.name}" for info in signature.fed if not _has_rows(info, signature)}
     computed, text = computed_columns(config, signature), text_columns(config, signature)
     made_of_text = text.computed if text else frozenset[str]()
     for feed in (*file_feeds(config, signature).values(), *labels(config, signature)):
@@ -72,10 +75,10 @@ def data_problems(
             computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns)
         ):
             continue  # not computed yet, or right because the tokenizer made it for this input
-        if set(feed.columns) & set(made):
+        if set(feed.columns) & set(made) or feed.target in constant:
             continue
         missing = [name for name in feed.columns if name not in schema]
-        problems += [_missing_column(feed, name, schema) for name in missing]
+        problems += [_missing_column(feed, name, schema, signature) for name in missing]
         if missing:
             continue
         if feed.image:
@@ -100,7 +103,9 @@ def data_problems(
 def _unknown_names(config: RunConfig, signature: Signature) -> Iterator[str]:
     inputs = [info.name for info in signature.fed]
     for name in config.data.inputs:
-        if name not in inputs:
+        if name in config.model.bind:
+            yield f"input {name} has a value in model.bind and a column in data.inputs; remove one of them"
+        elif name not in inputs:
             yield f"data.inputs names {name!r}, which is not an input of the model{_nearest(name, inputs)}"
     columns = [*columns_to_read(config, signature), *computed_columns(config, signature)]
     for name in config.data.pad_values:
@@ -116,9 +121,46 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; there is {', '.join(names)}"
 
 
-def _missing_column(feed: Feed, name: str, schema: Schema) -> str:
+def _missing_column(feed: Feed, name: str, schema: Schema, signature: Signature) -> str:
     key = feed.target if feed.is_label else f"data.inputs.{feed.target.removeprefix('input ')}"
-    return f"{feed.target} reads column {name!r}, which the data does not have{_nearest(name, schema)}; set {key}"
+    missing = f"{feed.target} reads column {name!r}, which the data does not have{_nearest(name, schema)}; set {key}"
+    # the only input of a model is what the samples are fed to
+    if feed.is_label or feed.stacked or feed.image or feed.dtype not in NUMERIC or not signature.fed[1:]:
+        return missing
+    info = feed.target.removeprefix("input ")
+    return f"{missing}, or, if no column is meant, {_bind(info, feed.sample_shape, 'for each row')}"
+
+
+def _has_rows(info: TensorInfo, signature: Signature) -> bool:
+    """Return whether axis 0 of an input can be the rows: no scalar, nor of a fixed length beside dynamic ones."""
+    is_dynamic = any(each.shape and each.shape[0] is None for each in signature.fed if not each.sequence)
+    return info.sequence or info.shape is None or (bool(info.shape) and not (is_dynamic and info.shape[0] is not None))
+
+
+def _without_rows(signature: Signature) -> Iterator[str]:
+    """Yield the inputs of which no axis has the rows of a batch, so that no column can feed them."""
+    for info in signature.fed:
+        if not _has_rows(info, signature):
+            shape = "a single number" if info.shape == () else f"of shape {_shown(info.shape or ())}"
+            axis = next((at for at, length in enumerate(info.shape or ()) if length is None), None)
+            which = (
+                f"; or say which axis has the rows: model.batch_axes = {{{_key(info.name)} = {axis}}}" if axis else ""
+            )
+            yield (
+                f"input {info.name} is {shape}, no axis of which is known to have the rows of the batch: "
+                f"{_bind(info.name, info.shape, 'for all rows')}{which}"
+            )
+
+
+def _bind(name: str, shape: Dims | None, of: str) -> str:
+    """Return how to give an input a value. shape: that of the value `of` which rows."""
+    lists = f", or a list of shape {_shown(shape)} {of}" if shape else ""
+    return f"give it a value: model.bind = {{{_key(name)} = 0}} (a number{lists})"
+
+
+def _key(name: str) -> str:
+    """Return a name as a key of TOML."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
 def type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:

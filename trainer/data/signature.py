@@ -16,6 +16,8 @@ from onward.trainer.onnx_graph.external_ranges import external_problems
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.model_files import opset_problems, read_model
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, find_preprocessing, preprocessing_model
+from onward.trainer.onnx_graph.row_layout import rows_first
+from onward.trainer.onnx_graph.stochastic_depth import draws_noise
 from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph, trains_subgraph
 from onward.trainer.run.durable_files import sha256
 
@@ -53,6 +55,8 @@ class Signature:
     """The inputs that pre-processing computes from inputs of the file, when the data is read."""
     file_inputs: tuple[TensorInfo, ...] = ()
     """With pre-processing: the inputs of the file itself; else empty, as they are `inputs`."""
+    draws: bool = False
+    """Whether the graph draws random numbers: the trained part then has a further input NOISE behind these."""
 
     @property
     def fed(self) -> tuple[TensorInfo, ...]:
@@ -78,19 +82,24 @@ def read_training_signature(model: ModelConfig) -> Signature:
     Raises UnsupportedModel as `read_signature` does and for pre-processing that cannot stay in front, and ConfigError
     for surgery that this graph does not allow.
     """
-    proto = _load(model.path)
+    proto = part = _load(model.path)
     signature = _signature(proto.graph, model.path)
     read = [signature.output(name) for name in model.outputs]
     trainable = all(output is None or output.dtype in FLOAT_NAMES for output in read)
-    if not trainable or model.num_classes or model.untie or trains_subgraph(proto, model):
+    settings = model.num_classes or model.untie or model.bind or model.batch_axes
+    if not trainable or settings or trains_subgraph(proto, model):
         # the seed only decides the values of a new head, which a signature does not contain
         apply_surgery(proto, model, seed=0)
-        signature = _signature(extract_subgraph(proto, model).graph, model.path)
+        part = extract_subgraph(proto, model)
+    draws = draws_noise(part, model.path.parent)
+    signature = replace(_signature(rows_first(part, model).graph, model.path), draws=draws)
     behind = begin_at_numbers(proto, model)
     if behind.start == model.start:
         return signature
-    trained = _signature(extract_subgraph(proto, behind).graph, model.path)
-    return replace(trained, computed=behind.start, file_inputs=signature.inputs)
+    part = extract_subgraph(proto, behind)
+    trained = _signature(rows_first(part, behind).graph, model.path)
+    draws = draws_noise(part, model.path.parent)
+    return replace(trained, computed=behind.start, file_inputs=signature.inputs, draws=draws)
 
 
 def read_preprocessing(model: ModelConfig) -> onnx.ModelProto | None:
@@ -102,7 +111,7 @@ def read_preprocessing(model: ModelConfig) -> onnx.ModelProto | None:
     apply_surgery(proto, model, seed=0)
     if (found := find_preprocessing(proto, model)) is None:
         return None
-    front = preprocessing_model(proto, found)
+    front = rows_first(preprocessing_model(proto, found), model)
     if problems := external_problems(front, model.path.parent):
         raise UnsupportedModel(problems)
     load_external_data_for_model(front, str(model.path.parent))

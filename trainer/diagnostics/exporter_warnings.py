@@ -208,7 +208,11 @@ def _random_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
                 f"{len(names)} nodes draw random numbers, in evaluation, too ({', '.join(names[:5])}"
                 f"{', ...' if len(names) > 5 else ''}): not a recognised dropout; results differ from run to run"
             ),
-            remedy="if it is meant for training alone, export with module.eval(); graph.dropout regularises instead",
+            remedy=(
+                "nothing to do if the noise belongs to the model: it is drawn anew for each sample and epoch, and in "
+                "evaluation always alike. If it is meant for training alone, export with module.eval(); graph.dropout "
+                "regularises instead"
+            ),
         )
 
 

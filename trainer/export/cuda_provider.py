@@ -35,6 +35,8 @@ def check_on_cuda(runner: OnnxRunner, *, batches: int, tolerance: float) -> Cuda
     """
     if not has_cuda():
         return None
+    if runner.draws:
+        return CudaCheck(not_run="the file draws random numbers, of which the two providers draw different ones")
     try:
         on_gpu = open_on(runner, "cuda")
     except ExportRefused as error:

@@ -47,6 +47,7 @@ from onward.trainer.model.trainable import load_weights, merged_module, open_tra
 from onward.trainer.onnx_graph.index import all_names, locations
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_graph.quantizing import store_integers
+from onward.trainer.onnx_graph.row_layout import rows_first
 from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_graph.surgery import extract_subgraph
@@ -183,7 +184,8 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> Non
     with _staging_directory(folder) as staging:
         path, *_ = write_model(merged_module(trainable), trainable.model, source, staging / source.name)
         written = ModelFile.read(path).proto
-        part = extract_subgraph(written, begin_at_numbers(written, config.model))
+        settings = begin_at_numbers(written, config.model)
+        part = rows_first(extract_subgraph(written, settings), settings)
         rows, signature = open_shards(run.shards, "train"), read_training_signature(config.model)
         config = with_balanced_weights(with_class_axes(config, rows.columns, signature), rows, signature)
         write_artifacts(folder, part, config, base=staging)

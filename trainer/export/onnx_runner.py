@@ -14,13 +14,12 @@ Files run under onnxruntime's CPU provider. Where it cannot run a file, the firs
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import math
 import re
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -30,11 +29,14 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.file_rows import FileRows
+from onward.trainer.data.reading.npz_files import npz_content
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.differences import output_difference
+from onward.trainer.export.fixed_noise import NoiseSessions, recorded_noise
 from onward.trainer.export.model_file import ModelFile, fp32_copy, full_copy, in_half_precision
 from onward.trainer.export.neighbours import Neighbours
 from onward.trainer.export.reference_evaluator import open_reference
@@ -43,6 +45,8 @@ from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.index import HALF_TYPES
 from onward.trainer.onnx_graph.onnxruntime_session import Device, open_session
 from onward.trainer.onnx_graph.quantizing import output_steps
+from onward.trainer.onnx_graph.row_layout import RowLayout, read_layout
+from onward.trainer.onnx_graph.stochastic_depth import draws_noise
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +68,8 @@ class EvaluationData:
     split: Literal["evaluation", "test"] = "evaluation"
     rows: Shards | None = None
     """The rows of the split as the ranks have read them."""
+    model: ModelConfig | None = None
+    """The settings that say where the rows of an input are, and which inputs have a value of their own; None = none."""
 
 
 class OnnxRunner:
@@ -88,6 +94,8 @@ class OnnxRunner:
         structure = model.proto if isinstance(model, ModelFile) else model
         stored = {tensor.name for tensor in structure.graph.initializer}
         self._inputs = [value for value in structure.graph.input if value.name not in stored]
+        self._layout = read_layout(structure.graph, data.model) if data.model else RowLayout()
+        self._fed = [value for value in self._inputs if value.name not in self._layout.bound]
         outputs = [value.name for value in structure.graph.output]
         self.outputs = data.file_rows.outputs if data.file_rows else outputs
         self._places = [outputs.index(name) for name in self.outputs]
@@ -98,7 +106,10 @@ class OnnxRunner:
         self._widened = widen and in_half_precision(structure)
         if self._widened:
             model, self.runtime = fp32_copy(model), "onnxruntime, on an fp32 copy of the file"
-        self._model = model
+        self._model, self.draws = model, draws_noise(structure, None)
+        self._noise: dict[str, Array] = {}
+        """What the random nodes of the module drew, while both are compared."""
+        self._noise_sessions = NoiseSessions(model)
         # one session for all batches: opening one loads and optimises the graph
         self._compute = self._open(model)
         self._max_rows = self._fixed_batch_size
@@ -122,7 +133,7 @@ class OnnxRunner:
         worst = dict.fromkeys(self.outputs, (0.0, ""))
         apart = {name: Neighbours(self._steps.get(name, 0.0), tolerance) for name in self.outputs if self._rounds}
         for where, inputs, run in self._samples(batches):
-            with torch.no_grad():
+            with torch.no_grad(), recorded_noise(module) as self._noise:
                 results = module(*self._as_trained(inputs))
             expected = [results] if len(self.outputs) == 1 else results
             for name, ours, theirs in zip(self.outputs, expected, run(inputs), strict=True):
@@ -132,6 +143,7 @@ class OnnxRunner:
                 # written with `not`, because every comparison with NaN is false
                 if not (math.isnan(worst[name][0]) or difference <= worst[name][0]):  # NaN is the worst of all
                     worst[name] = (difference, f"output {name!r}, {where}: {sentence}")
+        self._noise = {}
         problems = [
             f"{sentence}: {self.runtime} is {difference:.3g} off the torch module, above export.tolerance {tolerance:g}"
             + (f"; {apart[name]}" if name in apart else "")
@@ -195,17 +207,9 @@ class OnnxRunner:
     def example(self) -> bytes:
         """Return one row of inputs (or as many as a fixed batch takes) as the content of an .npz file."""
         batch = next(iter(self._data.batches()))
-        content = io.BytesIO()
-        # not np.savez, which cannot store an array named as one of its own parameters, such as `file`
-        with zipfile.ZipFile(content, "w") as archive:
-            one = [tensor[: self._fixed_batch_size or 1] for tensor in self._inputs_of(batch)]
-            for name, array in self.feed(one).items():
-                if isinstance(array, list):  # a sequence, which such a file cannot hold
-                    continue
-                with archive.open(f"{name}.npy", "w") as file:
-                    text = array.astype(str) if array.dtype == object else array
-                    np.lib.format.write_array(file, text, allow_pickle=False)
-        return content.getvalue()
+        one = self.feed([tensor[: self._fixed_batch_size or 1] for tensor in self._inputs_of(batch)])
+        # without sequences, which such a file cannot hold
+        return npz_content({name: array for name, array in one.items() if not isinstance(array, list)})
 
     def feeds(self) -> Iterator[dict[str, Array]]:
         """Yield evaluation batches for a session of the file itself, with no more rows than one call takes."""
@@ -249,9 +253,12 @@ class OnnxRunner:
         """
         filled, rows = self._filled(inputs), self._data.file_rows
         if rows is None:
-            arrays = {value.name: tensor.numpy() for value, tensor in zip(self._inputs, filled, strict=True)}
+            filled = filled[: len(self._fed)] if self.draws else filled  # without the keys of the noise
+            arrays = {value.name: tensor.numpy() for value, tensor in zip(self._fed, filled, strict=True)}
         else:
             arrays = dict(rows.inputs(filled[0].numpy()))
+        arrays = {name: self._layout.as_in_file(name, array) for name, array in arrays.items()}
+        arrays |= {name: bound.for_rows(len(filled[0])) for name, bound in self._layout.bound.items()}
         return {
             value.name: arrays[value.name]
             if isinstance(arrays[value.name], list) or arrays[value.name].dtype == object  # a sequence, or strings
@@ -289,6 +296,7 @@ class OnnxRunner:
     def _session(self, model: ModelFile | onnx.ModelProto) -> onnxruntime.InferenceSession:
         """Open a session, of a copy with an older IR version if onnxruntime refuses only the version."""
         opened = model.path if isinstance(model, ModelFile) else model
+        onnxruntime.set_seed(0)  # of the nodes that draw: each evaluation draws the same numbers
         try:
             return open_session(opened, device=self._device)
         except Exception as error:
@@ -311,14 +319,20 @@ class OnnxRunner:
                 yield lambda feed: list(reference.run(None, dict(feed))), self._fixed_batch_size, "onnx.reference"
 
     def _run_in_parts(self, inputs: Sequence[Tensor], rows: int) -> list[Array]:
+        compute = partial(self._noise_sessions.run, self._noise) if self._noise else self._compute
         found = [
-            self._compute(self.feed([tensor[start : start + rows] for tensor in inputs]))
+            compute(self.feed([tensor[start : start + rows] for tensor in inputs]))
             for start in range(0, max(len(inputs[0]), 1), max(rows, 1))
         ]
-        parts = [[results[place] for place in self._places] for results in found]
+        parts = [self._chosen(results) for results in found]
         if len(parts) == 1:
             return parts[0]
         return [np.concatenate(results) for results in zip(*parts, strict=True)]
+
+    def _chosen(self, results: Sequence[Array]) -> list[Array]:
+        """Return the outputs that are compared, with their rows on axis 0."""
+        pairs = zip(self.outputs, self._places, strict=True)
+        return [self._layout.rows_first(name, results[place]) for name, place in pairs]
 
     # -- rows and types
 
@@ -345,14 +359,15 @@ class OnnxRunner:
         """Yield the outputs by onnx.reference, if it can run the file."""
         try:
             results: Any = open_reference(self._model).run(None, self.feed(inputs))
-            yield [results[place] for place in self._places]
+            yield self._chosen(results)
         except Exception as error:  # they have no common base class
             log.warning("onnx.reference cannot run the model on 2 rows, so its batches are not verified: %s", error)
 
     @property
     def _fixed_batch_size(self) -> int:
         """Return the batch size that the file declares; 0 = any."""
-        leading = {dims[0].dim_value for value in self._inputs if (dims := value.type.tensor_type.shape.dim)}
+        shapes = [(value.type.tensor_type.shape.dim, self._layout.axes.get(value.name, 0)) for value in self._fed]
+        leading = {dims[axis].dim_value for dims, axis in shapes if dims}
         return leading.pop() if len(leading) == 1 else 0
 
     def _slices(self, rows: int) -> list[tuple[int, int]]:

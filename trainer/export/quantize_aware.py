@@ -114,4 +114,4 @@ def _calibration_rows(config: RunConfig) -> EvaluationData:
     def no_metrics(output_names: Sequence[str]) -> EvaluationMetrics:
         raise AssertionError("calibration measures no metrics")
 
-    return EvaluationData(batches=batches, new_metrics=no_metrics)
+    return EvaluationData(batches=batches, new_metrics=no_metrics, model=config.model)

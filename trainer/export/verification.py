@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.errors import ExportRefused
+from onward.trainer.export.fixed_noise import noise_inside_bodies
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.external_ranges import is_external
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.initializers import stored_tensors
-from onward.trainer.onnx_graph.stochastic_depth import random_nodes
 from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
 from onward.trainer.onnx_import.quantized_weights import QuantizedWeight, integer_names, quantized_weights
@@ -74,11 +74,7 @@ def verify(written: ModelFile, expected: Expected, *, data: EvaluationData, conf
     different = runner.compare(expected.module, batches=config.parity_batches, tolerance=config.tolerance)
     part = written.proto if isinstance(trained_part, ModelFile) else trained_part
     # else the user would look for a numerical error, where no two runs of the file agree
-    if different and (names := random_nodes(part)):
-        different.append(
-            f"the exported file still draws random numbers ({', '.join(names[:5])}{', ...' if names[5:] else ''}), so "
-            "no two runs of it agree; export the model with module.eval()"
-        )
+    different += noise_inside_bodies(part) if different else []
     if problems := [*problems, *different]:
         raise ExportRefused(problems)
     return runner

@@ -11,6 +11,7 @@ from onward.trainer.data.signature import read_training_signature
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph import surgery
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
+from onward.trainer.onnx_graph.row_layout import rows_first
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.onnx_import.fixed_batch import BatchUse, batch_use
@@ -36,7 +37,8 @@ def choose_fixed_batch(config: RunConfig) -> tuple[RunConfig, BatchUse]:
     load_converters(config.model.converters)
     model = load_model(config.model.path)
     surgery.apply_surgery(model, config.model, seed=config.train.seed)
-    part = surgery.extract_subgraph(model, begin_at_numbers(model, config.model))
+    settings = begin_at_numbers(model, config.model)
+    part = rows_first(surgery.extract_subgraph(model, settings), settings)
     if not declared_batch(part.graph):
         return config, BatchUse("any", 0)
     use = use_of_part(part, config)

@@ -32,6 +32,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.model.trainable import TrainableModel, open_trainable
 from onward.trainer.onnx_graph.index import dims_of
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
+from onward.trainer.onnx_graph.row_layout import rows_first
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.fixed_batch import batch_use
@@ -86,7 +87,7 @@ def _teacher_part(config: RunConfig, first: str, *, by_parts: bool) -> tuple[onn
             "computed for a teacher; export it without"
         )
     try:
-        return extract_subgraph(model, settings), outputs
+        return rows_first(extract_subgraph(model, settings), settings), outputs
     except ConfigError as error:
         raise ConfigError(
             [problem.replace("model.output", "teacher: the teacher's tensor") for problem in error.problems]

@@ -3,7 +3,9 @@
 model.onnx
     -> surgery: untie weights, replace the head      `TrainableModel.model`, the whole graph that is written back
     -> cut from model.start, or the end of the pre-processing, to model.output
+    -> rows on axis 0, constants for bound inputs    (model.bind, model.batch_axes)
     -> import as a torch.fx graph
+    -> add the input of its noise, if it draws any
     -> add dropout (graph.dropout)
     -> add adapters (lora.weights)                   `TrainableModel.module`, what is trained
 
@@ -29,10 +31,13 @@ from onward.trainer.model.adapters import Adapter, add_adapters, merge_adapters
 from onward.trainer.model.fixed_batch import use_of_part
 from onward.trainer.onnx_graph import surgery
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
+from onward.trainer.onnx_graph.row_layout import rows_first
+from onward.trainer.onnx_graph.stochastic_depth import draws_noise
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.passes.dropout import add_dropout
+from onward.trainer.onnx_import.passes.noise import add_noise_input
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.onnx_import.trial_sizes import declared_batch
 
@@ -70,7 +75,7 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: boo
     if also:
         returned = tuple(dict.fromkeys((*settings.named_outputs(model.graph.output[0].name), *also)))
         settings = settings.model_copy(update={"output": returned})
-    part = surgery.extract_subgraph(model, settings)
+    part = rows_first(surgery.extract_subgraph(model, settings), settings)
     chosen = (*config.model.train, *config.lora.also_train)
     widen = _widen(part, config)
     module = to_module(
@@ -88,6 +93,8 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: boo
             "quantize.scales = 'train': no scale of this graph can be trained; it needs QuantizeLinear and "
             "DequantizeLinear with positive scales that are stored in fp32"
         )
+    if draws_noise(part, base):
+        add_noise_input(module)
     dropout = _add_dropout(module, config.graph.dropout)
     # `merged_module` needs the graph as it is here; adapters are inserted into the other one
     plain = copy.deepcopy(module.graph)

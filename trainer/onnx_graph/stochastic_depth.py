@@ -46,6 +46,9 @@ RANDOM = ("RandomUniform", "RandomUniformLike", "RandomNormal", "RandomNormalLik
 SMALL = 64
 """Stored tensors up to this many elements may be constants of the pattern or shapes."""
 
+NOISE = "onward.noise"
+"""The input of the trained graph, and the column of a batch, from which its random numbers are made: int64 [B, 2]."""
+
 IDENTITIES = ("Identity", "Cast", "CastLike")
 KEEPS_ELEMENTS = (*IDENTITIES, "Reshape", "Squeeze", "Unsqueeze", "Expand")
 
@@ -105,6 +108,15 @@ def random_nodes(model: onnx.ModelProto, found: Iterable[Branch] = ()) -> list[s
         for node in nodes_inside(nodes)
         if _is(node, *RANDOM) and not drawn & set(node.output)
     ]
+
+
+def draws_noise(model: onnx.ModelProto, base: Path | None) -> bool:
+    """Return whether the graph draws random numbers of its own, in training and evaluation: noise, not a dropout.
+
+    base: the directory of external data. Without the nodes in bodies of If, Loop and Scan.
+    """
+    drawn = {name for node in model.graph.node if _is(node, *RANDOM) for name in node.output}
+    return bool(drawn) and bool(drawn - {branch.drawn for branch in find_branches(model, base)})
 
 
 def _is(node: onnx.NodeProto | None, *operators: str) -> bool:

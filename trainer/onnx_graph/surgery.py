@@ -22,6 +22,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.index import UNTIED, Index, did_you_mean, known_types, nodes_between
 from onward.trainer.onnx_graph.new_head import replace_head
 from onward.trainer.onnx_graph.outputs import is_numeric, unreadable_output, with_log_probabilities
+from onward.trainer.onnx_graph.row_layout import layout_problems
 from onward.trainer.onnx_graph.shared_parameters import Use, parameters_read
 
 # -- what the file keeps
@@ -31,9 +32,9 @@ def apply_surgery(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> 
     """Untie weights and replace the head in place, as `model.untie`, `model.num_classes` and `model.head` say.
 
     The same seed gives the same weights on every rank. Raises ConfigError with all problems at once, those of
-    `extract_subgraph` included.
+    `extract_subgraph` and of `rows_first` included.
     """
-    problems = _subgraph_problems(model, config)
+    problems = [*layout_problems(model.graph, config), *_subgraph_problems(model, config)]
     problems += _untie(model.graph, config.untie)
     if config.num_classes and not problems:
         problems += replace_head(model, config, seed=seed)

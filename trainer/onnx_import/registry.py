@@ -100,6 +100,19 @@ class Call:
         """Return whether calls compute with real tensors now; otherwise they are recorded on a graph."""
         return isinstance(self.tracer, EagerTracer)
 
+    @property
+    def output_name(self) -> str:
+        """Return the name of the node's first output."""
+        return str(self._node.output[0])
+
+    @property
+    def trial_batch(self) -> tuple[int, int] | None:
+        """Return the numbers of rows of the two trial sizes; None without a graph, or if no input has a known shape."""
+        for node in self.tracer.graph.find_nodes(op="placeholder"):
+            if (probes := node.meta.get("probes")) and probes[0].ndim:
+                return len(probes[0]), len(probes[1])
+        return None
+
     def body(self, name: str, inputs: Sequence[Value]) -> list[Value]:
         """Lower the inner graph in an attribute, for these inputs, and return its results."""
         assert self._run_body is not None, "only GraphLowering can run inner graphs"

@@ -18,6 +18,7 @@ import onnx
 import torch
 
 from onward.trainer.onnx_graph.index import FLOAT_TYPES, names_read, subgraphs
+from onward.trainer.onnx_graph.row_layout import BOUND
 from onward.trainer.onnx_import.exporter_records import ExporterRecords
 from onward.trainer.onnx_import.graph_flow import GraphFlow, flow_of
 from onward.trainer.onnx_import.role_guesses import frozen_because
@@ -106,6 +107,8 @@ class _Evidence:
     def role(self, name: str, tensor: torch.Tensor) -> Role:
         """Return the role of one float tensor."""
         recorded = self.records.kinds.get(name)
+        if name.startswith(BOUND):
+            return Role("frozen", "the value of an input, from model.bind", written=True)
         if name in self.flow.statistics and not self._is_frozen_norm(name):
             return Role("statistic", "running statistic of a BatchNormalization", written=True)
         if name not in self.read:

@@ -129,4 +129,5 @@ def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]
     inputs, labels = tensors[:num_inputs], labels_of(config.losses, iter(tensors[num_inputs:]))
     masks = dict(zip([info.name for info in signature.inputs], inputs, strict=True))
     counted = [counted_targets(each, config.losses, labels, masks.get(each.mask)) for each in config.soft_losses]
-    return inputs, [*labels, *counted]
+    keys = [torch.zeros(config.micro_batch_size, 2, dtype=torch.int64)] * signature.draws
+    return [*inputs, *keys], [*labels, *counted]

@@ -123,7 +123,7 @@ def checks(
         losses = Losses(config.losses, output_names, trainable.module.output_shapes)
         return EvaluationMetrics(losses, config.metrics, device=CPU)
 
-    data = EvaluationData(batches=lambda: [compared], new_metrics=metrics, file_rows=file_rows)
+    data = EvaluationData(batches=lambda: [compared], new_metrics=metrics, file_rows=file_rows, model=config.model)
     counts = [("that targets are counted row by row", lambda: _check_counts(graph.losses, compared, findings))]
     sums = [("that a loss of a file is a sum over rows", lambda: _check_sums(graph, compared, findings))]
     timed = [

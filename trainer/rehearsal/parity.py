@@ -12,12 +12,12 @@ import onnx
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.export import trained_part
+from onward.trainer.export.fixed_noise import noise_inside_bodies
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
-from onward.trainer.onnx_graph.stochastic_depth import random_nodes
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
 
@@ -41,10 +41,8 @@ def compare_untrained(
     runner = OnnxRunner(file, data)
     trainable.module.eval()
     problems = runner.compare(trainable.module, batches=1, tolerance=config.export.tolerance)
-    if problems and (names := random_nodes(file.proto if isinstance(file, ModelFile) else file)):
-        problems.append(f"{len(names)} nodes draw random numbers ({', '.join(names[:5])}); export with module.eval()")
     if problems:
-        raise ExportRefused(problems)
+        raise ExportRefused([*problems, *noise_inside_bodies(file.proto if isinstance(file, ModelFile) else file)])
     return runner.parity, runner.runtime
 
 

@@ -85,7 +85,7 @@ def _no_data(config: RunConfig) -> EvaluationData:
     def new_metrics(names: Sequence[str]) -> EvaluationMetrics:
         return EvaluationMetrics(Losses(config.losses, names), device=torch.device("cpu"))
 
-    return EvaluationData(batches=list, new_metrics=new_metrics)
+    return EvaluationData(batches=list, new_metrics=new_metrics, model=config.model)
 
 
 @dataclass

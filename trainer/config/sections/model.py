@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import PositiveFloat
+import numpy as np
+from pydantic import Field, PositiveFloat, field_validator
 
 from onward.trainer.config.section import COMMON, Decay, Length, LengthOrZero, Section
 from onward.trainer.config.urls import FilePath
@@ -21,6 +23,10 @@ LossName = Literal[
 ]
 # fmt: on
 """The losses, by name."""
+
+
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Axis = Annotated[int, Field(ge=-64, le=63)]
 
 
 class ModelConfig(Section):
@@ -40,6 +46,14 @@ class ModelConfig(Section):
     """Tensors inside the graph that become its inputs, each read from the data's column of its name. The nodes before
     them are neither computed nor trained. Empty = the graph's own inputs; in a file that begins with strings the
     tensors of numbers behind them, which onnxruntime computes when the data is read."""
+    bind: dict[str, bool | Int64 | float | tuple[Any, ...]] = {}
+    """Inputs of the model that no column feeds -> their value, a number or a list: {sr = 16000, h = 0, scales = [0.667,
+    1, 0.8]}. It is repeated to the declared shape, and for each row where an axis is the batch. They stay inputs of the
+    exported file."""
+    batch_axes: dict[str, Axis] = {}
+    """Input or output -> the axis of its rows. Without an entry the axis whose length has the name of the batch of the
+    other inputs, such as axis 1 of h [1, batch, 8], else axis 0. The columns of the data have one row a sample: of such
+    an h the column is [1, 8]."""
     num_classes: LengthOrZero = 0
     """Replace the head: its last layer gets this many outputs, newly initialised; 0 = keep it."""
     head: str = ""
@@ -69,6 +83,18 @@ class ModelConfig(Section):
     """Python files that define further operators: for training by `onnx2torch.add_converter`, and, where onnxruntime
     lacks them too, for verification as `onnx.reference.op_run.OpRun`. Relative to the config file; on the command
     line, to the working directory."""
+
+    @field_validator("bind", mode="before")
+    @classmethod
+    def _are_arrays_of_numbers(cls, bound: Any) -> Any:
+        for name, value in bound.items() if isinstance(bound, Mapping) else ():
+            try:
+                kind = np.array(value).dtype.kind
+            except ValueError:  # lists of different lengths
+                kind = "O"
+            if kind not in "biuf" or np.size(value) == 0:
+                raise ValueError(f"{name} is {value!r}, neither a number nor a list of numbers, all rows of one length")
+        return bound
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -34,6 +34,8 @@ class Samples:
     read: ReadPositions | None = None
     """Returns the stored columns of other positions of the stream, such as the partners of mixed samples; None where
     `positions` is."""
+    step: int = 0
+    """The first position of the step."""
 
 
 class BatchTransform(Protocol):

@@ -28,6 +28,7 @@ from onward.trainer.data.batches.balanced_order import BalancedOrder, Stream
 from onward.trainer.data.batches.batch_computations import open_batch_transforms
 from onward.trainer.data.batches.batch_transforms import Samples
 from onward.trainer.data.batches.device_copies import DeviceCopies
+from onward.trainer.data.batches.noise_keys import noise_keys
 from onward.trainer.data.batches.row_lengths import RowLengths
 from onward.trainer.data.batches.row_padding import longest_row, padded_rows
 from onward.trainer.data.batches.sample_stream import sample_stream
@@ -39,6 +40,7 @@ from onward.trainer.data.signature import Signature
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.data.targets import NO_LABELS, counted_targets, label_range, labels_of, target_counter
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.stochastic_depth import NOISE
 
 PIPELINED_EVALUATION_BATCHES = 4
 """Evaluation batches in one pass of a pipeline, per rank of it: 1 / (1 + 4) of the time is lost to its bubble."""
@@ -49,8 +51,8 @@ class Batch:
     """One micro-batch of B samples on the device, from the loader through the pipeline to the loss."""
 
     inputs: tuple[Tensor, ...]
-    """In the graph's input order, and behind them the outputs of a teacher that were computed before, each [B, ...];
-    more rows where a graph of fixed batch needs them (`filled_to`)."""
+    """In the graph's input order, and behind them the keys of the graph's noise and the outputs of a teacher that were
+    computed before, each [B, ...]; more rows where a graph of fixed batch needs them (`filled_to`)."""
     labels: tuple[Tensor | None, ...]
     """For each loss [B, ...]: int64 for cross-entropy, else fp32; None when the graph computes the loss. Then for each
     loss against the teacher which targets count, bool; None = all."""
@@ -199,15 +201,15 @@ class Batches:
         ends = [end_of_share(count, size, replica, num, full=fill) for replica in range(num)]
         positions = self._stream.dealt(np.arange(position, position + count), np.diff(ends, prepend=0))
         share = divide(positions, size, self._replica, num, full=fill)
-        parts = [self._samples(part) for part in share.micro_batches]
+        parts = [self._samples(part, position) for part in share.micro_batches]
         if share.full_everywhere:
             return self._collate.several(parts, same_length=self._same_length)
         # the last one has a group of its own, because on some replica it is smaller than those before it
         full = self._collate.several(parts[:-1], same_length=self._same_length)
         return [*full, self._collate(parts[-1], is_padding=share.last_is_padding, group=1)]
 
-    def _samples(self, positions: Array) -> Samples:
-        return Samples(self._stream.rows(positions), positions, self._read)
+    def _samples(self, positions: Array, step: int) -> Samples:
+        return Samples(self._stream.rows(positions), positions, self._read, step)
 
     def _read(self, positions: Array) -> dict[str, Values]:
         return self._shards.read(self._stream.rows(positions))
@@ -290,8 +292,9 @@ class _Collate:
         self._losses = config.losses
         self._counters = [target_counter(loss) for loss in config.losses]
         self._soft_losses = config.soft_losses
-        self._soft_columns = shards.soft_labels
+        self._others = (*[NOISE] * signature.draws, *shards.soft_labels)
         self._input_names = [info.name for info in signature.inputs]
+        self._noise_seed = config.train.seed if signature.draws else None
         self.full = config.model.fixed_batch in ("own", "joint")
         """Whether the graph takes micro-batches of one size only, so that smaller ones are filled up."""
         self._size = config.micro_batch_size
@@ -343,7 +346,7 @@ class _Collate:
         values = self._shards.read(samples.rows)
         for transform in self._transforms:
             values = transform(values, samples)
-        return values
+        return values | {NOISE: noise_keys(samples, self._noise_seed)} if self._noise_seed is not None else values
 
     def finish(self, batches: list[Batch]) -> list[Batch]:
         """Let the computation wait for the copies of these batches; return them."""
@@ -369,9 +372,9 @@ class _Collate:
         inputs = dict(zip(self._input_names, tensors, strict=True))
         counted = [counted_targets(each, self._losses, labels, inputs.get(each.mask)) for each in self._soft_losses]
         counts += [0.0 if is_padding else float(len(rows) if each is None else each.sum()) for each in counted]
-        soft_labels = [torch.from_numpy(np.asarray(columns[name])) for name in self._soft_columns]
+        others = [torch.from_numpy(np.asarray(columns[name])) for name in self._others]
         return Batch(
-            inputs=tuple(self._copies.start(tensor) for tensor in (*tensors, *soft_labels)),
+            inputs=tuple(self._copies.start(tensor) for tensor in (*tensors, *others)),
             labels=tuple(None if each is None else self._copies.start(each) for each in (*labels, *counted)),
             size=len(rows),
             num_targets=tuple(counts),

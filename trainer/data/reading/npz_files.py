@@ -1,14 +1,18 @@
-"""Read .npz files: arrays of one row per sample, as streams; sizes are compared with the file before they are used."""
+"""Read .npz files: arrays of one row per sample, as streams; sizes are compared with the file before they are used.
+
+`npz_content` makes one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import lzma
 import math
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +25,18 @@ from onward.trainer.errors import DataError
 NO_HEADER = (RuntimeError, NotImplementedError, SyntaxError, TypeError, KeyError, RecursionError, tokenize.TokenError)
 MOST_DEFLATED = 1032
 """Deflate makes a byte of at most so many."""
+
+
+def npz_content(arrays: Mapping[str, Array]) -> bytes:
+    """Return the content of an .npz file of these arrays; objects are written as text."""
+    content = io.BytesIO()
+    # not np.savez, which cannot store an array named as one of its own parameters, such as `file`
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w") as file:
+                text = array.astype(str) if array.dtype == object else array
+                np.lib.format.write_array(file, text, allow_pickle=False)
+    return content.getvalue()
 
 
 def npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:

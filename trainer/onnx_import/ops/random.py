@@ -3,34 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from onward.trainer.onnx_graph.stochastic_depth import DOMAIN, OPERATOR
+from onward.trainer.onnx_import.keyed_noise import normal, uniform
 from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import Value, element_type
+from onward.trainer.onnx_import.values import Traced, Value, element_type
 
 Distribution = Literal["normal", "uniform", "bernoulli", "multinomial"]
 
 
 class RandomNode(nn.Module):
-    """Draw from torch's generator, and ignore the file's seed, so that a resumed run continues the same numbers."""
+    """Draw random numbers, and ignore the file's seed, so that a resumed run continues the same numbers.
+
+    They are made from keys of the samples where these are given, else by torch's generator.
+    """
 
     def __init__(
-        self, distribution: Distribution, dtype: torch.dtype, *arguments: float, shape: Sequence[int] = ()
+        self,
+        distribution: Distribution,
+        dtype: torch.dtype,
+        *arguments: float,
+        shape: Sequence[int] = (),
+        name: str = "",
+        axis: int | None = None,
     ) -> None:
         super().__init__()
         self.distribution = distribution
+        self.name = name
+        """The ONNX tensor that it computes."""
+        self.axis = axis
+        """Of the samples in the result; None = the samples share the numbers."""
         self.dtype = dtype
         self.arguments = arguments
         """normal: mean and deviation; uniform: low and high; multinomial: number of samples."""
         self.shape = tuple(shape)
         """Of the result, if no operand gives it."""
 
-    def forward(self, anchor: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
-        """x: probabilities (bernoulli), log-probabilities [batch, classes] (multinomial), else only a shape."""
+    def forward(
+        self, anchor: torch.Tensor, x: torch.Tensor | None = None, keys: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x: probabilities (bernoulli), log-probabilities [batch, classes] (multinomial), else only a shape.
+
+        keys: int64 [B, 2] as in keyed_noise.py.
+        """
+        if keys is not None:
+            return self._of_keys(keys, x).to(self.dtype)
         # the anchor is a buffer of the module, on its device
         if x is None:
             return self._fill(torch.empty(self.shape, dtype=self.dtype, device=anchor.device))
@@ -40,11 +61,39 @@ class RandomNode(nn.Module):
             return torch.multinomial(x.softmax(-1), int(self.arguments[0]), replacement=True).to(self.dtype)
         return self._fill(torch.empty(x.shape, dtype=self.dtype, device=x.device))
 
+    def _of_keys(self, keys: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
+        if self.distribution == "multinomial":
+            assert x is not None
+            shares = x.detach().double().softmax(-1).cumsum(-1)
+            drawn = uniform(keys, (len(x), int(self.arguments[0])), self.axis, self.name)
+            return torch.searchsorted(shares, drawn * shares[:, -1:]).clamp(max=x.shape[-1] - 1)
+        shape = self.shape if x is None else x.shape
+        if self.distribution == "normal":
+            mean, deviation = self.arguments
+            return mean + deviation * normal(keys, shape, self.axis, self.name)
+        drawn = uniform(keys, shape, self.axis, self.name)
+        if self.distribution == "bernoulli":
+            assert x is not None
+            return drawn < x.detach()
+        low, high = self.arguments
+        return low + (high - low) * drawn
+
     def _fill(self, empty: torch.Tensor) -> torch.Tensor:
         return empty.normal_(*self.arguments) if self.distribution == "normal" else empty.uniform_(*self.arguments)
 
     def extra_repr(self) -> str:
         return ", ".join([self.distribution, *(f"{argument:g}" for argument in self.arguments)])
+
+
+def _place(c: Call, like: Value) -> dict[str, Any]:
+    """Return the name of a node's result, and the axis whose length grows with the batch in the two trial sizes."""
+    name, known = c.output_name, isinstance(like, Traced) and like.known
+    batch = c.trial_batch
+    if not known or batch is None:
+        return {"name": name}
+    one, other = (probe.shape for probe in like.probes)
+    grows = [at for at in range(len(one)) if one[at] * batch[1] == other[at] * batch[0] and one[at] % batch[0] == 0]
+    return {"name": name, "axis": grows[0] if grows else None}
 
 
 @lower("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", since=(1, 22))
@@ -53,9 +102,9 @@ def random(c: Call, like: Value = None) -> Value:
     dtype = c.dtype(c.attr("dtype", 1 if like is None else element_type(like)))
     shape = c.attr("shape") if like is None else ()
     if "Normal" in c.op:
-        node = RandomNode("normal", dtype, c.attr("mean", 0.0), c.attr("scale", 1.0), shape=shape)
+        node = RandomNode("normal", dtype, c.attr("mean", 0.0), c.attr("scale", 1.0), shape=shape, **_place(c, like))
     else:
-        node = RandomNode("uniform", dtype, c.attr("low", 0.0), c.attr("high", 1.0), shape=shape)
+        node = RandomNode("uniform", dtype, c.attr("low", 0.0), c.attr("high", 1.0), shape=shape, **_place(c, like))
     return c.module(node, c.tracer.anchor, like)
 
 
@@ -63,13 +112,13 @@ def random(c: Call, like: Value = None) -> Value:
 def bernoulli(c: Call, probability: Value) -> Value:
     c.attr("seed")
     dtype = c.dtype(c.attr("dtype", element_type(probability)))
-    return c.module(RandomNode("bernoulli", dtype), c.tracer.anchor, probability)
+    return c.module(RandomNode("bernoulli", dtype, **_place(c, probability)), c.tracer.anchor, probability)
 
 
 @lower("Multinomial", since=(7, 22))
 def multinomial(c: Call, logarithms: Value) -> Value:
     c.attr("seed")
-    node = RandomNode("multinomial", c.dtype(c.attr("dtype", 6)), c.attr("sample_size", 1))
+    node = RandomNode("multinomial", c.dtype(c.attr("dtype", 6)), c.attr("sample_size", 1), **_place(c, logarithms))
     return c.module(node, c.tracer.anchor, logarithms)
 
 

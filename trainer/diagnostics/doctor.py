@@ -25,6 +25,7 @@ from onward.trainer.onnx_graph.outputs import describe_type, readable_output, wi
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, describe, find_preprocessing, preprocessing_model
 from onward.trainer.onnx_graph.stored_protos import element_type_name, stored_protos
 from onward.trainer.onnx_graph.surgery import extract_subgraph
+from onward.trainer.onnx_graph.training_norms import mark_batch_statistics
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.exporter_records import read_records
@@ -141,6 +142,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         problems += error.problems
     if model.functions:  # roles are found by the operators that read a tensor, so functions are inlined
         audit.model = inliner.inline_local_functions(audit.model)
+    audit.model = mark_batch_statistics(audit.model)
     try:
         audit.stored = with_dequantized(part.graph, stored_tensors(part.graph, path.parent))
         roles = find_roles(audit.model.graph, audit.stored, audit.records)

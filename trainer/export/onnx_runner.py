@@ -4,6 +4,7 @@ Files run under onnxruntime's CPU provider. Where it cannot run a file, the firs
 `OnnxRunner.runtime` says which:
 
     onnxruntime, on a copy with an older IR version         the file is newer than onnxruntime
+    onnxruntime, without its optimiser ConstantSharing      a BatchNormalization stays in training form (open_session)
     onnxruntime, on an fp32 copy                            half precision: the module computes in fp32, and
                                                             onnxruntime's CPU provider has no bfloat16
     onnxruntime, row by row                                 it takes one row only, such as RotaryEmbedding with the
@@ -43,6 +44,7 @@ from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.index import HALF_TYPES
 from onward.trainer.onnx_graph.onnxruntime_session import Device, open_session
 from onward.trainer.onnx_graph.quantizing import output_steps
+from onward.trainer.onnx_graph.training_norms import training_norms
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +101,9 @@ class OnnxRunner:
         if self._widened:
             model, self.runtime = fp32_copy(model), "onnxruntime, on an fp32 copy of the file"
         self._model = model
+        self._share_constants = not training_norms(structure)
+        if not self._share_constants:
+            self.runtime += ", without its optimiser ConstantSharing"
         # one session for all batches: opening one loads and optimises the graph
         self._compute = self._open(model)
         self._max_rows = self._fixed_batch_size
@@ -290,7 +295,7 @@ class OnnxRunner:
         """Open a session, of a copy with an older IR version if onnxruntime refuses only the version."""
         opened = model.path if isinstance(model, ModelFile) else model
         try:
-            return open_session(opened, device=self._device)
+            return open_session(opened, device=self._device, share_constants=self._share_constants)
         except Exception as error:
             newest = re.search(r"max supported IR version: (\d+)", str(error))
             # only the text of the error has the number that this onnxruntime supports
@@ -299,7 +304,7 @@ class OnnxRunner:
             copy = full_copy(model)
             copy.ir_version = int(newest[1])
             self.runtime += f", on a copy of IR version {copy.ir_version}"
-            return open_session(copy, device=self._device)
+            return open_session(copy, device=self._device, share_constants=self._share_constants)
 
     def _fallbacks(self, rows: int) -> Iterator[tuple[Compute, int, str]]:
         """Yield (what computes, rows of one call, its name) for a batch that the runtime so far fails on."""

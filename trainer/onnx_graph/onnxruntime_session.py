@@ -17,12 +17,19 @@ OPTIONS: dict[Device, dict[str, str]] = {"cpu": {}, "cuda": {"use_tf32": "0"}}
 
 
 def open_session(
-    model: Path | onnx.ModelProto, *, optimise: bool = True, save: Path | None = None, device: Device = "cpu"
+    model: Path | onnx.ModelProto,
+    *,
+    optimise: bool = True,
+    save: Path | None = None,
+    device: Device = "cpu",
+    share_constants: bool = True,
 ) -> onnxruntime.InferenceSession:
     """Open a session of onnxruntime. Its errors, which have no common base class, are raised only.
 
     A model that is not opened from its file is guarded against divisions that would end the process.
-    save: also write the graph that the session runs there, optimised for any machine. Raises RuntimeError if
+    save: also write the graph that the session runs there, optimised for any machine. share_constants: let it keep one
+    of several equal constants. False for BatchNormalization in training form: onnxruntime 1.31 writes the new mean over
+    the stored one, which may then be the bias as well, before it adds the bias. Raises RuntimeError if
     onnxruntime cannot use the device.
     """
     options = onnxruntime.SessionOptions()
@@ -33,7 +40,12 @@ def open_session(
         options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED
         options.optimized_model_filepath = str(save)
     content = str(model) if isinstance(model, Path) else guard_integer_divisions(model).SerializeToString()
-    session = onnxruntime.InferenceSession(content, options, providers=[(PROVIDERS[device], OPTIONS[device])])
+    session = onnxruntime.InferenceSession(
+        content,
+        options,
+        providers=[(PROVIDERS[device], OPTIONS[device])],
+        disabled_optimizers=[] if share_constants else ["ConstantSharing"],
+    )
     # where a library of CUDA is missing, onnxruntime prints that and goes on with the CPU
     if (found := session.get_providers()[0]) != PROVIDERS[device]:
         raise RuntimeError(f"onnxruntime has {PROVIDERS[device]} but cannot use it; it chose {found}")

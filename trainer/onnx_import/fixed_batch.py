@@ -30,6 +30,7 @@ from onward.trainer.onnx_graph.index import HALF_TYPES, locations
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_graph.training_norms import training_norms
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.trial_sizes import declared_batch, trial_sizes
 
@@ -104,7 +105,7 @@ def _file(model: onnx.ModelProto, base: Path | None, train: Sequence[str]) -> Co
     strip_training(inference, keep=[value.name for value in model.graph.output], base=base)
     if not locations(model) and not any(proto.data_type in HALF_TYPES for _, proto in stored_protos(model.graph)):
         try:
-            session = open_session(inference)
+            session = open_session(inference, share_constants=not training_norms(inference))
         except Exception:  # onnxruntime's errors have no common base class
             pass
         else:

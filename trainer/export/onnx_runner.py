@@ -116,8 +116,8 @@ class OnnxRunner:
 
     # -- what it measures
 
-    def compare(self, module: nn.Module, *, batches: int, tolerance: float) -> list[str]:
-        """Compare with a module over a few batches and over one row; return a sentence for each output that differs.
+    def compare(self, module: nn.Module, *, batches: int, tolerance: float, alone: bool = True) -> list[str]:
+        """Compare with a module over a few batches, and over one row if `alone`; return a sentence for each difference.
 
         An output differs if its greatest difference, relative to its greatest value, is above `tolerance`. The
         greatest over all outputs becomes `parity`. `module` takes the inputs and returns the outputs in order.
@@ -126,7 +126,7 @@ class OnnxRunner:
         """
         worst = dict.fromkeys(self.outputs, (0.0, ""))
         apart = {name: Neighbours(self._steps.get(name, 0.0), tolerance) for name in self.outputs if self._rounds}
-        for where, inputs, run in self._samples(batches):
+        for where, inputs, run in self._samples(batches, alone=alone):
             with torch.no_grad():
                 results = module(*self._as_trained(inputs))
             expected = [results] if len(self.outputs) == 1 else results
@@ -327,12 +327,14 @@ class OnnxRunner:
 
     # -- rows and types
 
-    def _samples(self, batches: int) -> Iterator[tuple[str, Sequence[Tensor], Callable[..., list[Array]]]]:
+    def _samples(
+        self, batches: int, *, alone: bool = True
+    ) -> Iterator[tuple[str, Sequence[Tensor], Callable[..., list[Array]]]]:
         """Yield (where the rows come from, inputs, what runs them) for `compare`."""
         number = 0
         for number, batch in enumerate(islice(self._data.batches(), batches), start=1):
             inputs = self._inputs_of(batch)
-            if number == 1:
+            if number == 1 and alone:
                 yield "row 1 alone", self._filled([tensor[:1] for tensor in inputs]), self.run
             for start, stop in self._slices(batch.size):
                 rows = f"({batch.size} rows)" if not self._fixed_batch_size else f"(rows {start + 1} to {stop})"

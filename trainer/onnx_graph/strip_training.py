@@ -10,18 +10,56 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx
-from onnx import helper
+from onnx import helper, numpy_helper
 
-from onward.trainer.onnx_graph.index import inner_graphs
+from onward.trainer.onnx_graph.index import attributes_of, inner_graphs, nodes_inside
 from onward.trainer.onnx_graph.stochastic_depth import find_branches
 from onward.trainer.onnx_graph.training_norms import Scope, TrainingNorm, training_norms
 
 
-def strip_training(model: onnx.ModelProto, *, keep: Iterable[str] = (), base: Path | None = None) -> Counter[str]:
+@dataclass(frozen=True)
+class TrainingForm:
+    """What a file computes in another way than its inference form does."""
+
+    norms: int
+    """BatchNormalization nodes with running statistics that normalise by the batch."""
+    draws: int
+    """Dropout nodes that are in training mode, and masks of stochastic depth and of dropout written out."""
+
+    def __bool__(self) -> bool:
+        return bool(self.norms or self.draws)
+
+
+def training_form(model: onnx.ModelProto, base: Path | None = None) -> TrainingForm:
+    """Return how many nodes of a model are in training form, those in inner graphs and functions included."""
+    norms = sum(not norm.placeholder for norm in training_norms(model))
+    dropouts = 0
+    for body in (model.graph, *model.functions):
+        nodes = list(nodes_inside(body.node))
+        off = {node.output[0] for node in nodes if node.op_type == "Constant" and _is_false(node)}
+        if isinstance(body, onnx.GraphProto):
+            off |= {tensor.name for tensor in body.initializer if tensor.data_type == onnx.TensorProto.BOOL
+                    and not numpy_helper.to_array(tensor).any()}  # fmt: skip
+        drops = [node for node in nodes if _is(node, "Dropout")]
+        dropouts += sum(bool(node.input[2:] and node.input[2] and node.input[2] not in off) for node in drops)
+    return TrainingForm(norms, dropouts + len(list(find_branches(model, base))))
+
+
+def _is_false(constant: onnx.NodeProto) -> bool:
+    value = attributes_of(constant).get("value")
+    if not isinstance(value, onnx.TensorProto) or value.data_type != onnx.TensorProto.BOOL:
+        return False
+    return not numpy_helper.to_array(value).any()
+
+
+def strip_training(
+    model: onnx.ModelProto, *, keep: Iterable[str] = (), base: Path | None = None, norms: bool = True
+) -> Counter[str]:
     """Convert a model in place; return how many nodes of each kind were removed or changed.
 
     Dropout nodes are removed. A Dropout whose result must keep its name (a graph output, one of `keep`, a value that
@@ -29,21 +67,21 @@ def strip_training(model: onnx.ModelProto, *, keep: Iterable[str] = (), base: Pa
     BatchNormalization keeps its running statistics as inputs and computes no new ones; a node that has none stays as it
     is, in training form. Stochastic depth is removed from
     the main graph. Constants and initializers that nothing reads afterwards are removed too. Inner graphs are converted
-    alike. base: the directory of external data.
+    alike. base: the directory of external data. norms: False leaves BatchNormalization in training form.
     """
-    keep, norms = set(keep), defaultdict[Scope, dict[str, TrainingNorm]](dict)
-    for norm in training_norms(model):
+    keep, running = set(keep), defaultdict[Scope, dict[str, TrainingNorm]](dict)
+    for norm in training_norms(model) if norms else ():
         if not norm.placeholder:
-            norms[norm.scope][norm.result] = norm
+            running[norm.scope][norm.result] = norm
     removed = _strip_stochastic_depth(model, {*keep, *(value.name for value in model.graph.output)}, base)
     for function in model.functions:
-        own = norms[function.domain, function.name, function.overload]
+        own = running[function.domain, function.name, function.overload]
         removed += _strip_nodes(function.node, own, pinned=None)
         for graph in _innermost_first(function.node):
             removed += _strip_graph(graph, own, keep)
     for graph in _innermost_first(model.graph.node):
-        removed += _strip_graph(graph, norms[()], keep)
-    return +(removed + _strip_graph(model.graph, norms[()], keep))
+        removed += _strip_graph(graph, running[()], keep)
+    return +(removed + _strip_graph(model.graph, running[()], keep))
 
 
 def _strip_stochastic_depth(model: onnx.ModelProto, keep: set[str], base: Path | None) -> Counter[str]:

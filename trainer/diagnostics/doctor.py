@@ -35,7 +35,7 @@ from onward.trainer.onnx_import.quantized_weights import with_dequantized
 from onward.trainer.onnx_import.roles import find_roles
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.ties import find_copies, roles_of_copies
-from onward.trainer.run.records import ExporterWarning, Record
+from onward.trainer.run.records import ExporterWarning, Guard, Record
 from onward.trainer.run.trial_records import PreprocessingTrials
 
 IN_FRONT = "onnxruntime, in front"
@@ -111,6 +111,8 @@ class Diagnosis(Record):
     operators: tuple[Operator, ...]
     unsupported: tuple[Unsupported, ...]
     warnings: tuple[ExporterWarning, ...]
+    guard: Guard | None = None
+    """How the file under another runtime agrees with the module that would be trained."""
     trials: PreprocessingTrials | None = None
     """How well the file does on data under the plausible preprocessings, if data was given."""
 

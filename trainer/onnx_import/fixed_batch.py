@@ -140,7 +140,7 @@ def _trial(model: onnx.ModelProto, declared: int, compute: Compute) -> _Trial | 
     if single := [value.name for value in inputs if not value.type.tensor_type.shape.dim]:
         return f"input {single[0]!r} has no rows, so that nothing is proved"
     problem = "no rows can be made up for its inputs, so that nothing is proved"
-    for inputs in _made_up(model, max(declared, 2) + 2):
+    for inputs in made_up_rows(model, max(declared, 2) + 2):
         try:
             trial = _Trial(declared, inputs, compute)
         except Exception as error:  # those of onnxruntime and of torch have no common base class
@@ -156,7 +156,7 @@ MOST_MADE_UP = 2**28
 """Numbers that are made up at a time, 1 GiB: nothing is proved of a file whose inputs have more."""
 
 
-def _made_up(model: onnx.ModelProto, rows: int) -> Iterator[list[Tensor]]:
+def made_up_rows(model: onnx.ModelProto, rows: int) -> Iterator[list[Tensor]]:
     """Yield inputs of this many rows, in the sizes that the importer tries: normal floats, and integers that are ids.
 
     Integers are below the number of rows of the table that they index; some models take none but 0 and 1, or none but 1

@@ -63,6 +63,15 @@ def compare_untrained(
     return runner.parity, runner.runtime, said
 
 
+def part_in_inference_form(trainable: TrainableModel, config: RunConfig, folder: Path) -> ModelFile | onnx.ModelProto:
+    """Return what the module computes, as a file: the graph behind pre-processing. Raises NotCompared."""
+    settings = begin_at_numbers(trainable.model, config.model)
+    numbers = config.model_copy(update={"model": settings})
+    if training_form(trainable.model, trainable.base):
+        return _inference_form(trainable, numbers, folder)
+    return _as_given(trainable, numbers, folder)
+
+
 def _as_given(trainable: TrainableModel, config: RunConfig, folder: Path) -> ModelFile | onnx.ModelProto:
     """Return the trained part of the graph, in which nothing is changed but what [model] asks for."""
     model, settings = trainable.model, config.model

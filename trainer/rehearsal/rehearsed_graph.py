@@ -47,18 +47,22 @@ class RehearsedGraph:
                 outputs = (call or self.module)(*batch.inputs)
             outputs = batch.own_rows((outputs,) if isinstance(outputs, Tensor) else outputs)
             self.losses.check_labels(batch, outputs)
-            sums = [self._sum(place, loss, outputs, batch) for place, loss in enumerate(self.losses.each)]
-            soft = zip(self.losses.soft, batch.labels[len(sums) :], strict=True)
-            sums += [loss(outputs, counted, batch.size) for loss, counted in soft]
-            loss = self.losses.weighted(
-                [value / (count or 1) for value, count in zip(sums, batch.num_targets, strict=True)]
-            )
+            loss = self.loss_of(outputs, batch)
             if kind == "evaluation" and self.metrics:
                 self._measure(outputs, batch)
             if loss.requires_grad:  # not in evaluation, and not if it depends on no weight
                 loss.backward()  # type: ignore[no-untyped-call]
         mean = float(loss.detach()) if any(batch.num_targets) else math.nan
         return RehearsedBatch(what=kind, rows=batch.size, loss=mean, elapsed_s=time.monotonic() - started_at)
+
+    def loss_of(self, outputs: Sequence[Tensor], batch: Batch) -> Tensor:
+        """Return the loss per target for the outputs of the batch's own rows."""
+        sums = [self._sum(place, loss, outputs, batch) for place, loss in enumerate(self.losses.each)]
+        soft = zip(self.losses.soft, batch.labels[len(sums) :], strict=True)
+        sums += [loss(outputs, counted, batch.size) for loss, counted in soft]
+        return self.losses.weighted(
+            [value / (count or 1) for value, count in zip(sums, batch.num_targets, strict=True)]
+        )
 
     @torch.no_grad()
     def outputs(self, batch: Batch) -> Sequence[Tensor]:

@@ -94,11 +94,11 @@ def test_dropout_that_is_off_needs_no_other_form_and_the_file_is_compared_as_it_
 
 def test_a_rewrite_that_changes_the_file_and_the_module_alike_is_refused(tmp_path, monkeypatch):
     """The fault that was missed: the stripped graph was compared with a module that made the same mistake."""
-    saved(tmp_path, f"""g (float[N,3,6] x) => (float[N,3,6] y) {{
+    saved(tmp_path, """g (float[N,3,6] x) => (float[N,3,6] y) {
         h = Reshape(w, flat)
         n, rm, rv = BatchNormalization <training_mode = 1> (h, s, o, m, v)
         k = Reshape(n, back)
-        y = Conv(x, k) }}""",
+        y = Conv(x, k) }""",
         w=(3, 3, 1), flat=np.array([1, 3, 3]), back=np.array([3, 3, 1]), **STATISTICS)  # fmt: skip
     assert compared(tmp_path)[0] < 1e-5
 

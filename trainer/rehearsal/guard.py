@@ -5,7 +5,7 @@
                       L by the file, in float64       as a training step computes it     in evaluation mode
 
 A weight that is transposed, a length that was baked in, a gradient that is dropped, doubled or of the wrong sign change
-one of these, whatever made them: the importer, a pass over the graph, torch, or the loss. The derivative costs five
+one of these, whatever made them: the importer, a pass over the graph, torch, or the loss. The derivative costs six
 passes of the file and one step on a few rows.
 
     the error is    |difference - gradient| / (|part of weight 1| + |part of weight 2| + ...)
@@ -34,7 +34,7 @@ from onward.trainer.run.records import Guard
 
 STEP = {torch.float64: 1e-4, torch.float32: 1e-2}
 """Step length, relative to the root mean square of each weight."""
-BOUND = 3e-4
+BOUND = 1e-3
 """Greatest error; to this is added what rounding and the step length do."""
 UNKNOWN = 0.1
 """Above this bound nothing is shown."""
@@ -222,17 +222,19 @@ def _derivative(guarded: Guarded, seed: int) -> _Derivative:
     start = guarded.written(weights)
     path = open_second_path(guarded.file, start, guarded.inputs, start)
 
-    def loss(step: float) -> float:
+    def loss(step: float) -> Tensor:
         assert guarded.written is not None
         moved = {name: each + step * direction[name] if name in direction else each for name, each in weights.items()}
-        return float(guarded.loss(path.outputs(guarded.inputs, guarded.written(moved)), path.dtype))
+        return guarded.loss(path.outputs(guarded.inputs, guarded.written(moved)), path.dtype)
 
     return _compared(path, loss, parts)
 
 
-def _compared(path: SecondPath, loss: Callable[[float], float], parts: Mapping[str, float]) -> _Derivative:
-    step = STEP[path.dtype]
-    ends = [loss(step), loss(-step), loss(2 * step), loss(-2 * step)]
+def _compared(path: SecondPath, loss: Callable[[float], Tensor], parts: Mapping[str, float]) -> _Derivative:
+    # a loss of a file may be computed in fp32 whatever it is given
+    dtype = torch.float64 if loss(0.0).dtype == path.dtype == torch.float64 else torch.float32
+    step = STEP[dtype]
+    ends = [float(loss(each)) for each in (step, -step, 2 * step, -2 * step)]
     if not all(map(math.isfinite, ends)):
         raise RuntimeError("the loss beside the weights is not finite")
     near, far = (ends[0] - ends[1]) / (2 * step), (ends[2] - ends[3]) / (4 * step)
@@ -240,11 +242,11 @@ def _compared(path: SecondPath, loss: Callable[[float], float], parts: Mapping[s
     whole = max(whole, abs(near))
     if not whole:
         raise RuntimeError("the loss is flat in these weights on these rows")
-    rounding = ROUNDING[path.dtype] * max(map(abs, ends)) / step / whole
+    rounding = ROUNDING[dtype] * max(map(abs, ends)) / step / whole
     return _Derivative(
         near,
         gradient,
         abs(near - gradient) / whole,
         BOUND + rounding + 2 * abs(near - far) / whole,
-        path.name,
+        path.name if dtype == path.dtype else f"{path.name} (the loss in float32)",
     )

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from onward.trainer.export.model_file import ModelFile, fp32_copy
 from onward.trainer.export.reference_evaluator import open_reference
-from onward.trainer.onnx_graph.attribute_weights import with_operands
+from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.index import attribute_value, graphs_of
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
 
 Array = np.ndarray[Any, np.dtype[Any]]
 SLOWEST_S = 20.0
-"""A pass under onnx.reference may take this long; the comparison needs five."""
+"""A pass under onnx.reference may take this long; the comparison needs six."""
 FLOAT_SLOTS = {"Resize": (2,), "Upsample": (1,)}
 """Operands that are fp32 whatever the type of the data is."""
 
@@ -64,7 +64,9 @@ def open_second_path(
 
     Raises RuntimeError with the reasons if none does.
     """
-    plain = with_operands(fp32_copy(file))
+    plain = fp32_copy(file)
+    if held := sorted({name for name, *_ in held_attributes(plain.graph)} & set(names)):
+        raise RuntimeError(f"weights are stored as attributes of nodes ({held[0]}, ...), which no input can replace")
     if plain.functions:
         plain = inliner.inline_local_functions(plain)
     stored = {tensor.name for tensor in plain.graph.initializer}

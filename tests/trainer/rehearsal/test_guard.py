@@ -5,6 +5,7 @@ the backward pass gives, while all values stay right.
 """
 
 import math
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -200,6 +201,24 @@ def test_no_graph_of_the_tests_gives_an_alarm(name):
     assert record.difference < 1e-5
     assert record.error < record.bound / 2
     assert not record.left_out
+
+
+QUICK = ("jax2onnx-cnn", "keras-gru", "keras-transformer", "onnxruntime-cnn", "onnxruntime-text", "optimum-distilbert",
+         "paddle2onnx-lstm", "skl2onnx-mlp-regressor", "tf2onnx-transformer", "torch-legacy-transformer")  # fmt: skip
+FOREIGN = [
+    pytest.param(file, id=file.stem, marks=() if file.stem in QUICK else pytest.mark.slow)
+    for file in sorted((Path(graphs.__file__).parent / "foreign").glob("*.onnx"))
+    if file.stem not in ("optimum-vit", "skl2onnx-trees", "sklearn-forest")  # one size of images; without weights
+]
+
+
+@pytest.mark.parametrize("file", FOREIGN)
+def test_no_file_of_another_exporter_gives_an_alarm(file):
+    record, warnings = guard_of_file(file)
+    assert record is not None, warnings
+    assert record.difference < 1e-5
+    assert record.error < record.bound or record.left_out
+    assert warnings == ()
 
 
 def test_a_bound_of_fp32_is_said_where_nothing_computes_in_float64(monkeypatch):

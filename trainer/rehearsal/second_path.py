@@ -103,7 +103,9 @@ def _onnxruntime(model: onnx.ModelProto) -> Callable[[Mapping[str, Array]], list
     kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
 
     def run(feed: Mapping[str, Array]) -> list[Array]:
-        typed = {name: each.astype(helper.tensor_dtype_to_np_dtype(kinds[name])) for name, each in feed.items()}
+        typed = {
+            name: each.astype(helper.tensor_dtype_to_np_dtype(kinds[name]), copy=False) for name, each in feed.items()
+        }
         return list(session.run(None, typed))
 
     return run

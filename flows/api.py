@@ -299,6 +299,7 @@ def doctor(
     from onward.tasks.registered_models import local_model
     from onward.trainer.data.reading.fetching import local_file
     from onward.trainer.diagnostics.doctor import diagnose
+    from onward.trainer.rehearsal.guarded_files import with_guard
 
     files = [local_file(Path(file)) for file in converters]
     changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
@@ -306,7 +307,7 @@ def doctor(
     if Path(model).suffix == ".onnx":
         path = local_model(Path(model))
         if data is None and not changes:
-            return diagnose(path, converters=files)
+            return with_guard(diagnose(path, converters=files))
         from onward.trainer.rehearsal.data_of_model import settings_for
 
         tried = settings_for(path, "" if data is None else os.fspath(data), changes)
@@ -315,7 +316,7 @@ def doctor(
         tried = checked_config(model, changes)
     from onward.trainer.rehearsal.preprocessing_trials import try_preprocessings
 
-    found = diagnose(tried.model.path, converters=[*tried.model.converters, *files])
+    found = with_guard(diagnose(tried.model.path, converters=[*tried.model.converters, *files]), tried)
     return found.model_copy(update={"trials": try_preprocessings(tried, rows)})
 
 

@@ -34,6 +34,7 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
         *zip(("pre-processing", "", ""), filter(None, found.preprocessing.split("; ")), strict=False),
         ("importable", _importable(found)),
         ("onnxruntime", "opens it" if found.runtime.opens else f"rejects it: {found.runtime.error}"),
+        *((("guard", found.guard.summary),) if found.guard else ()),
     ]
     table(facts)
     _title("weights")

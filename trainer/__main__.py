@@ -58,7 +58,7 @@ with quick_imports():
     from onward.trainer.run.records import ExportedModel, read_record, write_record
 
 if TYPE_CHECKING:
-    from onward.trainer.export.onnx_runner import EvaluationData
+    from onward.trainer.export.evaluation_data import EvaluationData
 
 log = logging.getLogger("onward.trainer")
 
@@ -124,7 +124,7 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     from onward.trainer.data.signature import read_training_signature
     from onward.trainer.data.storage.shards import open_shards
     from onward.trainer.data.text.byte_counts import with_bytes_of_targets
-    from onward.trainer.export.onnx_runner import EvaluationData
+    from onward.trainer.export.evaluation_data import EvaluationData
     from onward.trainer.model.losses.loss import Losses
     from onward.trainer.model.metrics.metrics import EvaluationMetrics
 

@@ -9,6 +9,7 @@ rounds, in seconds: wall time, and processor time, which does not depend on what
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import statistics
@@ -18,7 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import onnx
+
 from onward.flows.api import checked_config
+from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.rehearsal.guarded_files import guard_of_file
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import Rehearsal, read_record, write_record
 
@@ -58,7 +63,15 @@ def main() -> None:
         for word, found in samples.items():
             print(f"{word}: {median(found)}")
             if word in folders:
-                print(f"    {read_record(folders[word].rehearsal, Rehearsal).summary}")
+                record = read_record(folders[word].rehearsal, Rehearsal)
+                print(f"    {record.summary}")
+                print(f"    the guard: {record.guard.elapsed_s if record.guard else math.nan:.1f} s of it")
+        path = Path(name) / "gpt2.onnx"
+        onnx.save(
+            build_gpt2(vocab_size=50257, sequence_length=64, num_layers=12, num_heads=12, width=768, dropout=0.0), path
+        )
+        guard, said = guard_of_file(path)
+        print(f"GPT-2 12 x 768, 2 rows: {f'{guard.elapsed_s:.1f} s; {guard.summary}' if guard else said}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from onward.trainer.onnx_graph.outputs import describe_type, readable_output, wi
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, describe, find_preprocessing, preprocessing_model
 from onward.trainer.onnx_graph.stored_protos import element_type_name, stored_protos
 from onward.trainer.onnx_graph.surgery import extract_subgraph
+from onward.trainer.onnx_graph.training_norms import mark_batch_statistics
 from onward.trainer.onnx_import.converters import load_converters
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.exporter_records import read_records
@@ -33,7 +34,7 @@ from onward.trainer.onnx_import.lowering import list_operators
 from onward.trainer.onnx_import.quantized_weights import with_dequantized
 from onward.trainer.onnx_import.roles import find_roles
 from onward.trainer.onnx_import.ties import find_copies, roles_of_copies
-from onward.trainer.run.records import ExporterWarning, Record
+from onward.trainer.run.records import ExporterWarning, Guard, Record
 from onward.trainer.run.trial_records import PreprocessingTrials
 
 IN_FRONT = "onnxruntime, in front"
@@ -109,6 +110,8 @@ class Diagnosis(Record):
     operators: tuple[Operator, ...]
     unsupported: tuple[Unsupported, ...]
     warnings: tuple[ExporterWarning, ...]
+    guard: Guard | None = None
+    """How the file under another runtime agrees with the module that would be trained."""
     trials: PreprocessingTrials | None = None
     """How well the file does on data under the plausible preprocessings, if data was given."""
 
@@ -140,6 +143,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         problems += error.problems
     if model.functions:  # roles are found by the operators that read a tensor, so functions are inlined
         audit.model = inliner.inline_local_functions(audit.model)
+    audit.model = mark_batch_statistics(audit.model)
     try:
         audit.stored = with_dequantized(part.graph, stored_tensors(part.graph, path.parent))
         roles = find_roles(audit.model.graph, audit.stored, audit.records)

@@ -13,6 +13,7 @@ from onward.trainer.onnx_graph.exporter_names import is_exporter_name
 from onward.trainer.onnx_graph.index import HALF_TYPES
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_graph.stored_protos import element_type_name, stored_protos
+from onward.trainer.onnx_graph.training_norms import training_norms
 from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
 from onward.trainer.onnx_import.quantized_weights import integer_names
 from onward.trainer.run.records import ExporterWarning
@@ -217,20 +218,31 @@ def _random_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 
 def _training_mode(audit: AuditInput) -> Iterator[ExporterWarning]:
-    modes = [
-        node
-        for node in audit.nodes("BatchNormalization")
-        if any(attribute.name == "training_mode" and attribute.i for attribute in node.attribute)
-    ]
-    if modes:
+    norms = training_norms(audit.model)
+    if running := [norm for norm in norms if not norm.placeholder]:
         yield ExporterWarning(
             key="training_mode",
             what=(
-                f"{len(modes)} BatchNormalization nodes are in training mode: onnxruntime would normalise with each "
-                "batch's own statistics"
+                f"{len(running)} BatchNormalization nodes are in training mode: onnxruntime normalises with each "
+                "batch's own statistics where it runs the file as it is"
             ),
             remedy=(
-                "nothing to do: the exported file uses the trained running statistics (export.training keeps the form)"
+                "nothing to do: their statistics are running ones, which evaluation and the exported file use "
+                "(export.training keeps the form)"
+            ),
+        )
+    if own := [norm for norm in norms if norm.placeholder]:
+        yield ExporterWarning(
+            key="batch_statistics",
+            what=(
+                f"{len(own)} BatchNormalization nodes normalise by their own input, in evaluation and in the exported "
+                f"file, too, and what they store as mean and variance is not used ({own[0].result}: "
+                f"{own[0].placeholder})"
+            ),
+            remedy=(
+                "nothing to do if this is meant; if their statistics are running ones, export with module.eval(). "
+                "Where the bias has the values of the stored mean, onnxruntime 1.31 needs "
+                "disabled_optimizers=['ConstantSharing']"
             ),
         )
 

@@ -22,9 +22,10 @@ from torch import Tensor
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.signature import Signature, TensorInfo, read_signature
 from onward.trainer.errors import OnwardError
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.export import trained_part
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.run.records import Comparison, ExportedModel
 
 log = logging.getLogger(__name__)

@@ -31,6 +31,7 @@ import onnx
 import torch
 from torch import Tensor
 
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.losses_from_data import with_balanced_weights, with_class_axes
 from onward.trainer.data.signature import digest_of_files, model_digest, read_training_signature
@@ -38,8 +39,10 @@ from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.cuda_provider import check_on_cuda
+from onward.trainer.export.evaluation_data import EvaluationData
+from onward.trainer.export.given_form import GivenFile, difference_of_forms
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.export.quantize_aware import integer_kernels
 from onward.trainer.export.samples import WorstSamples
 from onward.trainer.export.verification import ROUNDED, Expected, changed_tensors, verify
@@ -49,8 +52,8 @@ from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_graph.quantizing import store_integers
 from onward.trainer.onnx_graph.row_layout import rows_first
 from onward.trainer.onnx_graph.stored_protos import stored_protos
-from onward.trainer.onnx_graph.strip_training import strip_training
-from onward.trainer.onnx_graph.surgery import extract_subgraph
+from onward.trainer.onnx_graph.strip_training import TrainingForm, strip_training, training_form
+from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
 from onward.trainer.onnx_import.write_back import write_model
 from onward.trainer.run.directory import (
@@ -101,6 +104,9 @@ def export(
     # the tensors between which is trained must keep their names, so that this part can be cut out of the result
     if not config.export.strip_training:
         kept = tuple(all_names(original.graph))
+    form, given = training_form(original, source.parent), onnx.ModelProto()
+    if form:
+        given.CopyFrom(original)
     removed = strip_training(original, keep=kept, base=source.parent)
     log.info("step %d; removed from the graph: %s", checkpoint.step, dict(removed) or "nothing")
     if config.quantize.aware:
@@ -111,20 +117,24 @@ def export(
         merged = merged_module(trainable)
         path, *beside = write_model(merged, original, source, staging / source.name)
         written = ModelFile.read(path)
+        compared = _rounded_as_stored(trainable.module, merged, original)
         expected = Expected(
             ModelFile(source, original),
             {name: tensor.detach() for name, tensor in stored_weights(merged).items()},
-            _rounded_as_stored(trainable.module, merged, original).eval(),
+            compared.eval(),
             config.model,
         )
         runner = verify(written, expected, data=data, config=config.export)
+        as_given = 0.0
+        if form and not config.quantize.aware:
+            as_given = _compare_as_given(given, form, merged, compared, staging / "given", config, data)
         cuda = check_on_cuda(runner, batches=config.export.parity_batches, tolerance=config.export.tolerance)
         examined = data.rows if examines else None
         samples = None if examined is None else WorstSamples(data.new_metrics(runner.outputs).losses, examined)
         after, fp32, kernels = runner.evaluate(samples), dict[str, float](), dict[str, int]()
         if config.quantize.aware:
-            given = read_config_as_given(run).model.path
-            fp32 = OnnxRunner(ModelFile.read(given), data).evaluate() if given.is_file() else {}
+            floats = read_config_as_given(run).model.path
+            fp32 = OnnxRunner(ModelFile.read(floats), data).evaluate() if floats.is_file() else {}
             kernels = integer_kernels(path)
         tested = OnnxRunner(written, test).evaluate() if test else {}
         changed = len(changed_tensors(written, expected.original, expected.weights))
@@ -137,6 +147,7 @@ def export(
         beside=tuple(files[:-1]),
         step=checkpoint.step,
         parity=runner.parity,
+        as_given=as_given,
         neighbours=runner.neighbours,
         before=before,
         after=after,
@@ -152,6 +163,39 @@ def export(
     if examines:
         examine(source, exported, samples, folder)
     return exported
+
+
+def _compare_as_given(
+    given: onnx.ModelProto,
+    form: TrainingForm,
+    merged: ImportedGraph,
+    module: ImportedGraph,
+    folder: Path,
+    config: RunConfig,
+    data: EvaluationData,
+) -> float:
+    """Compare the graph in the form in which it was given, with the trained weights, with the trained module.
+
+    Returns how far its training form is off its inference form. Raises ExportRefused (given_form.py).
+    """
+
+    def written(norms: bool | None) -> ModelFile | onnx.ModelProto:
+        graph, place = onnx.ModelProto(), folder / str(norms)
+        graph.CopyFrom(given)
+        if norms is not None:
+            kept = tuple(filter(None, (*begin_at_numbers(graph, config.model).start, *config.model.outputs)))
+            strip_training(graph, keep=kept, base=config.model.path.parent, norms=norms)
+        place.mkdir(parents=True, exist_ok=True)
+        written_to, *_ = write_model(merged, graph, config.model.path, place / config.model.path.name)
+        file = ModelFile.read(written_to)
+        if not trains_subgraph(graph, config.model):
+            return file
+        (place / "part").mkdir()
+        return trained_part(file.proto, written_to, place / "part", config.model)
+
+    as_given = written(None)
+    file = GivenFile(as_given, form, written(False) if form.draws else as_given)
+    return difference_of_forms(file, module, data, tolerance=config.export.tolerance)
 
 
 def examine(source: Path, exported: ExportedModel, samples: WorstSamples | None, folder: Path) -> None:

@@ -4,6 +4,7 @@ Files run under onnxruntime's CPU provider. Where it cannot run a file, the firs
 `OnnxRunner.runtime` says which:
 
     onnxruntime, on a copy with an older IR version         the file is newer than onnxruntime
+    onnxruntime, without its optimiser ConstantSharing      a BatchNormalization stays in training form (open_session)
     onnxruntime, on an fp32 copy                            half precision: the module computes in fp32, and
                                                             onnxruntime's CPU provider has no bfloat16
     onnxruntime, row by row                                 it takes one row only, such as RotaryEmbedding with the
@@ -17,11 +18,10 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx
@@ -29,13 +29,11 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.batches.batches import Batch
-from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.reading.npz_files import npz_content
-from onward.trainer.data.storage.shards import Shards
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.differences import output_difference
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.fixed_noise import NoiseSessions, recorded_noise
 from onward.trainer.export.model_file import ModelFile, fp32_copy, full_copy, in_half_precision
 from onward.trainer.export.neighbours import Neighbours
@@ -47,29 +45,13 @@ from onward.trainer.onnx_graph.onnxruntime_session import Device, open_session
 from onward.trainer.onnx_graph.quantizing import output_steps
 from onward.trainer.onnx_graph.row_layout import RowLayout, read_layout
 from onward.trainer.onnx_graph.stochastic_depth import draws_noise
+from onward.trainer.onnx_graph.training_norms import training_norms
 
 log = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Compute = Callable[[Mapping[str, Array]], list[Array]]
 """Input name -> array, to the outputs in order."""
-
-
-@dataclass(frozen=True)
-class EvaluationData:
-    """The data and metrics that files are evaluated with: a split, "evaluation" or "test"."""
-
-    batches: Callable[[], Iterable[Batch]]
-    """Each call iterates over all evaluation data from its beginning, on the CPU."""
-    new_metrics: Callable[[Sequence[str]], EvaluationMetrics]
-    """Names of the graph's outputs in order -> metrics without any batch."""
-    file_rows: FileRows | None = None
-    """For a file that begins with pre-processing: the same rows as the file takes them, strings included."""
-    split: Literal["evaluation", "test"] = "evaluation"
-    rows: Shards | None = None
-    """The rows of the split as the ranks have read them."""
-    model: ModelConfig | None = None
-    """The settings that say where the rows of an input are, and which inputs have a value of their own; None = none."""
 
 
 class OnnxRunner:
@@ -110,6 +92,9 @@ class OnnxRunner:
         self._noise: dict[str, Array] = {}
         """What the random nodes of the module drew, while both are compared."""
         self._noise_sessions = NoiseSessions(model)
+        self._share_constants = not training_norms(structure)
+        if not self._share_constants:
+            self.runtime += ", without its optimiser ConstantSharing"
         # one session for all batches: opening one loads and optimises the graph
         self._compute = self._open(model)
         self._max_rows = self._fixed_batch_size
@@ -122,8 +107,8 @@ class OnnxRunner:
 
     # -- what it measures
 
-    def compare(self, module: nn.Module, *, batches: int, tolerance: float) -> list[str]:
-        """Compare with a module over a few batches and over one row; return a sentence for each output that differs.
+    def compare(self, module: nn.Module, *, batches: int, tolerance: float, alone: bool = True) -> list[str]:
+        """Compare with a module over a few batches, and over one row if `alone`; return a sentence for each difference.
 
         An output differs if its greatest difference, relative to its greatest value, is above `tolerance`. The
         greatest over all outputs becomes `parity`. `module` takes the inputs and returns the outputs in order.
@@ -132,7 +117,7 @@ class OnnxRunner:
         """
         worst = dict.fromkeys(self.outputs, (0.0, ""))
         apart = {name: Neighbours(self._steps.get(name, 0.0), tolerance) for name in self.outputs if self._rounds}
-        for where, inputs, run in self._samples(batches):
+        for where, inputs, run in self._samples(batches, alone=alone):
             with torch.no_grad(), recorded_noise(module) as self._noise:
                 results = module(*self._as_trained(inputs))
             expected = [results] if len(self.outputs) == 1 else results
@@ -298,7 +283,7 @@ class OnnxRunner:
         opened = model.path if isinstance(model, ModelFile) else model
         onnxruntime.set_seed(0)  # of the nodes that draw: each evaluation draws the same numbers
         try:
-            return open_session(opened, device=self._device)
+            return open_session(opened, device=self._device, share_constants=self._share_constants)
         except Exception as error:
             newest = re.search(r"max supported IR version: (\d+)", str(error))
             # only the text of the error has the number that this onnxruntime supports
@@ -307,7 +292,7 @@ class OnnxRunner:
             copy = full_copy(model)
             copy.ir_version = int(newest[1])
             self.runtime += f", on a copy of IR version {copy.ir_version}"
-            return open_session(copy, device=self._device)
+            return open_session(copy, device=self._device, share_constants=self._share_constants)
 
     def _fallbacks(self, rows: int) -> Iterator[tuple[Compute, int, str]]:
         """Yield (what computes, rows of one call, its name) for a batch that the runtime so far fails on."""
@@ -336,12 +321,14 @@ class OnnxRunner:
 
     # -- rows and types
 
-    def _samples(self, batches: int) -> Iterator[tuple[str, Sequence[Tensor], Callable[..., list[Array]]]]:
+    def _samples(
+        self, batches: int, *, alone: bool = True
+    ) -> Iterator[tuple[str, Sequence[Tensor], Callable[..., list[Array]]]]:
         """Yield (where the rows come from, inputs, what runs them) for `compare`."""
         number = 0
         for number, batch in enumerate(islice(self._data.batches(), batches), start=1):
             inputs = self._inputs_of(batch)
-            if number == 1:
+            if number == 1 and alone:
                 yield "row 1 alone", self._filled([tensor[:1] for tensor in inputs]), self.run
             for start, stop in self._slices(batch.size):
                 rows = f"({batch.size} rows)" if not self._fixed_batch_size else f"(rows {start + 1} to {stop})"

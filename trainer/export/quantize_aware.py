@@ -26,8 +26,9 @@ from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.losses_from_data import with_balanced_weights
 from onward.trainer.data.signature import model_digest, read_training_signature
 from onward.trainer.errors import ConfigError
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.export.variants import Calibration, prepared
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.onnxruntime_session import open_session

@@ -30,10 +30,11 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.cuda_provider import has_cuda, measure_on_cuda
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.half_precision import in_half_precision, refuse_overflow
 from onward.trainer.export.latency import latency_on_evaluation
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import Array, EvaluationData, OnnxRunner
+from onward.trainer.export.onnx_runner import Array, OnnxRunner
 from onward.trainer.export.without_loss import write_without_loss
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.onnxruntime_session import open_session

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.errors import ExportRefused
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.fixed_noise import noise_inside_bodies
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.external_ranges import is_external
 from onward.trainer.onnx_graph.index import locations

@@ -23,12 +23,15 @@ def open_session(
     save: Path | None = None,
     device: Device = "cpu",
     base: Path | None = None,
+    share_constants: bool = True,
 ) -> onnxruntime.InferenceSession:
     """Open a session of onnxruntime. Its errors, which have no common base class, are raised only.
 
     A model that is not opened from its file is guarded against divisions that would end the process.
     base: the directory of the external data of a model that is not opened from its file. save: also write the graph
-    that the session runs there, optimised for any machine. Raises RuntimeError if onnxruntime cannot use the device.
+    that the session runs there, optimised for any machine. share_constants: let it keep one of several equal constants.
+    False for BatchNormalization in training form: onnxruntime 1.31 writes the new mean over the stored one, which may
+    then be the bias as well, before it adds the bias. Raises RuntimeError if onnxruntime cannot use the device.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what is raised is not printed as well
@@ -40,7 +43,12 @@ def open_session(
     if base:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(base))
     content = str(model) if isinstance(model, Path) else guard_integer_divisions(model).SerializeToString()
-    session = onnxruntime.InferenceSession(content, options, providers=[(PROVIDERS[device], OPTIONS[device])])
+    session = onnxruntime.InferenceSession(
+        content,
+        options,
+        providers=[(PROVIDERS[device], OPTIONS[device])],
+        disabled_optimizers=[] if share_constants else ["ConstantSharing"],
+    )
     # where a library of CUDA is missing, onnxruntime prints that and goes on with the CPU
     if (found := session.get_providers()[0]) != PROVIDERS[device]:
         raise RuntimeError(f"onnxruntime has {PROVIDERS[device]} but cannot use it; it chose {found}")

@@ -49,6 +49,7 @@ from onward.trainer.onnx_graph.outputs import with_numeric_outputs
 from onward.trainer.onnx_graph.shape_inference import infer_probes
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, mark_branches
 from onward.trainer.onnx_graph.stored_protos import load_small_tensors
+from onward.trainer.onnx_graph.training_norms import mark_batch_statistics
 from onward.trainer.onnx_import.exporter_records import read_records
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
 from onward.trainer.onnx_import.lowering import GraphLowering, local_functions, unknown_operators
@@ -165,6 +166,7 @@ def to_module(
     model = load_small_tensors(with_operands(model), base)
     if model.functions:
         model = inliner.inline_local_functions(model)
+    model = mark_batch_statistics(model)
     found = roles_of_quantized(promote_to_trained(find_roles(model.graph, floats, records), floats, train), quantized)
     trained = {name: weight for name, weight in quantized.items() if found[name].kind == "trained"}
     quantizers = tuple(each for each in quantizers if each.follows({n for n in found if found[n].kind == "trained"}))

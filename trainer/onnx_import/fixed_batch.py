@@ -30,6 +30,7 @@ from onward.trainer.onnx_graph.index import HALF_TYPES, locations
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_graph.training_norms import training_norms
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.trial_sizes import declared_batch, trial_sizes
 
@@ -104,7 +105,7 @@ def _file(model: onnx.ModelProto, base: Path | None, train: Sequence[str]) -> Co
     strip_training(inference, keep=[value.name for value in model.graph.output], base=base)
     if not locations(model) and not any(proto.data_type in HALF_TYPES for _, proto in stored_protos(model.graph)):
         try:
-            session = open_session(inference)
+            session = open_session(inference, share_constants=not training_norms(inference))
         except Exception:  # onnxruntime's errors have no common base class
             pass
         else:
@@ -139,7 +140,7 @@ def _trial(model: onnx.ModelProto, declared: int, compute: Compute) -> _Trial | 
     if single := [value.name for value in inputs if not value.type.tensor_type.shape.dim]:
         return f"input {single[0]!r} has no rows, so that nothing is proved"
     problem = "no rows can be made up for its inputs, so that nothing is proved"
-    for inputs in _made_up(model, max(declared, 2) + 2):
+    for inputs in made_up_rows(model, max(declared, 2) + 2):
         try:
             trial = _Trial(declared, inputs, compute)
         except Exception as error:  # those of onnxruntime and of torch have no common base class
@@ -155,7 +156,7 @@ MOST_MADE_UP = 2**28
 """Numbers that are made up at a time, 1 GiB: nothing is proved of a file whose inputs have more."""
 
 
-def _made_up(model: onnx.ModelProto, rows: int) -> Iterator[list[Tensor]]:
+def made_up_rows(model: onnx.ModelProto, rows: int) -> Iterator[list[Tensor]]:
     """Yield inputs of this many rows, in the sizes that the importer tries: normal floats, and integers that are ids.
 
     Integers are below the number of rows of the table that they index; some models take none but 0 and 1, or none but 1

@@ -30,6 +30,7 @@ import torch
 
 from onward.trainer.onnx_graph.element_types import DTYPES
 from onward.trainer.onnx_graph.index import FLOAT_TYPES, subgraphs
+from onward.trainer.onnx_graph.training_norms import BATCH_STATISTICS, BY_ROW
 from onward.trainer.onnx_import.role_tables import (
     COMPARISONS,
     DIFFERENTIABLE_OPERANDS,
@@ -48,6 +49,7 @@ from onward.trainer.onnx_import.tensor_contents import MASKED_BELOW
 Origin = Literal["stored", "integers", "data"]
 
 COMPUTED_STATISTIC = "a statistic of a BatchNormalization behind arithmetic: it normalises, but is never updated"
+PLACEHOLDER_STATISTIC = "not a running statistic: its BatchNormalization always normalises by its own input"
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class GraphFlow:
     states: set[str] = field(default_factory=set)
     quantized: set[str] = field(default_factory=set)
     conv_biases: set[str] = field(default_factory=set)
+    by_row: set[str] = field(default_factory=set)
+    """Scales and biases with a number for each place in the batch."""
     masks: set[str] = field(default_factory=set)
     exponents: set[str] = field(default_factory=set)
     normalises: set[str] = field(default_factory=set)
@@ -229,7 +233,11 @@ class GraphFlow:
         if node.op_type == "BatchNormalization":
             # behind arithmetic there is no tensor that an update could be written to, and updating one of the two
             # without the other would make them statistics of different data
-            if all(flow.alias for flow in operands[3:5]):
+            if mark := next((each.i for each in node.attribute if each.name == BATCH_STATISTICS), 0):
+                self._freeze((name for flow in operands[3:5] for name in flow.carried), PLACEHOLDER_STATISTIC)
+                if mark == BY_ROW:
+                    self.by_row.update(*(flow.carried for flow in operands[1:3]))
+            elif all(flow.alias for flow in operands[3:5]):
                 self.statistics.update(flow.alias for flow in operands[3:5])
                 own = operands[1].carried | operands[2].carried
                 self.norm_weights.update({flow.alias: own for flow in operands[3:5]})

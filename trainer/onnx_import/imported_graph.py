@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -117,3 +118,15 @@ def stored_weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
     states = {each.state for each in module.quantizers}
     kept = {name: tensor for name, tensor in own.items() if name not in states}
     return kept | final_scales(module.quantizers, own)
+
+
+@contextmanager
+def statistics_kept(module: ImportedGraph) -> Iterator[None]:
+    """Restore the running statistics, which a forward pass in training mode updates, at the end of a block."""
+    before = [(buffer, buffer.clone()) for path, buffer in module.named_buffers() if path in module.onnx_names]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.index import domain_of, nodes_inside, opsets_of, subgraphs
 from onward.trainer.onnx_graph.shape_inference import Probes
+from onward.trainer.onnx_graph.training_norms import BATCH_STATISTICS
 from onward.trainer.onnx_import import converters
 from onward.trainer.onnx_import.converters import onnx2torch_converter, user_converter
 from onward.trainer.onnx_import.eager import EagerTracer
@@ -219,7 +220,7 @@ class GraphLowering:
             known = defs.get_schema(node.op_type, opset, domain_of(node)).attributes
         except defs.SchemaError:
             return
-        if unread := sorted({attribute.name for attribute in node.attribute} - set(known)):
+        if unread := sorted({attribute.name for attribute in node.attribute} - {*known, BATCH_STATISTICS}):
             raise UnsupportedNode(f"attribute {', '.join(unread)} is not implemented")
 
     def _runtime_node(

@@ -117,6 +117,10 @@ class _Evidence:
         if tensor.dtype not in TRAINED_TYPES:
             why = f"stored in {8 * tensor.element_size()} bits, too coarse to train"
             return Role("frozen", why, written=True)
+        if name in self.flow.by_row:
+            return Role(
+                "frozen", "one number for each place in the batch, which would make results depend on the place"
+            )
         if recorded == "parameter" and (operator := self._operator(name)):
             return Role("trained", f"weight of {operator}", operator, written=True)
         if recorded == "buffer":

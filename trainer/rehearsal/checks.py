@@ -27,7 +27,7 @@ from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, ExportRefused, Refused
-from onward.trainer.export.onnx_runner import EvaluationData
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
@@ -39,6 +39,7 @@ from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.rehearsal.compile_trial import decide, not_compiled
 from onward.trainer.rehearsal.findings import Findings
+from onward.trainer.rehearsal.guarded_files import ROWS, guard_run
 from onward.trainer.rehearsal.needs import least_needs
 from onward.trainer.rehearsal.parity import NotCompared, compare_untrained
 from onward.trainer.rehearsal.precision_trial import time_precisions
@@ -117,6 +118,7 @@ def checks(
     # a graph of fixed batch is compared on batches of that size
     number = config.micro_batch_size if use.kind != "any" else min(config.evaluation_batch_size, PARITY_ROWS)
     compared = batch(number)
+    guarded = number if use.kind != "any" else min(number, ROWS)
     file_rows = FileRows(rows, config, signature) if signature.computed else None
 
     def metrics(output_names: Sequence[str]) -> EvaluationMetrics:
@@ -147,6 +149,7 @@ def checks(
         *(counts if any(loss.count for loss in config.losses) else ()),
         *(sums if any(loss.name == "file" for loss in config.losses) else ()),
         ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
+        ("the guard", lambda: guard_run(config, trainable, graph, lambda: batch(guarded), findings)),
         # the last one, since it changes the graph
         *(compiled if config.graph.compile == "auto" else ()),
     ]
@@ -366,7 +369,9 @@ def _check_sums(graph: RehearsedGraph, batch: Batch, findings: Findings) -> None
 def _compare(config: RunConfig, trainable: TrainableModel, data: EvaluationData, findings: Findings) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="onward-rehearsal-") as folder:
-            findings.parity, findings.judged_by = compare_untrained(trainable, config, data, Path(folder))
+            compared = compare_untrained(trainable, config, data, Path(folder))
+        findings.parity, findings.judged_by, said = compared
+        findings.warnings += said
     except NotCompared as why:
         findings.not_rehearsed.append(f"the comparison with onnxruntime: {why}")
     except ExportRefused as error:

@@ -11,7 +11,7 @@ from typing import Literal
 from onward.trainer.config.sections.model import FixedBatch
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.rehearsal.sizes import Size
-from onward.trainer.run.records import CompileTrial, ExporterWarning, Needs, Rehearsal, RehearsedBatch
+from onward.trainer.run.records import CompileTrial, ExporterWarning, Guard, Needs, Rehearsal, RehearsedBatch
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Findings:
     """What was chosen for `graph.compile`."""
     not_rehearsed: list[str] = field(default_factory=list)
     needs: Needs | None = None
+    guard: Guard | None = None
     pending: list[str] = field(default_factory=lambda: ["everything"])
     """What has not ended yet."""
 
@@ -62,6 +63,7 @@ class Findings:
             compile=self.compile,
             not_rehearsed=tuple(self.not_rehearsed),
             needs=self.needs,
+            guard=self.guard,
             elapsed_s=elapsed_s,
         )
 

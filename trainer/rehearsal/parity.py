@@ -1,6 +1,7 @@
 """Compare the untrained file under onnxruntime with the imported module, on the first rows of the data.
 
-A file that is imported wrongly is then found before it is trained; after training, export makes the same comparison.
+The file is the user's own, as it is: a node that is imported or rewritten wrongly is found before it is trained. After
+training, export makes the same comparisons.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import onnx
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ExportRefused
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.export import trained_part
 from onward.trainer.export.fixed_noise import noise_inside_bodies
+from onward.trainer.export.given_form import GivenFile, difference_of_forms, warning_of_forms
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
-from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_graph.strip_training import strip_training, training_form
 from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
+from onward.trainer.run.records import ExporterWarning
 
 COPIED_BYTES = 1 << 30
 """A changed graph is not compared if more external data than this would have to be copied beside it."""
@@ -31,29 +35,67 @@ class NotCompared(Exception):
 
 def compare_untrained(
     trainable: TrainableModel, config: RunConfig, data: EvaluationData, folder: Path
-) -> tuple[float, str]:
-    """Return (greatest relative difference, the runtime) over the first row and over the first batch of the data.
+) -> tuple[float, str, tuple[ExporterWarning, ...]]:
+    """Compare over the first row and over the first batch of the data; the graph is the user's, as it is.
 
-    Changes `trainable.model` to its inference form. folder: for temporary files. Raises ExportRefused when they differ
-    by more than `export.tolerance` or no runtime can run the file, and NotCompared.
+    Return the greatest relative difference, the runtime, and what is said where the file is in training form: then its
+    inference form is what is compared, and its training form with the module in training mode. folder: for temporary
+    files. Raises ExportRefused when they differ by more than `export.tolerance` or no runtime can run the file, and
+    NotCompared.
     """
-    file = _inference_form(trainable, config, folder)
-    runner = OnnxRunner(file, data)
+    form = training_form(trainable.model, trainable.base)
+    compared = (
+        _inference_form(trainable, config, folder / "inference") if form else _as_given(trainable, config, folder)
+    )
+    runner = OnnxRunner(compared, data)
     trainable.module.eval()
     problems = runner.compare(trainable.module, batches=1, tolerance=config.export.tolerance)
     if problems:
-        raise ExportRefused([*problems, *noise_inside_bodies(file.proto if isinstance(file, ModelFile) else file)])
-    return runner.parity, runner.runtime
+        file = compared.proto if isinstance(compared, ModelFile) else compared
+        raise ExportRefused([*problems, *noise_inside_bodies(file)])
+    if not form:
+        return runner.parity, runner.runtime, ()
+    without_draws = _inference_form(trainable, config, folder / "norms", norms=False) if form.draws else None
+    given = _as_given(trainable, config, folder)
+    file = GivenFile(given, form, without_draws or given)
+    apart = difference_of_forms(file, trainable.module, data, tolerance=config.export.tolerance)
+    said = (warning_of_forms(form, apart, runner.runtime),) if not apart <= config.export.tolerance else ()
+    return runner.parity, runner.runtime, said
 
 
-def _inference_form(trainable: TrainableModel, config: RunConfig, folder: Path) -> ModelFile | onnx.ModelProto:
-    """Return the trained part of the graph as inference computes it: the file itself where nothing is changed."""
+def part_in_inference_form(trainable: TrainableModel, config: RunConfig, folder: Path) -> ModelFile | onnx.ModelProto:
+    """Return what the module computes, as a file: the graph behind pre-processing. Raises NotCompared."""
+    settings = begin_at_numbers(trainable.model, config.model)
+    numbers = config.model_copy(update={"model": settings})
+    if training_form(trainable.model, trainable.base):
+        return _inference_form(trainable, numbers, folder)
+    return _as_given(trainable, numbers, folder)
+
+
+def _as_given(trainable: TrainableModel, config: RunConfig, folder: Path) -> ModelFile | onnx.ModelProto:
+    """Return the trained part of the graph, in which nothing is changed but what [model] asks for."""
     model, settings = trainable.model, config.model
-    kept = tuple(filter(None, (*begin_at_numbers(model, settings).start, *settings.outputs)))
-    removed = strip_training(model, keep=kept, base=trainable.base)
-    if not (removed or settings.num_classes or settings.untie or trains_subgraph(model, settings)):
+    if not (settings.num_classes or settings.untie or trains_subgraph(model, settings)):
         return ModelFile(settings.path, model)
-    copied = sum((trainable.base / name).stat().st_size for name in locations(extract_subgraph(model, settings)))
+    return _part(model, trainable, config, folder)
+
+
+def _inference_form(
+    trainable: TrainableModel, config: RunConfig, folder: Path, *, norms: bool = True
+) -> ModelFile | onnx.ModelProto:
+    """Return the trained part of the graph as inference computes it; norms: BatchNormalization, too."""
+    model, settings = onnx.ModelProto(), config.model
+    model.CopyFrom(trainable.model)
+    kept = tuple(filter(None, (*begin_at_numbers(model, settings).start, *settings.outputs)))
+    strip_training(model, keep=kept, base=trainable.base, norms=norms)
+    return _part(model, trainable, config, folder)
+
+
+def _part(
+    model: onnx.ModelProto, trainable: TrainableModel, config: RunConfig, folder: Path
+) -> ModelFile | onnx.ModelProto:
+    copied = sum((trainable.base / name).stat().st_size for name in locations(extract_subgraph(model, config.model)))
     if copied > COPIED_BYTES:
         raise NotCompared(f"{copied / 2**30:.3g} GiB of external data would have to be copied for it")
-    return trained_part(model, settings.path, folder, settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    return trained_part(model, config.model.path, folder, config.model)

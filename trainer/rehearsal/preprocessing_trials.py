@@ -32,9 +32,10 @@ from onward.trainer.data.permutation import permutation
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.inferred_schema import infer_schema
 from onward.trainer.errors import ConfigError, Refused
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.export import trained_part
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.model.fixed_batch import use_of_part
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.metrics import EvaluationMetrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from onward.trainer.data.batches.batches import Batch
 from onward.trainer.errors import ConfigError, OnwardError, Refused
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
-from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, statistics_kept
 from onward.trainer.rehearsal.failing_node import failing_node
 from onward.trainer.rehearsal.sizes import Kind
 from onward.trainer.run.records import RehearsedBatch
@@ -42,23 +42,27 @@ class RehearsedGraph:
         started_at = time.monotonic()
         self.module.train(kind == "training")
         self.module.zero_grad(set_to_none=True)
-        with torch.set_grad_enabled(kind != "evaluation"), _statistics_kept(self.module):
+        with torch.set_grad_enabled(kind != "evaluation"), statistics_kept(self.module):
             with self.autocast():
                 outputs = (call or self.module)(*batch.inputs)
             outputs = batch.own_rows((outputs,) if isinstance(outputs, Tensor) else outputs)
             self.losses.check_labels(batch, outputs)
-            sums = [self._sum(place, loss, outputs, batch) for place, loss in enumerate(self.losses.each)]
-            soft = zip(self.losses.soft, batch.labels[len(sums) :], strict=True)
-            sums += [loss(outputs, counted, batch.size) for loss, counted in soft]
-            loss = self.losses.weighted(
-                [value / (count or 1) for value, count in zip(sums, batch.num_targets, strict=True)]
-            )
+            loss = self.loss_of(outputs, batch)
             if kind == "evaluation" and self.metrics:
                 self._measure(outputs, batch)
             if loss.requires_grad:  # not in evaluation, and not if it depends on no weight
                 loss.backward()  # type: ignore[no-untyped-call]
         mean = float(loss.detach()) if any(batch.num_targets) else math.nan
         return RehearsedBatch(what=kind, rows=batch.size, loss=mean, elapsed_s=time.monotonic() - started_at)
+
+    def loss_of(self, outputs: Sequence[Tensor], batch: Batch) -> Tensor:
+        """Return the loss per target for the outputs of the batch's own rows."""
+        sums = [self._sum(place, loss, outputs, batch) for place, loss in enumerate(self.losses.each)]
+        soft = zip(self.losses.soft, batch.labels[len(sums) :], strict=True)
+        sums += [loss(outputs, counted, batch.size) for loss, counted in soft]
+        return self.losses.weighted(
+            [value / (count or 1) for value, count in zip(sums, batch.num_targets, strict=True)]
+        )
 
     @torch.no_grad()
     def outputs(self, batch: Batch) -> Sequence[Tensor]:
@@ -128,15 +132,3 @@ class RehearsedGraph:
         # the first line: torch appends the C++ stack and general advice
         text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         return f"{type(error).__name__}: {text}" + (f" (at the node that computes {where!r})" if where else "")
-
-
-@contextlib.contextmanager
-def _statistics_kept(module: ImportedGraph) -> Iterator[None]:
-    """Restore the running statistics, which a forward pass in training mode updates, at the end of a block."""
-    before = [(buffer, buffer.clone()) for path, buffer in module.named_buffers() if path in module.onnx_names]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)

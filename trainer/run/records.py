@@ -7,19 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.config.sections.model import FixedBatch
 from onward.trainer.errors import RecordError
 from onward.trainer.run.durable_files import write_durably
+from onward.trainer.run.record_base import Record as Record
+from onward.trainer.run.rehearsal_parts import Guard as Guard
+from onward.trainer.run.rehearsal_parts import Needs as Needs
 from onward.trainer.run.validation import first_problem
-
-
-class Record(BaseModel):
-    """The base of all records: frozen, no unknown keys, JSON on disk."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
 
 class RunIdentity(Record):
@@ -259,6 +256,9 @@ class ExportedModel(Record):
     """Nodes that only training needs and that were removed: kind -> number."""
     judged_by: str = "onnxruntime"
     """The runtime that evaluated the file."""
+    as_given: float = 0.0
+    """How far the graph as it came in, with the trained weights, is off this inference form, of the output's largest
+    value; 0 if it came in in inference form."""
     cuda: CudaCheck | None = None
     """The same file on a GPU; None where onnxruntime has no CUDA provider."""
     beside: tuple[Path, ...] = ()
@@ -303,18 +303,6 @@ class RehearsedBatch(Record):
     elapsed_s: float
 
 
-class Needs(Record):
-    """Least numbers of bytes that a run needs (trainer/rehearsal/needs.py)."""
-
-    rank_bytes: int
-    """Weights, gradients and optimizer state of one rank."""
-    activation_bytes: int = 0
-    """What a micro-batch keeps for its backward pass, measured on one row; 0 = not measured."""
-    checkpoint_bytes: int
-    model_bytes: int
-    """The ONNX file with its external data."""
-
-
 class CompileTrial(Record):
     """What was chosen for `graph.compile` "auto", and why; the times are 0 if nothing was compiled."""
 
@@ -357,6 +345,8 @@ class Rehearsal(Record):
     """What was left out, and why."""
     needs: Needs | None = None
     """None if the graph was not opened."""
+    guard: Guard | None = None
+    """None if the file was not compared with the module that is trained (`not_rehearsed` says why)."""
     elapsed_s: float = 0.0
     """Wall time of the process, with starting it and opening the model."""
 
@@ -373,6 +363,8 @@ class Rehearsal(Record):
         parts = [f"micro-batches of {', '.join(sizes)}", f"{with_gradient} of {self.trained} weights with a gradient"]
         if not math.isnan(self.parity):
             parts.append(f"{self.judged_by} differs by {self.parity:.2g}")
+        if self.guard:
+            parts.append(self.guard.summary)
         if self.compute:
             parts.append(f"precision.compute 'auto' is {self.compute}")
         if self.compile:

@@ -25,9 +25,9 @@ from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import CheckpointError, ExportRefused
 from onward.trainer.export import export
 from onward.trainer.export.differences import relative_difference
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.export import Checkpoint
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import EvaluationData
 from onward.trainer.export.verification import Expected, verify
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.builder import GraphWriter

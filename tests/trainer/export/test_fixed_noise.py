@@ -11,9 +11,10 @@ import torch
 from onnx import TensorProto, helper
 
 from onward.trainer.export import cuda_provider
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.fixed_noise import NoiseSessions, noise_inside_bodies, recorded_noise
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 

@@ -16,9 +16,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export import cuda_provider, variants
 from onward.trainer.export.cuda_provider import check_on_cuda
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.half_precision import in_half_precision
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.export.variants import make_variant
 from onward.trainer.onnx_graph import onnxruntime_session
 from onward.trainer.onnx_graph.builder import GraphWriter

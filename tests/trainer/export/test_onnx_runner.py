@@ -15,8 +15,9 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from onward.trainer.errors import ExportRefused
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.model_file import ModelFile, fp32_copy, in_half_precision
-from onward.trainer.export.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_import import converters
 from onward.trainer.onnx_import.driver import to_module

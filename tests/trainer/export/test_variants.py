@@ -17,8 +17,8 @@ from torch import Tensor
 
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.export import variants
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import EvaluationData
 from onward.trainer.export.variants import make_variant, too_much
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.builder import GraphWriter

@@ -17,8 +17,8 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import ExportRefused
+from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import EvaluationData
 from onward.trainer.export.verification import Expected, verify
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_graph.strip_training import strip_training

@@ -36,6 +36,11 @@ MAX_NAMED_ROWS = 5
 """Rows that a message names."""
 
 
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """Return a tensor in fp32; one in float64, which the rehearsal has of the file itself, as it is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 class Losses:
     """All losses of a run over the outputs of one micro-batch: those of `RunConfig.losses`, then the soft ones.
 
@@ -144,7 +149,7 @@ class Loss:
                 rows = as_rows(own, self.axis(outputs, labels))
                 return self._cross_entropy(rows, labels, self.ignore_index)
         several = len(self.indices) > 1
-        read = [outputs[place].float() for place in self.indices] if several else [self.output(outputs)]
+        read = [at_least_fp32(outputs[place]) for place in self.indices] if several else [self.output(outputs)]
         axis = -1
         if labels is not None and self.name in ("cross_entropy", "dice"):
             axis = self.axis(outputs, labels)
@@ -245,8 +250,8 @@ class Loss:
         )
 
     def output(self, outputs: Tensor | Sequence[Tensor]) -> Tensor:
-        """Return the output that the loss reads, in fp32; if its classes are sharded, all of it without gradient."""
-        output = self._own(outputs).float()
+        """Return the output that the loss reads, at least in fp32; if its classes are sharded, all without gradient."""
+        output = at_least_fp32(self._own(outputs))
         return self.classes.gathered(output) if self.classes else output
 
     def predicted(self, outputs: Tensor | Sequence[Tensor], labels: Tensor) -> Tensor:

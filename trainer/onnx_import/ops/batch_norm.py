@@ -5,6 +5,8 @@
                                                           the stored ones are updated
     computed           results of other nodes             the computed ones, with gradients    the computed ones
     computed           and the file says training_mode    BatchStatistics: those of the batch  the computed ones
+    placeholders       not running statistics, as         BatchStatistics: those of the input  those of the input
+                       training_norms.py decides
 
 Keras's LayerNormalization is exported as the second kind: ReduceMean and a variance feed a BatchNormalization. Stored
 statistics behind arithmetic, such as a variance to which a number is added, are of this kind too: there is no tensor
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from onward.trainer.onnx_graph.training_norms import BATCH_STATISTICS
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.values import Value
 
@@ -56,16 +59,21 @@ class BatchNorm(nn.Module):
 class BatchStatistics(nn.Module):
     """Return mean and variance of the batch in training, and the given ones in evaluation.
 
-    The third and fourth result are the running statistics after this batch, as ONNX defines them.
+    always: return those of the batch in evaluation, too. The third and fourth result are the running statistics after
+    this batch, as ONNX defines them.
     """
 
-    def __init__(self, momentum: float) -> None:
+    def __init__(self, momentum: float, *, always: bool = False) -> None:
         super().__init__()
         self.momentum = momentum
+        self.always = always
 
     def forward(self, x: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x: [batch, channels, ...]; the others: [channels]."""
-        if not self.training or x.numel() <= x.shape[1]:  # as in BatchNorm
+        learns = self.training
+        if learns and x.numel() <= x.shape[1]:  # as in BatchNorm
+            learns = False
+        if not (learns or self.always):
             return mean, variance, mean, variance
         dims = [dim for dim in range(x.ndim) if dim != 1]
         new_variance, new_mean = torch.var_mean(x, dims, correction=0)
@@ -75,7 +83,7 @@ class BatchStatistics(nn.Module):
         return new_mean, new_variance, after_mean, after_variance
 
     def extra_repr(self) -> str:
-        return f"momentum={self.momentum:g}"
+        return f"momentum={self.momentum:g}, always={self.always}"
 
 
 def lower_batch_norm(c: Call, x: Value, weights: tuple[Value, Value], statistics: tuple[Value, Value]) -> Value:
@@ -83,12 +91,13 @@ def lower_batch_norm(c: Call, x: Value, weights: tuple[Value, Value], statistics
     mean, variance = statistics
     momentum = 1.0 - c.attr("momentum", 0.9)  # ONNX: the weight of the old value; torch: of the new one
     epsilon, by_batch = c.attr("epsilon", 1e-5), bool(c.attr("training_mode", 0))
+    always = bool(c.attr(BATCH_STATISTICS, 0))
     updated = statistics
-    if all(c.tracer.is_running_statistic(value) for value in statistics):
+    if not always and all(c.tracer.is_running_statistic(value) for value in statistics):
         y = c.module(BatchNorm(momentum, epsilon), x, *weights, mean, variance)
     else:
-        if by_batch:
-            mean, variance, *updated = c.module(BatchStatistics(momentum), x, mean, variance)
+        if by_batch or always:
+            mean, variance, *updated = c.module(BatchStatistics(momentum, always=always), x, mean, variance)
         y = _normalised(c, x, weights, (mean, variance), epsilon)
     return (y, *updated, mean, variance)[: max(c.num_outputs, 1)]
 
@@ -106,7 +115,7 @@ def _normalised(
 
 @lower("BatchNormalization", since=(7, 9, 14, 15))
 def batch_normalization(c: Call, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
-    """Ignore training_mode where statistics are stored: train() and eval() decide, whatever the exporter wrote."""
+    """Ignore training_mode where running statistics are stored: train() and eval() decide."""
     c.require("spatial", 1)
     return lower_batch_norm(c, x, (scale, bias), (mean, variance))
 

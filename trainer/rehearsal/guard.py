@@ -27,6 +27,7 @@ from torch import Tensor
 from onward.trainer.export.differences import output_difference
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.stochastic_depth import random_nodes
 from onward.trainer.onnx_graph.training_norms import training_norms
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.rehearsal.second_path import SecondPath, open_second_path
@@ -115,17 +116,20 @@ def _compare_values(guarded: Guarded, left_out: list[str]) -> tuple[list[str], f
     """Return the sizes at which file and module agree, and the greatest difference."""
     proto = guarded.file.proto if isinstance(guarded.file, ModelFile) else guarded.file
     opened = guarded.file.path if isinstance(guarded.file, ModelFile) else guarded.file
+    if names := random_nodes(proto):
+        left_out.append(f"values at other sizes were not compared: {len(names)} nodes draw random numbers")
+        return [], math.nan
     try:
         session = open_session(opened, share_constants=not training_norms(proto))
     except Exception as error:  # onnxruntime's errors have no common base class
         left_out.append(f"values at other sizes were not compared: onnxruntime: {str(error).splitlines()[0][:160]}")
         return [], math.nan
     kinds = {value.name: value.type for value in session.get_inputs()}
-    names, agree, worst = list(kinds), list[str](), 0.0
+    inputs_of_file, agree, worst = list(kinds), list[str](), 0.0
     guarded.module.eval()
     for size, inputs in _variants(guarded, proto):
-        feed = dict(zip(names, (each.numpy() for each in inputs), strict=True))
-        halves = [name for name in names if kinds[name] == "tensor(float16)"]
+        feed = dict(zip(inputs_of_file, (each.numpy() for each in inputs), strict=True))
+        halves = [name for name, kind in kinds.items() if kind == "tensor(float16)"]
         feed |= {name: feed[name].astype("float16") for name in halves}
         try:
             theirs = session.run(None, feed)

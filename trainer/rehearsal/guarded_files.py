@@ -20,9 +20,10 @@ from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.diagnostics.doctor import Diagnosis
 from onward.trainer.errors import ConfigError
-from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.model_file import ModelFile, full_copy
 from onward.trainer.model.trainable import TrainableModel, merged_module, open_trainable
 from onward.trainer.onnx_graph.outputs import readable_output
+from onward.trainer.onnx_graph.row_layout import rows_first
 from onward.trainer.onnx_graph.stochastic_depth import random_nodes
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.onnx_import.fixed_batch import made_up_rows
@@ -118,7 +119,7 @@ def guard_run(
         return
     try:
         with tempfile.TemporaryDirectory(prefix="onward-guard-") as folder:
-            file = part_in_inference_form(trainable, config, Path(folder))
+            file = _with_rows_first(part_in_inference_form(trainable, config, Path(folder)), config)
             findings.guard = guard(guarded_run(file, trainable, graph, batch(), config.export.tolerance))
     except GuardError as error:
         findings.refuse(str(error))
@@ -166,12 +167,20 @@ def _opened(path: Path, config: RunConfig | None, folder: Path) -> Guarded:
         number = declared_batch(load_model(path).graph) or ROWS
         inputs = one_batch(rows, config, signature, np.arange(number), training=False).inputs
     trainable = open_trainable(config)
-    file = part_in_inference_form(trainable, config, folder)
+    file = _with_rows_first(part_in_inference_form(trainable, config, folder), config)
     if inputs is None:
         inputs = _made_up(file, trainable.module)
     proto = file.proto if isinstance(file, ModelFile) else file
     sizes = (len(inputs[0]),) if declared_batch(proto.graph) else ()
     return guarded_file(file, trainable.module, inputs, rows=sizes, tolerance=config.export.tolerance)
+
+
+def _with_rows_first(file: ModelFile | onnx.ModelProto, config: RunConfig) -> ModelFile | onnx.ModelProto:
+    """Return a file that is fed the rows of the data alone: bound inputs are constants, and rows are on axis 0."""
+    proto = file.proto if isinstance(file, ModelFile) else file
+    if rows_first(proto, config.model) is proto:
+        return file
+    return rows_first(full_copy(file), config.model)
 
 
 def _made_up(file: ModelFile | onnx.ModelProto, module: ImportedGraph) -> tuple[Tensor, ...]:

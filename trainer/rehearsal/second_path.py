@@ -28,7 +28,7 @@ from onward.trainer.onnx_graph.index import attribute_value, graphs_of
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
 
 Array = np.ndarray[Any, np.dtype[Any]]
-SLOWEST_S = 20.0
+SLOWEST_S = 5.0
 """A pass under onnx.reference may take this long; the comparison needs six."""
 FLOAT_SLOTS = {"Resize": (2,), "Upsample": (1,)}
 """Operands that are fp32 whatever the type of the data is."""

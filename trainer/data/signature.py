@@ -12,8 +12,9 @@ from onnx.external_data_helper import load_external_data_for_model
 
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.beyond_onnx import put_right, refused
 from onward.trainer.onnx_graph.external_ranges import external_problems
-from onward.trainer.onnx_graph.index import locations
+from onward.trainer.onnx_graph.index import known_types, length_of, locations
 from onward.trainer.onnx_graph.model_files import opset_problems, read_model
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, find_preprocessing, preprocessing_model
 from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph, trains_subgraph
@@ -69,7 +70,7 @@ def read_signature(path: Path) -> Signature:
 
     Raises UnsupportedModel for a file that is not ONNX, or that has no inputs or no outputs.
     """
-    return _signature(_load(path).graph, path)
+    return _signature(_load(path), path)
 
 
 def read_training_signature(model: ModelConfig) -> Signature:
@@ -79,17 +80,17 @@ def read_training_signature(model: ModelConfig) -> Signature:
     for surgery that this graph does not allow.
     """
     proto = _load(model.path)
-    signature = _signature(proto.graph, model.path)
+    signature = _signature(proto, model.path)
     read = [signature.output(name) for name in model.outputs]
     trainable = all(output is None or output.dtype in FLOAT_NAMES for output in read)
     if not trainable or model.num_classes or model.untie or trains_subgraph(proto, model):
         # the seed only decides the values of a new head, which a signature does not contain
         apply_surgery(proto, model, seed=0)
-        signature = _signature(extract_subgraph(proto, model).graph, model.path)
+        signature = _signature(extract_subgraph(proto, model), model.path)
     behind = begin_at_numbers(proto, model)
     if behind.start == model.start:
         return signature
-    trained = _signature(extract_subgraph(proto, behind).graph, model.path)
+    trained = _signature(extract_subgraph(proto, behind), model.path)
     return replace(trained, computed=behind.start, file_inputs=signature.inputs)
 
 
@@ -139,15 +140,20 @@ def _load(path: Path) -> onnx.ModelProto:
         model = read_model(path)
     except OSError as error:
         raise UnsupportedModel(f"{path} cannot be read as an ONNX file: {error}") from error
-    if problems := list(opset_problems(model)):
+    if problems := [*opset_problems(model), *refused(model)]:
         raise UnsupportedModel(f"{path}: {problem}" for problem in problems)
+    put_right(model)
     return model
 
 
-def _signature(graph: onnx.GraphProto, path: Path) -> Signature:
+def _signature(model: onnx.ModelProto, path: Path) -> Signature:
+    graph = model.graph
     weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     inputs = tuple(_info(value) for value in graph.input if value.name not in weights)
     outputs = tuple(_info(value) for value in graph.output)
+    if any(info.shape is None for info in outputs):  # what the file does not declare may be inferred
+        types = known_types(model)
+        outputs = tuple(_info(types.get(info.name, value)) for info, value in zip(outputs, graph.output, strict=True))
     if not inputs or not outputs:
         raise UnsupportedModel(f"{path} has {len(inputs)} inputs and {len(outputs)} outputs; both need at least one")
     return Signature(inputs, outputs)
@@ -159,5 +165,5 @@ def _info(value: onnx.ValueInfoProto) -> TensorInfo:
     dtype = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
     dtype = {"float": "float32", "double": "float64"}.get(dtype, dtype)
     known = tensor.HasField("shape")
-    dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
+    dims = [length_of(dim) for dim in tensor.shape.dim]
     return TensorInfo(value.name, dtype, tuple(dims) if known else None, sequence)

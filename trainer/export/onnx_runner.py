@@ -40,7 +40,7 @@ from onward.trainer.export.neighbours import Neighbours
 from onward.trainer.export.reference_evaluator import open_reference
 from onward.trainer.export.samples import WorstSamples
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
-from onward.trainer.onnx_graph.index import HALF_TYPES
+from onward.trainer.onnx_graph.index import HALF_TYPES, length_of
 from onward.trainer.onnx_graph.onnxruntime_session import Device, open_session
 from onward.trainer.onnx_graph.quantizing import output_steps
 
@@ -352,8 +352,8 @@ class OnnxRunner:
     @property
     def _fixed_batch_size(self) -> int:
         """Return the batch size that the file declares; 0 = any."""
-        leading = {dims[0].dim_value for value in self._inputs if (dims := value.type.tensor_type.shape.dim)}
-        return leading.pop() if len(leading) == 1 else 0
+        leading = {length_of(dims[0]) for value in self._inputs if (dims := value.type.tensor_type.shape.dim)}
+        return leading.pop() or 0 if len(leading) == 1 else 0
 
     def _slices(self, rows: int) -> list[tuple[int, int]]:
         """Return the ranges [start, stop) of a batch, each of as many rows as the file declares."""

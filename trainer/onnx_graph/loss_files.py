@@ -19,7 +19,7 @@ from onnx.external_data_helper import load_external_data_for_model
 
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.external_ranges import external_problems
-from onward.trainer.onnx_graph.index import nodes_of
+from onward.trainer.onnx_graph.index import length_of, nodes_of
 from onward.trainer.onnx_graph.model_files import read_model
 
 Dim = TypeVar("Dim")
@@ -113,8 +113,8 @@ def label_dims(path: Path, output: Sequence[Dim]) -> list[Dim | int]:
     known = {name: length for name, length in zip(names, output, strict=False) if name}
     found: list[Dim | int] = []
     for axis, dim in enumerate(second.type.tensor_type.shape.dim):
-        if dim.HasField("dim_value"):
-            found.append(dim.dim_value)
+        if (length := length_of(dim)) is not None:
+            found.append(length)
         elif dim.dim_param in known:
             found.append(known[dim.dim_param])
         elif axis < len(output) and (axis == 0 or not dim.dim_param):

@@ -6,11 +6,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
+
+log = logging.getLogger(__name__)
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 15, 16, 24, 32, 49, 64, 100, 128, 224, 256, 511, 512, 1000, 1024, 4096)
 """Lengths at which `can_differ` evaluates a number again."""
@@ -34,9 +37,31 @@ def check_rows(found: int, declared: int, name: str) -> None:
         )
 
 
+_SAID: set[str] = set()
+"""The nodes about which `check_kept` has warned."""
+
+
+def check_kept(length: int, dim: int, node: str, *, is_batch: bool) -> None:
+    """Raise RuntimeError if a dimension is 1 that a Squeeze without axes keeps in the graph; of the batch, warn once.
+
+    onnxruntime drops it then, so that what follows has another rank. A batch of one row is one of many in training,
+    whose results and labels have a batch.
+    """
+    if length != 1:
+        return
+    what = f"Squeeze {node!r} has no axes, and dimension {dim} of what it reads is 1 now: onnxruntime drops it, "
+    if not is_batch:
+        raise RuntimeError(
+            f"{what}and the graph was imported for other lengths; name the axes in the file, or feed longer rows"
+        )
+    if node not in _SAID:
+        _SAID.add(node)
+        log.warning("%sthe module keeps it, because it is the batch; name the axes in the file", what)
+
+
 def is_impure(node: fx.Node) -> bool:
     """Return whether dead-code elimination must keep a node although no other node reads it."""
-    return node.op in ("placeholder", "output") or node.target in (check_assumption, check_rows)
+    return node.op in ("placeholder", "output") or node.target in (check_assumption, check_rows, check_kept)
 
 
 def can_differ(node: fx.Node, value: float) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx
 
+from onward.trainer.onnx_graph.index import length_of
+
 Lengths = Mapping[tuple[str, int], tuple[int, int]]
 """(input name, dimension) -> the two lengths at which it is traced; equal ones for a static dimension."""
 
@@ -28,8 +30,8 @@ def declared_batch(graph: onnx.GraphProto, stored: Collection[str] = ()) -> int:
     """
     names = {*stored, *(tensor.name for tensor in graph.initializer)}
     shapes = [value.type.tensor_type.shape.dim for value in graph.input if value.name not in names]
-    leading = {dims[0].dim_value for dims in shapes if dims}
-    return leading.pop() if len(leading) == 1 else 0
+    leading = {length_of(dims[0]) for dims in shapes if dims}
+    return leading.pop() or 0 if len(leading) == 1 else 0
 
 
 def trial_sizes(

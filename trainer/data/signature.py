@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
-from onnx.external_data_helper import load_external_data_for_model
 
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.beyond_onnx import put_right, refused
-from onward.trainer.onnx_graph.external_ranges import external_problems
-from onward.trainer.onnx_graph.index import known_types, length_of, locations
+from onward.trainer.onnx_graph.external_ranges import external_problems, load_external
+from onward.trainer.onnx_graph.index import all_tensors, known_types, length_of, locations
 from onward.trainer.onnx_graph.model_files import opset_problems, read_model
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, find_preprocessing, preprocessing_model
 from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph, trains_subgraph
@@ -106,7 +105,7 @@ def read_preprocessing(model: ModelConfig) -> onnx.ModelProto | None:
     front = preprocessing_model(proto, found)
     if problems := external_problems(front, model.path.parent):
         raise UnsupportedModel(problems)
-    load_external_data_for_model(front, str(model.path.parent))
+    load_external(all_tensors(front), model.path.parent)
     return front
 
 

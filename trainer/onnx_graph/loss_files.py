@@ -15,11 +15,10 @@ from typing import TypeVar
 
 import onnx
 from onnx import defs, helper, inliner, version_converter
-from onnx.external_data_helper import load_external_data_for_model
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.external_ranges import external_problems
-from onward.trainer.onnx_graph.index import length_of, nodes_of
+from onward.trainer.onnx_graph.external_ranges import external_problems, load_external
+from onward.trainer.onnx_graph.index import all_tensors, length_of, nodes_of
 from onward.trainer.onnx_graph.model_files import read_model
 
 Dim = TypeVar("Dim")
@@ -57,7 +56,7 @@ def read_loss_file(path: Path, opset: int) -> onnx.ModelProto:
         model = read_model(path)
         if problems := external_problems(model, path.parent):
             raise UnsupportedModel(problems)
-        load_external_data_for_model(model, str(path.parent))
+        load_external(all_tensors(model), path.parent)
         model = inliner.inline_local_functions(model) if model.functions else model
     except Exception as error:  # of onnx, of the file system, of external data: they share no base
         raise UnsupportedModel(f"loss.file {path} cannot be read: {error}") from error

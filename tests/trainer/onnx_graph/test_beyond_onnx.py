@@ -378,64 +378,6 @@ def test_large_weights_are_compared_too_also_where_they_are_left_in_the_file(tmp
             load_model(path, by_parts=by_parts)
 
 
-# -- lengths, sequences, notes of tools
-
-
-def test_a_negative_length_is_an_unknown_one(tmp_path):
-    def negative(model):
-        for value in (model.graph.input[0], model.graph.output[0]):
-            value.type.tensor_type.shape.dim[0].dim_value = -1
-        model.graph.value_info.append(helper.make_tensor_value_info("h", TensorProto.FLOAT, [-1, 5]))
-
-    path = saved(negative, tmp_path)
-    module = onward.to_module(path)
-    for rows in (1, 3, 7):
-        x = np.random.default_rng(rows).normal(size=(rows, 4)).astype(np.float32)
-        np.testing.assert_allclose(
-            module(torch.from_numpy(x)).detach(), under_onnxruntime(path, x), rtol=1e-5, atol=1e-6
-        )
-    assert read_signature(path).inputs[0].shape == (None, 4)
-    same, *_ = onward.write(module, path, tmp_path / "same.onnx")
-    assert same.read_bytes() == path.read_bytes()
-    assert onward.doctor(path).inputs == ("x float [?, 4]",)
-
-
-def test_the_weight_of_a_negative_length_stays_refused(tmp_path):
-    path = saved(lambda model: model.graph.initializer[0].dims.__setitem__(0, -1), tmp_path)
-    with pytest.raises(UnsupportedModel, match=r"tensor 'w' has shape \[-1, 5\], with a negative length"):
-        load_model(path)
-
-
-def test_notes_of_tools_at_a_node_are_ignored_as_onnxruntime_does(tmp_path):
-    path = saved(lambda model: model.graph.node[1].attribute.append(helper.make_attribute("__note", 1)), tmp_path)
-    onnx.checker.check_model(str(path))
-    result = onward.to_module(path)(torch.from_numpy(ROWS)).detach()
-    np.testing.assert_allclose(result, under_onnxruntime(path, ROWS), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("operator", ["ConcatFromSequence", "SequenceAt"])
-def test_a_sequence_as_input_is_a_list_of_tensors_in_the_module(operator, tmp_path):
-    parts = [ROWS[:, :2], ROWS[:, 2:]] if operator == "ConcatFromSequence" else [ROWS + 1, ROWS]
-    first = (
-        helper.make_node("ConcatFromSequence", ["xs"], ["x"], axis=1)
-        if operator == "ConcatFromSequence"
-        else helper.make_node("SequenceAt", ["xs", "place"], ["x"])
-    )
-    model = plain()
-    model.graph.initializer.append(numpy_helper.from_array(np.array(1), "place"))
-    model.graph.node.insert(0, first)
-    del model.graph.input[:]
-    model.graph.input.append(helper.make_tensor_sequence_value_info("xs", TensorProto.FLOAT, ["N", None]))
-    path = saved(lambda _: None, tmp_path, model)
-    module = onward.to_module(path)
-    assert module.input_names == ("xs",)
-    result = module([torch.from_numpy(np.ascontiguousarray(part)) for part in parts])
-    np.testing.assert_allclose(result.detach(), under_onnxruntime(path, parts), rtol=1e-5, atol=1e-6)
-    result.sum().backward()
-    by_hand = ROWS.astype(np.float64).T @ (ROWS.astype(np.float64) @ W > 0)
-    np.testing.assert_allclose(named_weights(module)["w"].grad, by_hand, rtol=1e-5, atol=1e-6)
-
-
 def test_doctor_says_what_is_beyond_onnx_and_what_becomes_of_it(tmp_path):
     def both(model):
         no_output_shape(model)

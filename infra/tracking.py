@@ -372,8 +372,9 @@ def _package(model: ModelFile, folder: Path, *, model_id: str, run_id: str) -> N
             # MLflow describes strings as objects, and has no word for sequences of maps
             known = [port for port in ports if port.dtype != "undefined"]
             kinds = [dtype("object" if port.dtype == "string" else port.dtype) for port in known]
-            specs = [TensorSpec(kind, port.shape, port.name) for port, kind in zip(known, kinds, strict=True)]
-            return Schema(specs) if specs else None
+            if not known:
+                return None  # MLflow has no empty schema
+            return Schema([TensorSpec(kind, port.shape, port.name) for port, kind in zip(known, kinds, strict=True)])
 
         mlflow.onnx.save_model(
             model.path.read_bytes(),

@@ -1,4 +1,4 @@
-"""Negative lengths, sequences as inputs, notes of tools and a Squeeze without axes are what onnxruntime takes them for."""
+"""Negative lengths, sequences, notes of tools and a Squeeze without axes are what onnxruntime takes them for."""
 
 import logging
 from pathlib import Path

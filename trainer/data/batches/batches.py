@@ -316,6 +316,9 @@ class _Collate:
             if loss.has_classes:
                 self._pad_values |= dict.fromkeys(loss.columns, loss.ignored)
         self._pad_values |= {**shards.pad_values, **config.data.pad_values}
+        own = {name for loss in self._losses if loss.name == "file" for name in loss.columns}
+        self._may_have_no_values = own - {name for feed in inputs for name in feed.columns}
+        """Columns whose batch of empty rows stays without values: only the user knows how many belong to a target."""
         self._pad_left = {name for name, found in shards.fitted.items() if found.pad_left}
         self.counts = RowLengths(inputs, shards.columns, config, signature, shards.pad_values)
 
@@ -385,8 +388,9 @@ class _Collate:
         )
 
     def _tensor(self, feed: Feed, columns: Mapping[str, Values], lengths: Mapping[str, int]) -> Tensor:
+        least = {name: max(lengths.get(name, 0), name not in self._may_have_no_values) for name in feed.columns}
         arrays = [
-            padded_rows(columns[name], self._pad_values[name], lengths.get(name, 0), left=name in self._pad_left)
+            padded_rows(columns[name], self._pad_values[name], least[name], left=name in self._pad_left)
             for name in feed.columns
         ]
         array = np.stack(arrays, axis=-1) if feed.stacked else arrays[0]

@@ -40,7 +40,8 @@ def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> l
         open_preprocessor(config, signature),
         open_tokenized_rows(config, signature),
     )
-    checks = [*open_sequence_lengths(config, signature), *open_empty_targets(config, schema)]
+    checks: list[ColumnComputer] = [*open_sequence_lengths(config, signature)]
+    checks += open_empty_targets(config, schema)
     return [*open_fitted(config, signature, schema), *checks, *(computer for computer in opened if computer)]
 
 

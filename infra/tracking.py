@@ -368,10 +368,12 @@ def _package(model: ModelFile, folder: Path, *, model_id: str, run_id: str) -> N
         from mlflow.types import Schema, TensorSpec
         from numpy import dtype
 
-        def schema(ports: tuple[Port, ...]) -> Schema:
+        def schema(ports: tuple[Port, ...]) -> Schema | None:
             # MLflow describes strings as objects, and has no word for sequences of maps
             known = [port for port in ports if port.dtype != "undefined"]
             kinds = [dtype("object" if port.dtype == "string" else port.dtype) for port in known]
+            if not known:
+                return None  # MLflow has no empty schema
             return Schema([TensorSpec(kind, port.shape, port.name) for port, kind in zip(known, kinds, strict=True)])
 
         mlflow.onnx.save_model(

@@ -251,13 +251,17 @@ def _fit_bytes(cells: Cells, block: Block | None) -> tuple[Array, dict[int, str]
 
 
 def _fit_variable(cells: Cells, column: Column) -> tuple[list[Array], dict[int, str]]:
+    """Return the rows; an empty one is a row like any other, such as the boxes of an image that has none."""
     rows, bad = [], {}
     for at, cell in enumerate(cells):
         array = cell if isinstance(cell, np.ndarray) else numbers(cell) if isinstance(cell, list | tuple) else None
-        if array is None or array.ndim != 1 or not array.size:
-            bad[at] = "is empty" if array is not None and not array.size else _why(cell, column.dtype, (-1,))
+        if array is not None and array.shape == (0,):
+            # of this type, whatever that of an empty list is: the others would be converted with it
+            array = np.zeros(0, column.dtype)
+        elif array is None or array.ndim != 1:
+            bad[at] = _why(cell, column.dtype, (-1,))
             # a placeholder, so that the following cells keep their positions
-            array = np.zeros(1)
+            array = np.zeros(1, column.dtype)
         rows.append(array)
     lengths = [len(row) for row in rows]
     flat, wrong = _cast(np.concatenate(rows), column.dtype)

@@ -6,6 +6,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.audio.audio_clips import AudioClips, open_audio
 from onward.trainer.data.column_computers import ColumnComputer
 from onward.trainer.data.columns import ColumnType, Schema
+from onward.trainer.data.empty_targets import open_empty_targets
 from onward.trainer.data.fitted import FittedComputer
 from onward.trainer.data.images.image_computer import ImageComputer
 from onward.trainer.data.images.image_inputs import image_inputs, masks
@@ -39,7 +40,8 @@ def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> l
         open_preprocessor(config, signature),
         open_tokenized_rows(config, signature),
     )
-    checks = open_sequence_lengths(config, signature)
+    checks: list[ColumnComputer] = [*open_sequence_lengths(config, signature)]
+    checks += open_empty_targets(config, schema)
     return [*open_fitted(config, signature, schema), *checks, *(computer for computer in opened if computer)]
 
 

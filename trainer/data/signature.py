@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
-from onnx.external_data_helper import load_external_data_for_model
 
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.external_ranges import external_problems
-from onward.trainer.onnx_graph.index import locations
+from onward.trainer.onnx_graph.beyond_onnx import put_right, refused
+from onward.trainer.onnx_graph.external_ranges import external_problems, load_external
+from onward.trainer.onnx_graph.index import all_tensors, known_types, length_of, locations
 from onward.trainer.onnx_graph.model_files import opset_problems, read_model
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, find_preprocessing, preprocessing_model
 from onward.trainer.onnx_graph.row_layout import rows_first
@@ -73,7 +73,7 @@ def read_signature(path: Path) -> Signature:
 
     Raises UnsupportedModel for a file that is not ONNX, or that has no inputs or no outputs.
     """
-    return _signature(_load(path).graph, path)
+    return _signature(_load(path), path)
 
 
 def read_training_signature(model: ModelConfig) -> Signature:
@@ -83,7 +83,7 @@ def read_training_signature(model: ModelConfig) -> Signature:
     for surgery that this graph does not allow.
     """
     proto = part = _load(model.path)
-    signature = _signature(proto.graph, model.path)
+    signature = _signature(proto, model.path)
     read = [signature.output(name) for name in model.outputs]
     trainable = all(output is None or output.dtype in FLOAT_NAMES for output in read)
     settings = model.num_classes or model.untie or model.bind or model.batch_axes
@@ -92,12 +92,12 @@ def read_training_signature(model: ModelConfig) -> Signature:
         apply_surgery(proto, model, seed=0)
         part = extract_subgraph(proto, model)
     draws = draws_noise(part, model.path.parent)
-    signature = replace(_signature(rows_first(part, model).graph, model.path), draws=draws)
+    signature = replace(_signature(rows_first(part, model), model.path), draws=draws)
     behind = begin_at_numbers(proto, model)
     if behind.start == model.start:
         return signature
     part = extract_subgraph(proto, behind)
-    trained = _signature(rows_first(part, behind).graph, model.path)
+    trained = _signature(rows_first(part, behind), model.path)
     draws = draws_noise(part, model.path.parent)
     return replace(trained, computed=behind.start, file_inputs=signature.inputs, draws=draws)
 
@@ -114,7 +114,7 @@ def read_preprocessing(model: ModelConfig) -> onnx.ModelProto | None:
     front = rows_first(preprocessing_model(proto, found), model)
     if problems := external_problems(front, model.path.parent):
         raise UnsupportedModel(problems)
-    load_external_data_for_model(front, str(model.path.parent))
+    load_external(all_tensors(front), model.path.parent)
     return front
 
 
@@ -148,15 +148,20 @@ def _load(path: Path) -> onnx.ModelProto:
         model = read_model(path)
     except OSError as error:
         raise UnsupportedModel(f"{path} cannot be read as an ONNX file: {error}") from error
-    if problems := list(opset_problems(model)):
+    if problems := [*opset_problems(model), *refused(model)]:
         raise UnsupportedModel(f"{path}: {problem}" for problem in problems)
+    put_right(model)
     return model
 
 
-def _signature(graph: onnx.GraphProto, path: Path) -> Signature:
+def _signature(model: onnx.ModelProto, path: Path) -> Signature:
+    graph = model.graph
     weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     inputs = tuple(_info(value) for value in graph.input if value.name not in weights)
     outputs = tuple(_info(value) for value in graph.output)
+    if any(info.shape is None for info in outputs):  # what the file does not declare may be inferred
+        types = known_types(model)
+        outputs = tuple(_info(types.get(info.name, value)) for info, value in zip(outputs, graph.output, strict=True))
     if not inputs or not outputs:
         raise UnsupportedModel(f"{path} has {len(inputs)} inputs and {len(outputs)} outputs; both need at least one")
     return Signature(inputs, outputs)
@@ -168,5 +173,5 @@ def _info(value: onnx.ValueInfoProto) -> TensorInfo:
     dtype = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
     dtype = {"float": "float32", "double": "float64"}.get(dtype, dtype)
     known = tensor.HasField("shape")
-    dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
+    dims = [length_of(dim) for dim in tensor.shape.dim]
     return TensorInfo(value.name, dtype, tuple(dims) if known else None, sequence)

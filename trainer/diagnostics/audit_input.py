@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class AuditInput:
     batch: BatchUse = field(default_factory=lambda: BatchUse("any", 0))
     """How the file is trained if it declares a fixed batch."""
     records: ExporterRecords = field(default_factory=ExporterRecords)
+    departures: Sequence[str] = ()
+    """What of the file onnxruntime runs and ONNX's checker refuses (beyond_onnx.py)."""
     selected: frozenset[str] | None = None
     """The weights that [model] selects for training; None = all of them."""
 

@@ -16,7 +16,7 @@ from onward.trainer.diagnostics.difference import Difference, NodeChange, Tensor
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import held_by
 from onward.trainer.onnx_graph.external_ranges import byte_range, external_problems, is_external
-from onward.trainer.onnx_graph.index import all_tensors
+from onward.trainer.onnx_graph.index import all_tensors, dim_text
 from onward.trainer.onnx_graph.model_files import read_model, stored_array
 from onward.trainer.onnx_graph.stored_protos import BYTEWISE, element_type_name, read_chunks, stored_protos
 from onward.trainer.onnx_graph.strip_training import strip_training
@@ -126,8 +126,8 @@ def _value(value: onnx.ValueInfoProto) -> str:
     if not value.type.HasField("tensor_type"):
         return f"{value.name} {value.type.WhichOneof('value')}"
     kind = value.type.tensor_type
-    dims = [str(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or "?" for dim in kind.shape.dim]
-    return f"{value.name} {_type_name(kind.elem_type)} [{', '.join(dims)}]"
+    shape = f"[{', '.join(map(dim_text, kind.shape.dim))}]" if kind.HasField("shape") else "of any shape"
+    return f"{value.name} {_type_name(kind.elem_type)} {shape}"
 
 
 def _type_name(element_type: int) -> str:

@@ -18,9 +18,12 @@ from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.diagnostics.runtime_check import RuntimeCheck, check_runtime
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import with_operands
+from onward.trainer.onnx_graph.beyond_onnx import departures
 from onward.trainer.onnx_graph.external_ranges import byte_range, is_external
-from onward.trainer.onnx_graph.index import all_tensors
+from onward.trainer.onnx_graph.index import all_tensors, dim_text
 from onward.trainer.onnx_graph.initializers import stored_tensors
+from onward.trainer.onnx_graph.mapped_model import read_mapped
+from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.outputs import describe_type, readable_output, with_numeric_outputs
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, describe, find_preprocessing, preprocessing_model
 from onward.trainer.onnx_graph.stored_protos import element_type_name, stored_protos
@@ -135,6 +138,8 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     except UnsupportedModel as error:
         problems = list(error.problems)
     audit = AuditInput(with_operands(part), path.parent, records=read_records(model))
+    # of the file, because the model that was loaded is put right
+    audit.departures = departures(read_mapped(path) or read_model(path))
     try:
         audit.batch = batch_use(part, path.parent)
         module = to_module(part, base=path.parent, widen=audit.batch.kind == "any")
@@ -178,8 +183,8 @@ def _value(value: onnx.ValueInfoProto) -> str:
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type"):
         return f"{value.name} {describe_type(value)}"
-    dims = [str(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or "?" for dim in kind.shape.dim]
-    return f"{value.name} {element_type_name(kind.elem_type).lower()} [{', '.join(dims)}]"
+    shape = f"[{', '.join(map(dim_text, kind.shape.dim))}]" if kind.HasField("shape") else "of any shape"
+    return f"{value.name} {element_type_name(kind.elem_type).lower()} {shape}"
 
 
 def _weights(audit: AuditInput) -> Iterator[Weight]:

@@ -10,7 +10,7 @@ from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.diagnostics.merged_weights import merged_weights, removed_biases, separated_weights
 from onward.trainer.onnx_graph.blocked_layout import DOMAIN as BLOCKED
 from onward.trainer.onnx_graph.exporter_names import is_exporter_name
-from onward.trainer.onnx_graph.index import HALF_TYPES
+from onward.trainer.onnx_graph.index import HALF_TYPES, dims_of, known_types
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_graph.stored_protos import element_type_name, stored_protos
 from onward.trainer.onnx_graph.training_norms import training_norms
@@ -41,9 +41,38 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     for check in (
         _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _removed_biases, _copies, _tables,
         _made_up_names, _no_dropout, _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves,
-        _quantized, _integer_weights, _blocked_layout, _runtime_nodes, _lengths, _trees,
+        _quantized, _integer_weights, _blocked_layout, _runtime_nodes, _lengths, _trees, _squeezed_batch, _beyond_onnx,
     ):  # fmt: skip
         yield from check(audit)
+
+
+def _squeezed_batch(audit: AuditInput) -> Iterator[ExporterWarning]:
+    """Name what drops a dynamic length of 1, whose rank onnxruntime decides when the graph runs."""
+    without_axes = [
+        node
+        for node in audit.nodes("Squeeze")
+        if not any(node.input[1:]) and not any(attribute.name == "axes" for attribute in node.attribute)
+    ]
+    types = known_types(audit.model) if without_axes else {}
+    dims = {node.name or node.output[0]: dims_of(types.get(node.input[0])) for node in without_axes}
+    if found := [name for name, lengths in dims.items() if lengths is None or None in lengths]:
+        yield ExporterWarning(
+            key="squeezed_batch",
+            what=(
+                f"{len(found)} Squeeze nodes have no axes and read dynamic lengths ({', '.join(found[:3])}): at a batch"
+                " of 1 onnxruntime drops the batch, and the module keeps it; any other length of 1 is refused then"
+            ),
+            remedy="export with the axes, such as x.squeeze(-1) in place of x.squeeze()",
+        )
+
+
+def _beyond_onnx(audit: AuditInput) -> Iterator[ExporterWarning]:
+    if found := audit.departures:
+        yield ExporterWarning(
+            key="beyond_onnx",
+            what=f"onnxruntime runs the file, and ONNX's checker refuses it: {'; '.join(found[:5])}",
+            remedy="nothing to do; other tools may refuse it. What is called put right is so in the exported file",
+        )
 
 
 def _nothing_to_train(audit: AuditInput) -> Iterator[ExporterWarning]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 from onnx import TensorProto, TypeProto, numpy_helper
-from onnx.external_data_helper import load_external_data_for_model
 
+from onward.trainer.onnx_graph.external_ranges import load_external
 from onward.trainer.onnx_graph.index import HALF_TYPES, all_tensors, graphs_of
 
 
@@ -28,7 +28,7 @@ class ModelFile:
         """Return a copy of the model that holds all of its tensors."""
         model = onnx.ModelProto()
         model.CopyFrom(self.proto)
-        load_external_data_for_model(model, str(self.path.parent))
+        load_external(all_tensors(model), self.path.parent)
         return model
 
 

@@ -40,7 +40,7 @@ from onward.trainer.export.neighbours import Neighbours
 from onward.trainer.export.reference_evaluator import open_reference
 from onward.trainer.export.samples import WorstSamples
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
-from onward.trainer.onnx_graph.index import HALF_TYPES
+from onward.trainer.onnx_graph.index import HALF_TYPES, length_of
 from onward.trainer.onnx_graph.onnxruntime_session import Device, open_session
 from onward.trainer.onnx_graph.quantizing import output_steps
 from onward.trainer.onnx_graph.row_layout import RowLayout, read_layout
@@ -354,8 +354,8 @@ class OnnxRunner:
     def _fixed_batch_size(self) -> int:
         """Return the batch size that the file declares; 0 = any."""
         shapes = [(value.type.tensor_type.shape.dim, self._layout.axes.get(value.name, 0)) for value in self._fed]
-        leading = {dims[axis].dim_value for dims, axis in shapes if dims}
-        return leading.pop() if len(leading) == 1 else 0
+        leading = {length_of(dims[axis]) for dims, axis in shapes if dims}
+        return leading.pop() or 0 if len(leading) == 1 else 0
 
     def _slices(self, rows: int) -> list[tuple[int, int]]:
         """Return the ranges [start, stop) of a batch, each of as many rows as the file declares."""

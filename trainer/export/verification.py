@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 from torch import Tensor, nn
 
 from onward.trainer.config.sections.model import ModelConfig
@@ -29,7 +29,7 @@ from onward.trainer.export.fixed_noise import noise_inside_bodies
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
-from onward.trainer.onnx_graph.external_ranges import is_external
+from onward.trainer.onnx_graph.external_ranges import array_of, is_external
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.stored_protos import stored_protos
@@ -111,7 +111,7 @@ def changed_tensors(written: ModelFile, original: ModelFile, names: Iterable[str
     before, after = (dict(stored_protos(file.proto.graph)) for file in (original, written))
 
     def content(file: ModelFile, tensor: TensorProto) -> bytes:
-        return numpy_helper.to_array(tensor, str(file.path.parent)).tobytes()
+        return array_of(tensor, file.path.parent).tobytes()
 
     return [name for name in names if content(original, before[name]) != content(written, after[name])]
 
@@ -171,7 +171,7 @@ def weight_problems(written: ModelFile, weights: Mapping[str, Tensor]) -> list[s
             continue
         # compared in fp64, which represents every value of the smaller types exactly
         expected = weight.to(ROUNDED.get(stored[name].data_type, weight.dtype)).double().numpy()
-        found = numpy_helper.to_array(stored[name], str(written.path.parent)).astype(np.float64)
+        found = array_of(stored[name], written.path.parent).astype(np.float64)
         if not np.array_equal(expected, found, equal_nan=True):
             problems.append(
                 f"initializer {name!r} differs from the checkpoint by up to {np.abs(expected - found).max():.3g}; "

@@ -36,6 +36,7 @@ from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.preprocessing import describe
 from onward.trainer.export.raw_rows import read_raw_rows
 from onward.trainer.onnx_graph.builder import GraphExtender
+from onward.trainer.onnx_graph.index import length_of
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.preprocessing_record import ImageInput, Preprocessing, TableColumn, TableInput
@@ -191,7 +192,7 @@ def _images(
 def _batch(kind: Any) -> int | str | None:
     """Return the batch dimension that an input declares."""
     first = kind.shape.dim[0]
-    return first.dim_value if first.HasField("dim_value") else first.dim_param or None
+    return first.dim_param or length_of(first)
 
 
 def _columns(

@@ -245,4 +245,15 @@ def dims_of(value: onnx.ValueInfoProto | None) -> list[int | None] | None:
     """Return the lengths of a tensor's dimensions, None for an unknown one; None for a tensor of unknown rank."""
     if value is None or not value.type.tensor_type.HasField("shape"):
         return None
-    return [dim.dim_value if dim.HasField("dim_value") else None for dim in value.type.tensor_type.shape.dim]
+    return [length_of(dim) for dim in value.type.tensor_type.shape.dim]
+
+
+def length_of(dim: onnx.TensorShapeProto.Dimension) -> int | None:
+    """Return the length that a dimension declares, None for an unknown one, as which exporters of Paddle write -1."""
+    return dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else None
+
+
+def dim_text(dim: onnx.TensorShapeProto.Dimension) -> str:
+    """Return the length or the symbol of a dimension, "?" if it has neither, for messages."""
+    length = length_of(dim)
+    return (dim.dim_param or "?") if length is None else str(length)

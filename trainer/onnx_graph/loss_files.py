@@ -15,11 +15,10 @@ from typing import TypeVar
 
 import onnx
 from onnx import defs, helper, inliner, version_converter
-from onnx.external_data_helper import load_external_data_for_model
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.external_ranges import external_problems
-from onward.trainer.onnx_graph.index import nodes_of
+from onward.trainer.onnx_graph.external_ranges import external_problems, load_external
+from onward.trainer.onnx_graph.index import all_tensors, length_of, nodes_of
 from onward.trainer.onnx_graph.model_files import read_model
 
 Dim = TypeVar("Dim")
@@ -57,7 +56,7 @@ def read_loss_file(path: Path, opset: int) -> onnx.ModelProto:
         model = read_model(path)
         if problems := external_problems(model, path.parent):
             raise UnsupportedModel(problems)
-        load_external_data_for_model(model, str(path.parent))
+        load_external(all_tensors(model), path.parent)
         model = inliner.inline_local_functions(model) if model.functions else model
     except Exception as error:  # of onnx, of the file system, of external data: they share no base
         raise UnsupportedModel(f"loss.file {path} cannot be read: {error}") from error
@@ -113,8 +112,8 @@ def label_dims(path: Path, output: Sequence[Dim]) -> list[Dim | int]:
     known = {name: length for name, length in zip(names, output, strict=False) if name}
     found: list[Dim | int] = []
     for axis, dim in enumerate(second.type.tensor_type.shape.dim):
-        if dim.HasField("dim_value"):
-            found.append(dim.dim_value)
+        if (length := length_of(dim)) is not None:
+            found.append(length)
         elif dim.dim_param in known:
             found.append(known[dim.dim_param])
         elif axis < len(output) and (axis == 0 or not dim.dim_param):

@@ -45,7 +45,9 @@ def _dims(value: onnx.ValueInfoProto) -> Dims | None:
     kind = value.type.tensor_type
     if not kind.HasField("shape"):
         return None
-    return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim]
+    known = [dim.HasField("dim_value") and dim.dim_value >= 0 for dim in kind.shape.dim]
+    dims = zip(kind.shape.dim, known, strict=True)
+    return [dim.dim_value if is_known else dim.dim_param or None for dim, is_known in dims]
 
 
 def _matrix(name: str, rows: Dims | None, columns: int | None) -> onnx.ValueInfoProto:

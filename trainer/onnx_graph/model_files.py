@@ -28,7 +28,8 @@ from onward.trainer.bounds import (
 )
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.attribute_bounds import attribute_problems
-from onward.trainer.onnx_graph.index import all_tensors, nodes_inside
+from onward.trainer.onnx_graph.external_ranges import array_of
+from onward.trainer.onnx_graph.index import all_tensors, length_of, nodes_inside
 
 TYPES = frozenset(int(number) for number in TensorProto.DataType.values())
 PACKED_BITS = {
@@ -195,7 +196,8 @@ def _declared_problems(model: onnx.ModelProto) -> Iterator[str]:
             kind = getattr(kind, which).elem_type
         if kind.tensor_type.elem_type not in TYPES:
             yield f"value {value.name!r} has element type {kind.tensor_type.elem_type}, which is no type of ONNX"
-        dims = [dim.dim_value for dim in kind.tensor_type.shape.dim if dim.HasField("dim_value")]
+        # a negative length is what exporters of Paddle write for an unknown one (`index.length_of`)
+        dims = [length for dim in kind.tensor_type.shape.dim if (length := length_of(dim)) is not None]
         yield from (f"value {value.name!r} {problem}" for problem in _shape_problems(dims))
 
 
@@ -247,9 +249,11 @@ def stored_array(tensor: TensorProto, base: Path | None = None) -> np.ndarray[An
 
     numpy_helper.to_array alone would look for the file in the working directory.
     """
-    if tensor.data_location == TensorProto.EXTERNAL and base is None:
+    if base is not None:
+        return array_of(tensor, base)
+    if tensor.data_location == TensorProto.EXTERNAL:
         raise UnsupportedModel(
             f"tensor {tensor.name!r} is small and has its values in another file; store them in the ONNX file itself "
             "(onnx.save without save_as_external_data, or with a size_threshold)"
         )
-    return numpy_helper.to_array(tensor, str(base or ""))
+    return numpy_helper.to_array(tensor)

@@ -74,7 +74,7 @@ def known_lengths(graph: onnx.GraphProto) -> Known:
             source[node.output[0]] = name
         elif node.op_type in READS and shape:
             position, length = READS[node.op_type](node, shape, len(inputs[name]))
-            if 0 < position < len(inputs[name]) and inputs[name][position].dim_value == 0:
+            if 0 < position < len(inputs[name]) and inputs[name][position].dim_value <= 0:
                 found.setdefault((name, position), length)
     return found
 

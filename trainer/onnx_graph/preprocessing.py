@@ -158,8 +158,13 @@ def label_of(node: onnx.NodeProto) -> str:
 def _may_have_any(graph: onnx.GraphProto) -> bool:
     """Return whether the graph can have pre-processing, without the inference of types, which takes long."""
     stored = _stored(graph)
+    return has_strings(graph) or any(_is_text(value) for value in graph.input if value.name not in stored)
+
+
+def has_strings(graph: onnx.GraphProto) -> bool:
+    """Return whether a graph computes with strings or maps, for which torch has no type as it has for sequences."""
     return (
-        any(_is_text(value) for value in graph.input if value.name not in stored)
+        any(_holds_strings(value.type) for value in graph.input)
         or any(tensor.data_type == TensorProto.STRING for tensor in graph.initializer)
         or any(node.op_type in STRING_OPERATORS or _makes_strings(node) for node in nodes_inside(graph.node))
     )

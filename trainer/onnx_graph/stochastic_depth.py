@@ -34,7 +34,7 @@ from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 from onnx import helper, shape_inference
 
 from onward.trainer.onnx_graph.external_ranges import is_external
-from onward.trainer.onnx_graph.index import attributes_of, inner_graphs, nodes_inside, nodes_of
+from onward.trainer.onnx_graph.index import attributes_of, dims_of, inner_graphs, nodes_inside, nodes_of
 from onward.trainer.onnx_graph.model_files import stored_array
 from onward.trainer.onnx_graph.stored_protos import load_small_tensors
 
@@ -340,8 +340,4 @@ def _known_dims(model: onnx.ModelProto) -> dict[str, list[int | None]]:
         values = [*graph.value_info, *graph.input, *graph.output]
     except (RuntimeError, EncodeError, shape_inference.InferenceError):  # then only declared shapes are known
         pass
-    return {
-        value.name: [dim.dim_value if dim.HasField("dim_value") else None for dim in value.type.tensor_type.shape.dim]
-        for value in values
-        if value.type.tensor_type.HasField("shape")
-    }
+    return {value.name: dims for value in values if (dims := dims_of(value)) is not None}

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-from onnx.external_data_helper import load_external_data_for_tensor
 
 from onward.trainer.onnx_graph.attribute_weights import as_tensor_proto, held_attributes
-from onward.trainer.onnx_graph.external_ranges import byte_range, is_external
+from onward.trainer.onnx_graph.external_ranges import byte_range, is_external, load_external
 from onward.trainer.onnx_graph.index import all_tensors
 
 BYTEWISE = frozenset(
@@ -80,7 +79,5 @@ def load_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelP
         # reads them as constants
         inner = place >= len(model.graph.initializer)
         if is_external(proto) and (inner or byte_range(proto).length <= SMALL_BYTES):
-            load_external_data_for_tensor(proto, str(base))
-            proto.data_location = TensorProto.DEFAULT
-            del proto.external_data[:]
+            load_external([proto], base)
     return model

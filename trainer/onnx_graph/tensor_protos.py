@@ -10,12 +10,13 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
+from onward.trainer.onnx_graph.external_ranges import array_of
 
 
 def read_tensor(proto: TensorProto, base: Path | None = None) -> torch.Tensor:
     """Return a copy of a stored tensor. base: the directory of its external data file, if it has one."""
     torch_dtype(proto.data_type)  # raises for types without a torch type
-    tensor = tensor_from_array(numpy_helper.to_array(proto, str(base or "")))
+    tensor = tensor_from_array(numpy_helper.to_array(proto) if base is None else array_of(proto, base))
     if proto.data_type in PACKED:
         tensor.packed = proto.data_type  # type: ignore[attr-defined]
     return tensor

@@ -37,6 +37,7 @@ import onward.trainer.onnx_import.ops  # noqa: F401  registers the operator rule
 from onward.trainer.errors import ConfigError, UnsupportedModel, UnsupportedNode
 from onward.trainer.onnx_graph.attribute_bounds import passed_attribute_problems
 from onward.trainer.onnx_graph.attribute_weights import with_operands
+from onward.trainer.onnx_graph.beyond_onnx import check, put_right, refused, repeated_initializers
 from onward.trainer.onnx_graph.blocked_layout import mark_blocks
 from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_graph.external_ranges import external_problems
@@ -54,7 +55,6 @@ from onward.trainer.onnx_import.exporter_records import read_records
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
 from onward.trainer.onnx_import.lowering import GraphLowering, local_functions, unknown_operators
 from onward.trainer.onnx_import.ops.cast import HALVES, widen_half
-from onward.trainer.onnx_import.ops.contrib import OWN_NORMS, check_optimised
 from onward.trainer.onnx_import.passes.fuse import fuse_graph as fuse_graph
 from onward.trainer.onnx_import.quantized_weights import (
     QuantizedWeight,
@@ -87,19 +87,20 @@ def load_model(path: Path, *, by_parts: bool = False) -> onnx.ModelProto:
     try:
         light = read_mapped(path) if by_parts else None
         # what is wrong in a file is said by the reading of it as a whole
-        is_light = light is not None and not model_problems(light)
+        is_light = light is not None and not model_problems(light) and not repeated_initializers(light)
         model = light if light is not None and is_light else read_model(path)
     except OSError as error:
         raise ConfigError(f"cannot read the model {path}: {error.strerror}") from None
     # before the checker, which opens what the file names
     own = path.name if is_light else ""
-    if problems := [*opset_problems(model), *external_problems(model, path.parent, own=own)]:
+    if problems := [*opset_problems(model), *external_problems(model, path.parent, own=own), *refused(model)]:
         raise UnsupportedModel(problems)
     try:
         if not is_light or not _is_valid(model):
             _check(path, model)
     except onnx.checker.ValidationError as error:
         raise UnsupportedModel(f"{path} is not valid ONNX: {error}") from None
+    put_right(model)
     if not model.graph.output:  # which the checker allows
         raise UnsupportedModel(f"{path} has no outputs, so that there is nothing to train for")
     if problems := list(passed_attribute_problems(model)):
@@ -121,11 +122,8 @@ def _check(path: Path, model: onnx.ModelProto) -> None:
     # then
     try:
         onnx.checker.check_model(str(path))
-    except onnx.checker.ValidationError as error:
-        # onnxruntime's optimiser writes operators into ONNX's own domain that ONNX does not define
-        if not any(f"No Op registered for {name}" in str(error) for name in OWN_NORMS):
-            raise
-        check_optimised(model)
+    except onnx.checker.ValidationError:
+        check(model)
 
 
 def to_module(

@@ -25,6 +25,7 @@ from onnx import defs
 from torch.utils import _pytree as pytree
 
 from onward.trainer.errors import UnsupportedNode
+from onward.trainer.onnx_graph.beyond_onnx import is_note_of_a_tool
 from onward.trainer.onnx_graph.index import domain_of, nodes_inside, opsets_of, subgraphs
 from onward.trainer.onnx_graph.shape_inference import Probes
 from onward.trainer.onnx_graph.training_norms import BATCH_STATISTICS
@@ -220,7 +221,8 @@ class GraphLowering:
             known = defs.get_schema(node.op_type, opset, domain_of(node)).attributes
         except defs.SchemaError:
             return
-        if unread := sorted({attribute.name for attribute in node.attribute} - {*known, BATCH_STATISTICS}):
+        given = {attribute.name for attribute in node.attribute}
+        if unread := [name for name in sorted(given - {*known, BATCH_STATISTICS}) if not is_note_of_a_tool(name)]:
             raise UnsupportedNode(f"attribute {', '.join(unread)} is not implemented")
 
     def _runtime_node(

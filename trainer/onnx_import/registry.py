@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from onward.trainer.errors import UnsupportedNode
+from onward.trainer.onnx_graph.beyond_onnx import is_note_of_a_tool
 from onward.trainer.onnx_graph.element_types import torch_dtype
 from onward.trainer.onnx_graph.index import attribute_value
 from onward.trainer.onnx_import.eager import EagerTracer
@@ -82,6 +83,7 @@ class Call:
         self.batch = tracer.batch
         """The batch that the file declares as fixed, if it is treated as dynamic (widening.py)."""
         self.num_outputs = len(node.output)
+        self.name = node.name or next(filter(None, node.output), "")
         self._node = node
         self._attributes = {attribute.name: attribute for attribute in node.attribute}
         self._read: set[str] = set()
@@ -134,7 +136,7 @@ class Call:
 
     def unread(self) -> list[str]:
         """Return the attributes that the rule has not read, and therefore does not implement."""
-        return sorted(set(self._attributes) - self._read)
+        return sorted(name for name in set(self._attributes) - self._read if not is_note_of_a_tool(name))
 
     def wants(self, output: int) -> bool:
         """Return whether the node has this output; an output with an empty name is left out."""

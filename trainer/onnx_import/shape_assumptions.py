@@ -14,6 +14,7 @@ of every tensor, by running the recorded graph once more on meta tensors.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch.utils import _pytree as pytree
 
 from onward.trainer.onnx_import.probed_calls import ProbedCalls, call_key
 from onward.trainer.onnx_import.probing import TORCH_ERRORS, as_function
+
+log = logging.getLogger(__name__)
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 15, 16, 24, 32, 49, 64, 100, 128, 224, 256, 511, 512, 1000, 1024, 4096)
 """Lengths at which `can_differ` evaluates a number again."""
@@ -60,6 +63,28 @@ def check_rows(found: int, declared: int, name: str) -> None:
         )
 
 
+_SAID: set[str] = set()
+"""The nodes about which `check_kept` has warned."""
+
+
+def check_kept(length: int, dim: int, node: str, *, is_batch: bool) -> None:
+    """Raise RuntimeError if a dimension is 1 that a Squeeze without axes keeps in the graph; of the batch, warn once.
+
+    onnxruntime drops it then, so that what follows has another rank. A batch of one row is one of many in training,
+    whose results and labels have a batch.
+    """
+    if length != 1:
+        return
+    what = f"Squeeze {node!r} has no axes, and dimension {dim} of what it reads is 1 now: onnxruntime drops it, "
+    if not is_batch:
+        raise RuntimeError(
+            f"{what}and the graph was imported for other lengths; name the axes in the file, or feed longer rows"
+        )
+    if node not in _SAID:
+        _SAID.add(node)
+        log.warning("%sthe module keeps it, because it is the batch; name the axes in the file", what)
+
+
 def assumptions_of(graph: fx.Graph) -> list[str]:
     """Return the equations that a graph checks each time it runs, such as "size('h', 1) is 4"."""
     return [f"{node.args[2]} is {node.args[1]}" for node in graph.nodes if node.target is check_assumption]
@@ -67,7 +92,7 @@ def assumptions_of(graph: fx.Graph) -> list[str]:
 
 def is_impure(node: fx.Node) -> bool:
     """Return whether dead-code elimination must keep a node although no other node reads it."""
-    return node.op in ("placeholder", "output") or node.target in (check_assumption, check_rows)
+    return node.op in ("placeholder", "output") or node.target in (check_assumption, check_rows, check_kept)
 
 
 def lengths_equal_by_chance(
@@ -102,7 +127,7 @@ def _shapes(
     """Yield the shape of every tensor of the graph whose inputs have other lengths than the trial ones."""
     results: dict[fx.Node, Any] = {}
     for node in graph.nodes:
-        if node.target in (check_assumption, check_rows):
+        if node.target in (check_assumption, check_rows, check_kept):
             continue
         results[node] = _Unknown if node in runtime else _result(node, root, further, known, results)
         probes = node.meta.get("probes")
@@ -120,9 +145,9 @@ def _result(
 ) -> Any:
     """Return what a node gives on meta tensors, or _Unknown."""
     if node.op == "placeholder":
-        if not node.meta.get("probes"):
+        first, second = node.meta.get("probes") or (None, None)
+        if not isinstance(first, torch.Tensor) or second is None:
             return _Unknown
-        first, second = node.meta["probes"]
         shape = [a if a == b else further(a, b) for a, b in zip(first.shape, second.shape, strict=True)]
         return torch.empty(shape, dtype=first.dtype, device="meta")
     if node.op == "get_attr":

@@ -21,7 +21,7 @@ import copy
 import inspect
 import keyword
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from onward.trainer.onnx_import.probing import as_function, probe
 from onward.trainer.onnx_import.shape_assumptions import (
     can_differ,
     check_assumption,
+    check_kept,
     expression_text,
     lengths_equal_by_chance,
 )
@@ -140,6 +141,16 @@ class Tracer:
         if key not in self._sizes:
             self._sizes[key] = self.call("size", tensor, key[1])
         return self._sizes[key]
+
+    def check_kept(self, lengths: Mapping[int, Traced], node: str) -> None:
+        """Let the graph check the dynamic lengths of what a Squeeze without axes reads, by their dimension."""
+        shapes = [each.meta["probes"] for each in self.graph.nodes if each.op == "placeholder"]
+        batches = {(first.shape[0], second.shape[0]) for first, second in filter(None, shapes) if first.ndim}
+        for dim, length in lengths.items():
+            # one that is freed is compared with the file's own by fixed_batch.py
+            if (is_batch := length.probes in batches) and self.batch is not None:
+                continue
+            self.graph.call_function(check_kept, (length.node, dim, node), {"is_batch": is_batch})
 
     # -- inputs, weights and constants
 

@@ -11,7 +11,7 @@ import onnx
 from onnx import numpy_helper
 
 from onward.trainer.onnx_graph.external_ranges import is_external
-from onward.trainer.onnx_graph.index import attributes_of
+from onward.trainer.onnx_graph.index import attributes_of, length_of
 from onward.trainer.onnx_graph.stored_protos import stored_protos
 
 Table: TypeAlias = tuple[tuple[int, int], ...]
@@ -49,8 +49,8 @@ def declared_batch(graph: onnx.GraphProto, stored: Collection[str] = ()) -> int:
     """
     names = {*stored, *(tensor.name for tensor in graph.initializer)}
     shapes = [value.type.tensor_type.shape.dim for value in graph.input if value.name not in names]
-    leading = {dims[0].dim_value for dims in shapes if dims}
-    return leading.pop() if len(leading) == 1 else 0
+    leading = {length_of(dims[0]) for dims in shapes if dims}
+    return leading.pop() or 0 if len(leading) == 1 else 0
 
 
 def trial_sizes(

@@ -38,6 +38,7 @@ from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.rehearsal.compile_trial import decide, not_compiled
+from onward.trainer.rehearsal.empty_labels import check_empty_labels
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.guarded_files import ROWS, guard_run
 from onward.trainer.rehearsal.needs import least_needs
@@ -127,7 +128,10 @@ def checks(
 
     data = EvaluationData(batches=lambda: [compared], new_metrics=metrics, file_rows=file_rows, model=config.model)
     counts = [("that targets are counted row by row", lambda: _check_counts(graph.losses, compared, findings))]
-    sums = [("that a loss of a file is a sum over rows", lambda: _check_sums(graph, compared, findings))]
+    sums = [
+        ("that a loss of a file is a sum over rows", lambda: _check_sums(graph, compared, findings)),
+        ("rows without labels", lambda: check_empty_labels(graph, rows, config, signature, findings)),
+    ]
     timed = [
         (
             "the time of a micro-batch in fp32 and bf16",

@@ -30,7 +30,7 @@ from onward.trainer.data.batches.batch_transforms import Samples
 from onward.trainer.data.batches.device_copies import DeviceCopies
 from onward.trainer.data.batches.noise_keys import noise_keys
 from onward.trainer.data.batches.row_lengths import RowLengths
-from onward.trainer.data.batches.row_padding import longest_row, padded_rows
+from onward.trainer.data.batches.row_padding import least_lengths, longest_row, padded_rows
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.batches.step_shares import divide, end_of_share
 from onward.trainer.data.columns import Array, Schema, Values
@@ -319,6 +319,7 @@ class _Collate:
             if loss.has_classes:
                 self._pad_values |= dict.fromkeys(loss.columns, loss.ignored)
         self._pad_values |= {**shards.pad_values, **config.data.pad_values}
+        self._least = least_lengths(columns, self._losses, inputs)
         self._pad_left = {name for name, found in shards.fitted.items() if found.pad_left}
         self.counts = RowLengths(inputs, shards.columns, config, signature, shards.pad_values)
 
@@ -388,8 +389,9 @@ class _Collate:
         )
 
     def _tensor(self, feed: Feed, columns: Mapping[str, Values], lengths: Mapping[str, int]) -> Tensor:
+        least = {name: max(lengths.get(name, 0), self._least[name]) for name in feed.columns}
         arrays = [
-            padded_rows(columns[name], self._pad_values[name], lengths.get(name, 0), left=name in self._pad_left)
+            padded_rows(columns[name], self._pad_values[name], least[name], left=name in self._pad_left)
             for name in feed.columns
         ]
         array = np.stack(arrays, axis=-1) if feed.stacked else arrays[0]

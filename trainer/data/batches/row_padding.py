@@ -6,14 +6,29 @@ rows    [a b c]  [d]        [[a, b, c],          behind the values, or in front 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.columns import Array, Values
+from onward.trainer.data.input_columns import Feed
 
 
 def longest_row(values: Values) -> int:
     """Return the length of the longest row; 0 for arrays, whose rows have one length."""
     return 0 if isinstance(values, np.ndarray) else max(map(len, values), default=0)
+
+
+def least_lengths(columns: Iterable[str], losses: Sequence[LossConfig], inputs: Sequence[Feed]) -> dict[str, int]:
+    """Return for each column how long its rows are in a batch, at least.
+
+    Rows that are all empty get one value of padding. The labels of a loss of a file stay without values: only the user
+    knows how many belong to a target.
+    """
+    own = {name for loss in losses if loss.name == "file" for name in loss.columns}
+    own -= {name for feed in inputs for name in feed.columns}
+    return {name: int(name not in own) for name in columns}
 
 
 def padded_rows(values: Values, pad_value: float, least: int, *, left: bool) -> Array:

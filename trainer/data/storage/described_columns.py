@@ -26,7 +26,8 @@ def infer(name: str, cells: Cells) -> Column:
         encoded = sum(map(_is_encoded, cells))
         return Column(name=name, dtype=BYTES if encoded * 2 > len(cells) else TEXT)
     shapes = Counter(row.shape for row in rows)
-    flat = np.concatenate([row.ravel() for row in rows])
+    # an empty list says nothing of the type
+    flat = np.concatenate([row.ravel() for row in rows if row.size] or rows[:1])
     varies = len(shapes) > 1 and all(len(shape) == 1 for shape in shapes)
     shape = max(shapes) if varies else shapes.most_common(1)[0][0]
     return Column(name=name, dtype=_type(flat, gaps=True), shape=shape, variable=varies, extremes=extremes(flat))
@@ -94,7 +95,10 @@ def merge(one: Column, other: Column) -> Column:
     if not (one.holds_numbers and other.holds_numbers):
         return other if one.dtype == TEXT or other.holds_numbers else one
     # a later block may hold larger numbers or floats
-    dtype = np.promote_types(one.dtype, other.dtype)
+    if (0,) in (one.shape, other.shape):  # rows that are all empty say nothing of the type
+        dtype = np.dtype(other.dtype if one.shape == (0,) else one.dtype)
+    else:
+        dtype = np.promote_types(one.dtype, other.dtype)
     varies = one.variable or other.variable or (one.shape != other.shape and len(one.shape) == len(other.shape) == 1)
     return Column(
         name=one.name,

@@ -30,7 +30,7 @@ from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.records import Record, read_record
 
-SHARD_VERSION = 1
+SHARD_VERSION = 2
 """Raised when the same source would give other shards, so that shards of an older version are not reused."""
 
 Split = Literal["train", "evaluation", "test"]

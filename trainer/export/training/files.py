@@ -26,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx.external_data_helper import load_external_data_for_model
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
@@ -38,7 +37,8 @@ from onward.trainer.export.training.gradients import gradient_of, training_model
 from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
 from onward.trainer.export.training.optimizer_graph import optimizer_model
 from onward.trainer.model.layers import layer_scales
-from onward.trainer.onnx_graph.index import all_tensors
+from onward.trainer.onnx_graph.external_ranges import load_external
+from onward.trainer.onnx_graph.index import all_tensors, length_of
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.quantized_weights import integer_names
@@ -218,7 +218,7 @@ def _whole(model: onnx.ModelProto, base: Path) -> onnx.ModelProto:
         )
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    load_external_data_for_model(copy, str(base))
+    load_external(all_tensors(copy), base)
     return copy
 
 
@@ -262,5 +262,9 @@ def _artifact(path: Path, model: onnx.ModelProto) -> Artifact:
 
 def _value(value: onnx.ValueInfoProto) -> Value:
     kind = value.type.tensor_type
-    dims = tuple(dim.dim_param or (dim.dim_value if dim.HasField("dim_value") else "?") for dim in kind.shape.dim)
+    lengths = map(length_of, kind.shape.dim)
+    dims = tuple(
+        dim.dim_param or ("?" if length is None else length)
+        for dim, length in zip(kind.shape.dim, lengths, strict=True)
+    )
     return Value(name=value.name, element_type=onnx.TensorProto.DataType.Name(kind.elem_type), dims=dims)

@@ -25,7 +25,7 @@ from onward.trainer.export.training.loss_nodes import FORMULAS, LossInputs, clas
 from onward.trainer.onnx_graph import loss_files
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.builder import GraphExtender
-from onward.trainer.onnx_graph.index import nodes_of
+from onward.trainer.onnx_graph.index import length_of, nodes_of
 from onward.trainer.onnx_graph.loss_files import LEAST_OPSET, opset_of, too_old, unknown_shape
 from onward.trainer.onnx_graph.ml_types import DOMAIN
 from onward.trainer.onnx_graph.stored_protos import stored_protos
@@ -195,7 +195,7 @@ def _labels(name: str, loss: LossConfig, output: onnx.ValueInfoProto) -> onnx.Va
     if not output.type.tensor_type.HasField("shape"):
         raise UnsupportedModel(unknown_shape(output.name))
     shape = output.type.tensor_type.shape.dim
-    dims = [dim.dim_param or (dim.dim_value if dim.HasField("dim_value") else None) for dim in shape]
+    dims = [dim.dim_param or length_of(dim) for dim in shape]
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(label_type(loss)))
     return helper.make_tensor_value_info(name, kind, label_dims(loss, dims))
 

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-import onnx
 import torch
 import torch.nn.functional as F
 
@@ -29,29 +28,6 @@ from onward.trainer.onnx_import.registry import Call, Rule, lower
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Value
 
 BEFORE_17 = tuple(range(7, 17))
-
-OWN_NORMS = ("LayerNormalization", "SimplifiedLayerNormalization")
-"""Operators that onnxruntime puts in ONNX's domain, where ONNX has them in later opsets or not at all."""
-
-
-def check_optimised(model: onnx.ModelProto) -> None:
-    """Run ONNX's checker on a model that onnxruntime optimised, with its norms in their real domain.
-
-    External data is not read. Raises onnx.checker.ValidationError.
-    """
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    for node in copy.graph.node:
-        if node.op_type in OWN_NORMS and node.domain in ("", "ai.onnx"):
-            # ONNX's checker looks only at operators of domains that it defines
-            node.domain = "com.microsoft"
-    # an empty tensor in place of external data: the checker would look for its file
-    for tensor in copy.graph.initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            tensor.CopyFrom(onnx.TensorProto(name=tensor.name, dims=[0], data_type=tensor.data_type))
-    if all(entry.domain != "com.microsoft" for entry in copy.opset_import):
-        copy.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
-    onnx.checker.check_model(copy)
 
 
 def _microsoft(*names: str) -> Callable[[Rule], Rule]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import onnx
 import torch
 
+from onward.trainer.onnx_graph.index import length_of
 from onward.trainer.onnx_import.registry import Call, lower
 from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
 
@@ -109,7 +110,7 @@ def _stacked_outputs(
 def _empty_output(c: Call, output: onnx.ValueInfoProto, axis: int) -> torch.Tensor:
     """Return the scan output of a loop without iterations: no rows, of the shape that the body declares."""
     kind = output.type.tensor_type
-    lengths = [dim.dim_value for dim in kind.shape.dim]
+    lengths = [length_of(dim) or 0 for dim in kind.shape.dim]
     lengths.insert(axis if axis >= 0 else len(lengths) + 1 + axis, 0)
     return torch.empty(lengths, dtype=c.dtype(kind.elem_type or onnx.TensorProto.FLOAT))
 

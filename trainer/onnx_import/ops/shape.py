@@ -65,7 +65,9 @@ def transpose(c: Call, x: Value) -> Value:
 def squeeze(c: Call, x: Value, given: Value = None) -> Value:
     axes = c.axes(given)
     if axes is None:
-        axes = [i for i, n in enumerate(c.sizes(x)) if not isinstance(n, Traced) and n == 1]
+        lengths = dict(enumerate(c.sizes(x)))
+        axes = [i for i, n in lengths.items() if not isinstance(n, Traced) and n == 1]
+        c.tracer.check_kept({i: n for i, n in lengths.items() if isinstance(n, Traced)}, c.name)
     axes = [c.axis(x, axis) for axis in axes]
     for axis in axes:
         # torch.squeeze would silently keep such a dimension

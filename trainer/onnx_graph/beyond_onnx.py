@@ -1,0 +1,387 @@
+"""What onnxruntime runs although ONNX's checker refuses it: one table, with what becomes of each.
+
+Exporters, converters and scripts that edit files write such files, and nobody notices while onnxruntime runs them.
+
+    kept        the import needs nothing of it: the checker gets a copy without it, the written file keeps it
+    put right   nothing can work with it: the model is read in the form of ONNX, and the written file has that form
+    refused     the file can be read in two ways: each sentence names the part, and what to do
+
+A file with anything else that the checker refuses is refused by onnxruntime, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import onnx
+from onnx import TensorProto, TypeProto, defs, helper
+
+from onward.trainer.onnx_graph.index import (
+    SMALL,
+    domain_of,
+    inner_graphs,
+    names_read,
+    nodes_inside,
+    opsets_of,
+    without_large_tensors,
+)
+
+OWN_NORMS = ("LayerNormalization", "SimplifiedLayerNormalization")
+"""Operators that onnxruntime puts in ONNX's domain, where ONNX has them in later opsets or not at all."""
+
+VALUE_FIELDS = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+"""The fields of a tensor of which one has its values."""
+
+Rule = Callable[[onnx.ModelProto], Iterator[str]]
+"""Changes a model in place and yields what it found, as a clause."""
+
+
+# -- kept: changed in the copy for the checker alone
+
+
+def _graph_without_name(model: onnx.ModelProto) -> Iterator[str]:
+    if not model.graph.name:
+        model.graph.name = "graph"
+        yield "the graph has no name"
+
+
+def _values_without_type_or_shape(model: onnx.ModelProto) -> Iterator[str]:
+    """Give an input or an output a type of one dimension: the checker compares neither types nor ranks."""
+    for value in model.graph.output:
+        if value.type.WhichOneof("value") is None:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+            value.type.tensor_type.shape.dim.add()
+            yield f"output {value.name!r} declares no type"
+    for what, values in (("input", model.graph.input), ("output", model.graph.output)):
+        for value in values:
+            tensor = _tensor_type(value.type)
+            if tensor is not None and not tensor.HasField("shape"):
+                tensor.shape.dim.add()
+                yield f"{what} {value.name!r} declares no shape"
+
+
+def _tensor_type(kind: TypeProto) -> Any:
+    """Return the type of the tensors in a value, which may be a sequence or optional; None for any other."""
+    while (which := kind.WhichOneof("value")) in ("sequence_type", "optional_type"):
+        kind = getattr(kind, which).elem_type
+    return kind.tensor_type if which == "tensor_type" else None
+
+
+def _initializers_that_are_no_inputs(model: onnx.ModelProto) -> Iterator[str]:
+    if model.ir_version == 3:
+        inputs = {value.name for value in model.graph.input}
+        missing = [tensor.name for tensor in model.graph.initializer if tensor.name not in inputs]
+        model.ir_version = 4
+        if missing:
+            yield f"{len(missing)} initializers are not listed as inputs ({missing[0]!r}), as IR version 3 wants"
+
+
+def _second_name_of_the_domain(model: onnx.ModelProto) -> Iterator[str]:
+    found = [
+        node
+        for nodes in (model.graph.node, *(function.node for function in model.functions))
+        for node in nodes_inside(nodes)
+        if node.domain == "ai.onnx"
+    ]
+    for node in found:
+        node.domain = ""
+    for entry in (entry for part in (model, *model.functions) for entry in part.opset_import):
+        entry.domain = domain_of(entry)
+    if found:
+        yield f"{len(found)} operators are written with the domain 'ai.onnx', which is the one without a name"
+
+
+def _norms_of_onnxruntime(model: onnx.ModelProto) -> Iterator[str]:
+    version = opsets_of(model).get("", 0)
+    unknown = [name for name in OWN_NORMS if not defs.has(name, version, "")]
+    found = [node for node in model.graph.node if node.op_type in unknown and not domain_of(node)]
+    for node in found:
+        # the checker looks only at operators of domains that ONNX defines
+        node.domain = "com.microsoft"
+    if found:
+        list(_missing_opsets(model))
+        yield f"{len(found)} norms of onnxruntime are in ONNX's domain"
+
+
+def _keys_given_twice(model: onnx.ModelProto) -> Iterator[str]:
+    keys = [entry.key for entry in model.metadata_props]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        model.ClearField("metadata_props")
+        yield f"metadata has {twice[0]!r} twice"
+
+
+def _tensors_without_name(model: onnx.ModelProto) -> Iterator[str]:
+    if sum(_leave_out(model.graph.initializer, lambda tensor: not tensor.name)):
+        yield "an initializer has no name, so that nothing can read it"
+
+
+KEPT: tuple[Rule, ...] = (
+    _graph_without_name,
+    _values_without_type_or_shape,
+    _initializers_that_are_no_inputs,
+    _second_name_of_the_domain,
+    _norms_of_onnxruntime,
+    _keys_given_twice,
+    _tensors_without_name,
+)
+
+
+# -- put right: changed in the model that is imported and written
+
+
+def _initializers_listed_twice(model: onnx.ModelProto) -> Iterator[str]:
+    """Leave out later listings of the same initializer; those of other contents have been refused."""
+    seen = set[str]()
+
+    def again(tensor: TensorProto) -> bool:
+        known = bool(tensor.name) and tensor.name in seen
+        seen.add(tensor.name)
+        return known
+
+    if removed := sum(_leave_out(model.graph.initializer, again)):
+        yield f"{removed} initializers are stored a second time, with the same values"
+    seen.clear()
+    stored = {tensor.name for tensor in model.graph.initializer}
+
+    def listed(value: onnx.ValueInfoProto) -> bool:
+        known = value.name in stored and value.name in seen
+        seen.add(value.name)
+        return known
+
+    if removed := sum(_leave_out(model.graph.input, listed)):
+        yield f"{removed} initializers are listed as inputs twice"
+
+
+def _missing_opsets(model: onnx.ModelProto) -> Iterator[str]:
+    """Add the version of a domain whose operators here have one version only; others have been refused."""
+    for domain, operators in _not_imported(model).items():
+        version = max((version for name in operators for version in _versions(domain, name)), default=1)
+        model.opset_import.append(helper.make_opsetid(domain, version))
+        yield f"the version of the operators of {domain!r} is not given; they have one"
+
+
+def _not_imported(model: onnx.ModelProto) -> dict[str, set[str]]:
+    """Return the operators of each domain of ONNX and onnxruntime for which the model gives no version."""
+    given, found = opsets_of(model), dict[str, set[str]]()
+    known = {"com.microsoft", *(domain for domain, _ in _history())}
+    for node in nodes_inside(model.graph.node):
+        if (domain := domain_of(node)) in known and domain not in given:
+            found.setdefault(domain, set()).add(node.op_type)
+    return found
+
+
+@functools.cache
+def _history() -> dict[tuple[str, str], tuple[int, ...]]:
+    """Return the versions of every operator of ONNX's domains."""
+    found = dict[tuple[str, str], tuple[int, ...]]()
+    for schema in defs.get_all_schemas_with_history():
+        key = schema.domain, schema.name
+        found[key] = (*found.get(key, ()), schema.since_version)
+    return found
+
+
+def _versions(domain: str, operator: str) -> tuple[int, ...]:
+    return _history().get((domain, operator), ())
+
+
+def _nodes_out_of_order(model: onnx.ModelProto) -> Iterator[str]:
+    """Put the nodes of the main graph into an order in which each reads what stands before it."""
+    graph = model.graph
+    makers = {name: at for at, node in enumerate(graph.node) for name in node.output if name}
+    reads = [{makers[name] for name in _outer_names(node) if name in makers} for node in graph.node]
+    if all(before < at for at, found in enumerate(reads) for before in found):
+        return
+    if (order := _sorted(reads)) is None:
+        return  # a circle, which the checker refuses
+    nodes = [onnx.NodeProto.FromString(graph.node[at].SerializeToString()) for at in order]
+    graph.ClearField("node")
+    graph.node.extend(nodes)
+    yield "its nodes are not in an order in which each reads what stands before it"
+
+
+def _outer_names(node: onnx.NodeProto) -> set[str]:
+    """Return the names that a node reads, without those that are local to its inner graphs."""
+    local = {
+        name
+        for graph in inner_graphs([node])
+        for name in (
+            *(value.name for values in (graph.input, graph.initializer) for value in values),
+            *(name for inner in graph.node for name in inner.output),
+        )
+    }
+    return set(node.input) | (names_read(node) - local)
+
+
+def _sorted(reads: list[set[int]]) -> list[int] | None:
+    """Return the positions in an order in which each stands behind those that it reads; None if they read in a circle.
+
+    The order of the file is kept where it can be.
+    """
+    order, waiting, begun = dict[int, None](), list(range(len(reads)))[::-1], set[int]()
+    while waiting:
+        at = waiting[-1]
+        missing = [each for each in sorted(reads[at], reverse=True) if each not in order]
+        if not missing:
+            order[at] = None
+            waiting.pop()
+        elif at in begun:
+            return None
+        else:
+            begun.add(at)
+            waiting += missing
+    return list(order)
+
+
+PUT_RIGHT: tuple[Rule, ...] = (_initializers_listed_twice, _missing_opsets, _nodes_out_of_order)
+
+
+# -- refused: sentences with a remedy
+
+
+def _initializers_of_two_contents(model: onnx.ModelProto) -> Iterator[str]:
+    first: dict[str, bytes] = {}
+    for tensor in repeated_initializers(model):
+        content = tensor.SerializeToString(deterministic=True)
+        if first.setdefault(tensor.name, content) != content:
+            yield (
+                f"initializer {tensor.name!r} is stored twice, differently; onnxruntime takes the last one. Remove the "
+                "wrong one from graph.initializer"
+            )
+
+
+def repeated_initializers(model: onnx.ModelProto) -> list[TensorProto]:
+    """Return the initializers of the main graph whose name another one has."""
+    times = Counter(tensor.name for tensor in model.graph.initializer)
+    return [tensor for tensor in model.graph.initializer if tensor.name and times[tensor.name] > 1]
+
+
+def _tensors_of_two_contents(model: onnx.ModelProto) -> Iterator[str]:
+    for tensor in model.graph.initializer:
+        given = [name for name in VALUE_FIELDS if getattr(tensor, name)]
+        if len(given) > 1:
+            yield (
+                f"initializer {tensor.name!r} has values in {' and in '.join(given)}, of which onnxruntime reads one; "
+                "clear the others (tensor.ClearField)"
+            )
+
+
+def _unknown_opsets(model: onnx.ModelProto) -> Iterator[str]:
+    for domain, operators in _not_imported(model).items():
+        if changed := sorted(name for name in operators if len(_versions(domain, name)) > 1):
+            yield (
+                f"the file does not give the version of the operators of {domain or 'ai.onnx'!r}, and "
+                f"{', '.join(changed[:3])} changed between versions; onnxruntime takes the newest that it knows. Add "
+                f"the one that it was written for: model.opset_import.append(onnx.helper.make_opsetid({domain!r}, ...))"
+            )
+
+
+def _functions_of_another_opset(model: onnx.ModelProto) -> Iterator[str]:
+    own = opsets_of(model)
+    for function in model.functions:
+        for domain, version in opsets_of(function).items():
+            operators = {node.op_type for node in nodes_inside(function.node) if domain_of(node) == domain}
+            kinds = {
+                name: {_since(domain, name, each) for each in (version, own.get(domain, version))} for name in operators
+            }
+            if changed := sorted(name for name, found in kinds.items() if len(found) > 1):
+                yield (
+                    f"function {function.name!r} is written for version {version} of {domain or 'ai.onnx'!r} and the "
+                    f"model for {own[domain]}, between which {', '.join(changed[:3])} changed; onnxruntime takes the "
+                    "model's. Export both at one opset, or set the function's opset_import if the model's is meant"
+                )
+
+
+def _since(domain: str, operator: str, version: int) -> int:
+    """Return the version in which an operator last changed, as of a version of its domain; 0 if it has none."""
+    return max((each for each in _versions(domain, operator) if each <= version), default=0)
+
+
+def _no_ir_version(model: onnx.ModelProto) -> Iterator[str]:
+    if not model.ir_version:
+        yield (
+            "the file does not give its IR version, and onnxruntime refuses it; set model.ir_version = "
+            "onnx.helper.find_min_ir_version_for(model.opset_import)"
+        )
+
+
+REFUSED: tuple[Rule, ...] = (
+    _initializers_of_two_contents,
+    _tensors_of_two_contents,
+    _unknown_opsets,
+    _functions_of_another_opset,
+    _no_ir_version,
+)
+
+
+# -- what others call
+
+
+def refused(model: onnx.ModelProto) -> list[str]:
+    """Return a sentence for each part of a model that can be read in two ways."""
+    return [problem for rule in REFUSED for problem in rule(model)]
+
+
+def put_right(model: onnx.ModelProto) -> list[str]:
+    """Change a model, in which nothing is refused, where nothing could work with it; return what was changed."""
+    return [clause for rule in PUT_RIGHT for clause in rule(model)]
+
+
+def departures(model: onnx.ModelProto) -> list[str]:
+    """Return a clause for everything in a model that onnxruntime runs and the checker refuses."""
+    light = _light(model)
+    changed = [f"{clause} (put right)" for clause in put_right(light)]
+    return [*changed, *(clause for rule in KEPT for clause in rule(light))]
+
+
+def check(model: onnx.ModelProto) -> None:
+    """Run ONNX's checker on what it looks at in a model, without what onnxruntime allows.
+
+    Neither external data nor large tensors are read. Raises onnx.checker.ValidationError.
+    """
+    light = _light(model)
+    for rule in (*PUT_RIGHT, *KEPT):
+        list(rule(light))
+    onnx.checker.check_model(without_large_tensors(light))
+
+
+def _light(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy without the values of large tensors."""
+    light = onnx.ModelProto()
+    for field, value in model.ListFields():
+        if field.name == "graph":
+            _copy_graph(value, light.graph)
+        elif field.is_repeated:
+            getattr(light, field.name).extend(value)
+        else:
+            setattr(light, field.name, value)
+    return light
+
+
+def _copy_graph(graph: onnx.GraphProto, light: onnx.GraphProto) -> None:
+    light.SetInParent()
+    light.name = graph.name
+    for name in ("node", "input", "output", "value_info", "sparse_initializer"):
+        getattr(light, name).extend(getattr(graph, name))
+    for tensor in graph.initializer:
+        is_small = math.prod(tensor.dims) <= SMALL
+        light.initializer.append(
+            tensor if is_small else TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        )
+
+
+def _leave_out(entries: Any, is_left_out: Callable[[Any], bool]) -> list[bool]:
+    """Remove entries of a repeated field in place; return for each whether it was removed."""
+    found = [is_left_out(entry) for entry in entries]
+    for place in range(len(found))[::-1]:
+        if found[place]:
+            del entries[place]
+    return found
+
+
+def is_note_of_a_tool(name: str) -> bool:
+    """Return whether an attribute of this name is one that neither ONNX's checker nor onnxruntime looks at."""
+    return name.startswith("__")

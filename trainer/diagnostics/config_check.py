@@ -21,6 +21,7 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES
 from onward.trainer.config.urls import redacted, url_of
+from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.computations import open_fitted
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.input_columns import computed_columns
@@ -29,7 +30,6 @@ from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.signature import Signature, model_bytes, model_digest, read_training_signature
 from onward.trainer.data.storage.inferred_schema import infer_schema
 from onward.trainer.data.storage.sharding import check_held_out, check_named_files, try_first_rows
-from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
 from onward.trainer.errors import Refused, UnsupportedModel
@@ -73,8 +73,8 @@ def check_local_files(sections: Sections) -> list[str]:
     absent = [setting for setting, _ in urls_in(sections) if setting.startswith(("model.", "data."))]
     if model and data and "loss" in sections and not absent and not model_problems and not source_problems:
         try:
-            config = with_columns(RunConfig.model_construct(**dict(sections)))
-            config = config.model_copy(update={"model": with_outputs(model, config.losses)})
+            config = completed(RunConfig.model_construct(**dict(sections)))
+            config = config.model_copy(update={"model": with_outputs(config.model, config.losses)})
             signature, schema = read_training_signature(config.model), infer_schema(config.data)
             computed = computed_columns(config, signature)
             own = {name: column for name, column in schema.items() if name not in computed}

@@ -17,8 +17,8 @@ import onnx
 from onward.trainer.config.loading import Override, load_config
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.signature import Signature, TensorInfo, read_training_signature
-from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.text_columns import ROLES
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch
@@ -246,7 +246,7 @@ def _propose_fixed_batch(draft: Draft, signature: Signature) -> None:
     if not declared or draft.questions:
         return
     try:
-        choose_fixed_batch(with_columns(load_config(draft.settings())))
+        choose_fixed_batch(completed(load_config(draft.settings())))
     except ConfigError as error:
         draft.set("train.global_batch_size", declared, f"the file declares it: {error.problems[0].split('; ')[0]}")
 

@@ -7,7 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from onward.trainer.diagnostics.audit_input import AuditInput
-from onward.trainer.diagnostics.merged_weights import merged_weights, removed_biases, separated_weights
+from onward.trainer.diagnostics.merged_weights import (
+    folded_products,
+    merged_weights,
+    removed_biases,
+    separated_weights,
+)
 from onward.trainer.onnx_graph.blocked_layout import DOMAIN as BLOCKED
 from onward.trainer.onnx_graph.exporter_names import is_exporter_name
 from onward.trainer.onnx_graph.index import HALF_TYPES
@@ -38,9 +43,10 @@ def refused_warnings(found: Iterable[ExporterWarning], accept: Sequence[str]) ->
 def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     """Yield a warning for everything that is allowed but perhaps not intended."""
     for check in (
-        _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _removed_biases, _copies, _tables,
-        _made_up_names, _no_dropout, _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves,
-        _quantized, _integer_weights, _blocked_layout, _runtime_nodes, _trees,
+        _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _unrecorded_weights,
+        _removed_biases, _copies, _tables, _made_up_names, _no_dropout, _random_nodes, _training_mode,
+        _frozen_statistics, _fixed_batch, _halves, _quantized, _integer_weights, _blocked_layout, _runtime_nodes,
+        _trees,
     ):  # fmt: skip
         yield from check(audit)
 
@@ -93,7 +99,14 @@ def _merged_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
 def _separated_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
     trained = set(audit.trained())
     roles = {name: role for name, role in audit.roles.items() if name in trained}
-    if found := separated_weights(audit.model.graph, audit.stored, roles, audit.records.originals):
+    kinds = audit.records.weights
+    folded = {
+        name: [origin for origin in origins if kinds[origin] == "parameter"]
+        for name, origins in audit.records.folded.items()
+    }
+    found = separated_weights(audit.model.graph, audit.stored, roles, audit.records.originals)
+    found += [names for names in folded_products(roles, folded) if names not in found]
+    if found:
         yield ExporterWarning(
             key="separated",
             what=(
@@ -102,6 +115,24 @@ def _separated_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
             ),
             remedy=f"to train each as one weight, export with {RECIPE}",
             changes_training=True,
+        )
+
+
+def _unrecorded_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
+    """Warn of trained tensors without a record in a file in which the exporter recorded every weight."""
+    if not audit.records.weights:
+        return
+    # a new head (model.num_classes) has the name of the one that it replaces
+    made = {f"{name}.head" for name in audit.records.kinds}
+    if found := [name for name in audit.trained() if name not in audit.records.kinds and name not in made]:
+        yield ExporterWarning(
+            key="unrecorded",
+            what=(
+                f"{len(found)} trained tensors are no weights of the exported network by what its exporter wrote: "
+                f"{', '.join(found[:3])}{', ...' if len(found) > 3 else ''}. Another tool has computed them, perhaps "
+                "from several weights, and they are trained as weights of their own"
+            ),
+            remedy=f"to train the weights of the network, export with {RECIPE} and train that file",
         )
 
 

@@ -34,7 +34,7 @@ from onward.trainer.data.text.checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
 from onward.trainer.errors import Refused, UnsupportedModel
 from onward.trainer.extras import how_to_install
-from onward.trainer.onnx_graph.index import all_names, did_you_mean, graphs_of, locations, nodes_of
+from onward.trainer.onnx_graph.index import all_names, did_you_mean, graphs_of, locations, nodes_of, subgraphs
 from onward.trainer.onnx_graph.loss_files import (
     LEAST_OPSET,
     label_dims,
@@ -45,7 +45,9 @@ from onward.trainer.onnx_graph.loss_files import (
 )
 from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.named_cuts import tensors_of, unknown_cuts, unknown_tensors
+from onward.trainer.onnx_graph.outputs import selected_output
 from onward.trainer.onnx_graph.quantizing import quantizing_problems
+from onward.trainer.onnx_graph.stored_protos import integer_problems, stored_protos
 from onward.trainer.run.delivered import not_ours
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
@@ -82,7 +84,9 @@ def check_local_files(sections: Sections) -> list[str]:
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
             misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
             misfits += [*_quantizing(config), *_patterns(config), *_cuts(config)]
-            if not misfits:
+            if misfits:
+                misfits += _selected(config)
+            else:
                 check_named_files(config, signature, schema)
             if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
                 found, fitted = try_first_rows(config, signature)
@@ -93,6 +97,15 @@ def check_local_files(sections: Sections) -> list[str]:
         except Refused as error:
             problems += error.problems
     return problems
+
+
+def _selected(config: RunConfig) -> Iterator[str]:
+    """Yield which outputs hold what a detector has chosen among its boxes, in a run in which something does not fit."""
+    model = read_model(config.model.path)
+    for output in config.model.outputs:
+        what, remedy = selected_output(model, output)
+        if what:
+            yield f"{what}; {remedy}"
 
 
 def _training_files(config: RunConfig, signature: Signature) -> list[str]:
@@ -133,7 +146,15 @@ def _patterns(config: RunConfig) -> Iterator[str]:
     if model.functions:
         return
     stored = list(dict.fromkeys(tensor.name for each in graphs_of(model.graph) for tensor in each.initializer))
-    names, nodes = {*stored, *all_names(model.graph)}, list(nodes_of(model.graph))
+    nodes = list(nodes_of(model.graph))
+    # those inside of nodes have the names of `onward doctor`: the import says why they are not trained
+    inside = [
+        f"{node.name or node.output[0]}/{name}"
+        for node in nodes
+        for graph in subgraphs(node)
+        for name, _ in stored_protos(graph)
+    ]
+    names = {*stored, *inside, *all_names(model.graph)}
     # adapters, projections to a teacher and the scales of quantization have names of their own, too
     has_more = config.lora.weights or config.teacher.match or "QuantizeLinear" in {each.op_type for each in nodes}
     of_optimizer = () if has_more else tuple(each.pattern for each in config.optimizer.weights)
@@ -144,6 +165,7 @@ def _patterns(config: RunConfig) -> Iterator[str]:
         ("lora.also_train", config.lora.also_train),
         ("optimizer.weights", of_optimizer),
     ):
+        yield from integer_problems(model, setting, patterns)
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 yield f"{setting}: no weight of the model matches {pattern!r}{did_you_mean(pattern, stored)}"

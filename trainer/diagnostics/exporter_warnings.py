@@ -46,7 +46,7 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
         _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _unrecorded_weights,
         _removed_biases, _copies, _tables, _made_up_names, _no_dropout, _random_nodes, _training_mode,
         _frozen_statistics, _fixed_batch, _halves, _quantized, _integer_weights, _blocked_layout, _runtime_nodes,
-        _trees,
+        _trees, _conv_biases,
     ):  # fmt: skip
         yield from check(audit)
 
@@ -271,6 +271,20 @@ def _frozen_statistics(audit: AuditInput) -> Iterator[ExporterWarning]:
                 "it normalises by them, in training, too, and they are never updated"
             ),
             remedy="nothing to do to train with these statistics; to update them, store what the node reads",
+        )
+
+
+def _conv_biases(audit: AuditInput) -> Iterator[ExporterWarning]:
+    read = [node.input[2] for node in audit.nodes("Conv", "ConvTranspose") if len(node.input) > 2]
+    if found := [name for name in dict.fromkeys(read) if name in audit.stored and audit.stored[name].ndim != 1]:
+        name, shape = found[0], list(audit.stored[found[0]].shape)
+        yield ExporterWarning(
+            key="conv_bias",
+            what=(
+                f"{len(found)} biases of convolutions have not one axis, such as {name} {shape}: onnxruntime opens the "
+                "file, but neither it nor torch computes these nodes"
+            ),
+            remedy=f"store {name} as [{audit.stored[name].numel()}] in the file (numpy's reshape(-1)), others alike",
         )
 
 

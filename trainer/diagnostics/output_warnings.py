@@ -7,8 +7,17 @@ from collections.abc import Iterator, Sequence
 import onnx
 
 from onward.trainer.data.scores_read import losses_of_scores
-from onward.trainer.onnx_graph.outputs import describe_type, is_numeric, score_tensors, unreadable_output
+from onward.trainer.onnx_graph.outputs import (
+    describe_type,
+    is_numeric,
+    score_tensors,
+    selected_output,
+    unreadable_output,
+)
 from onward.trainer.run.records import ExporterWarning
+
+SELECTED = "selected_output"
+"""The key of the warning about an output that holds what a detector has chosen."""
 
 
 def output_warnings(
@@ -26,6 +35,9 @@ def output_warnings(
     else:
         by_default = () if is_run or output else losses_of_scores(model)
         yield from _probabilities(part, output or first, by_default)
+    what, remedy = selected_output(model, output)
+    if what:
+        yield ExporterWarning(key=SELECTED, what=what, remedy=remedy)
     if output:
         return
     if kept := [value for value in model.graph.output if not is_numeric(value)]:

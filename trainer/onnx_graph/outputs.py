@@ -26,6 +26,7 @@ from onward.trainer.onnx_graph.index import FLOAT_TYPES, Index, attributes_of, k
 from onward.trainer.onnx_graph.ml_types import DOMAIN
 from onward.trainer.onnx_graph.model_files import stored_array
 from onward.trainer.onnx_graph.probabilities import Activation, activation_of
+from onward.trainer.onnx_graph.selections import selection_before
 
 LOG = "/log_probabilities"
 
@@ -239,6 +240,10 @@ def unreadable_output(
     kind = value.type.tensor_type.elem_type if value.type.HasField("tensor_type") else None
     if kind in FLOAT_TYPES or kind == TensorProto.UNDEFINED:
         return ""
+    if chosen := selection_before(model.graph, output):
+        return (
+            f"the loss cannot read output {output!r} ({describe_type(value)}), which has no gradient; {chosen.remedy}"
+        )
     known = [f"{name!r} ({what})" for name, what in score_tensors(model.graph)]
     floats = [name for name, each in declared.items() if each.type.tensor_type.elem_type in FLOAT_TYPES]
     known += [f"{name!r}, with the loss mse or l1: the file has no tensor of scores before it" for name in floats]
@@ -246,6 +251,19 @@ def unreadable_output(
         f"the loss cannot read output {output!r} ({describe_type(value)}), which has no gradient; set model.output to "
         f"{known[0] if known else 'the tensor of scores from which it is computed'}{_numbering(model.graph)}"
     )
+
+
+def selected_output(model: onnx.ModelProto, output: str) -> tuple[str, str]:
+    """Return (what, remedy) if an output of floats holds what a detector has chosen among its boxes; else ("", "").
+
+    output: "" = the first one.
+    """
+    name = output or model.graph.output[0].name
+    chosen = selection_before(model.graph, name)
+    if chosen is None or unreadable_output(model, name):
+        return "", ""
+    what = f"output {name!r} holds what {chosen.operator} has chosen, not a result for each row; no gradient"
+    return f"{what} reaches how it chooses", chosen.remedy
 
 
 def _numbering(graph: onnx.GraphProto) -> str:

@@ -34,7 +34,16 @@ from onward.trainer.data.text.checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
 from onward.trainer.errors import Refused, UnsupportedModel
 from onward.trainer.extras import how_to_install
-from onward.trainer.onnx_graph.index import all_names, did_you_mean, graphs_of, locations, nodes_of, subgraphs
+from onward.trainer.onnx_graph.index import (
+    Index,
+    all_names,
+    did_you_mean,
+    graphs_of,
+    integer_problems,
+    locations,
+    nodes_of,
+    subgraphs,
+)
 from onward.trainer.onnx_graph.loss_files import (
     LEAST_OPSET,
     label_dims,
@@ -47,7 +56,6 @@ from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.named_cuts import tensors_of, unknown_cuts, unknown_tensors
 from onward.trainer.onnx_graph.outputs import selected_output
 from onward.trainer.onnx_graph.quantizing import quantizing_problems
-from onward.trainer.onnx_graph.stored_protos import integer_problems, stored_protos
 from onward.trainer.run.delivered import not_ours
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
@@ -152,7 +160,7 @@ def _patterns(config: RunConfig) -> Iterator[str]:
         f"{node.name or node.output[0]}/{name}"
         for node in nodes
         for graph in subgraphs(node)
-        for name, _ in stored_protos(graph)
+        for name in Index(graph).stored
     ]
     names = {*stored, *inside, *all_names(model.graph)}
     # adapters, projections to a teacher and the scales of quantization have names of their own, too
@@ -165,7 +173,7 @@ def _patterns(config: RunConfig) -> Iterator[str]:
         ("lora.also_train", config.lora.also_train),
         ("optimizer.weights", of_optimizer),
     ):
-        yield from integer_problems(model, setting, patterns)
+        yield from integer_problems(model.graph, setting, patterns)
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 yield f"{setting}: no weight of the model matches {pattern!r}{did_you_mean(pattern, stored)}"

@@ -24,9 +24,6 @@ BYTEWISE = frozenset(
 )  # fmt: skip
 """Element types whose bytes in a file are those of an array of this type, and with which one can compute."""
 
-NEVER_TRAINED = frozenset({TensorProto.INT64, TensorProto.UINT64, TensorProto.BOOL, TensorProto.STRING})
-"""Element types of lengths, indices and masks, in which no weights are stored."""
-
 CHUNK_BYTES = 16 * 2**20
 """Tensors are compared and written in chunks of this size."""
 
@@ -54,18 +51,6 @@ def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
                     yield node.output[0], attribute.t
     for name, node, attribute in held_attributes(graph):
         yield name, as_tensor_proto(node, attribute)
-
-
-def integer_problems(model: onnx.ModelProto, setting: str, patterns: Iterable[str]) -> Iterator[str]:
-    """Yield which entries of a setting that names weights name a tensor of a type that is never trained.
-
-    Integers of up to 32 bits may be quantized weights, about which the import decides.
-    """
-    types = {name: proto.data_type for name, proto in stored_protos(model.graph)}
-    for pattern in patterns:
-        if types.get(pattern) in NEVER_TRAINED:
-            name = element_type_name(types[pattern]).lower()
-            yield f"{setting}: {pattern!r} is {name}; only tensors of floating-point numbers are trained"
 
 
 def read_chunks(proto: TensorProto, base: Path) -> Iterator[np.ndarray[Any, Any]]:

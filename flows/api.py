@@ -357,6 +357,7 @@ def to_module(
     from onward.tasks.registered_models import local_model
     from onward.trainer.config.sections.model import ModelConfig
     from onward.trainer.data.reading.fetching import local_file
+    from onward.trainer.onnx_graph.index import integer_problems
     from onward.trainer.onnx_graph.outputs import readable_output
     from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, has_strings
     from onward.trainer.onnx_graph.surgery import extract_subgraph
@@ -368,6 +369,9 @@ def to_module(
     load_converters([local_file(Path(file)) for file in converters])
     path = local_model(Path(path))
     model, base = driver.load_model(path), path.parent
+    wrong = [*integer_problems(model.graph, "train", train), *integer_problems(model.graph, "freeze", freeze)]
+    if wrong:
+        raise ConfigError(wrong)
     settings = ModelConfig(path=path, output=readable_output(model), freeze=tuple(freeze))
     if has_strings(model.graph) and (behind := begin_at_numbers(model, settings)) is not settings:
         model, freeze = extract_subgraph(model, behind), behind.freeze

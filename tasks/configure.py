@@ -39,6 +39,7 @@ from onward.trainer.config.rules.ranks import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import HOW_TO_COMPILE
 from onward.trainer.data.reading.fetching import fetch
+from onward.trainer.data.scores_read import scores_said, with_scores
 from onward.trainer.data.signature import model_digest
 from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.diagnostics.config_check import check_local_files
@@ -92,9 +93,13 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
     config = build_config(dict(settings), check=check)
     config = with_columns(config, with_copies(config, copies))
+    local = with_copies(config, copies)  # with columns in place of patterns
+    reads_scores = with_scores(config, local)
     if run.config.exists():
         saved = read_settings(run)
         refuse_edited(run)
+        if _tensors_read(saved) == _tensors_read(reads_scores):  # else it is of a version that chose none
+            config = reads_scores
         refuse_changes(saved, config)
         config = saved.model_copy(update={"stop": config.stop})
         if config != saved:
@@ -110,11 +115,14 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
             raise RuntimeUnavailable(missing)
         if config.quantize.aware:
             quantize(run, config, copies, code=code)
-        config, found = rehearse(config, copies, quantized=run.quantized, code=code)
+        said = list(scores_said(config, reads_scores, local))
+        config, found = rehearse(reads_scores, copies, quantized=run.quantized, code=code)
         _write_copies(run, copies)
         write_record(run.code, AllowedCode(files=code))  # as it was before the rehearsal executed it
         write_record(run.rehearsal, found)  # before config.json, with which a run has begun and is not rehearsed again
         write_settings(run, config)
+        for sentence in said:
+            log.info("%s", sentence)
         _log(found)
     # After config.json, so that a run whose MLflow is unavailable can be started again unchanged.
     identity = identify(run, config)
@@ -124,6 +132,11 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
     run.open_log()
     _show_links(identity)
     return identity
+
+
+def _tensors_read(config: RunConfig) -> tuple[object, ...]:
+    """Return what `with_scores` names."""
+    return config.model.outputs, [each.output for each in config.losses], config.teacher.output
 
 
 def _write_copies(run: RunDir, copies: LocalCopies) -> None:

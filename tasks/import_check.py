@@ -15,7 +15,7 @@ from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
-from onward.trainer.data.tables.chosen_columns import with_columns
+from onward.trainer.data.completed_settings import completed
 from onward.trainer.diagnostics.config_check import converter_problem
 from onward.trainer.errors import OnwardError, Refused
 from onward.trainer.onnx_graph.model_files import read_model
@@ -42,7 +42,7 @@ def import_problems(sections: Sections, code: Mapping[str, str] | None = None) -
     config = ""
     if isinstance(model, ModelConfig) and isinstance(parallel, ParallelConfig) and _is_asked(model, parallel):
         try:
-            whole = with_columns(RunConfig.model_validate(dict(sections)))
+            whole = completed(RunConfig.model_validate(dict(sections)))
         except (OnwardError, ValueError, OSError):  # the other problems are reported elsewhere
             pass
         else:

@@ -18,7 +18,7 @@ from pathlib import Path
 from onward.infra.temporary_folders import owned_folder
 from onward.tasks.subprocesses import how_it_ended, start_module
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.tables.chosen_columns import with_columns
+from onward.trainer.data.completed_settings import completed
 from onward.trainer.errors import RuntimeUnavailable, UnsupportedModel
 from onward.trainer.parallel.plan_record import Plan, may_train_unplanned, needs_plan, with_plan
 from onward.trainer.run.allowed_code import AllowedCode, code_digests
@@ -160,7 +160,7 @@ def _process(
 def _write_settings(folder: Path, config: RunConfig, copies: LocalCopies, code: Code) -> None:
     local = with_copies(config, copies)
     write_record(RunDir(folder).code, AllowedCode(files=code_digests(local) if code is None else code))
-    write_record(RunDir(folder).config, with_columns(local))
+    write_record(RunDir(folder).config, completed(local))
 
 
 def _run(command: str, folder: Path) -> None:

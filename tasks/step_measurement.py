@@ -25,9 +25,9 @@ from onward.tasks.train import mpi_job
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import StopConfig
 from onward.trainer.config.sections.training import ScheduleConfig
+from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.storage.row_counts import cached_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.local_copies import LocalCopies, with_copies
@@ -48,7 +48,7 @@ def measure(config: RunConfig, copies: LocalCopies, *, steps: int) -> tuple[RunC
 
     Raises ConfigError or RuntimeUnavailable for a run that would be refused, and the errors of its ranks.
     """
-    config = with_columns(config, with_copies(config, copies))
+    config = completed(config, with_copies(config, copies))
     if missing := machine_problems(dict(config), resumed=True):  # resumed: no MLflow server is needed
         raise RuntimeUnavailable(missing)
     load = os.getloadavg()[0]

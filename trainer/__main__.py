@@ -206,7 +206,8 @@ def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
 
         made = variants.kept_if_written(kind, exported.path, partial(write_with_preprocessing, run, exported))
     else:
-        made = variants.make_variant(kind, exported.path, data=data, tolerance=tolerance, losses=losses)
+        read = tuple(filter(None, config.model.outputs))
+        made = variants.make_variant(kind, exported.path, data=data, tolerance=tolerance, losses=losses, read=read)
     write_record(variant_in(folder, kind), made)
     return 0
 

@@ -10,8 +10,8 @@ from onward.flows.planning.time_needed import TimeNeeded, key_of_run, known_pace
 from onward.tasks.rehearsing import plan as make_plan
 from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.storage.row_counts import RowCount, count_rows
-from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.parallel.plan_record import Plan, with_plan
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.local_copies import LocalCopies, with_copies
@@ -48,7 +48,7 @@ def plan_run(
 
     Raises ConfigError or UnsupportedModel when there is no such layout, and the errors of `measure`.
     """
-    local = with_columns(with_copies(config, copies))
+    local = completed(with_copies(config, copies))
     layout = make_plan(config, copies)
     chosen = with_plan(local, layout)
     pace = None if measured_steps else known_pace(chosen)

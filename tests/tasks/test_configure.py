@@ -22,6 +22,7 @@ from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, R
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.kept_settings import write_settings
 from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.graphs import residual_mlps, tiny_conv_net, tiny_mlp
 
@@ -77,6 +78,38 @@ def test_the_saved_configuration_has_the_columns_that_patterns_match(sections: d
     sections["data"] = DataConfig(source=str(folder / "data.csv"), inputs={"features": ("*", "!id")})
     with pytest.raises(ConfigError, match="matches label"):
         begin(sections, "other")
+
+
+def with_softmax(path: Path) -> None:
+    """Replace a classifier by one whose output holds probabilities."""
+    model = onnx.load(path)
+    model.graph.node.append(helper.make_node("Softmax", ["logits"], ["probabilities"]))
+    model.graph.output[0].name = "probabilities"
+    onnx.save(model, path)
+
+
+def test_a_run_keeps_and_says_that_its_loss_reads_the_logits(
+    sections: dict[str, Section], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_softmax(tmp_path / "model.onnx")
+    with caplog.at_level("INFO"):
+        run = begin(sections)
+    assert read_config(run).model.output == "logits"
+    assert "the loss cross_entropy reads 'logits', the logits before Softmax" in caplog.text
+    assert begin(sections) == run  # a retry is given no output again
+    with pytest.raises(ConfigError, match=r"model\.output was 'logits' when the run began, now 'probabilities'"):
+        begin({**sections, "model": ModelConfig(path=tmp_path / "model.onnx", output="probabilities")})
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_the_probabilities(
+    sections: dict[str, Section], tmp_path: Path
+) -> None:
+    with_softmax(tmp_path / "model.onnx")
+    run = begin({**sections, "model": ModelConfig(path=tmp_path / "model.onnx", output="probabilities")})
+    saved = read_config(run)
+    write_settings(run, saved.model_copy(update={"model": saved.model.model_copy(update={"output": ""})}))
+    assert begin(sections) == run
+    assert read_config(run).model.output == ""
 
 
 def test_changed_settings_are_refused_by_name_and_the_saved_ones_are_kept(sections: dict[str, Section]) -> None:

@@ -21,6 +21,7 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES
 from onward.trainer.config.urls import redacted, url_of
+from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.computations import open_fitted
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.input_columns import computed_columns
@@ -29,12 +30,20 @@ from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.signature import Signature, model_bytes, model_digest, read_training_signature
 from onward.trainer.data.storage.inferred_schema import infer_schema
 from onward.trainer.data.storage.sharding import check_held_out, check_named_files, try_first_rows
-from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
 from onward.trainer.errors import Refused, UnsupportedModel
 from onward.trainer.extras import how_to_install
-from onward.trainer.onnx_graph.index import all_names, did_you_mean, graphs_of, locations, nodes_of
+from onward.trainer.onnx_graph.index import (
+    Index,
+    all_names,
+    did_you_mean,
+    graphs_of,
+    integer_problems,
+    locations,
+    nodes_of,
+    subgraphs,
+)
 from onward.trainer.onnx_graph.loss_files import (
     LEAST_OPSET,
     label_dims,
@@ -45,6 +54,7 @@ from onward.trainer.onnx_graph.loss_files import (
 )
 from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.named_cuts import tensors_of, unknown_cuts, unknown_tensors
+from onward.trainer.onnx_graph.outputs import selected_output
 from onward.trainer.onnx_graph.quantizing import quantizing_problems
 from onward.trainer.run.delivered import not_ours
 from onward.trainer.run.directory import onward_home
@@ -73,8 +83,8 @@ def check_local_files(sections: Sections) -> list[str]:
     absent = [setting for setting, _ in urls_in(sections) if setting.startswith(("model.", "data."))]
     if model and data and "loss" in sections and not absent and not model_problems and not source_problems:
         try:
-            config = with_columns(RunConfig.model_construct(**dict(sections)))
-            config = config.model_copy(update={"model": with_outputs(model, config.losses)})
+            config = completed(RunConfig.model_construct(**dict(sections)))
+            config = config.model_copy(update={"model": with_outputs(config.model, config.losses)})
             signature, schema = read_training_signature(config.model), infer_schema(config.data)
             computed = computed_columns(config, signature)
             own = {name: column for name, column in schema.items() if name not in computed}
@@ -82,7 +92,9 @@ def check_local_files(sections: Sections) -> list[str]:
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
             misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
             misfits += [*_quantizing(config), *_patterns(config), *_cuts(config)]
-            if not misfits:
+            if misfits:
+                misfits += _selected(config)
+            else:
                 check_named_files(config, signature, schema)
             if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
                 found, fitted = try_first_rows(config, signature)
@@ -93,6 +105,15 @@ def check_local_files(sections: Sections) -> list[str]:
         except Refused as error:
             problems += error.problems
     return problems
+
+
+def _selected(config: RunConfig) -> Iterator[str]:
+    """Yield which outputs hold what a detector has chosen among its boxes, in a run in which something does not fit."""
+    model = read_model(config.model.path)
+    for output in config.model.outputs:
+        what, remedy = selected_output(model, output)
+        if what:
+            yield f"{what}; {remedy}"
 
 
 def _training_files(config: RunConfig, signature: Signature) -> list[str]:
@@ -133,7 +154,15 @@ def _patterns(config: RunConfig) -> Iterator[str]:
     if model.functions:
         return
     stored = list(dict.fromkeys(tensor.name for each in graphs_of(model.graph) for tensor in each.initializer))
-    names, nodes = {*stored, *all_names(model.graph)}, list(nodes_of(model.graph))
+    nodes = list(nodes_of(model.graph))
+    # those inside of nodes have the names of `onward doctor`: the import says why they are not trained
+    inside = [
+        f"{node.name or node.output[0]}/{name}"
+        for node in nodes
+        for graph in subgraphs(node)
+        for name in Index(graph).stored
+    ]
+    names = {*stored, *inside, *all_names(model.graph)}
     # adapters, projections to a teacher and the scales of quantization have names of their own, too
     has_more = config.lora.weights or config.teacher.match or "QuantizeLinear" in {each.op_type for each in nodes}
     of_optimizer = () if has_more else tuple(each.pattern for each in config.optimizer.weights)
@@ -144,6 +173,7 @@ def _patterns(config: RunConfig) -> Iterator[str]:
         ("lora.also_train", config.lora.also_train),
         ("optimizer.weights", of_optimizer),
     ):
+        yield from integer_problems(model.graph, setting, patterns)
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 yield f"{setting}: no weight of the model matches {pattern!r}{did_you_mean(pattern, stored)}"

@@ -1,20 +1,22 @@
-"""Warn about what exporters do to a model that is to be trained, and name the export that avoids it."""
+"""Warn about what exporters do to the weights of a model that is to be trained, and name the export that avoids it."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from onward.trainer.diagnostics.audit_input import AuditInput
-from onward.trainer.diagnostics.merged_weights import merged_weights, removed_biases, separated_weights
+from onward.trainer.diagnostics.graph_warnings import GRAPH_WARNINGS
+from onward.trainer.diagnostics.merged_weights import (
+    folded_products,
+    merged_weights,
+    removed_biases,
+    separated_weights,
+)
 from onward.trainer.onnx_graph.blocked_layout import DOMAIN as BLOCKED
 from onward.trainer.onnx_graph.exporter_names import is_exporter_name
-from onward.trainer.onnx_graph.index import HALF_TYPES, dims_of, known_types
-from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
+from onward.trainer.onnx_graph.index import HALF_TYPES
 from onward.trainer.onnx_graph.stored_protos import element_type_name, stored_protos
-from onward.trainer.onnx_graph.training_norms import training_norms
-from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
 from onward.trainer.onnx_import.quantized_weights import integer_names
 from onward.trainer.run.records import ExporterWarning
 
@@ -39,40 +41,11 @@ def refused_warnings(found: Iterable[ExporterWarning], accept: Sequence[str]) ->
 def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     """Yield a warning for everything that is allowed but perhaps not intended."""
     for check in (
-        _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _removed_biases, _copies, _tables,
-        _made_up_names, _no_dropout, _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _halves,
-        _quantized, _integer_weights, _blocked_layout, _runtime_nodes, _lengths, _trees, _squeezed_batch, _beyond_onnx,
+        _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _unrecorded_weights,
+        _removed_biases, _copies, _tables, _made_up_names, _no_dropout, _halves, _quantized, _integer_weights,
+        _blocked_layout, *GRAPH_WARNINGS,
     ):  # fmt: skip
         yield from check(audit)
-
-
-def _squeezed_batch(audit: AuditInput) -> Iterator[ExporterWarning]:
-    """Name what drops a dynamic length of 1, whose rank onnxruntime decides when the graph runs."""
-    without_axes = [
-        node
-        for node in audit.nodes("Squeeze")
-        if not any(node.input[1:]) and not any(attribute.name == "axes" for attribute in node.attribute)
-    ]
-    types = known_types(audit.model) if without_axes else {}
-    dims = {node.name or node.output[0]: dims_of(types.get(node.input[0])) for node in without_axes}
-    if found := [name for name, lengths in dims.items() if lengths is None or None in lengths]:
-        yield ExporterWarning(
-            key="squeezed_batch",
-            what=(
-                f"{len(found)} Squeeze nodes have no axes and read dynamic lengths ({', '.join(found[:3])}): at a batch"
-                " of 1 onnxruntime drops the batch, and the module keeps it; any other length of 1 is refused then"
-            ),
-            remedy="export with the axes, such as x.squeeze(-1) in place of x.squeeze()",
-        )
-
-
-def _beyond_onnx(audit: AuditInput) -> Iterator[ExporterWarning]:
-    if found := audit.departures:
-        yield ExporterWarning(
-            key="beyond_onnx",
-            what=f"onnxruntime runs the file, and ONNX's checker refuses it: {'; '.join(found[:5])}",
-            remedy="nothing to do; other tools may refuse it. What is called put right is so in the exported file",
-        )
 
 
 def _nothing_to_train(audit: AuditInput) -> Iterator[ExporterWarning]:
@@ -123,7 +96,14 @@ def _merged_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
 def _separated_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
     trained = set(audit.trained())
     roles = {name: role for name, role in audit.roles.items() if name in trained}
-    if found := separated_weights(audit.model.graph, audit.stored, roles, audit.records.originals):
+    kinds = audit.records.weights
+    folded = {
+        name: [origin for origin in origins if kinds[origin] == "parameter"]
+        for name, origins in audit.records.folded.items()
+    }
+    found = separated_weights(audit.model.graph, audit.stored, roles, audit.records.originals)
+    found += [names for names in folded_products(roles, folded) if names not in found]
+    if found:
         yield ExporterWarning(
             key="separated",
             what=(
@@ -132,6 +112,24 @@ def _separated_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
             ),
             remedy=f"to train each as one weight, export with {RECIPE}",
             changes_training=True,
+        )
+
+
+def _unrecorded_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
+    """Warn of trained tensors without a record in a file in which the exporter recorded every weight."""
+    if not audit.records.weights:
+        return
+    # a new head (model.num_classes) has the name of the one that it replaces
+    made = {f"{name}.head" for name in audit.records.kinds}
+    if found := [name for name in audit.trained() if name not in audit.records.kinds and name not in made]:
+        yield ExporterWarning(
+            key="unrecorded",
+            what=(
+                f"{len(found)} trained tensors are no weights of the exported network by what its exporter wrote: "
+                f"{', '.join(found[:3])}{', ...' if len(found) > 3 else ''}. Another tool has computed them, perhaps "
+                "from several weights, and they are trained as weights of their own"
+            ),
+            remedy=f"to train the weights of the network, export with {RECIPE} and train that file",
         )
 
 
@@ -208,104 +206,6 @@ def _no_dropout(audit: AuditInput) -> Iterator[ExporterWarning]:
         )
 
 
-def _outputs(audit: AuditInput) -> set[str]:
-    return {value.name for value in audit.model.graph.output}
-
-
-def _random_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
-    found = find_branches(audit.model, audit.base)
-    kinds = Counter(branch.kind for branch in found)
-    if number := kinds["stochastic depth"]:
-        rates = sorted({f"{1 - branch.keep:.2g}" for branch in found if branch.kind == "stochastic depth"}, key=float)
-        yield ExporterWarning(
-            key="random",
-            what=(
-                f"{number} branches with stochastic depth, driven by train()/eval() (dropped at a rate of "
-                f"{', '.join(rates)})"
-            ),
-            remedy="nothing to do: it is removed from the exported file (export.training keeps it)",
-        )
-    if number := kinds["dropout written out"]:
-        yield ExporterWarning(
-            key="random",
-            what=f"{number} dropouts written as elementary nodes, driven by train()/eval()",
-            remedy="nothing to do: it is removed from the exported file (export.training keeps it)",
-        )
-    if names := random_nodes(audit.model, found):
-        yield ExporterWarning(
-            key="random",
-            what=(
-                f"{len(names)} nodes draw random numbers, in evaluation, too ({', '.join(names[:5])}"
-                f"{', ...' if len(names) > 5 else ''}): not a recognised dropout; results differ from run to run"
-            ),
-            remedy=(
-                "nothing to do if the noise belongs to the model: it is drawn anew for each sample and epoch, and in "
-                "evaluation always alike. If it is meant for training alone, export with module.eval(); graph.dropout "
-                "regularises instead"
-            ),
-        )
-
-
-def _training_mode(audit: AuditInput) -> Iterator[ExporterWarning]:
-    norms = training_norms(audit.model)
-    if running := [norm for norm in norms if not norm.placeholder]:
-        yield ExporterWarning(
-            key="training_mode",
-            what=(
-                f"{len(running)} BatchNormalization nodes are in training mode: onnxruntime normalises with each "
-                "batch's own statistics where it runs the file as it is"
-            ),
-            remedy=(
-                "nothing to do: their statistics are running ones, which evaluation and the exported file use "
-                "(export.training keeps the form)"
-            ),
-        )
-    if own := [norm for norm in norms if norm.placeholder]:
-        yield ExporterWarning(
-            key="batch_statistics",
-            what=(
-                f"{len(own)} BatchNormalization nodes normalise by their own input, in evaluation and in the exported "
-                f"file, too, and what they store as mean and variance is not used ({own[0].result}: "
-                f"{own[0].placeholder})"
-            ),
-            remedy=(
-                "nothing to do if this is meant; if their statistics are running ones, export with module.eval(). "
-                "Where the bias has the values of the stored mean, onnxruntime 1.31 needs "
-                "disabled_optimizers=['ConstantSharing']"
-            ),
-        )
-
-
-def _frozen_statistics(audit: AuditInput) -> Iterator[ExporterWarning]:
-    if found := [name for name, role in audit.roles.items() if role.reason == COMPUTED_STATISTIC]:
-        yield ExporterWarning(
-            key="frozen_statistics",
-            what=(
-                f"{len(found)} running statistics reach their BatchNormalization through arithmetic ({found[0]}, ...): "
-                "it normalises by them, in training, too, and they are never updated"
-            ),
-            remedy="nothing to do to train with these statistics; to update them, store what the node reads",
-        )
-
-
-def _fixed_batch(audit: AuditInput) -> Iterator[ExporterWarning]:
-    use, because = audit.batch, f" ({audit.batch.reason})" if audit.batch.reason else ""
-    if not use.declared:
-        return
-    rows = f"{use.declared} row{'s' if use.declared > 1 else ''}"
-    needed = f"it is trained at this batch alone{because}: every micro-batch must have {rows}"
-    trained = {
-        "any": f"it is trained at any size{because}",
-        "own": needed + (", and fewer are filled up with rows that do not count" if use.declared > 1 else ""),
-        "joint": f"{needed}, and no rows may be added to fewer",
-    }
-    yield ExporterWarning(
-        key="fixed_batch",
-        what=f"the file declares a batch of {use.declared}: {trained[use.kind]}; elsewhere it is run {rows} at a time",
-        remedy="export with a dynamic batch: dynamic_shapes (dynamo) or dynamic_axes (legacy)",
-    )
-
-
 def _halves(audit: AuditInput) -> Iterator[ExporterWarning]:
     if found := [
         proto for _, proto in stored_protos(audit.model.graph) if proto.data_type in HALF_TYPES and proto.dims
@@ -357,44 +257,13 @@ def _blocked_layout(audit: AuditInput) -> Iterator[ExporterWarning]:
         )
 
 
-def _runtime_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
-    if audit.runtime_nodes:
-        shown = ", ".join(f"{count} {operator}" for operator, count in audit.runtime_nodes.most_common(3))
-        yield ExporterWarning(
-            key="runtime_nodes",
-            what=(
-                f"{sum(audit.runtime_nodes.values())} nodes are computed by Python each time the graph runs, because "
-                f"shapes or branches depend on data ({shown}): slower, and torch.compile stops there"
-            ),
-            remedy="nothing to do if that is what the model is; if an input is dynamic in a dimension that has one "
-            "length only, declare it: python -m onnxruntime.tools.make_dynamic_shape_fixed",
-        )
-
-
-def _lengths(audit: AuditInput) -> Iterator[ExporterWarning]:
-    if audit.assumptions:
-        others = f", and {len(audit.assumptions) - 1} more equations" if audit.assumptions[1:] else ""
-        yield ExporterWarning(
-            key="lengths",
-            what=f"the graph is imported for inputs at which {audit.assumptions[0]}{others}; it refuses others",
-            remedy="nothing to do if the data has such lengths; `onward doctor MODEL DATA` tries them",
-        )
-
-
-def _trees(audit: AuditInput) -> Iterator[ExporterWarning]:
-    found = Counter(node.op_type for node in audit.model.graph.node if node.op_type.startswith("TreeEnsemble"))
-    if found:
-        shown = ", ".join(f"{number} {operator}" for operator, number in found.items())
-        yield ExporterWarning(
-            key="trees",
-            what=f"{shown}: computed exactly but not trained, and no gradient reaches what comes before",
-            remedy="train the other weights of the file; trees themselves need the library that made them",
-        )
-
-
 def _few(found: Mapping[str, T]) -> list[tuple[str, T]]:
     return list(found.items())[:3]
 
 
 def _toml(names: Iterable[str]) -> str:
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
+
+
+def _outputs(audit: AuditInput) -> set[str]:
+    return {value.name for value in audit.model.graph.output}

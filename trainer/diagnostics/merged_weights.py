@@ -5,13 +5,13 @@ torch.nn.TransformerEncoder, even a scale of ones with a running variance of one
 (a tied embedding, a module that is called several times) is not reported as far as the file proves it.
 
 A weight that a module uses several times is separated where an exporter folds something else into each use, such as the
-BatchNormalization behind a convolution that all levels of a detector share.
+BatchNormalization behind a convolution that all levels of a detector share, or the product with another weight.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import onnx
 import torch
@@ -121,6 +121,21 @@ def _has_proportional_slices(one: torch.Tensor, other: torch.Tensor) -> bool:
     cosines = torch.nn.functional.cosine_similarity(rows, other_rows, dim=1).abs()
     compared = (rows.abs().amax(1) > 0) & (other_rows.abs().amax(1) > 0)
     return bool(compared.any()) and bool((cosines[compared] > 1 - 1e-6).all())
+
+
+def folded_products(trained: Iterable[str], folded: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """Return groups of weights behind which is one parameter, of which one was folded from it and other parameters.
+
+    trained: names of stored tensors. folded: stored tensor -> the parameters that the exporter computed it from.
+    Several tensors of the same parameters are parts of one, such as query, key and value of a joint projection.
+    """
+    origins = {name: tuple(sorted(folded.get(name, (name,)))) for name in trained}
+    found = []
+    for name, parameters in origins.items():
+        others = [other for other, own in origins.items() if own != parameters and {*own} & {*parameters}]
+        if len(parameters) > 1 and others:
+            found.append([*others, name])
+    return found
 
 
 def removed_biases(main: onnx.GraphProto, weights: Iterable[str]) -> list[str]:

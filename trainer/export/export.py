@@ -134,9 +134,9 @@ def export(
         after, fp32, kernels = runner.evaluate(samples), dict[str, float](), dict[str, int]()
         if config.quantize.aware:
             floats = read_config_as_given(run).model.path
-            fp32 = OnnxRunner(ModelFile.read(floats), data).evaluate() if floats.is_file() else {}
+            fp32 = _metrics_of(ModelFile.read(floats), data, staging / "fp32", config) if floats.is_file() else {}
             kernels = integer_kernels(path)
-        tested = OnnxRunner(written, test).evaluate() if test else {}
+        tested = _metrics_of(written, test, staging / "test", config) if test else {}
         changed = len(changed_tensors(written, expected.original, expected.weights))
         # the model is moved last: it names the other files, so it must not appear before them
         files = [_move(path, staging, folder) for path in (*beside, path)]
@@ -271,6 +271,11 @@ def _rounded_as_stored(trained: ImportedGraph, merged: ImportedGraph, model: onn
         for name, weight in named_weights(module).items():
             weight.copy_(weight.to(halves.get(name, weight.dtype)))
     return module
+
+
+def _metrics_of(file: ModelFile, data: EvaluationData, folder: Path, config: RunConfig) -> dict[str, float]:
+    """Return the metrics of a file, whose losses may read tensors inside its graph."""
+    return OnnxRunner(trained_part(file.proto, file.path, folder, config.model), data).evaluate()
 
 
 def trained_part(

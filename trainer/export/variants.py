@@ -36,7 +36,7 @@ from onward.trainer.export.latency import latency_on_evaluation
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import Array, OnnxRunner
 from onward.trainer.export.without_loss import write_without_loss
-from onward.trainer.onnx_graph.index import locations
+from onward.trainer.onnx_graph.index import known_types, locations, nodes_between
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.run.durable_files import durable_file
@@ -51,16 +51,37 @@ MIN_HALVED_ELEMENTS = 1024
 
 
 def make_variant(
-    kind: str, exported: Path, *, data: EvaluationData, tolerance: float, losses: Sequence[str] = ()
+    kind: str,
+    exported: Path,
+    *,
+    data: EvaluationData,
+    tolerance: float,
+    losses: Sequence[str] = (),
+    read: Sequence[str] = (),
 ) -> Variant:
     """Make one variant beside the exported file; return its size, latency and metrics.
 
-    losses: the outputs that are losses of the graph itself; "" = the first.
+    losses: the outputs that are losses of the graph itself; "" = the first. read: the tensors that the losses read,
+    which may be inside the graph: while it is made and measured the variant returns them, too.
 
     If it loses more than `tolerance`, or cannot be made, no file is left and the record gives the reason.
     """
+    inner = [] if kind == "without_loss" else _inner(exported, read)
+    with _returning(exported, inner) as file:
+        return _made(kind, exported, file, data=data, tolerance=tolerance, losses=losses, inner=inner)
+
+
+def _made(
+    kind: str,
+    exported: Path,
+    file: ModelFile,
+    *,
+    data: EvaluationData,
+    tolerance: float,
+    losses: Sequence[str],
+    inner: Sequence[str],
+) -> Variant:
     target = exported.with_name(f"{exported.stem}.{kind}.onnx")
-    file = ModelFile.read(exported)
     runner = OnnxRunner(file, data)
     before = runner.evaluate()
     size = sum(path.stat().st_size for path in (exported, *(exported.parent / name for name in locations(file.proto))))
@@ -94,6 +115,10 @@ def make_variant(
                 found = found.model_copy(update={"cuda": measure_on_cuda(exported, partial, runner, made)})
                 if found.cuda and found.cuda.metrics and (lost := too_much(before, found.cuda.metrics, tolerance)):
                     raise ExportRefused(f"on a GPU {lost}")
+            if inner:
+                _drop_outputs(partial, inner)
+                written = partial.stat().st_size
+                found = found.model_copy(update={"bytes": written, "size_ratio": written / size})
     except (ExportRefused, OSError) as error:
         if storage := storage_error(error, exported):
             raise storage from error
@@ -103,6 +128,42 @@ def make_variant(
             raise storage from error
         return base.model_copy(update={"refused": f"{type(error).__name__}: {error}"})
     return found
+
+
+def _inner(exported: Path, read: Sequence[str]) -> list[str]:
+    """Return the tensors inside a file's graph that the losses read."""
+    graph = ModelFile.read(exported).proto.graph
+    outputs, computed = {value.name for value in graph.output}, {name for node in graph.node for name in node.output}
+    return [name for name in dict.fromkeys(read) if name in computed - outputs]
+
+
+@contextlib.contextmanager
+def _returning(exported: Path, inner: Sequence[str]) -> Iterator[ModelFile]:
+    """Yield the file; with inner tensors a copy beside it, where its external data is, that returns them, too."""
+    file = ModelFile.read(exported)
+    if not inner:
+        yield file
+        return
+    types, path = known_types(file.proto), exported.with_name(f"{exported.stem}.scores.onnx")
+    file.proto.graph.output.extend(types[name] for name in inner)
+    try:
+        path.write_bytes(file.proto.SerializeToString())
+        yield ModelFile(path, file.proto)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _drop_outputs(path: Path, names: Sequence[str]) -> None:
+    """Remove outputs from a file, with the nodes and tensors that only they need."""
+    model = onnx.load_model(path, load_external_data=False)
+    graph, kept = model.graph, [value for value in model.graph.output if value.name not in names]
+    nodes, needed = nodes_between(graph, [value.name for value in kept], set())
+    fields = {"output": kept, "node": nodes, "initializer": [each for each in graph.initializer if each.name in needed]}
+    for field, entries in fields.items():
+        copies = [type(entry).FromString(entry.SerializeToString()) for entry in entries]  # clearing invalidates them
+        graph.ClearField(field)
+        getattr(graph, field).extend(copies)
+    path.write_bytes(model.SerializeToString())
 
 
 def kept_if_written(kind: str, exported: Path, write: Callable[[Path], tuple[float, float]]) -> Variant:

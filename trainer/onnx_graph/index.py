@@ -20,6 +20,9 @@ FLOAT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, Tenso
 HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 """Element types in which weights are trained, and those among them of half precision."""
 
+NEVER_TRAINED = frozenset({TensorProto.INT64, TensorProto.UINT64, TensorProto.BOOL, TensorProto.STRING})
+"""Element types of lengths, indices and masks, in which no weights are stored."""
+
 SMALL = 1024
 """Number of elements up to which a tensor may be one that shapes are computed from."""
 
@@ -188,6 +191,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = list(known)
     nearest = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else f"; there is {', '.join(names[-3:])}"
+
+
+def integer_problems(graph: onnx.GraphProto, setting: str, patterns: Iterable[str]) -> Iterator[str]:
+    """Yield which entries of a setting that names weights name a tensor of a type that is never trained.
+
+    Integers of up to 32 bits may be quantized weights, about which the import decides.
+    """
+    stored = Index(graph).stored
+    for pattern in patterns:
+        if pattern in stored and stored[pattern].data_type in NEVER_TRAINED:
+            name = str(TensorProto.DataType.Name(stored[pattern].data_type)).lower()
+            yield f"{setting}: {pattern!r} is {name}; only tensors of floating-point numbers are trained"
 
 
 # -- types and shapes

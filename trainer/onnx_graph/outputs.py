@@ -25,13 +25,15 @@ from onnx import TensorProto, helper
 from onward.trainer.onnx_graph.index import FLOAT_TYPES, Index, attributes_of, known_types, nodes_between
 from onward.trainer.onnx_graph.ml_types import DOMAIN
 from onward.trainer.onnx_graph.model_files import stored_array
+from onward.trainer.onnx_graph.probabilities import Activation, activation_of
+from onward.trainer.onnx_graph.selections import selection_before
 
 LOG = "/log_probabilities"
 
 # fmt: off
 KEEPS_SCORES = frozenset((
     "ArgMax", "ArrayFeatureExtractor", "Cast", "Concat", "Flatten", "Gather", "Identity", "LabelEncoder", "Normalizer",
-    "ReduceSum", "Div", "Reshape", "Squeeze", "Sub", "TopK", "Unsqueeze", "ZipMap",
+    "ReduceSum", "Div", "Reshape", "Squeeze", "Sub", "TopK", "Transpose", "Unsqueeze", "ZipMap",
 ))
 """Operators between the scores of classes and what classifiers return."""
 UNTRAINED = ("TreeEnsembleClassifier", "SVMClassifier")
@@ -99,7 +101,7 @@ def score_tensors(graph: onnx.GraphProto, outputs: Sequence[str] = ()) -> Iterat
         if node is None or name in seen:
             continue
         seen.update(node.output)
-        if found := _scores_of(node):
+        if found := _scores_of(node) or _scores_before(name, activation_of(index, name)):
             any_found = True
             if found[0] not in seen or found[0] in node.output:
                 seen.add(found[0])
@@ -111,13 +113,16 @@ def score_tensors(graph: onnx.GraphProto, outputs: Sequence[str] = ()) -> Iterat
         yield compared[0], "the scores before ArgMax, for the loss cross_entropy"
 
 
+def _scores_before(name: str, found: Activation | None) -> tuple[str, str] | None:
+    if found is None:
+        return None
+    if found.kind == "log_softmax":  # the cross-entropy of log-probabilities is that of the logits
+        return name, f"the result of {found.name}, for the loss cross_entropy"
+    loss = "bce_with_logits" if found.kind == "sigmoid" else "cross_entropy"
+    return found.scores, f"the logits before {found.name}, for the loss {loss}"
+
+
 def _scores_of(node: onnx.NodeProto) -> tuple[str, str] | None:
-    if node.op_type == "LogSoftmax":  # the cross-entropy of log-probabilities is that of the logits
-        return node.output[0], "the result of LogSoftmax, for the loss cross_entropy"
-    if node.op_type == "Softmax":
-        return node.input[0], "the logits before Softmax, for the loss cross_entropy"
-    if node.op_type == "Sigmoid":
-        return node.input[0], "the logits before Sigmoid, for the loss bce_with_logits"
     if node.domain != DOMAIN or len(node.output) < 2:
         return None
     if node.op_type in UNTRAINED:
@@ -235,6 +240,10 @@ def unreadable_output(
     kind = value.type.tensor_type.elem_type if value.type.HasField("tensor_type") else None
     if kind in FLOAT_TYPES or kind == TensorProto.UNDEFINED:
         return ""
+    if chosen := selection_before(model.graph, output):
+        return (
+            f"the loss cannot read output {output!r} ({describe_type(value)}), which has no gradient; {chosen.remedy}"
+        )
     known = [f"{name!r} ({what})" for name, what in score_tensors(model.graph)]
     floats = [name for name, each in declared.items() if each.type.tensor_type.elem_type in FLOAT_TYPES]
     known += [f"{name!r}, with the loss mse or l1: the file has no tensor of scores before it" for name in floats]
@@ -242,6 +251,19 @@ def unreadable_output(
         f"the loss cannot read output {output!r} ({describe_type(value)}), which has no gradient; set model.output to "
         f"{known[0] if known else 'the tensor of scores from which it is computed'}{_numbering(model.graph)}"
     )
+
+
+def selected_output(model: onnx.ModelProto, output: str) -> tuple[str, str]:
+    """Return (what, remedy) if an output of floats holds what a detector has chosen among its boxes; else ("", "").
+
+    output: "" = the first one.
+    """
+    name = output or model.graph.output[0].name
+    chosen = selection_before(model.graph, name)
+    if chosen is None or unreadable_output(model, name):
+        return "", ""
+    what = f"output {name!r} holds what {chosen.operator} has chosen, not a result for each row; no gradient"
+    return f"{what} reaches how it chooses", chosen.remedy
 
 
 def _numbering(graph: onnx.GraphProto) -> str:

@@ -2,7 +2,7 @@
 
     use        subtracted from the input, an exponent, only combined with positions, zeros beside -inf in a Where
     contents   masks, sinusoids, distances, filters that are symmetric or made of whole numbers, filter banks
-    name       running_mean, anchors, weight_u; a single number is a weight if it has the name of a parameter
+    name       running_mean, anchors, weight_u, stft; a single number is a weight if it has the name of a parameter
 
 A guess may be wrong. `onward doctor` says which roles are guessed, `model.train` and `model.freeze` decide otherwise.
 What neither use, contents nor name identifies is taken for a weight: a random projection, a codebook, a wavelet.
@@ -44,6 +44,20 @@ BUFFER_NAMES = re.compile(
     r"|mel_(basis|filters?|fb)|mel_?filter_?bank|dft_\w+|sobel\w*|blur_(kernel|filter)"
 )
 """Last parts of names that modules give to buffers and hardly ever to parameters."""
+TRANSFORMS = r"(cq_?t|vqt|i?dct|i?stft|hann(ing)?|hamming|blackman|gammatone|(log_?)?mel_?(scale|spec(trogram)?))"
+TRANSFORM_WORD = re.compile(rf"(?<![a-z]){TRANSFORMS}(?![a-z])", re.IGNORECASE)
+TRANSFORM_MODULE = re.compile(
+    rf"(\w+_)?{TRANSFORMS}[\dv_]*(_?(real|imag|sin|cos|kernels?|filters?|bas[ie]s|mat(rix)?|window|layer))*",
+    re.IGNORECASE,
+)
+"""Fixed transforms of a signal, windows and spectrograms: a word in the name of a constant of the module's code, or the
+whole name of a module (`stft.conv_real.weight`), and not a part of one (`stft_encoder.conv.weight`)."""
+KERNEL_WORD = re.compile(
+    r"(?<![a-z])((log_?)?mel(_?(bank|filter|basis|fb|matrix)s?|w)?|(mel_?)?filter_?banks?|f_?banks?|window|gabor)(?![a-z])",
+    re.IGNORECASE,
+)
+"""Words that networks also give to what is learned (`mel_linear.weight`, `window_attention`, `encoder.filterbank`):
+they are believed as the last part of a name, and anywhere in that of a constant in the module's code."""
 SCALER_NAMES = re.compile(r"(?!log_)(\w+_)?(mean|std|stdev|var|variance|min|minimum|max|maximum|range|factor|offset)_?")
 """Last parts of the names of statistics of the data."""
 
@@ -67,6 +81,8 @@ def _by_use(name: str, tensor: torch.Tensor, flow: GraphFlow, *, of_module: bool
         return flow.frozen_reason.get(name, "is not combined with data in float arithmetic")
     if BUFFER_NAMES.fullmatch(last):
         return "has the name of a buffer"
+    if word := _fixed_kernel(name, of_module=of_module):
+        return f"has {word!r} in its name, as fixed kernels of signals have"
     if last in ("weight", "bias") and _has_frozen_norm(name.rpartition(".")[0], flow, names):
         return "beside running statistics in a formula: a BatchNormalization that is not trained"
     scaler = any(SCALER_NAMES.fullmatch(other.rpartition(".")[2]) for other in (name, flow.rescales.get(name, "")))
@@ -85,6 +101,19 @@ def _by_use(name: str, tensor: torch.Tensor, flow: GraphFlow, *, of_module: bool
     if name in flow.centres and not of_module and tensor.numel() > 1:
         return "subtracted in front of a factor and a shift of its shape: the mean of a normalisation written out"
     return ""
+
+
+def _fixed_kernel(name: str, *, of_module: bool) -> str:
+    """Return the part of a name that says that the tensor is a fixed kernel; "" if there is none."""
+    parts = re.split(r"[./]", name)
+    if of_module:
+        modules = [part for part in parts if TRANSFORM_MODULE.fullmatch(part)]
+        return modules[-1] if modules else parts[-1] if KERNEL_WORD.fullmatch(parts[-1]) else ""
+    if found := TRANSFORM_WORD.search(name):
+        return found[0]
+    is_parameter = PARAMETER_NAMES.fullmatch(re.sub(r"(_\d+)?(:\d+)?$", "", parts[-1]))
+    found = None if is_parameter else KERNEL_WORD.search(name)
+    return found[0] if found else ""
 
 
 def _has_frozen_norm(module: str, flow: GraphFlow, names: Collection[str]) -> bool:

@@ -23,11 +23,11 @@ import torch
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
+from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.losses_from_data import with_balanced_weights
 from onward.trainer.data.permutation import permutation
 from onward.trainer.data.signature import read_training_signature
-from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch
@@ -97,7 +97,7 @@ def prove(config: RunConfig, steps: int) -> Proof:
     Raises the errors of a run: ConfigError with all that is wrong, DataError, UnsupportedModel.
     """
     started_at = time.monotonic()
-    config, use = choose_fixed_batch(with_columns(config))
+    config, use = choose_fixed_batch(completed(config))
     trainable = open_trainable(config)
     trained = _trained_module(config, trainable)
     findings = Findings(fixed_batch=config.model.fixed_batch)
@@ -126,7 +126,7 @@ def prove(config: RunConfig, steps: int) -> Proof:
 
 def find_rate(config: RunConfig) -> RangeTest:
     """Return the learning rate that a range test of `RANGE_STEPS` steps chooses. Raises the errors of `prove`."""
-    config, _ = choose_fixed_batch(with_columns(config))
+    config, _ = choose_fixed_batch(completed(config))
     training = _Training(config, _trained_module(config, open_trainable(config)), RANGE_STEPS)
     rates: list[float] = []
     losses: list[float] = []

@@ -17,12 +17,12 @@ import onnx
 from onward.trainer.config.loading import Override, load_config
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.signature import Signature, TensorInfo, read_training_signature
-from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.data.text.text_columns import ROLES
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch
-from onward.trainer.onnx_graph.outputs import readable_output
+from onward.trainer.onnx_graph.outputs import readable_output, selected_output
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.proposal import targets as outputs
 from onward.trainer.proposal.draft import INPUTS, Draft
@@ -60,6 +60,10 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     signature = _signature(draft, model, path)
     loss = None if draft.is_given("model.loss") else outputs.own_loss(signature)
     found = [] if loss else outputs.targets(model, signature, draft.value("model.output"))
+    for info in signature.outputs:
+        what, remedy = selected_output(model, info.name) if not draft.is_given("model.output") else ("", "")
+        if what:
+            draft.notes.append(f"{what}; {remedy}")
     facts, is_text = _read_data(draft, path, source, signature)
     images = [info for info in signature.fed if info.shape is not None and len(info.shape) == 4]
     if "data.image" in draft.entries or "data.image.column" in draft.entries:
@@ -246,7 +250,7 @@ def _propose_fixed_batch(draft: Draft, signature: Signature) -> None:
     if not declared or draft.questions:
         return
     try:
-        choose_fixed_batch(with_columns(load_config(draft.settings())))
+        choose_fixed_batch(completed(load_config(draft.settings())))
     except ConfigError as error:
         draft.set("train.global_batch_size", declared, f"the file declares it: {error.problems[0].split('; ')[0]}")
 

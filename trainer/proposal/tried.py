@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onward.trainer.config.loading import load_config
-from onward.trainer.data.tables.chosen_columns import with_columns
+from onward.trainer.data.completed_settings import completed
 from onward.trainer.errors import ConfigError
 from onward.trainer.proposal.draft import Draft
 from onward.trainer.rehearsal.preprocessing_trials import MEASURED, try_preprocessings
@@ -16,7 +16,7 @@ def propose_tried(draft: Draft) -> bool | None:
 
     Return whether one is better than chance, None if nothing can be tried.
     """
-    config = with_columns(load_config({**draft.settings(), "train": {"num_steps": 1}}))
+    config = completed(load_config({**draft.settings(), "train": {"num_steps": 1}}))
     if len(config.losses) != 1 or config.losses[0].name not in MEASURED or config.model.num_classes:
         return None
     try:

@@ -201,7 +201,8 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     settings = begin_at_numbers(trainable.model, config.model)
     audit = audit_of_run(extract_subgraph(trainable.model, settings), trainable.module, trainable.base)
     audit.batch = use
-    outputs = [w for name in config.model.outputs for w in output_warnings(trainable.model, audit.model.graph, name)]
+    model, graph = trainable.model, audit.model.graph
+    outputs = [w for name in config.model.outputs for w in output_warnings(model, graph, name, is_run=True)]
     updates = update_warnings(config.optimizer, trainable.module)
     findings.warnings = (*exporter_warnings(audit), *outputs, *updates, *_same_teacher(config))
     for problem in update_problems(config.optimizer, trainable.module):
@@ -209,7 +210,7 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     for problem in refused_warnings(findings.warnings, config.model.accept):
         findings.refuse(problem)
     for loss in [each for each in config.losses if each.name == "file"]:
-        found = output_warnings(trainable.model, audit.model.graph, loss.outputs[0])
+        found = output_warnings(model, graph, loss.outputs[0], is_run=True)
         for problem in read_as_logits(loss, config.metrics) if "probabilities" in [w.key for w in found] else ():
             findings.refuse(problem)
 

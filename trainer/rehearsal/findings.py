@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from onward.trainer.config.sections.model import FixedBatch
+from onward.trainer.diagnostics.output_warnings import SELECTED
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.rehearsal.sizes import Size
 from onward.trainer.run.records import CompileTrial, ExporterWarning, Guard, Needs, Rehearsal, RehearsedBatch
@@ -47,6 +48,9 @@ class Findings:
     def record(self, *, elapsed_s: float) -> Rehearsal:
         """Return the record. Raises ConfigError with all that is wrong; a single error is raised as it is."""
         errors = [*self.errors, *(ConfigError(problem) for problem in self._failures_by_cause())]
+        if errors:  # what does not fit may be what a detector has chosen among its boxes
+            selected = [each for each in self.warnings if each.key == SELECTED]
+            errors += [ConfigError(f"{each.what}; {each.remedy}") for each in selected]
         if len(errors) == 1:
             raise errors[0]
         if errors:

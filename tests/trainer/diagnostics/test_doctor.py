@@ -10,10 +10,12 @@ import pytest
 from onnx import helper, numpy_helper
 from typer.testing import CliRunner
 
+import onward
 from onward.flows.cli import app
-from onward.trainer.config.loading import build_config
+from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.diagnostics.audit_input import audit_of_run
+from onward.trainer.diagnostics.config_check import _patterns, check_files_and_data
 from onward.trainer.diagnostics.doctor import Diagnosis, diagnose
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings
 from onward.trainer.errors import ConfigError
@@ -275,3 +277,62 @@ def test_the_command_prints_it_and_exits_with_2_when_the_model_cannot_be_importe
     assert json.loads(shown.output)["unsupported"][0]["operator"] == "acme.Twist"
     with pytest.raises(ConfigError, match="cannot read the model"):
         diagnose(tmp_path / "absent.onnx")
+
+
+def test_a_bias_of_a_convolution_that_nothing_computes_is_told(tmp_path):
+    body = """
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 3, 8, 8] x) => (float[n, 4, 6, 6] y) { y = Conv(x, w, b) }"""
+    for shape in ((1, 4, 1, 1), (4, 1)):
+        found = examined(parsed(body, w=random(4, 3, 3, 3), b=random(*shape)), tmp_path)
+        assert f"such as b {list(shape)}: onnxruntime opens the file, but neither it nor torch computes" in warned(
+            found
+        )
+        assert "store b as [4] in the file" in warned(found)
+    right = examined(parsed(body, w=random(4, 3, 3, 3), b=random(4)), tmp_path)
+    assert "conv_bias" not in [each.key for each in right.warnings]
+
+
+INSIDE = """
+    <ir_version: 8, opset_import: ["" : 17]>
+    g (float[n, 4] x, bool c) => (float[n, 4] y) {
+        h = MatMul(x, w)
+        z = Slice(h, starts, ends)
+        y = If(c) <
+            then_branch = t () => (float[n, 4] a) { a = Mul(z, A) },
+            else_branch = e () => (float[n, 4] b) { b = Neg(z) }
+        >
+    }"""
+
+
+def test_a_run_says_why_an_integer_or_a_tensor_inside_a_node_is_not_trained(tmp_path):
+    model = parsed(INSIDE, w=random(4, 4), starts=np.array([0]), ends=np.array([9]))
+    branch = next(each.g for each in model.graph.node[-1].attribute if each.name == "then_branch")
+    branch.initializer.append(numpy_helper.from_array(random(4), "A"))
+    model.graph.node[-1].name = "choice"
+    onnx.save(model, tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=random(20, 4), c=np.ones(20, bool), label=random(20, 4))
+
+    def checked(*names: str) -> None:
+        settings = {
+            "model": {"path": str(tmp_path / "m.onnx"), "loss": "mse", "train": names},
+            "data": {"source": str(tmp_path / "d.npz")},
+            "train": {"num_steps": 1},
+        }
+        load_config(settings, check=check_files_and_data)
+
+    for refused in (lambda: checked("starts"), lambda: onward.to_module(tmp_path / "m.onnx", train=["starts"])):
+        with pytest.raises(ConfigError, match="'starts' is int64; only tensors of floating-point numbers are trained"):
+            refused()
+    module = to_module(load_model(tmp_path / "m.onnx"))
+    why = "'choice/A' is frozen: stored inside the body of If; move it to the main graph to train it"
+    with pytest.raises(ConfigError, match=why):
+        select_trained(module, train=["choice/A"])
+    config = build_config(
+        {
+            "model": {"path": tmp_path / "m.onnx", "train": ["choice/A"]},
+            "data": {"source": "digits"},
+            "train": {"num_steps": 1},
+        }
+    )
+    assert [*_patterns(config)] == [], "the import gives the reason"

@@ -1,6 +1,8 @@
 """Parameters that an exporter merged are found by what it wrote, and separated; sharing by the author is no warning."""
 
+import contextlib
 import copy
+import io
 import warnings
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.diagnostics.audit_input import audit_of_run
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings
-from onward.trainer.diagnostics.merged_weights import merged_weights
+from onward.trainer.diagnostics.merged_weights import folded_products, merged_weights
 from onward.trainer.onnx_graph.shared_parameters import MAX_MERGED, parameters_read
 from onward.trainer.onnx_graph.surgery import apply_surgery
 from onward.trainer.onnx_import.driver import to_module
@@ -279,6 +281,51 @@ def test_a_shared_weight_into_whose_uses_different_norms_were_folded_is_refused(
     assert f"{convolutions[0]} and {convolutions[1]}. They train apart" in separated.what
     assert 'model.accept = ["separated"]' in refused_warnings(warned, accept=())[0]
     assert refused_warnings(warned, accept=["separated"]) == []
+
+
+class RelativePositions(nn.Module):
+    """A projection of the input and of a table of positions, as DeBERTa has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.table = nn.Linear(8, 8), nn.Embedding(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.q(x) @ self.q(self.table.weight).t()
+        return result
+
+
+def test_a_product_of_weights_that_an_exporter_folded_is_refused(tmp_path):
+    path, rows = tmp_path / "m.onnx", {"x": {0: torch.export.Dim("N")}}
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            RelativePositions().eval(), (torch.randn(3, 8),), input_names=["x"], dynamic_shapes=rows, dynamo=True
+        )
+        assert program is not None
+        program.save(path)
+    model = onnx.load(path)
+    [product] = [tensor.name for tensor in model.graph.initializer if list(tensor.dims) == [8, 6]]
+    warned = [*exporter_warnings(audit_of_run(model, to_module(model), tmp_path))]
+    [separated] = [warning for warning in warned if warning.key == "separated"]
+    assert f"q.weight and q.bias and {product}. They train apart" in separated.what
+    assert 'model.accept = ["separated"]' in refused_warnings(warned, accept=())[0]
+    # a record that another tool has removed
+    [value] = [each for each in model.graph.value_info if each.name == product]
+    del value.metadata_props[:]
+    warned = [*exporter_warnings(audit_of_run(model, to_module(model), tmp_path))]
+    [unrecorded] = [warning for warning in warned if warning.key == "unrecorded"]
+    assert f"1 trained tensors are no weights of the exported network by what its exporter wrote: {product}." in (
+        unrecorded.what
+    )
+    assert not unrecorded.changes_training
+
+
+def test_parts_of_a_joint_projection_are_not_taken_for_separated_weights():
+    parameters = {"q": ["joint"], "k": ["joint"], "ab": ["a", "b"], "c": ["c"], "d": ["d", "c"]}
+    assert folded_products(parameters, parameters) == [["c", "d"]]
+    assert folded_products(["one", "two"], {"one": ["g", "v"], "two": ["v", "g"]}) == []
 
 
 def test_a_tensor_that_is_scale_and_bias_of_one_node_is_merged_whoever_wrote_the_file():

@@ -77,7 +77,7 @@ def test_the_refusal_says_how_the_classes_of_string_labels_are_numbered() -> Non
     assert class_order(load_model(file("skl2onnx-mlp")).graph) == []
 
 
-def test_doctor_suggests_the_logits_when_the_first_output_is_a_softmax(tmp_path: Path) -> None:
+def test_doctor_says_that_a_run_reads_the_logits_when_the_first_output_is_a_softmax(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["logits"]),
         helper.make_node("Softmax", ["logits"], ["p"]),
@@ -89,7 +89,11 @@ def test_doctor_suggests_the_logits_when_the_first_output_is_a_softmax(tmp_path:
     model = helper.make_model(helper.make_graph(nodes, "g", [x], [y], [weight]), opset_imports=opset, ir_version=8)
     (tmp_path / "p.onnx").write_bytes(model.SerializeToString())
     (found,) = (warning for warning in diagnose(tmp_path / "p.onnx").warnings if warning.key == "probabilities")
-    assert found.remedy == "set model.output to 'logits' (the logits before Softmax, for the loss cross_entropy)"
+    assert found.what == (
+        "output 'probabilities' holds probabilities: a run with the loss cross_entropy, ctc and dice reads 'logits', "
+        "the logits before Softmax, and the exported file still has the output"
+    )
+    assert found.remedy.endswith("to compute such a loss from the probabilities, set model.output = 'probabilities'")
 
 
 def test_probabilities_that_a_run_reads_beside_other_outputs_are_warned_of() -> None:

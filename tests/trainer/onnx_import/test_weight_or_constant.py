@@ -248,3 +248,40 @@ def test_a_large_matrix_of_zeros_is_a_weight_and_is_not_read(monkeypatch: pytest
     for at in range(1024):
         bank[4 * at : 4 * at + 5, at] = (0, 1, 2, 1, 0)
     assert kinds(parsed("g (float[n, 4100] x) => (float[n, 1024] y) { y = MatMul(x, w) }", w=bank)) == {"w": "frozen"}
+
+
+@pytest.mark.parametrize(
+    ("name", "producer", "kind"),
+    [
+        # Spotify's basic_pitch, and other constants in the code of a network
+        ("model_1/cq_t2010v2_1/conv1d/ExpandDims_1:0", "tf2onnx", "frozen"),
+        ("model/stft/kernel_real", "", "frozen"),
+        ("model/filterbank/bands", "", "frozen"),
+        ("hann", "", "frozen"),
+        ("dct_matrix", "", "frozen"),
+        ("model/gabor/filters", "", "frozen"),
+        # torchlibrosa: fixed, though they are called weights
+        ("spectrogram_extractor.stft.conv_real.weight", "pytorch", "frozen"),
+        ("logmel_extractor.melW", "pytorch", "frozen"),
+        ("cqt.cqt_kernels_real", "pytorch", "frozen"),
+        ("frontend.window", "pytorch", "frozen"),
+        # learned, though their names have such words
+        ("mel_linear.weight", "pytorch", "trained"),
+        ("stft_encoder.conv.weight", "pytorch", "trained"),
+        ("layers.0.window_attention.qkv.weight", "pytorch", "trained"),
+        ("encoder.filterbank._filters", "pytorch", "trained"),
+        ("decoder.mel_proj.weight", "", "trained"),
+        ("caramel.weight", "pytorch", "trained"),
+        ("channel.kernel", "", "trained"),
+    ],
+)
+def test_kernels_are_fixed_that_are_named_after_a_transform_of_signals(name: str, producer: str, kind: str) -> None:
+    model = parsed("conv (float[batch, 1, n] x) => (float[batch, 4, m] y) { y = Conv(x, w) }", producer)
+    model.graph.node[0].input[1] = name
+    kernel = np.random.default_rng(0).normal(size=(4, 1, 8)).astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(kernel, name))
+    role = roles_of(model)[name]
+    assert (role.kind, role.written) == (kind, False)
+    assert kind == "trained" or "in its name, as fixed kernels of signals have" in role.reason
+    module = to_module(model, train=[name])
+    assert list(named_weights(module)) == [name], "model.train decides otherwise"

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from onward.trainer.diagnostics.output_warnings import SELECTED
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.rehearsal.checks import _run
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.sizes import Size
+from onward.trainer.run.records import ExporterWarning
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,19 @@ def test_a_training_batch_that_cannot_be_made_is_refused_beside_what_else_is_wro
     with pytest.raises(ConfigError) as refused:
         findings.record(elapsed_s=1.0)
     assert refused.value.problems == ("another reason", message)
+
+
+def test_a_refusal_says_that_the_loss_reads_what_a_detector_has_chosen() -> None:
+    findings = Findings()
+    selected = ExporterWarning(
+        key=SELECTED, what="output 'y' holds what TopK has chosen", remedy="set model.output to 't'"
+    )
+    findings.warnings = (selected,)
+    assert findings.record(elapsed_s=1.0).warnings == (selected,), "alone it is a warning"
+    findings.refuse("10 labels for 3 rows")
+    with pytest.raises(ConfigError) as raised:
+        findings.record(elapsed_s=1.0)
+    assert list(raised.value.problems) == [
+        "10 labels for 3 rows",
+        "output 'y' holds what TopK has chosen; set model.output to 't'",
+    ]

@@ -40,8 +40,9 @@ class ModelConfig(Section):
     own scalar loss), `teacher` (none against labels: the outputs of [teacher] are learnt alone), or another one of
     [loss], which has their settings. Short for `loss.name`."""
     output: str | tuple[str, ...] = ""
-    """The tensor that the loss reads: a graph output, or any tensor inside the graph; empty = the first output. With
-    `loss = "output"` it is the loss itself. A list has the tensor of each `[[loss]]`. Short for `loss.output`."""
+    """The tensor that the loss reads: a graph output, or any tensor inside the graph; empty = the first output, or the
+    scores behind it where it holds the probabilities that the loss computes from them. With `loss = "output"` it is the
+    loss itself. A list has the tensor of each `[[loss]]`. Short for `loss.output`."""
     start: tuple[str, ...] = ()
     """Tensors inside the graph that become its inputs, each read from the data's column of its name. The nodes before
     them are neither computed nor trained. Empty = the graph's own inputs; in a file that begins with strings the

@@ -1,0 +1,209 @@
+"""Let losses of scores read the scores where the file's output holds the probabilities that are computed from them.
+
+    x --- ... --- logits --- Softmax --- probabilities        the first output of the file, which stays what it is
+                    '------------------------------------     what the loss cross_entropy reads, if no setting says else
+
+A loss of scores applies a softmax or a sigmoid of its own. Of probabilities it would apply a second one, and hardly
+fall: cross_entropy of 3 classes could not go below 0.55. The choice is made once, when a run begins, and is kept in its
+config.json as `model.output` (or `loss.output`): runs of earlier versions go on with what they read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import onnx
+
+from onward.trainer.config.distillation import teacher_output
+from onward.trainer.config.losses import key_of, with_outputs
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import LossName
+from onward.trainer.config.urls import url_of
+from onward.trainer.errors import Refused
+from onward.trainer.onnx_graph.index import FLOAT_TYPES, Index, dims_of, known_types, opsets_of
+from onward.trainer.onnx_graph.model_files import read_model
+from onward.trainer.onnx_graph.probabilities import Activation, activation_of
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": ("softmax", "log_of_softmax"),
+    "ctc": ("softmax", "log_of_softmax"),
+    "dice": ("softmax", "sigmoid"),
+    "bce_with_logits": ("sigmoid",),
+    "focal": ("sigmoid",),
+    # of a teacher
+    "kl": ("softmax", "log_of_softmax"),
+    "bce": ("sigmoid",),
+}
+"""Loss of scores -> the activations whose results it would apply its own softmax or sigmoid to."""
+LAST_AXIS = ("ctc",)
+"""Losses whose classes are on the last axis."""
+
+
+@dataclass(frozen=True)
+class _Output:
+    """An output of a file, and the activation that computes it."""
+
+    name: str
+    found: Activation | None = None
+    axis: int | None = None
+    """The axis of a softmax, from 0; None for a sigmoid, or if the rank of the output is not known."""
+    dims: tuple[int | None, ...] | None = None
+
+
+def with_scores(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
+    """Return the configuration in which losses of scores name the scores, where nothing names what they read.
+
+    local: the same configuration with local copies in place of URLs. The configuration itself if there is nothing to
+    name, and if a file cannot be read, which is reported elsewhere.
+    """
+    where = local or config
+    if not _is_open(config) or url_of(where.model.path):
+        return config
+    try:
+        first = _outputs(where.model.path)[0]
+        if not any(_fits(first, name, axis) for name, axis in _asked(config)):
+            return config
+        return _named(config, first, Path(where.teacher.path) if where.teacher.path else None)
+    except (Refused, OSError):
+        return config
+
+
+def scores_said(before: RunConfig, after: RunConfig, local: RunConfig | None = None) -> Iterator[str]:
+    """Yield a sentence for each loss that `with_scores` has given its tensor. local: as there."""
+    if before.losses == after.losses and before.model == after.model:
+        return
+    first = _outputs((local or after).model.path)[0]
+    assert first.found is not None
+    for place, ((name, given), (_, read)) in enumerate(zip(_read_by(before), _read_by(after), strict=True)):
+        if given == read or read != first.found.scores:
+            continue
+        key = key_of(before.losses, place, "output") if len(before.losses) > 1 else "model.output"
+        yield (
+            f"the loss {name} reads {read!r}, the logits before {first.found.name}, since the output {first.name!r} "
+            "holds probabilities; the exported file still has this output. To compute the loss from the "
+            f"probabilities, set {key} = {first.name!r}"
+        )
+
+
+def losses_of_scores(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Return the losses that would read the scores behind the first output of a file, if nothing names what to read."""
+    first = _outputs_of(model)[0]
+    return tuple(name for name in KINDS if name in get_args(LossName) and _fits(first, name, None))
+
+
+def _read_by(config: RunConfig) -> list[tuple[str, str | tuple[str, ...]]]:
+    """Return (loss, the tensor that it reads) of each loss, or of what learns from a teacher alone."""
+    if not config.losses:
+        return [(config.teacher.loss, config.model.output)]
+    return [(each.name, each.output) for each in config.losses]
+
+
+def _is_open(config: RunConfig) -> bool:
+    """Return whether some loss names no output, and nothing is said about that output by its name."""
+    if config.teacher.path and config.teacher.output:
+        return False
+    return "" in [*config.model.outputs, *(output for each in config.losses for output in each.outputs)]
+
+
+def _asked(config: RunConfig) -> list[tuple[str, int | None]]:
+    """Return (loss, axis of the classes if it is set) of each loss that reads the first output without naming it."""
+    if not config.losses:  # a teacher alone
+        return [(config.teacher.loss, config.teacher.class_axis)]
+    return [(each.name, each.class_axis) for each in config.losses if each.outputs == ("",)]
+
+
+def _named(config: RunConfig, first: _Output, teacher: Path | None) -> RunConfig:
+    """Return the configuration with the tensor that each loss reads, and the one of the teacher for it."""
+    assert first.found is not None
+    scores, losses = first.found.scores, config.losses
+    # beside a loss that names its output, "" would no longer be the first one
+    read = [each.output or (scores if _fits(first, each.name, each.class_axis) else first.name) for each in losses]
+    named = dict.fromkeys(new for new, each in zip(read, losses, strict=True) if not each.output) or {scores: None}
+    changed: dict[str, object] = {}
+    if teacher is not None:
+        output = _of_teacher(config, first, [str(name) for name in named], teacher)
+        changed["teacher"] = config.teacher.model_copy(update={"output": output})
+    if len(losses) < 2:
+        changed["model"] = config.model.model_copy(update={"output": scores})
+    changed["loss"] = tuple(
+        own.model_copy(update={"output": output}) for own, output in zip(config.loss, read, strict=False)
+    )
+    config = config.model_copy(update=changed)
+    return config.model_copy(update={"model": with_outputs(config.model, config.losses)})
+
+
+def _of_teacher(config: RunConfig, first: _Output, named: Sequence[str], path: Path) -> str | dict[str, str]:
+    """Return `teacher.output`, which is not set: the teacher's scores for the model's, else as its default is.
+
+    named: what the losses read that named no output.
+    """
+    assert first.found is not None
+    theirs, pairs = {each.name: each for each in _outputs(path)}, dict[str, str]()
+    for soft in config.soft_losses:
+        if soft.matched:
+            continue
+        own = theirs[teacher_output(soft, first.name, list(theirs))]
+        is_alike = own.found is not None and (own.found.kind == "sigmoid") == (first.found.kind == "sigmoid")
+        for student in [soft.student] if soft.student else named:
+            is_scores = student == first.found.scores
+            pairs[student] = own.found.scores if own.found and is_alike and is_scores else own.name
+    return next(iter(pairs.values())) if len(pairs) == 1 else pairs
+
+
+def _fits(output: _Output, loss: str, class_axis: int | None) -> bool:
+    """Return whether a loss applies the activation that has computed an output, along the same axis."""
+    found = output.found
+    if found is None or found.kind not in KINDS.get(loss, ()):
+        return False
+    if loss == "dice" and found.kind == "sigmoid":  # of several classes it applies a softmax
+        return output.dims is not None and len(output.dims) > 1 and 1 in (output.dims[1], output.dims[-1])
+    if found.kind == "sigmoid" or output.dims is None:
+        return class_axis is None or found.kind == "sigmoid"
+    rank = len(output.dims)
+    wanted = rank - 1 if loss in LAST_AXIS else class_axis
+    return output.axis != 0 and (wanted is None or wanted % rank == output.axis)
+
+
+def _outputs(path: Path) -> Sequence[_Output]:
+    """Return the outputs of a file. Raises OSError or UnsupportedModel."""
+    found = path.stat()
+    return _read(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=16)  # one command asks several times
+def _read(path: Path, version: tuple[int, ...]) -> Sequence[_Output]:
+    return _outputs_of(read_model(path))
+
+
+def _outputs_of(model: onnx.ModelProto) -> Sequence[_Output]:
+    index = Index(model.graph)
+    found = {value.name: activation_of(index, value.name) for value in model.graph.output}
+    types = known_types(model) if any(found.values()) else {}
+    return [_output(model, index, name, each, types) for name, each in found.items()]
+
+
+def _output(
+    model: onnx.ModelProto,
+    index: Index,
+    name: str,
+    found: Activation | None,
+    types: Mapping[str, onnx.ValueInfoProto],
+) -> _Output:
+    if found is None or found.kind == "log_softmax":
+        return _Output(name)
+    kind = types[found.scores].type.tensor_type.elem_type if found.scores in types else 0
+    # what is computed from no node, or has no known type, cannot be what a loss reads
+    if found.scores not in index.makers or kind not in FLOAT_TYPES:
+        return _Output(name)
+    dims = dims_of(types.get(name)) or dims_of(types.get(found.scores))
+    if found.kind == "sigmoid" or dims is None:
+        return _Output(name, found, None, tuple(dims) if dims else None)
+    flattens = opsets_of(model).get("", 13) < 13 and not found.written_out
+    axis = (found.axis if found.axis is not None else 1 if flattens else -1) % len(dims)
+    if flattens and any(dim != 1 for dim in dims[axis + 1 :]):
+        return _Output(name)  # until opset 13 one softmax is over all axes from this one on
+    return _Output(name, found, axis, tuple(dims))

@@ -16,11 +16,12 @@ from torch import Tensor
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import read_as_logits
 from onward.trainer.config.sections.training import PrecisionConfig
-from onward.trainer.data.batches.batches import Batch, check_last_samples, one_batch
+from onward.trainer.data.batches.batches import Batch, one_batch
+from onward.trainer.data.batches.step_shares import check_last_samples
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.first_rows import FirstRows, read_first_rows
 from onward.trainer.data.losses_from_data import with_balanced_weights
-from onward.trainer.data.signature import model_digest, read_training_signature
+from onward.trainer.data.signature import read_training_signature
 from onward.trainer.diagnostics.audit_input import audit_of_run
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings
 from onward.trainer.diagnostics.output_warnings import output_warnings
@@ -46,8 +47,8 @@ from onward.trainer.rehearsal.parity import NotCompared, compare_untrained
 from onward.trainer.rehearsal.precision_trial import time_precisions
 from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
 from onward.trainer.rehearsal.sizes import Kind, Size, sizes_of_run
+from onward.trainer.rehearsal.teacher_checks import check_cache, same_teacher
 from onward.trainer.rehearsal.update_checks import update_problems, update_warnings
-from onward.trainer.run.records import ExporterWarning
 
 CPU = torch.device("cpu")
 PARITY_ROWS = 8
@@ -94,7 +95,7 @@ def checks(
         autocast=partial(autocast, arithmetic, CPU),
         metrics=config.metrics,
     )
-    _check_cache(config, rows, trained, findings)
+    check_cache(config, rows, trained, findings)
     if rows.counts is None and (config.train.num_epochs or rows.num_rows > 1):
         findings.not_rehearsed.append(
             "the smaller micro-batches at the end of the data: its samples are counted only while it is sharded, "
@@ -204,7 +205,7 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     model, graph = trainable.model, audit.model.graph
     outputs = [w for name in config.model.outputs for w in output_warnings(model, graph, name, is_run=True)]
     updates = update_warnings(config.optimizer, trainable.module)
-    findings.warnings = (*exporter_warnings(audit), *outputs, *updates, *_same_teacher(config))
+    findings.warnings = (*exporter_warnings(audit), *outputs, *updates, *same_teacher(config))
     for problem in update_problems(config.optimizer, trainable.module):
         findings.refuse(problem)
     for problem in refused_warnings(findings.warnings, config.model.accept):
@@ -213,16 +214,6 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
         found = output_warnings(model, graph, loss.outputs[0], is_run=True)
         for problem in read_as_logits(loss, config.metrics) if "probabilities" in [w.key for w in found] else ():
             findings.refuse(problem)
-
-
-def _same_teacher(config: RunConfig) -> list[ExporterWarning]:
-    """Return a warning if the teacher is the very file that is trained."""
-    given = config.teacher.path
-    if not given or model_digest(Path(given)) != model_digest(config.model.path):
-        return []
-    what = "the teacher is the same file as the model, so that before training both compute the same"
-    remedy = "it keeps the model near to what it was; name another file in teacher.path if it is to learn from one"
-    return [ExporterWarning(key="same_teacher", what=what, remedy=remedy)]
 
 
 def _run(
@@ -278,21 +269,6 @@ def _check_gradients(graph: RehearsedGraph, rows: Batch, findings: Findings) -> 
             f"({_few(list(trained))}). The loss reads {graph.loss_outputs}; name another tensor in model.output, "
             "train other weights (model.train), or look at the data"
         )
-
-
-def _check_cache(config: RunConfig, rows: FirstRows, trained: ImportedGraph, findings: Findings) -> None:
-    """Refuse to store a teacher's outputs whose length follows that of the rows, which are padded with their batch."""
-    varying = [name for name, column in rows.columns.items() if column.variable]
-    if not config.teacher.path or config.teacher.cache == "none" or not varying:
-        return
-    for soft in config.soft_losses:
-        shape = trained.output_shapes[soft.teacher_output]
-        if shape is None or None in shape[1:]:
-            findings.refuse(
-                f"teacher.cache {config.teacher.cache!r}: the rows of {', '.join(varying)} have lengths of their own, "
-                f"and so have the teacher's outputs {soft.teacher or soft.student or 'for them'}, as they are padded "
-                "with their batch; set teacher.cache = 'none'"
-            )
 
 
 def _time(graph: RehearsedGraph, rows: Callable[[], Batch], config: RunConfig, findings: Findings) -> None:

@@ -32,7 +32,7 @@ from onward.trainer.data.batches.noise_keys import noise_keys
 from onward.trainer.data.batches.row_lengths import RowLengths
 from onward.trainer.data.batches.row_padding import least_lengths, longest_row, padded_rows
 from onward.trainer.data.batches.sample_stream import sample_stream
-from onward.trainer.data.batches.step_shares import divide, end_of_share
+from onward.trainer.data.batches.step_shares import check_last_samples, divide, end_of_share
 from onward.trainer.data.columns import Array, Schema, Values
 from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.input_columns import Feed, feeds
@@ -238,20 +238,6 @@ def evaluation_batches(
         yield from collate.finish(collate.several(now, same_length=num_stages > 1, group=first))
     for rows in share.micro_batches[num_full:]:
         yield from collate.finish([collate(Samples(rows), is_padding=share.last_is_padding, group=num_full)])
-
-
-def check_last_samples(config: RunConfig, num_rows: int) -> None:
-    """Raise ConfigError if the last micro-batch would have to be filled up for a graph that computes its rows jointly.
-
-    Such rows would change the results of the others. num_rows: those of the training data.
-    """
-    total, size = config.total_samples(num_rows), config.micro_batch_size
-    if config.model.fixed_batch == "joint" and total % size:
-        raise ConfigError(
-            f"the file computes the {size} rows of its fixed batch jointly, so that no rows may be added to a smaller "
-            f"one, but a run of {total} samples ends with {total % size}; in place of train.num_epochs set "
-            f"train.num_steps = {max(total // config.train.global_batch_size, 1)}"
-        )
 
 
 def one_batch(rows: Rows, config: RunConfig, signature: Signature, numbers: Array, *, training: bool = False) -> Batch:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.columns import Array
+from onward.trainer.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -41,3 +43,17 @@ def end_of_share(count: int, size: int, replica: int, num_replicas: int, *, full
     unit = size if full else 1
     units = -(-count // unit)
     return min(units * (replica + 1) // num_replicas * unit, count)
+
+
+def check_last_samples(config: RunConfig, num_rows: int) -> None:
+    """Raise ConfigError if the last micro-batch would have to be filled up for a graph that computes its rows jointly.
+
+    Such rows would change the results of the others. num_rows: those of the training data.
+    """
+    total, size = config.total_samples(num_rows), config.micro_batch_size
+    if config.model.fixed_batch == "joint" and total % size:
+        raise ConfigError(
+            f"the file computes the {size} rows of its fixed batch jointly, so that no rows may be added to a smaller "
+            f"one, but a run of {total} samples ends with {total % size}; in place of train.num_epochs set "
+            f"train.num_steps = {max(total // config.train.global_batch_size, 1)}"
+        )

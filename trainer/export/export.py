@@ -137,6 +137,7 @@ def export(
         step=checkpoint.step,
         parity=runner.parity,
         neighbours=runner.neighbours,
+        rounding=runner.rounding,
         before=before,
         after=after,
         fp32=fp32,

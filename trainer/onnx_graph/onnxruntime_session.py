@@ -17,13 +17,18 @@ OPTIONS: dict[Device, dict[str, str]] = {"cpu": {}, "cuda": {"use_tf32": "0"}}
 
 
 def open_session(
-    model: Path | onnx.ModelProto, *, optimise: bool = True, save: Path | None = None, device: Device = "cpu"
+    model: Path | onnx.ModelProto,
+    *,
+    optimise: bool = True,
+    save: Path | None = None,
+    device: Device = "cpu",
+    folder: Path | None = None,
 ) -> onnxruntime.InferenceSession:
     """Open a session of onnxruntime. Its errors, which have no common base class, are raised only.
 
     A model that is not opened from its file is guarded against divisions that would end the process.
-    save: also write the graph that the session runs there, optimised for any machine. Raises RuntimeError if
-    onnxruntime cannot use the device.
+    save: also write the graph that the session runs there, optimised for any machine. folder: the directory of the
+    external data of a model that is not opened from its file. Raises RuntimeError if onnxruntime cannot use the device.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what is raised is not printed as well
@@ -32,6 +37,8 @@ def open_session(
     if save:  # levels above EXTENDED use memory layouts of this machine's processor
         options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED
         options.optimized_model_filepath = str(save)
+    if folder:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     content = str(model) if isinstance(model, Path) else guard_integer_divisions(model).SerializeToString()
     session = onnxruntime.InferenceSession(content, options, providers=[(PROVIDERS[device], OPTIONS[device])])
     # where a library of CUDA is missing, onnxruntime prints that and goes on with the CPU

@@ -5,6 +5,7 @@ A file that is imported wrongly is then found before it is trained; after traini
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -29,13 +30,24 @@ class NotCompared(Exception):
     """Why the file was not compared, as a clause."""
 
 
-def compare_untrained(
-    trainable: TrainableModel, config: RunConfig, data: EvaluationData, folder: Path
-) -> tuple[float, str]:
-    """Return (greatest relative difference, the runtime) over the first row and over the first batch of the data.
+@dataclass(frozen=True)
+class Parity:
+    """What a comparison found, relative to an output's greatest value."""
+
+    difference: float
+    """The greatest one of the file from the module."""
+    rounding: float
+    """What the runtime's kernels round, of a file with quantized weights; 0 if it had not to be measured."""
+    runtime: str
+    """What ran the file."""
+
+
+def compare_untrained(trainable: TrainableModel, config: RunConfig, data: EvaluationData, folder: Path) -> Parity:
+    """Compare over the first row and over the first batch of the data.
 
     Changes `trainable.model` to its inference form. folder: for temporary files. Raises ExportRefused when they differ
-    by more than `export.tolerance` or no runtime can run the file, and NotCompared.
+    by more than `export.tolerance` and the rounding of the kernels (export/kernel_rounding.py), or no runtime can run
+    the file, and NotCompared.
     """
     file = _inference_form(trainable, config, folder)
     runner = OnnxRunner(file, data)
@@ -45,7 +57,7 @@ def compare_untrained(
         problems.append(f"{len(names)} nodes draw random numbers ({', '.join(names[:5])}); export with module.eval()")
     if problems:
         raise ExportRefused(problems)
-    return runner.parity, runner.runtime
+    return Parity(runner.parity, runner.rounding, runner.runtime)
 
 
 def _inference_form(trainable: TrainableModel, config: RunConfig, folder: Path) -> ModelFile | onnx.ModelProto:

@@ -121,6 +121,8 @@ class RunOutcome(RunStatus):
     """Its evaluation on `data.test_source`; {} without one."""
     parity: float
     """Greatest difference of onnxruntime from the trained module, relative to the largest output."""
+    rounding: float
+    """What onnxruntime's kernels round of it, of a file with quantized weights (`ExportedModel.rounding`)."""
     sha256: str
     """Digest of the trained file."""
     variants: tuple[Variant, ...]
@@ -215,6 +217,7 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
         after=exported.after,
         test=exported.test,
         parity=exported.parity,
+        rounding=exported.rounding,
         sha256=exported.sha256,
         variants=exported.variants,
         promotion=f"{exported.promotion.status}: {exported.promotion.reason}" if exported.promotion else "",

@@ -67,6 +67,7 @@ def export(
         "checkpoint": str(checkpoint),
         "step": exported.step,
         "parity": exported.parity,
+        **({"rounding": exported.rounding} if exported.rounding else {}),
         "before": exported.before,
         "after": exported.after,
         **({"test": exported.test} if exported.test else {}),

@@ -56,9 +56,10 @@ def _why(facts: RunFacts) -> Iterator[str]:
 
 
 def _exported(exported: ExportedModel) -> Iterator[str]:
+    rounding = f"; its kernels round by {exported.rounding:.2g}" if exported.rounding else ""
     yield (
         f"{exported.path.name} of step {exported.step:,}: {exported.judged_by} differs from the trained module by "
-        f"{exported.parity:.2g} of the largest output."
+        f"{exported.parity:.2g} of the largest output{rounding}."
     )
     if exported.registered_as:
         yield f"It is registered as {exported.registered_as}, version {exported.version}."

@@ -149,6 +149,7 @@ def export(
         parity=runner.parity,
         as_given=as_given,
         neighbours=runner.neighbours,
+        rounding=runner.rounding,
         before=before,
         after=after,
         fp32=fp32,

@@ -35,6 +35,7 @@ from onward.trainer.errors import ExportRefused
 from onward.trainer.export.differences import output_difference
 from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.fixed_noise import NoiseSessions, recorded_noise
+from onward.trainer.export.kernel_rounding import ExactForm, Measured, beyond_rounding, exact_form
 from onward.trainer.export.model_file import ModelFile, fp32_copy, full_copy, in_half_precision
 from onward.trainer.export.neighbours import Neighbours
 from onward.trainer.export.reference_evaluator import open_reference
@@ -60,8 +61,8 @@ class OnnxRunner:
     A file that begins with pre-processing is given the numbers of rows, and fed these rows as the data has them. Of its
     outputs only that of the trained part is compared and evaluated.
 
-    `widen`: run a file in half precision as a copy in fp32. `device`: where onnxruntime runs it. Raises ExportRefused
-    when neither onnxruntime nor onnx.reference can load it.
+    `widen`: run a file in half precision as a copy in fp32. `device`: where onnxruntime runs it. `exact`: what `model`
+    is the exact form of. Raises ExportRefused when neither onnxruntime nor onnx.reference can load it.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class OnnxRunner:
         *,
         widen: bool = True,
         device: Device = "cpu",
+        exact: ExactForm | None = None,
     ) -> None:
-        self._data, self._device = data, device
+        self._data, self._device, self._exact = data, device, exact
         structure = model.proto if isinstance(model, ModelFile) else model
         stored = {tensor.name for tensor in structure.graph.initializer}
         self._inputs = [value for value in structure.graph.input if value.name not in stored]
@@ -104,6 +106,8 @@ class OnnxRunner:
         self.neighbours = 0.0
         """Of a file that rounds to integers: the greatest share of an output's elements that `compare` found more than
         the tolerance apart."""
+        self.rounding = 0.0
+        """What the kernels of the file round, of an output's greatest value, if `compare` had to allow it."""
 
     # -- what it measures
 
@@ -113,7 +117,8 @@ class OnnxRunner:
         An output differs if its greatest difference, relative to its greatest value, is above `tolerance`. The
         greatest over all outputs becomes `parity`. `module` takes the inputs and returns the outputs in order.
 
-        Of a file with QuantizeLinear, few elements may be further apart (`Neighbours`).
+        Of a file with QuantizeLinear, few elements may be further apart (`Neighbours`); of one whose kernels round what
+        the file does not, all may be by as much as that rounding (`kernel_rounding`).
         """
         worst = dict.fromkeys(self.outputs, (0.0, ""))
         apart = {name: Neighbours(self._steps.get(name, 0.0), tolerance) for name in self.outputs if self._rounds}
@@ -138,7 +143,15 @@ class OnnxRunner:
         ]
         self.neighbours = max((each.share for each in apart.values()), default=0.0)
         self.parity = max(difference for difference, _ in worst.values())
+        if problems and self._exact is None and (form := exact_form(self._model)):
+            measured = partial(self._measure, form, module, batches, tolerance)
+            problems, self.rounding = beyond_rounding(problems, form, measured)
         return problems
+
+    def _measure(self, form: ExactForm, module: nn.Module, batches: int, tolerance: float) -> Measured:
+        exact = OnnxRunner(form.model, self._data, widen=False, exact=form)
+        problems = exact.compare(module, batches=batches, tolerance=tolerance)
+        return Measured(problems, exact.parity, self.difference_from(exact, batches=batches))
 
     def evaluate(self, samples: WorstSamples | None = None) -> dict[str, float]:
         """Return loss and metrics over all rows of the split, as `<split>/<name>`; add the rows to `samples`.
@@ -281,9 +294,11 @@ class OnnxRunner:
     def _session(self, model: ModelFile | onnx.ModelProto) -> onnxruntime.InferenceSession:
         """Open a session, of a copy with an older IR version if onnxruntime refuses only the version."""
         opened = model.path if isinstance(model, ModelFile) else model
+        base = self._exact.folder if self._exact else None
+        start = partial(open_session, optimise=self._exact is None, device=self._device, base=base)
         onnxruntime.set_seed(0)  # of the nodes that draw: each evaluation draws the same numbers
         try:
-            return open_session(opened, device=self._device, share_constants=self._share_constants)
+            return start(opened, share_constants=self._share_constants)
         except Exception as error:
             newest = re.search(r"max supported IR version: (\d+)", str(error))
             # only the text of the error has the number that this onnxruntime supports
@@ -292,7 +307,7 @@ class OnnxRunner:
             copy = full_copy(model)
             copy.ir_version = int(newest[1])
             self.runtime += f", on a copy of IR version {copy.ir_version}"
-            return open_session(copy, device=self._device, share_constants=self._share_constants)
+            return start(copy, share_constants=self._share_constants)
 
     def _fallbacks(self, rows: int) -> Iterator[tuple[Compute, int, str]]:
         """Yield (what computes, rows of one call, its name) for a batch that the runtime so far fails on."""

@@ -25,9 +25,11 @@ def stored_tensors(graph: onnx.GraphProto, base: Path | None, *, unaligned: bool
     base: the directory of external data. unaligned: as in `map_external`. Raises UnsupportedModel with a sentence for
     each tensor that cannot be used.
     """
-    sparse = [tensor.values.name for tensor in graph.sparse_initializer]
     refused = [
-        f"initializer {name!r} is sparse, which is not implemented; store it as a plain tensor" for name in sparse
+        f"initializer {sparse.values.name!r} is sparse and in another file, which is not implemented; store it in the "
+        "model, or as a plain tensor"
+        for sparse in graph.sparse_initializer
+        if is_external(sparse.values) or is_external(sparse.indices)
     ]
     own = {tensor.name for tensor in graph.initializer}
     refused += [

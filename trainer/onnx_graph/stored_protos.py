@@ -39,10 +39,13 @@ def element_type_name(element_type: int) -> str:
 def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
     """Yield (name, proto) of initializers, of Constant nodes (named as their output) and of attribute_weights.py.
 
-    The last ones are copies, which `store_tensor` cannot change (see `store_floats`).
+    The last ones are copies, which `store_tensor` cannot change (see `store_floats`), and so are sparse initializers,
+    which are yielded as dense tensors.
     """
     for tensor in graph.initializer:
         yield tensor.name, tensor
+    for sparse in graph.sparse_initializer:
+        yield sparse.values.name, dense_tensor(sparse)
     for node in graph.node:
         if node.op_type == "Constant":
             for attribute in node.attribute:
@@ -50,6 +53,25 @@ def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
                     yield node.output[0], attribute.t
     for name, node, attribute in held_attributes(graph):
         yield name, as_tensor_proto(node, attribute)
+
+
+def sparse_names(graph: onnx.GraphProto) -> set[str]:
+    """Return the names of the sparse initializers of a graph."""
+    return {sparse.values.name for sparse in graph.sparse_initializer}
+
+
+def dense_tensor(sparse: onnx.SparseTensorProto) -> TensorProto:
+    """Return a sparse initializer as a dense one with zeros between its values.
+
+    A tensor whose values or places are external data is returned as its values alone, which readers refuse.
+    """
+    if is_external(sparse.values) or is_external(sparse.indices):
+        return sparse.values
+    values, at = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
+    dense = np.zeros(tuple(sparse.dims), values.dtype)
+    # places: one number each, counted through the tensor, or a row of one number for each dimension
+    dense[np.unravel_index(at, dense.shape) if at.ndim == 1 else tuple(at.T)] = values
+    return numpy_helper.from_array(dense, sparse.values.name)
 
 
 def read_chunks(proto: TensorProto, base: Path) -> Iterator[np.ndarray[Any, Any]]:

@@ -215,6 +215,8 @@ def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tu
         yield 1, _Use((name[3],), name[5], max(ndim - 1, 0))
     elif operator == "DynamicQuantizeMatMul":
         yield 1, _Use((name[2],), name[3], max(ndim - 1, 0))
+    elif operator == "QAttention":
+        yield 1, _Use((name[4],), name[7], 1)
     elif operator == "QLinearWhere":
         yield 1, _Use((name[2],), name[3], 0)
         yield 4, _Use((name[5],), name[6], 0)

@@ -10,7 +10,7 @@ QUANTIZERS = (
     "ConvInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QEmbedLayerNormalization",
     "QOrderedMatMul",
 )
-QUANTIZED_WEIGHTS = ("MatMulNBits", "MatMulBnb4")
+QUANTIZED_WEIGHTS = ("MatMulNBits", "MatMulBnb4", "GatherBlockQuantized", "QMoE")
 VALUE_FREE = (
     "Shape", "Size", "Range", "ConstantOfShape", "EyeLike", "OneHot", "NonMaxSuppression",
     "HannWindow", "HammingWindow", "BlackmanWindow", "MelWeightMatrix",
@@ -50,6 +50,13 @@ DIFFERENTIABLE_OPERANDS: dict[str, tuple[int, ...]] = {
     "MatMulIntegerToFloat": (0, 1, 6),
     "DynamicQuantizeMatMul": (0, 1, 4),
     "QLinearConcat": tuple(range(2, 999, 3)),
+    # the last one is its bias
+    "MatMulNBits": (0, 5),
+    "GatherBlockQuantized": (),
+    # input, router scores, biases, router weights
+    "QMoE": (0, 1, 4, 7, 14),
+    "DynamicQuantizeLSTM": (0, 3, 5, 6, 7),
+    "QAttention": (0, 1, 2, 8),
     **dict.fromkeys(("MatMulInteger", "ConvInteger"), (0, 1)),
     "Where": (1, 2),
     "Gather": (0,),
@@ -94,7 +101,8 @@ LAYERS = frozenset((
     "Conv", "ConvTranspose", "DeformConv", "CausalConvWithState", "FusedConv", "NhwcConv", "Gemm", "FusedGemm",
     "BatchNormalization", "LayerNormalization", "InstanceNormalization", "GroupNormalization", "RMSNormalization",
     "QLinearConv", "QLinearMatMul", "QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
-    "PRelu", "LSTM", "GRU", "RNN", "LinearClassifier", "LinearRegressor",
+    "MatMulNBits", "QAttention", "MoE", "QMoE",
+    "PRelu", "LSTM", "GRU", "RNN", "DynamicQuantizeLSTM", "LinearClassifier", "LinearRegressor",
     "EmbedLayerNormalization", "SkipLayerNormalization", "BiasGelu",
     "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "SkipGroupNorm", "GroupNorm",
 ))
@@ -124,8 +132,16 @@ ZERO_POINTS: dict[str, tuple[int, ...]] = {
     "QGemm": (2, 5, 8),
     "MatMulIntegerToFloat": (4, 5),
     "DynamicQuantizeMatMul": (3,),
+    # with the block of each column (g_idx), and the rows that are looked up
+    "MatMulNBits": (3, 4),
+    "GatherBlockQuantized": (1, 3),
+    "QMoE": (11, 12, 13),
+    # with the lengths of sequences
+    "DynamicQuantizeLSTM": (4, 9, 11),
+    # with the mask
+    "QAttention": (5, 6, 7),
 }
 """Operator -> the operands that are zero points, which are no weights."""
 
-INITIAL_STATES = {"LSTM": (5, 6), "GRU": (5,), "RNN": (5,)}
+INITIAL_STATES = {"LSTM": (5, 6), "DynamicQuantizeLSTM": (5, 6), "GRU": (5,), "RNN": (5,)}
 """Operator -> the operands that are its initial state."""

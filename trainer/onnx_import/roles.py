@@ -19,6 +19,7 @@ import torch
 
 from onward.trainer.onnx_graph.index import FLOAT_TYPES, names_read, subgraphs
 from onward.trainer.onnx_graph.row_layout import BOUND
+from onward.trainer.onnx_graph.stored_protos import sparse_names
 from onward.trainer.onnx_import.exporter_records import ExporterRecords
 from onward.trainer.onnx_import.graph_flow import GraphFlow, flow_of
 from onward.trainer.onnx_import.role_guesses import frozen_because
@@ -26,6 +27,9 @@ from onward.trainer.onnx_import.role_guesses import frozen_because
 Kind = Literal["trained", "statistic", "frozen"]
 
 TRAINED_TYPES = (torch.float32, torch.float64)
+
+SPARSE = "stored sparse, and written back as it is; store it as a plain tensor to train it"
+"""Why a sparse initializer is frozen, also if it is named: training would give its zeros other values."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,11 @@ def find_roles(
     read = {name for node in graph.node for name in names_read(node)} | {value.name for value in graph.output}
     evidence = _Evidence(flow_of(graph, weights), records or ExporterRecords(), read, weights.keys())
     found = {}
+    sparse = sparse_names(graph)
     for name, tensor in weights.items():
-        if tensor.is_floating_point():
+        if name in sparse:
+            found[name] = Role("frozen", SPARSE, written=True)
+        elif tensor.is_floating_point():
             found[name] = evidence.role(name, tensor)
         # listed although they are integers, so that the report says why a quantized model has nothing to train; a zero
         # point of one element is not a weight
@@ -71,7 +78,8 @@ def promote_to_trained(
     chosen = {
         name
         for name in names
-        if name in found and found[name].kind == "frozen" and name in weights and weights[name].dtype in TRAINED_TYPES
+        if name in found and found[name].kind == "frozen" and found[name].reason != SPARSE
+        if name in weights and weights[name].dtype in TRAINED_TYPES
     }
     return {name: Role("trained", "named in model.train") if name in chosen else role for name, role in found.items()}
 

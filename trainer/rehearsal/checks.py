@@ -350,9 +350,8 @@ def _check_sums(graph: RehearsedGraph, batch: Batch, findings: Findings) -> None
 def _compare(config: RunConfig, trainable: TrainableModel, data: EvaluationData, findings: Findings) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="onward-rehearsal-") as folder:
-            compared = compare_untrained(trainable, config, data, Path(folder))
-        findings.parity, findings.judged_by, said = compared
-        findings.warnings += said
+            findings.parity = compare_untrained(trainable, config, data, Path(folder))
+        findings.warnings += findings.parity.said
     except NotCompared as why:
         findings.not_rehearsed.append(f"the comparison with onnxruntime: {why}")
     except ExportRefused as error:

@@ -11,6 +11,7 @@ from typing import Literal
 from onward.trainer.config.sections.model import FixedBatch
 from onward.trainer.diagnostics.output_warnings import SELECTED
 from onward.trainer.errors import ConfigError, Refused
+from onward.trainer.rehearsal.parity import Parity
 from onward.trainer.rehearsal.sizes import Size
 from onward.trainer.run.records import CompileTrial, ExporterWarning, Guard, Needs, Rehearsal, RehearsedBatch
 
@@ -28,8 +29,7 @@ class Findings:
     warnings: tuple[ExporterWarning, ...] = ()
     trained: int = 0
     without_gradient: tuple[str, ...] = ()
-    parity: float = math.nan
-    judged_by: str = ""
+    parity: Parity | None = None
     fixed_batch: FixedBatch = "auto"
     compute: Literal["", "fp32", "bf16"] = ""
     """What was chosen for `precision.compute`."""
@@ -59,8 +59,9 @@ class Findings:
             batches=tuple(self.batches),
             trained=self.trained,
             without_gradient=self.without_gradient,
-            parity=self.parity,
-            judged_by=self.judged_by,
+            parity=self.parity.difference if self.parity else math.nan,
+            rounding=self.parity.rounding if self.parity else 0.0,
+            judged_by=self.parity.runtime if self.parity else "",
             warnings=self.warnings,
             fixed_batch=self.fixed_batch,
             compute=self.compute,

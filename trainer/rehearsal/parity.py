@@ -6,6 +6,7 @@ training, export makes the same comparisons.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -33,15 +34,26 @@ class NotCompared(Exception):
     """Why the file was not compared, as a clause."""
 
 
-def compare_untrained(
-    trainable: TrainableModel, config: RunConfig, data: EvaluationData, folder: Path
-) -> tuple[float, str, tuple[ExporterWarning, ...]]:
+@dataclass(frozen=True)
+class Parity:
+    """What a comparison found, relative to an output's greatest value."""
+
+    difference: float
+    """The greatest one of the file from the module."""
+    rounding: float
+    """What the runtime's kernels round, of a file with quantized weights; 0 if it had not to be measured."""
+    runtime: str
+    """What ran the file."""
+    said: tuple[ExporterWarning, ...] = ()
+    """What is said where the file is in training form."""
+
+
+def compare_untrained(trainable: TrainableModel, config: RunConfig, data: EvaluationData, folder: Path) -> Parity:
     """Compare over the first row and over the first batch of the data; the graph is the user's, as it is.
 
-    Return the greatest relative difference, the runtime, and what is said where the file is in training form: then its
-    inference form is what is compared, and its training form with the module in training mode. folder: for temporary
-    files. Raises ExportRefused when they differ by more than `export.tolerance` or no runtime can run the file, and
-    NotCompared.
+    Where the file is in training form, its inference form is compared, and its training form with the module in
+    training mode. folder: for temporary files. Raises ExportRefused when they differ by more than `export.tolerance`
+    and the rounding of the kernels (export/kernel_rounding.py), or no runtime can run the file, and NotCompared.
     """
     form = training_form(trainable.model, trainable.base)
     compared = (
@@ -54,13 +66,13 @@ def compare_untrained(
         file = compared.proto if isinstance(compared, ModelFile) else compared
         raise ExportRefused([*problems, *noise_inside_bodies(file)])
     if not form:
-        return runner.parity, runner.runtime, ()
+        return Parity(runner.parity, runner.rounding, runner.runtime)
     without_draws = _inference_form(trainable, config, folder / "norms", norms=False) if form.draws else None
     given = _as_given(trainable, config, folder)
     file = GivenFile(given, form, without_draws or given)
     apart = difference_of_forms(file, trainable.module, data, tolerance=config.export.tolerance)
     said = (warning_of_forms(form, apart, runner.runtime),) if not apart <= config.export.tolerance else ()
-    return runner.parity, runner.runtime, said
+    return Parity(runner.parity, runner.rounding, runner.runtime, said)
 
 
 def part_in_inference_form(trainable: TrainableModel, config: RunConfig, folder: Path) -> ModelFile | onnx.ModelProto:

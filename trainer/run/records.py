@@ -239,6 +239,9 @@ class ExportedModel(Record):
     neighbours: float = 0.0
     """Of a file that rounds to integers: the greatest share of an output's elements for which onnxruntime has chosen
     another integer than the module, and which are therefore further apart than `export.tolerance`."""
+    rounding: float = 0.0
+    """Of a file with quantized weights whose activations onnxruntime's kernels round: by how much, of an output's
+    largest value, if `parity` is above `export.tolerance`; without it the difference is within the tolerance."""
     before: dict[str, float]
     """Metrics of the original file on all evaluation data."""
     after: dict[str, float]
@@ -331,6 +334,8 @@ class Rehearsal(Record):
     """The weights among them whose gradient is zero on these rows, or that the loss does not depend on."""
     parity: float = math.nan
     """Difference of onnxruntime from the imported module, of the output's largest value; NaN if not compared."""
+    rounding: float = 0.0
+    """What onnxruntime's kernels round of it (`ExportedModel.rounding`)."""
     judged_by: str = ""
     """The runtime that ran the file."""
     warnings: tuple[ExporterWarning, ...] = ()
@@ -362,7 +367,8 @@ class Rehearsal(Record):
         with_gradient = self.trained - len(self.without_gradient)
         parts = [f"micro-batches of {', '.join(sizes)}", f"{with_gradient} of {self.trained} weights with a gradient"]
         if not math.isnan(self.parity):
-            parts.append(f"{self.judged_by} differs by {self.parity:.2g}")
+            rounding = f", its kernels round by {self.rounding:.2g}" if self.rounding else ""
+            parts.append(f"{self.judged_by} differs by {self.parity:.2g}{rounding}")
         if self.guard:
             parts.append(self.guard.summary)
         if self.compute:

@@ -9,6 +9,7 @@ never changes another node, and never decides what is trained.
 from onward.trainer.onnx_import.ops import (
     attention,
     batch_norm,
+    blockwise,
     cast,
     contrib,
     control,
@@ -21,6 +22,7 @@ from onward.trainer.onnx_import.ops import (
     matmul,
     ml,
     ml_trees,
+    moe,
     nchwc,
     norm,
     pool,
@@ -40,6 +42,7 @@ from onward.trainer.onnx_import.ops import (
 __all__ = [
     "attention",
     "batch_norm",
+    "blockwise",
     "cast",
     "contrib",
     "control",
@@ -52,6 +55,7 @@ __all__ = [
     "matmul",
     "ml",
     "ml_trees",
+    "moe",
     "nchwc",
     "norm",
     "pool",

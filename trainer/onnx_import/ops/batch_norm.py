@@ -15,6 +15,8 @@ that an update could be written to. roles.py makes these frozen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,18 +32,28 @@ class BatchNorm(nn.Module):
     """Normalise by the statistics of the batch in training, and update the running ones; by these in evaluation.
 
     It holds no weights: scale, bias and the running statistics are operands, named after their initializers.
-    As in torch, the running variance is updated with the unbiased estimate.
+    As in torch, the running variance is updated with the unbiased estimate. spatial: whether all positions of a channel
+    share scale, bias and statistics; otherwise each has its own, and these have the shape of a row of x.
     """
 
-    def __init__(self, momentum: float, epsilon: float) -> None:
+    def __init__(self, momentum: float, epsilon: float, *, spatial: bool = True) -> None:
         super().__init__()
+        self.spatial = spatial
         self.momentum = momentum
         self.epsilon = epsilon
         self.frozen = False
         """Its scale and bias are not trained, so its statistics are not updated either."""
 
     def forward(self, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """x: [batch, channels, ...]; the others: [channels]."""
+        """x: [batch, channels, ...]; the others: [channels], or [channels, ...] if not spatial."""
+        if not self.spatial:
+            # each position as a channel; the views share the memory of the running statistics
+            x, shape = x.flatten(1), x.shape
+            scale, bias, mean, variance = (each.view(-1) for each in (scale, bias, mean, variance))
+            return self._normalise(x, scale, bias, mean, variance).reshape(shape)
+        return self._normalise(x, scale, bias, mean, variance)
+
+    def _normalise(self, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         # a single value in each channel has no variance: a ragged last batch of one sample
         learns = self.training and not self.frozen
         if learns and x.numel() <= x.shape[1]:  # a branch: torch.compile takes no symbol for a flag
@@ -53,7 +65,7 @@ class BatchNorm(nn.Module):
         return y if rows is x else y.reshape(x.shape)
 
     def extra_repr(self) -> str:
-        return f"momentum={self.momentum:g}, epsilon={self.epsilon:g}"
+        return f"momentum={self.momentum:g}, epsilon={self.epsilon:g}" + ("" if self.spatial else ", spatial=False")
 
 
 class BatchStatistics(nn.Module):
@@ -91,10 +103,13 @@ def lower_batch_norm(c: Call, x: Value, weights: tuple[Value, Value], statistics
     mean, variance = statistics
     momentum = 1.0 - c.attr("momentum", 0.9)  # ONNX: the weight of the old value; torch: of the new one
     epsilon, by_batch = c.attr("epsilon", 1e-5), bool(c.attr("training_mode", 0))
+    spatial = bool(c.attr("spatial", 1))  # of versions before 9
     always = bool(c.attr(BATCH_STATISTICS, 0))
     updated = statistics
     if not always and all(c.tracer.is_running_statistic(value) for value in statistics):
-        y = c.module(BatchNorm(momentum, epsilon), x, *weights, mean, variance)
+        y = c.module(BatchNorm(momentum, epsilon, spatial=spatial), x, *weights, mean, variance)
+    elif not spatial:
+        y = _normalised(c, x, weights, (mean, variance), epsilon, shape=c.sizes(mean))
     else:
         if by_batch or always:
             mean, variance, *updated = c.module(BatchStatistics(momentum, always=always), x, mean, variance)
@@ -103,11 +118,19 @@ def lower_batch_norm(c: Call, x: Value, weights: tuple[Value, Value], statistics
 
 
 def _normalised(
-    c: Call, x: Value, weights: tuple[Value, Value], statistics: tuple[Value, Value], epsilon: float
+    c: Call,
+    x: Value,
+    weights: tuple[Value, Value],
+    statistics: tuple[Value, Value],
+    epsilon: float,
+    shape: Sequence[Value] = (),
 ) -> Value:
-    """Return (x - mean) scale / sqrt(variance + epsilon) + bias, with one of each for every channel."""
-    channels = [-1] + [1] * (x.ndim - 2)
-    scale, bias, mean, variance = (c("reshape", value, channels) for value in (*weights, *statistics))
+    """Return (x - mean) scale / sqrt(variance + epsilon) + bias, with one of each for every channel.
+
+    shape: of the four, if they have one for every position.
+    """
+    own = list(shape) or [-1] + [1] * (x.ndim - 2)
+    scale, bias, mean, variance = (c("reshape", value, own) for value in (*weights, *statistics))
     factor = c(torch.mul, c(torch.rsqrt, c(torch.add, variance, epsilon)), scale)
     y = c(torch.add, c(torch.mul, c(torch.sub, x, mean), factor), bias)
     return y if y.dtype == x.dtype else c("to", y, x.dtype)  # statistics may be wider than x
@@ -116,13 +139,11 @@ def _normalised(
 @lower("BatchNormalization", since=(7, 9, 14, 15))
 def batch_normalization(c: Call, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
     """Ignore training_mode where running statistics are stored: train() and eval() decide."""
-    c.require("spatial", 1)
     return lower_batch_norm(c, x, (scale, bias), (mean, variance))
 
 
 @lower("BatchNormalization", since=(1, 6))
 def early_batch_normalization(c: Call, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
     """Ignore is_test, as `batch_normalization` ignores training_mode."""
-    c.require("spatial", 1)
     c.attr("is_test"), c.attr("consumed_inputs")
     return lower_batch_norm(c, x, (scale, bias), (mean, variance))

@@ -255,14 +255,18 @@ def packed_attention(
     past_length: Value = None,
 ) -> Value:
     """Lower self-attention with its projection, one matrix [width, queries | keys | values]."""
+    projected = c(torch.matmul, x, weight)
+    projected = projected if bias is None else c(torch.add, projected, bias)
+    return attend_packed(c, projected, mask, past, added)
+
+
+def attend_packed(c: Call, projected: Value, mask: Value, past: Value, added: Value) -> Value:
+    """Lower what follows the projection to [batch, sequence, queries | keys | values]."""
     c.require("do_rotary", 0)
     c.require("past_present_share_buffer", 0)
     c.attr("rotary_embedding_dim")
     heads, filler = c.attr("num_heads"), c.attr("mask_filter_value", -10000.0)
-    third = c.size(weight, 1) // 3
-    widths = c.attr("qkv_hidden_sizes") or [third] * 3
-    projected = c(torch.matmul, x, weight)
-    projected = projected if bias is None else c(torch.add, projected, bias)
+    widths = c.attr("qkv_hidden_sizes") or [c.size(projected, 2) // 3] * 3
     q, k, v = (split_heads(c, part, heads) for part in c(torch.split, projected, list(widths), -1))
     if past is not None:  # [2, batch, heads, sequence, width]
         k, v = c(torch.cat, [c(torch.select, past, 0, 0), k], 2), c(torch.cat, [c(torch.select, past, 0, 1), v], 2)

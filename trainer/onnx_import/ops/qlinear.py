@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.integer_storage import move_before_storage
 from onward.trainer.onnx_import.ops.cast import value_before_storage
+from onward.trainer.onnx_import.ops.contrib import attend_packed
 from onward.trainer.onnx_import.ops.matmul import gemm
 from onward.trainer.onnx_import.ops.pool import average_pool_
 from onward.trainer.onnx_import.ops.quant import (
@@ -208,3 +209,21 @@ def qlinear_conv_(c: Call, x: Value, *operands: Value) -> Value:
     if x.ndim < 3:
         raise UnsupportedNode(f"its input has {x.ndim} dimensions; 3 to 5 are implemented")
     return _channels_last(c, qlinear_conv(c, _channels_first(c, x), *operands))
+
+
+@lower("com.microsoft.QAttention", since=(1,))
+def qattention(
+    c: Call,
+    x: Value,
+    weight: Value,
+    bias: Value,
+    x_scale: Value,
+    w_scale: Value,
+    mask: Value = None,
+    x_zero: Value = None,
+    w_zero: Value = None,
+    past: Value = None,
+) -> Value:
+    """Lower as Attention, whose projection alone is computed on integers; scores and results are floats."""
+    projected = c(torch.matmul, _real(c, x, x_scale, x_zero), _real(c, weight, w_scale, w_zero, 1))
+    return attend_packed(c, c(torch.add, projected, bias), mask, past, None)

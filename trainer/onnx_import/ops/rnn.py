@@ -80,6 +80,24 @@ class Recurrence(nn.Module):
         return f"{self.layer.kind}, {directions}, {'fused' if self.is_standard else 'step by step'}"
 
 
+class QuantizedRecurrence(Recurrence):
+    """Run an LSTM whose W and R are integers [directions, features or hidden, gates x hidden], dequantized each time.
+
+    The integers stay in memory, 1 byte each; W and R in fp32 exist from the forward to the backward pass.
+    """
+
+    def forward(self, x: Tensor, w: Tensor, r: Tensor, scales: Sequence[Tensor], *rest: Tensor | None) -> Any:  # type: ignore[override]
+        """scales: scale and zero point of w, then of r, [directions] or [directions, gates x hidden]."""
+        w_scale, w_zero, r_scale, r_zero = scales
+        return super().forward(x, dequantize_gates(w, w_scale, w_zero), dequantize_gates(r, r_scale, r_zero), *rest)
+
+
+def dequantize_gates(integers: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Return weights [directions, gates x hidden, columns] of integers [directions, columns, gates x hidden]."""
+    scale, zero = (of.reshape(of.shape[0], 1, -1) for of in (scale, zero))
+    return ((integers.to(scale.dtype) - zero.to(scale.dtype)) * scale).transpose(1, 2).contiguous()
+
+
 def check_operands(layer: Layer, x: Tensor, w: Tensor, r: Tensor, **others: Tensor | None) -> None:
     """Raise ValueError unless the shape and type of every operand fit x [steps, batch, features] and r.
 
@@ -218,21 +236,44 @@ def _reordered(kind: str, weight: Tensor, hidden: int) -> Tensor:
 
 @lower("LSTM", "GRU", "RNN", since=(7, 14, 22))
 def recurrent(c: Call, x: Value, w: Value, r: Value, b: Value = None, *rest: Value) -> Value:
+    layer = _layer(c, c.op)
+    states = [_of_any_batch(c, layer, x, state) for state in rest[1:3]]
+    return c.module(Recurrence(layer), x, w, r, b, *rest[:1], *states, *rest[3:])
+
+
+@lower("com.microsoft.DynamicQuantizeLSTM", since=(1,))
+def dynamic_quantize_lstm(
+    c: Call,
+    x: Value,
+    w: Value,
+    r: Value,
+    b: Value,
+    lengths: Value,
+    initial_h: Value,
+    initial_c: Value,
+    peepholes: Value,
+    *scales: Value,
+) -> Value:
+    """Lower as LSTM with frozen 8-bit weights; what onnxruntime rounds of x and h is not rounded here."""
+    layer = _layer(c, "LSTM")
+    states = [_of_any_batch(c, layer, x, state) for state in (initial_h, initial_c)]
+    return c.module(QuantizedRecurrence(layer), x, w, r, scales, b, lengths, *states, peepholes)
+
+
+def _layer(c: Call, kind: str) -> Layer:
     c.attr("hidden_size")  # R has it
     directions = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[
         c.attr("direction", "forward")
     ]
-    layer = Layer(
-        kind=c.op,
+    return Layer(
+        kind=kind,
         directions=directions,
-        activations=_activations(c, len(directions)),
+        activations=_activations(c, kind, len(directions)),
         clip=c.attr("clip"),
-        input_forget=c.op == "LSTM" and bool(c.attr("input_forget", 0)),
-        linear_before_reset=c.op == "GRU" and bool(c.attr("linear_before_reset", 0)),
+        input_forget=kind == "LSTM" and bool(c.attr("input_forget", 0)),
+        linear_before_reset=kind == "GRU" and bool(c.attr("linear_before_reset", 0)),
         batch_first=bool(c.attr("layout", 0)),
     )
-    states = [_of_any_batch(c, layer, x, state) for state in rest[1:3]]
-    return c.module(Recurrence(layer), x, w, r, b, *rest[:1], *states, *rest[3:])
 
 
 def _of_any_batch(c: Call, layer: Layer, x: Value, state: Value) -> Value:
@@ -253,9 +294,9 @@ def _of_any_batch(c: Call, layer: Layer, x: Value, state: Value) -> Value:
     return c("expand", row, [size if dim == batch_dim else -1 for dim in range(3)])
 
 
-def _activations(c: Call, directions: int) -> tuple[tuple[Activation, ...], ...]:
+def _activations(c: Call, kind: str, directions: int) -> tuple[tuple[Activation, ...], ...]:
     """Return (name, alpha, beta) of each gate; alphas and betas are listed only for activations that take one."""
-    usual = STANDARD[c.op]
+    usual = STANDARD[kind]
     names = [name.lower() for name in c.attr("activations") or usual * directions]
     alphas, betas = iter(c.attr("activation_alpha") or ()), iter(c.attr("activation_beta") or ())
     if unknown := sorted(set(names) - set(ACTIVATIONS)):

@@ -256,6 +256,14 @@ CASES: dict[str, list[Case]] = {
 STATES = tuple(some(1, 3, 4, seed=seed) for seed in range(3))
 """Queries, keys and values: [batch, sequence, width]."""
 
+SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.7, "activation_beta": 1.0}
+
+
+def levels(*shape: int) -> Array:
+    """Any integers of a byte."""
+    return np.random.default_rng(0).integers(0, 255, shape).astype(np.uint8)
+
+
 FUSED: dict[str, list[Case]] = {
     "Gelu": [case(some(2, 4))],
     "FastGelu": [case(some(2, 4), some(4, seed=1))],
@@ -287,6 +295,26 @@ FUSED: dict[str, list[Case]] = {
         )
     ],
     "RotaryEmbedding": [case(some(1, 3, 4), ints([0, 1, 2]), some(4, 1, seed=1), some(4, 1, seed=2), num_heads=2)],
+    # -- weights that are integers: the gradients of all other operands
+    "MatMulNBits": [
+        case(some(2, 20), levels(3, 2, 8), some(3, 2, seed=1), None, None, some(3, seed=2), N=3, K=20, block_size=16),
+        case(some(2, 20), levels(3, 2, 8), Fixed(some(3, 2)), levels(3, 1), None, some(3), N=3, K=20, block_size=16),
+    ],
+    "MoE": [case(PAIRS, some(6, 3), some(3, 10, 4, seed=1), some(3, 10), some(3, 4, 5), some(3, 4), k=2, **SWIGLU)],
+    "QMoE": [
+        case(
+            *(PAIRS, some(6, 3), levels(3, 6, 4), Fixed(some(3, 6)), some(3, 6), levels(3, 4, 6), Fixed(some(3, 4))),
+            some(3, 4),
+            **{"k": 2, "expert_weight_bits": 8, "activation_type": "silu"},
+        )
+    ],
+    "DynamicQuantizeLSTM": [
+        case(
+            *(some(2, 3, 4), levels(1, 4, 8), levels(1, 2, 8), some(1, 16), None, some(1, 3, 2, seed=1)),
+            *(some(1, 3, 2, seed=2), some(1, 6), Fixed(some(1, 8) / 99), levels(1, 8), Fixed(some(1) / 99), levels(1)),
+            hidden_size=2,
+        )
+    ],
 }
 """Operators of com.microsoft, which onnxruntime's own optimiser writes."""
 CASES |= {f"com.microsoft.{name}": cases for name, cases in FUSED.items()}
@@ -295,6 +323,7 @@ CASES["SimplifiedLayerNormalization"] = [case(PAIRS, some(4, seed=1))]
 QLINEAR = (
     *(f"QLinear{name}" for name in ("Add", "Mul", "Sigmoid", "LeakyRelu", "Softmax", "Concat", "Where", "Conv")),
     *("QLinearAveragePool", "QLinearGlobalAveragePool", "QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
+    "QAttention",
 )
 INTEGERS, PLACES, CONSTANT = "integers or booleans come out", "a count or a place comes out", "no float goes in"
 STEPS, WHOLE = "constant between its steps", "tested with the operators that read its sequence"
@@ -313,6 +342,7 @@ NOT_DIFFERENTIABLE: dict[str, str] = {
     **dict.fromkeys(["QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"], STEPS),
     **dict.fromkeys(["com.microsoft.QuantizeLinear", "com.microsoft.DequantizeLinear"], STEPS),
     **{f"com.microsoft.{name}": "compared with the same operator on floats: test_qlinear.py" for name in QLINEAR},
+    "com.microsoft.GatherBlockQuantized": CONSTANT,
     **dict.fromkeys(["QLinearMatMul", "QLinearConv", "MatMulInteger", "ConvInteger"], INTEGERS),
 }
 """Operator -> why it has no gradient to check."""

@@ -293,12 +293,11 @@ class OnnxRunner:
 
     def _session(self, model: ModelFile | onnx.ModelProto) -> onnxruntime.InferenceSession:
         """Open a session, of a copy with an older IR version if onnxruntime refuses only the version."""
-        opened = model.path if isinstance(model, ModelFile) else model
         base = self._exact.folder if self._exact else None
         start = partial(open_session, optimise=self._exact is None, device=self._device, base=base)
         onnxruntime.set_seed(0)  # of the nodes that draw: each evaluation draws the same numbers
         try:
-            return start(opened, share_constants=self._share_constants)
+            return start(getattr(model, "path", model), share_constants=self._share_constants)
         except Exception as error:
             newest = re.search(r"max supported IR version: (\d+)", str(error))
             # only the text of the error has the number that this onnxruntime supports

@@ -138,7 +138,6 @@ class OnnxRunner:
             f"{sentence}: {self.runtime} is {difference:.3g} off the torch module, above export.tolerance {tolerance:g}"
             + (f"; {apart[name]}" if name in apart else "")
             for name, (difference, sentence) in worst.items()
-            # likewise: a NaN is a problem
             if not difference <= tolerance and not (name in apart and apart[name].allowed)
         ]
         self.neighbours = max((each.share for each in apart.values()), default=0.0)
@@ -293,11 +292,12 @@ class OnnxRunner:
 
     def _session(self, model: ModelFile | onnx.ModelProto) -> onnxruntime.InferenceSession:
         """Open a session, of a copy with an older IR version if onnxruntime refuses only the version."""
-        base = self._exact.folder if self._exact else None
-        start = partial(open_session, optimise=self._exact is None, device=self._device, base=base)
+        opened = model.path if isinstance(model, ModelFile) else model
+        base, optimise = (self._exact.folder, False) if self._exact else (None, True)
+        start = partial(open_session, optimise=optimise, device=self._device, base=base)
         onnxruntime.set_seed(0)  # of the nodes that draw: each evaluation draws the same numbers
         try:
-            return start(getattr(model, "path", model), share_constants=self._share_constants)
+            return start(opened, share_constants=self._share_constants)
         except Exception as error:
             newest = re.search(r"max supported IR version: (\d+)", str(error))
             # only the text of the error has the number that this onnxruntime supports

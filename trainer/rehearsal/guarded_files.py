@@ -28,6 +28,7 @@ from onward.trainer.onnx_graph.stochastic_depth import random_nodes
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.onnx_import.fixed_batch import made_up_rows
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
+from onward.trainer.onnx_import.quantized_weights import integer_names
 from onward.trainer.onnx_import.trial_sizes import declared_batch
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.guard import Guarded, GuardError, guard
@@ -224,6 +225,10 @@ def written_with_adapters(trainable: TrainableModel) -> Written:
     return written
 
 
+def _frozen(module: ImportedGraph) -> set[str]:
+    return {name for name, role in module.roles.items() if role.kind != "trained"}
+
+
 def why_not_derived(proto: onnx.ModelProto, module: ImportedGraph) -> str:
     """Return why the loss of the file has no derivative that could be compared; "" if it has."""
     if names := random_nodes(proto):
@@ -231,6 +236,8 @@ def why_not_derived(proto: onnx.ModelProto, module: ImportedGraph) -> str:
     nodes = (*proto.graph.node, *(node for function in proto.functions for node in function.node))
     if any("Quantize" in each.op_type or "QLinear" in each.op_type or "Integer" in each.op_type for each in nodes):
         return "the file rounds to integers, and training passes gradients through the rounding"
+    if names := sorted(integer_names(proto.graph) & module.roles.keys() - _frozen(module)):
+        return f"{len(names)} trained weights are stored as integers ({names[0]}, ...), so that the loss has steps"
     if module.quantizers:
         return "scales of quantization follow the weights"
     return ""

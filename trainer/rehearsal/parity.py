@@ -41,6 +41,9 @@ class Parity:
     runtime: str
     """What ran the file."""
 
+    def __str__(self) -> str:
+        return self.runtime + (f", whose kernels round by {self.rounding:.2g}," if self.rounding else "")
+
 
 def compare_untrained(trainable: TrainableModel, config: RunConfig, data: EvaluationData, folder: Path) -> Parity:
     """Compare over the first row and over the first batch of the data.

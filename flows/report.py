@@ -51,7 +51,7 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     rows += [(key.replace("_", " "), facts[key]) for key in ("ended_early", "to_go_on") if facts.get(key)]
     rows += [(name.replace("/", " "), f"{value:.4f}") for name, value in sorted(facts.get("test", {}).items())]
-    rounding = f", its kernels round by {facts['rounding']:.2g}" if facts["rounding"] else ""
+    rounding = f", its kernels round by {facts['rounding']:.2g}" if facts.get("rounding") else ""
     return [
         *rows,
         ("onnxruntime parity", f"{facts['parity']:.2g} of the largest output{rounding}"),

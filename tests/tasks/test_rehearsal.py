@@ -32,6 +32,7 @@ from onward.trainer.run.records import CompileTrial, Rehearsal, RehearsedBatch, 
 from tests.support import runs
 from tests.support.graphs import tiny_conv_net, tiny_transformer
 from tests.support.images import write_classes
+from tests.support.packed import matmul_nbits
 from tests.support.runs import tiny_images
 
 pytestmark = pytest.mark.usefixtures("home", "forked")
@@ -693,3 +694,18 @@ def test_the_axis_of_classes_is_given_or_the_one_length_that_the_file_fixes(
     image, mask = torch.from_numpy(MASKS["image"][:1]), torch.from_numpy(MASKS["label"][:1])
     expected = torch.nn.functional.cross_entropy(torch.nn.functional.conv2d(image, weight), mask)
     assert [each.loss for each in found.batches] == [pytest.approx(float(expected), rel=1e-5)] * len(found.batches)
+
+
+def test_a_file_whose_kernels_round_is_rehearsed_and_the_rounding_is_said(configured: Configured) -> None:
+    model, _ = matmul_nbits(columns=32, level=4, bias=True)
+    rng = np.random.default_rng(0)
+    columns = {"x": rng.standard_normal((25, 32)), "y": rng.standard_normal((25, 6))}
+    columns = {name: value.astype(np.float32) for name, value in columns.items()}
+    found = configured(
+        model, columns, model={"loss": "mse"}, data={"label": "y", "evaluation_fraction": 0.2}, train={"num_steps": 4}
+    )
+    assert found.trained == 1
+    assert 1e-3 < found.parity < 0.05
+    assert found.judged_by.startswith("onnxruntime, whose kernels round by 0.0")
+    assert found.parity <= float(found.judged_by.removesuffix(",").rpartition(" ")[2]) + 2e-3
+    assert f"{found.judged_by} differs by {found.parity:.2g}" in found.summary

@@ -30,7 +30,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.ops.norm import Dropout
-from onward.trainer.onnx_import.roles import Role
+from onward.trainer.onnx_import.roles import INTEGERS, Role
 
 CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 DROPOUT = "lora_dropout"
@@ -107,8 +107,7 @@ def add_adapters(module: ImportedGraph, config: LoraConfig, *, seed: int) -> tup
         name: uses for name, uses in candidates.items() if any(fnmatchcase(name, pattern) for pattern in config.weights)
     }
     problems = [
-        f"lora.weights: no MatMul, Gemm or Conv weight matches {pattern!r}; "
-        f"there is {_nearest(pattern, list(candidates))}"
+        f"lora.weights: {_why_none(pattern, module)}; there is {_nearest(pattern, list(candidates))}"
         for pattern in config.weights
         if not any(fnmatchcase(name, pattern) for name in chosen)
     ]
@@ -122,6 +121,18 @@ def add_adapters(module: ImportedGraph, config: LoraConfig, *, seed: int) -> tup
     if config.dropout:
         module.add_module(DROPOUT, Dropout(config.dropout))
     return tuple(_adapt(module, name, uses, config, seed) for name, uses in chosen.items())
+
+
+def _why_none(pattern: str, module: ImportedGraph) -> str:
+    """Return why a pattern matches no weight that can have an adapter."""
+    stored = [name for name, role in module.roles.items() if role.kind == "frozen" and fnmatchcase(name, pattern)]
+    integers = [name for name in stored if module.roles[name].reason.startswith(INTEGERS)]
+    if integers:
+        return (
+            f"{integers[0]!r} is stored as integers, to which an adapter cannot be added when the file is written (the "
+            "integers are coarser than it); put the adapters on the model that it was quantized from"
+        )
+    return f"no MatMul, Gemm or Conv weight matches {pattern!r}"
 
 
 def _nearest(pattern: str, known: Sequence[str]) -> str:

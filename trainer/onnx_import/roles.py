@@ -29,6 +29,9 @@ Kind = Literal["trained", "statistic", "frozen"]
 
 TRAINED_TYPES = (torch.float32, torch.float64)
 
+INTEGERS = "stored as integers"
+"""How the reason begins for which integers with a scale are frozen."""
+
 SPARSE = "stored sparse, and written back as it is; store it as a plain tensor to train it"
 """Why a sparse initializer is frozen, also if it is named: training would give its zeros other values."""
 
@@ -68,7 +71,7 @@ def find_roles(
         # listed although they are integers, so that the report says why a quantized model has nothing to train; a zero
         # point of one element is not a weight
         elif name in evidence.flow.quantized and tensor.numel() > 1:
-            why = "stored as integers; train the model it was quantized from"
+            why = f"{INTEGERS}; train the model it was quantized from"
             found[name] = Role("frozen", why, written=True)
         elif name in casts.integers:
             why = "stored as integers whose scale the graph computes; train the model it was quantized from"

@@ -47,6 +47,9 @@ class Parity:
     said: tuple[ExporterWarning, ...] = ()
     """What is said where the file is in training form."""
 
+    def __str__(self) -> str:
+        return self.runtime + (f", whose kernels round by {self.rounding:.2g}," if self.rounding else "")
+
 
 def compare_untrained(trainable: TrainableModel, config: RunConfig, data: EvaluationData, folder: Path) -> Parity:
     """Compare over the first row and over the first batch of the data; the graph is the user's, as it is.

@@ -237,11 +237,9 @@ class ExportedModel(Record):
     parity: float
     """Greatest difference of onnxruntime from the trained module, relative to the output's largest value."""
     neighbours: float = 0.0
-    """Of a file that rounds to integers: the greatest share of an output's elements for which onnxruntime has chosen
-    another integer than the module, and which are therefore further apart than `export.tolerance`."""
+    """Of a file that rounds to integers: the share of elements that are rounded to others than the module's."""
     rounding: float = 0.0
-    """Of a file with quantized weights whose activations onnxruntime's kernels round: by how much, of an output's
-    largest value, if `parity` is above `export.tolerance`; without it the difference is within the tolerance."""
+    """What onnxruntime's kernels round in a file with quantized weights, if `parity` is above `export.tolerance`."""
     before: dict[str, float]
     """Metrics of the original file on all evaluation data."""
     after: dict[str, float]
@@ -290,8 +288,7 @@ class ExporterWarning(Record):
     what: str
     remedy: str
     changes_training: bool = False
-    """Whether the file trains differently from the module that it was exported from; such a warning must be accepted or
-    its cause removed before a run starts."""
+    """Whether the file trains differently from its module: accept it, or remove the cause, before a run starts."""
 
 
 class RehearsedBatch(Record):
@@ -335,10 +332,8 @@ class Rehearsal(Record):
     """The weights among them whose gradient is zero on these rows, or that the loss does not depend on."""
     parity: float = math.nan
     """Difference of onnxruntime from the imported module, of the output's largest value; NaN if not compared."""
-    rounding: float = 0.0
-    """What onnxruntime's kernels round of it (`ExportedModel.rounding`)."""
     judged_by: str = ""
-    """The runtime that ran the file."""
+    """The runtime that ran the file, and what its kernels round (`ExportedModel.rounding`)."""
     warnings: tuple[ExporterWarning, ...] = ()
     """What `onward doctor` warns of, for the graph as configured."""
     fixed_batch: FixedBatch = "auto"
@@ -369,8 +364,7 @@ class Rehearsal(Record):
         parts = [f"micro-batches of {', '.join(sizes)}", f"{with_gradient} of {self.trained} weights with a gradient"]
         parts += ["trained {:,} of {:,} numbers".format(*self.numbers)] if self.numbers[1] else []
         if not math.isnan(self.parity):
-            rounding = f", its kernels round by {self.rounding:.2g}" if self.rounding else ""
-            parts.append(f"{self.judged_by} differs by {self.parity:.2g}{rounding}")
+            parts.append(f"{self.judged_by} differs by {self.parity:.2g}")
         if self.guard:
             parts.append(self.guard.summary)
         if self.compute:

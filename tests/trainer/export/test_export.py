@@ -43,6 +43,7 @@ from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, 
 from onward.trainer.run.refusals import Refusal, exit_with_refusal, refusal_in
 from tests.support import graphs
 from tests.support.losses import metrics_of
+from tests.support.packed import matmul_nbits
 from tests.support.quantized import quantized
 
 CPU = torch.device("cpu")
@@ -444,6 +445,16 @@ def test_a_file_that_rounds_to_integers_is_refused_with_the_setting_for_it(make:
     problems = case.refused()  # onnxruntime's fused kernels choose other neighbours
     assert problems
     assert all("the file rounds to integers" in problem and "export.tolerance says" in problem for problem in problems)
+
+
+def test_what_kernels_round_is_in_the_record_of_the_exported_file(make: Make) -> None:
+    case = make(matmul_nbits(level=4, bias=True)[0])
+    exported = case.export()
+    assert 1e-3 < exported.rounding < 0.05
+    assert 1e-3 < exported.parity <= exported.rounding + 2e-3
+    # the integers and their scales are the file's own
+    before, after = (onnx.load(path).graph.initializer for path in (case.run.root.parent / "model.onnx", exported.path))
+    assert [a.name for a, b in zip(before, after, strict=True) if a != b] == ["bias"]
 
 
 def test_a_module_that_diverged_is_refused(make: Make) -> None:

@@ -206,6 +206,8 @@ def rms_norm_without_weight(p: Propagation, node: Any, x: Sharding) -> Result:
 @unary_rule(BatchNorm)
 def batch_norm(p: Propagation, node: Any, x: Sharding) -> Result:
     operand, *stored = node.args
+    if p.rank(stored[0]) > 1:  # spatial=0: one scale for every position
+        return CannotShard(f"{node.name} normalises every position by its own statistics")
     # Running statistics must be sharded where they are stored: the update of a slice made in the graph would be lost.
     p.require_one_period(node, operand, x)
     return _by_channel(p, node, x, stored)

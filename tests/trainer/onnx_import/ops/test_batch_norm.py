@@ -6,7 +6,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, numpy_helper, parser
+from onnx import TensorProto, helper, numpy_helper, parser
 
 from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings
@@ -157,3 +157,45 @@ def test_statistics_inside_a_branch_stay_as_they_are():
     module = to_module(model)
     x, yes = torch.randn(5, 2), torch.tensor(True)
     torch.testing.assert_close(module.train()(x, yes), module.eval()(x, yes))
+
+
+def for_every_position(opset=7):
+    """BatchNormalization with spatial = 0: scale, bias and statistics have the shape of a row."""
+    shape, rng = (3, 2, 4), np.random.default_rng(0)
+    stored = {name: rng.standard_normal(shape).astype(np.float32) for name in ("scale", "bias", "mean", "variance")}
+    stored["variance"] = np.abs(stored["variance"]) + np.float32(0.1)
+    node = helper.make_node("BatchNormalization", ["x", *stored], ["y"], spatial=0, epsilon=1e-3)
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", *shape]) for name in "xy"]
+    tensors = [numpy_helper.from_array(value, name) for name, value in stored.items()]
+    graph = helper.make_graph([node], "positions", ends[:1], ends[1:], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=4)
+
+
+@pytest.mark.parametrize("opset", [7, 8])
+def test_spatial_0_normalises_every_position_by_its_own_statistics(opset):
+    model = for_every_position(opset)
+    module = to_module(model)
+    x = np.random.default_rng(1).standard_normal((5, 3, 2, 4)).astype(np.float32)
+    np.testing.assert_allclose(
+        module.eval()(torch.from_numpy(x)).detach(), by_onnxruntime(model, x), rtol=1e-5, atol=1e-6
+    )
+    # in training those of the batch, which move the stored ones; as torch's BatchNorm1d over all positions
+    weights = {name: tensor.detach().clone() for name, tensor in named_weights(module).items()}
+    norm = torch.nn.BatchNorm1d(24, eps=1e-3)
+    with torch.no_grad():
+        for own, name in zip(
+            (norm.weight, norm.bias, norm.running_mean, norm.running_var), ("scale", "bias", "mean", "variance"),
+            strict=True,
+        ):  # fmt: skip
+            own.copy_(weights[name].reshape(-1))
+    given, wanted = (torch.from_numpy(x).requires_grad_() for _ in range(2))
+    y, want = module.train()(given), norm(wanted.flatten(1)).reshape(5, 3, 2, 4)
+    torch.testing.assert_close(y, want)
+    for each in (y, want):
+        each.square().sum().backward()
+    torch.testing.assert_close(given.grad, wanted.grad, rtol=1e-4, atol=1e-5)
+    after = named_weights(module)
+    torch.testing.assert_close(after["scale"].grad.reshape(-1), norm.weight.grad)
+    torch.testing.assert_close(after["mean"].reshape(-1), norm.running_mean)
+    torch.testing.assert_close(after["variance"].reshape(-1), norm.running_var)
+    assert not torch.equal(after["variance"], weights["variance"])

@@ -198,3 +198,48 @@ def test_products_of_dynamic_quantization_are_those_of_onnxruntime(operator):
     assert {name for name, _ in module.named_parameters()} == {"wt", "fb"}
     module(torch.from_numpy(x)).sum().backward()
     assert module.wt.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("options", ["", "mask", "past", "unidirectional"])
+def test_attention_with_integers_is_that_of_onnxruntime_and_of_the_dequantized_one(options, per_channel):
+    width = 16
+    rng = np.random.default_rng(0)
+    names = {"mask": ", int32[n] mask", "past": ", float[2, n, 4, p, 4] past"}.get(options, "")
+    head = HEAD.format(shape="s, 8", out="n, s, 16").replace(" x)", f" x{names})")
+    unidirectional, results = int(options == "unidirectional"), "r, present" if options == "past" else "r"
+    mask, past = ("mask" if options == "mask" else '""'), ("past" if options == "past" else '""')
+    calls = (
+        f"{results} = com.microsoft.QAttention<num_heads = 4, unidirectional = {unidirectional}>"
+        f"(q, wt, fb, qs, ws1, {mask}, qz, wz1, {past})",
+        f"""f = DequantizeLinear(q, qs, qz) w = DequantizeLinear(wt, ws1, wz1)
+        {results} = com.microsoft.Attention<num_heads = 4, unidirectional = {unidirectional}>
+          (f, w, fb, {mask}, {past})""",
+    )
+    scales = (3 * width,) if per_channel else ()
+    stored = {
+        "wt": rng.integers(-64, 63, (8, 3 * width), np.int8),
+        "ws1": (rng.random(scales) * 0.02 + 0.01).astype(np.float32) if per_channel else np.float32(0.013),
+        **{"wz1": np.zeros(scales, np.int8), "fb": rng.standard_normal(3 * width).astype(np.float32)},
+    }
+    given = {"x": rng.standard_normal((3, 5, 8)).astype(np.float32)}
+    given |= {"mask": {"mask": np.array([5, 3, 4], np.int32)}}.get(options, {})
+    given |= {"past": {"past": rng.standard_normal((2, 3, 4, 2, 4)).astype(np.float32)}}.get(options, {})
+    gradients = []
+    for call in calls:
+        model = parser.parse_model(head + "{ q, qs, qz = DynamicQuantizeLinear(x) " + call + " }")
+        for name, value in stored.items():
+            model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+        module = to_module(model)
+        tensors = [torch.from_numpy(each) for each in given.values()]
+        x = tensors[0].requires_grad_()
+        y = module(*tensors)
+        if call is calls[0]:
+            session = onnxruntime.InferenceSession(model.SerializeToString())
+            np.testing.assert_allclose(y.detach(), session.run(None, given)[0], rtol=1e-4, atol=1e-5)
+        (y * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum().backward()
+        gradients.append({"x": x.grad} | {name: p.grad for name, p in module.named_parameters()})
+    found, wanted = gradients
+    assert found.keys() == wanted.keys() == {"x", "wt", "fb"}
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5)

@@ -120,13 +120,16 @@ def _training_files(config: RunConfig, signature: Signature) -> list[str]:
     """Return why the model or a loss cannot be written into the files of `export.training`."""
     if not config.export.training:
         return []
-    opset = opset_of(read_model(config.model.path))
+    model = read_model(config.model.path)
+    opset = opset_of(model)
+    # what the signature has inferred does not count: the files are made of what the model declares
+    undeclared = {value.name for value in model.graph.output if not value.type.tensor_type.HasField("shape")}
     problems = [f"export.training: {too_old(opset)}"] if opset < LEAST_OPSET else []
     for loss in config.losses:
         output = signature.output(loss.outputs[0])
         if not loss.takes_labels or output is None:
             continue
-        if output.shape is None:
+        if output.shape is None or output.name in undeclared:
             problems.append(f"export.training: {unknown_shape(output.name)}")
         elif loss.name == "file" and not problems:
             try:

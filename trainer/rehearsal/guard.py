@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.export.differences import output_difference
+from onward.trainer.export.kernel_rounding import exact_form
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.stochastic_depth import random_nodes
@@ -119,8 +120,13 @@ def _compare_values(guarded: Guarded, left_out: list[str]) -> tuple[list[str], f
     if names := random_nodes(proto):
         left_out.append(f"values at other sizes were not compared: {len(names)} nodes draw random numbers")
         return [], math.nan
+    # what the kernels round in quantized files is measured by the comparison before this one
+    exact = exact_form(guarded.file)
+    if exact is not None:
+        opened = exact.model.path if isinstance(exact.model, ModelFile) else exact.model
+    base = exact.folder if exact else None
     try:
-        session = open_session(opened, share_constants=not training_norms(proto))
+        session = open_session(opened, optimise=exact is None, base=base, share_constants=not training_norms(proto))
     except Exception as error:  # onnxruntime's errors have no common base class
         left_out.append(f"values at other sizes were not compared: onnxruntime: {str(error).splitlines()[0][:160]}")
         return [], math.nan
@@ -236,12 +242,17 @@ def _derivative(guarded: Guarded, seed: int) -> _Derivative:
 
 def _compared(path: SecondPath, loss: Callable[[float], Tensor], parts: Mapping[str, float]) -> _Derivative:
     # a loss of a file may be computed in fp32 whatever it is given
-    dtype = torch.float64 if loss(0.0).dtype == path.dtype == torch.float64 else torch.float32
+    start = loss(0.0)
+    dtype = torch.float64 if start.dtype == path.dtype == torch.float64 else torch.float32
     step = STEP[dtype]
     ends = [float(loss(each)) for each in (step, -step, 2 * step, -2 * step)]
     if not all(map(math.isfinite, ends)):
         raise RuntimeError("the loss beside the weights is not finite")
     near, far = (ends[0] - ends[1]) / (2 * step), (ends[2] - ends[3]) / (4 * step)
+    # Where a ReLU reads exactly 0, as it does on rows of zeros, the loss has two slopes, of which the gradient is one.
+    # How far they are apart is what remains of both second differences for a step of length 0.
+    bends = [(ends[at] + ends[at + 1] - 2 * float(start)) / length for at, length in ((0, step), (2, 2 * step))]
+    slopes_apart = abs(2 * bends[0] - bends[1])
     gradient, whole = sum(parts.values()), sum(map(abs, parts.values()))
     whole = max(whole, abs(near))
     if not whole:
@@ -251,6 +262,6 @@ def _compared(path: SecondPath, loss: Callable[[float], Tensor], parts: Mapping[
         near,
         gradient,
         abs(near - gradient) / whole,
-        BOUND + rounding + 2 * abs(near - far) / whole,
+        BOUND + rounding + (2 * abs(near - far) + slopes_apart) / whole,
         path.name if dtype == path.dtype else f"{path.name} (the loss in float32)",
     )

@@ -18,6 +18,7 @@ from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.rehearsal.guard import GuardError, guard
 from onward.trainer.rehearsal.guarded_files import guard_of_file, guarded_file
 from tests.support import graphs
+from tests.support.production_kinds import KINDS
 
 RNG = np.random.default_rng(0)
 WIDTH = 4
@@ -221,6 +222,16 @@ def test_no_file_of_another_exporter_gives_an_alarm(file):
     assert warnings == ()
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_files_of_the_kinds_that_packages_ship_raise_no_alarm(name):
+    kind = KINDS[name]
+    model, module = kind.build(), to_module(kind.build())
+    feeds = kind.feeds(kind.tried[1])
+    record = guard(guarded_file(model, module, tuple(torch.from_numpy(feeds[each]) for each in module.input_names)))
+    assert record.sizes
+    assert record.error < record.bound < 0.1 or "stored as integers" in record.left_out[-1]
+
+
 def test_a_bound_of_fp32_is_said_where_nothing_computes_in_float64(monkeypatch):
     def refuse(model):
         raise ValueError("no kernel")
@@ -254,9 +265,11 @@ def test_where_there_is_no_derivative_one_line_says_so(text, said):
     guarded = guarded_file(model, to_module(model), (torch.randn(3, 4),), tolerance=100.0)
     record = guard(guarded)
     assert math.isnan(record.error)
-    [line] = record.left_out
+    *values, line = record.left_out
     assert "no derivative of the loss was compared" in line
     assert said in line
+    # what is drawn differs in both, at any size
+    assert [said in each and "values at other sizes" in each for each in values] == [True] * ("Random" in text)
 
 
 def test_doctor_compares_made_up_rows_and_says_what_is_wrong(tmp_path, monkeypatch):

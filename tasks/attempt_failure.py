@@ -23,11 +23,12 @@ TAIL_BYTES = 1 << 16
 """How much of the log's end is searched for the cause."""
 
 _PRINTED = re.compile(
-    r"^rank (?P<rank>\d+): (?P<text>Traceback \(most recent call last\):\n(?:[ \t].*\n)*"
-    r"(?:[\w.]*\.)?(?P<cause>\w+(?:: .*)?))$",
+    r"^rank (?P<rank>\d+): (?P<text>(?P<header>Traceback \(most recent call last\):\n(?:[ \t].*\n)*)?"
+    r"(?:[\w.]*\.)?(?P<cause>\w+(?:: .*)?))(?(header)$|(?=\n\n(?:During handling|The above exception)))",
     re.MULTILINE,
 )
-"""An error as the exception hook of a rank prints it, before it writes its record."""
+"""An error as the exception hook of a rank prints it, before it writes its record. The first of a chain of errors may
+have no traceback."""
 
 _SIGNALS = {
     "SIGSEGV": "a crash in native code",

@@ -29,6 +29,12 @@ FULL = "OSError: [Errno 27] File too large"
 LOST = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
 
 
+CHAINED = (
+    "\nDuring handling of the above exception, another exception occurred:\n\nTraceback (most recent call last):\n"
+)
+"""What follows the first error of a chain, which has no traceback if it was only remembered."""
+
+
 def printed(rank: int, cause: str) -> str:
     """What the exception hook of a rank prints."""
     return f'rank {rank}: Traceback (most recent call last):\n  File "loop.py", line 7, in train\n    save()\n{cause}\n'
@@ -39,6 +45,8 @@ def printed(rank: int, cause: str) -> str:
     [
         (printed(0, FULL), {}, "storage", 0),
         (printed(0, LOST) + printed(1, FULL), {}, "storage", 1),
+        (f"rank 0: {FULL}\n{CHAINED}  File ...\n{FULL}\n", {}, "storage", 0),
+        (f"rank 0: done\nrank 0: epoch: 3\n{printed(1, FULL)}", {}, "storage", 1),
         (printed(1, FULL) + printed(0, LOST), {0: LOST}, "storage", 1),
         (printed(1, FULL), {0: "DataError: row 7"}, "data_error", 0),
         (printed(1, LOST), {}, "rank_lost", 1),

@@ -20,6 +20,7 @@ from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.diagnostics.doctor import Diagnosis
 from onward.trainer.errors import ConfigError
+from onward.trainer.export.kernel_rounding import exact_form
 from onward.trainer.export.model_file import ModelFile, full_copy
 from onward.trainer.model.trainable import TrainableModel, merged_module, open_trainable
 from onward.trainer.onnx_graph.outputs import readable_output
@@ -238,6 +239,8 @@ def why_not_derived(proto: onnx.ModelProto, module: ImportedGraph) -> str:
         return "the file rounds to integers, and training passes gradients through the rounding"
     if names := sorted(integer_names(proto.graph) & module.roles.keys() - _frozen(module)):
         return f"{len(names)} trained weights are stored as integers ({names[0]}, ...), so that the loss has steps"
+    if form := exact_form(proto):
+        return f"onnxruntime's kernels round inside the file ({form.kernels})"
     if module.quantizers:
         return "scales of quantization follow the weights"
     return ""

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
 from onward.trainer.parallel.plan_record import Plan
 from onward.trainer.parallel.planner import divisions, plan
@@ -181,7 +181,7 @@ def test_a_graph_whose_results_do_not_fit_the_loss_is_refused_with_the_reason(tm
         }"""
     columns = {"x": np.ones((20, 3), np.float32), "label": np.arange(20) % 2}
     run = make_run(tmp_path, onnx.parser.parse_model(text), columns, train={"global_batch_size": 8, "num_steps": 1})
-    with pytest.raises(UnsupportedModel, match="a micro-batch of 8 rows does not run on made-up data, or the loss"):
+    with pytest.raises(ConfigError, match=r"output 'y' is \[2\] and the labels are \[8\]: the output has 2 rows"):
         plan(read_config(run))
 
 

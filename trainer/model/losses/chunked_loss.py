@@ -25,6 +25,11 @@ CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Logits that are fp32 at a time: 4 MiB where the cache of a core should hold them, 128 MiB to keep a GPU busy."""
 
 
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """Return a tensor in fp32; one in float64, which the rehearsal has of the file itself, as it is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """Return the cross-entropy summed over labels: logits [..., C] in half precision, labels [...] -> an fp32 scalar.
 

@@ -27,6 +27,7 @@ from onward.trainer.data.sequence_lengths import sequence_problems
 from onward.trainer.data.targets import soft_axis, target_counter, without_lengths
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses import chunked_loss
+from onward.trainer.model.losses.chunked_loss import at_least_fp32
 from onward.trainer.model.losses.loss_file import load_loss
 from onward.trainer.model.losses.loss_formulas import FORMULAS, LossInputs, as_rows
 from onward.trainer.model.losses.teacher_loss import TeacherLoss
@@ -34,11 +35,6 @@ from onward.trainer.model.losses.vocabulary_loss import ClassShard
 
 MAX_NAMED_ROWS = 5
 """Rows that a message names."""
-
-
-def at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return a tensor in fp32; one in float64, which the rehearsal has of the file itself, as it is."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 class Losses:

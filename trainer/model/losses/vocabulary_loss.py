@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.distributed.collectives import all_reduce
-from onward.trainer.model.losses.chunked_loss import chunks
+from onward.trainer.model.losses.chunked_loss import at_least_fp32, chunks
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ClassShard:
 
         Collective: every rank of the group.
         """
-        value, index = logits.detach().float().max(-1)
+        value, index = at_least_fp32(logits.detach()).max(-1)
         value = value.nan_to_num(math.inf, math.inf, -math.inf)  # a NaN is the greatest of all, as for torch.argmax
         chosen = torch.where(value == all_reduce(value, self.group, "max"), index + self.start, self.total)
         return all_reduce(chosen, self.group, "min")
@@ -83,8 +83,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         is_last = classes.stop == classes.total
         own = counted & ((index >= 0) | (classes.start == 0)) & ((index < logits.shape[-1]) | is_last)
         index = torch.where(own, index, 0)[:, None]
-        greatest = all_reduce(logits.amax(-1).float(), classes.group, "max")
-        sums = torch.empty(2, len(labels), device=logits.device)
+        greatest = all_reduce(at_least_fp32(logits.amax(-1)), classes.group, "max")
+        sums = torch.empty(2, len(labels), device=logits.device, dtype=greatest.dtype)
         for rows in chunks(logits):
             shifted = _shifted(logits[rows], greatest[rows])
             sums[1, rows] = torch.where(own[rows], shifted.gather(1, index[rows])[:, 0], 0.0)
@@ -117,8 +117,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, logits: Tensor, labels: Tensor, classes: ClassShard) -> Tensor:
-        own, mass = labels[:, classes.start : classes.stop].float(), labels.sum(-1)
-        shifted = _shifted(logits, all_reduce(logits.amax(-1).float(), classes.group, "max"))
+        own, mass = at_least_fp32(labels[:, classes.start : classes.stop]), labels.sum(-1)
+        shifted = _shifted(logits, all_reduce(at_least_fp32(logits.amax(-1)), classes.group, "max"))
         sums = torch.stack([shifted.exp().sum(-1), (shifted * own).sum(-1)])
         total, target = all_reduce(sums, classes.group, "sum")
         context.save_for_backward(shifted, total, own, mass)
@@ -135,4 +135,4 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 def _shifted(logits: Tensor, greatest: Tensor) -> Tensor:
     # half precision becomes fp32 here already, because `greatest` is fp32
-    return (logits - greatest[:, None]).float()
+    return at_least_fp32(logits - greatest[:, None])

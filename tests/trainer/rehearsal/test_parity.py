@@ -39,7 +39,8 @@ def compared(folder: Path, change=lambda module: None, rows=5):
     change(trainable.module)
     x = torch.from_numpy(RNG.standard_normal((rows, 3, 6)).astype(np.float32) * 3)
     batch = Batch((x,), (torch.zeros(rows),), rows, (float(rows),))
-    return compare_untrained(trainable, config, EvaluationData(lambda: [batch], lambda names: None), folder / "work")
+    found = compare_untrained(trainable, config, EvaluationData(lambda: [batch], lambda names: None), folder / "work")
+    return found.difference, found.runtime, found.said
 
 
 STATISTICS = {"s": [1.0, 0.5, 2.0], "o": [0.1, 0.2, 0.3], "m": [0.5, -0.5, 1.0], "v": [1.0, 2.0, 3.0]}

@@ -757,8 +757,8 @@ CREATE INDEX index_endpoint_tags_endpoint_id ON endpoint_tags (endpoint_id);
 CREATE INDEX index_trace_metrics_request_id ON trace_metrics (request_id);
 CREATE UNIQUE INDEX unique_endpoint_model_linkage_mapping ON endpoint_model_mappings (endpoint_id, model_definition_id, linkage_type);
 CREATE INDEX index_span_metrics_trace_id_span_id ON span_metrics (trace_id, span_id);
-CREATE INDEX index_evaluation_datasets_created_time ON evaluation_datasets (created_time);
 CREATE INDEX index_evaluation_datasets_name ON evaluation_datasets (name);
+CREATE INDEX index_evaluation_datasets_created_time ON evaluation_datasets (created_time);
 CREATE INDEX idx_webhooks_status ON webhooks (status);
 CREATE INDEX idx_webhooks_name ON webhooks (name);
 CREATE TRIGGER prevent_secrets_aad_mutation
@@ -803,14 +803,14 @@ CREATE INDEX ix_mcp_access_endpoints_alias ON mcp_access_endpoints (workspace, s
 CREATE INDEX idx_budget_policies_target_value ON budget_policies (target_value);
 CREATE INDEX index_trace_info_experiment_id_timestamp_ms ON trace_info (experiment_id, timestamp_ms);
 CREATE INDEX index_trace_info_timestamp_ms_request_id ON trace_info (timestamp_ms, request_id);
-CREATE INDEX index_assessments_assessment_type ON assessments (assessment_type);
-CREATE INDEX index_assessments_run_id_created_timestamp ON assessments (run_id, created_timestamp);
 CREATE INDEX index_assessments_last_updated_timestamp ON assessments (last_updated_timestamp);
+CREATE INDEX index_assessments_assessment_type ON assessments (assessment_type);
 CREATE INDEX index_assessments_trace_id_created_timestamp ON assessments (trace_id, created_timestamp);
+CREATE INDEX index_assessments_run_id_created_timestamp ON assessments (run_id, created_timestamp);
+CREATE INDEX index_spans_experiment_id_start_time ON spans (experiment_id, start_time_unix_nano);
 CREATE INDEX index_spans_experiment_id_status_type ON spans (experiment_id, status, type);
 CREATE INDEX index_spans_experiment_id_duration ON spans (experiment_id, duration_ns);
 CREATE INDEX index_spans_experiment_id_type_status ON spans (experiment_id, type, status);
-CREATE INDEX index_spans_experiment_id_start_time ON spans (experiment_id, start_time_unix_nano);
 CREATE INDEX index_trace_info_experiment_id_session_id ON trace_info (experiment_id, session_id);
 CREATE INDEX idx_trace_rollups_lookup ON sql_trace_metric_daily_rollups (experiment_id, rollup_day, metric_name, grouping_set, trace_status);
 CREATE INDEX idx_span_cost_rollups_lookup ON sql_span_cost_daily_rollups (experiment_id, rollup_day, metric_name, grouping_set, model_name, model_provider);

@@ -1,4 +1,4 @@
--- prefect 3.8.8
+-- prefect 3.9.1
 BEGIN TRANSACTION;
 CREATE TABLE agent (
 	id CHAR(36) DEFAULT (
@@ -28,7 +28,7 @@ CREATE TABLE alembic_version (
 	version_num VARCHAR(32) NOT NULL, 
 	CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
 );
-INSERT INTO "alembic_version" VALUES('a3b9c7d2e5f1');
+INSERT INTO "alembic_version" VALUES('27d8f4e1a6c9');
 CREATE TABLE "artifact" (
 	id CHAR(36) DEFAULT ((
         lower(hex(randomblob(4)))
@@ -149,6 +149,31 @@ CREATE TABLE "automation_event_follower" (
 	scope VARCHAR NOT NULL, 
 	CONSTRAINT pk_automation_event_follower PRIMARY KEY (id)
 );
+CREATE TABLE automation_held_event (
+	automation_id CHAR(36) NOT NULL, 
+	trigger_id CHAR(36) NOT NULL, 
+	bucketing_key JSON DEFAULT '[]' NOT NULL, 
+	event_id CHAR(36) NOT NULL, 
+	occurred DATETIME NOT NULL, 
+	id CHAR(36) DEFAULT (
+    (
+        lower(hex(randomblob(4)))
+        || '-'
+        || lower(hex(randomblob(2)))
+        || '-4'
+        || substr(lower(hex(randomblob(2))),2)
+        || '-'
+        || substr('89ab',abs(random()) % 4 + 1, 1)
+        || substr(lower(hex(randomblob(2))),2)
+        || '-'
+        || lower(hex(randomblob(6)))
+    )
+    ) NOT NULL, 
+	created DATETIME DEFAULT (strftime('%Y-%m-%d %H:%M:%f000', 'now')) NOT NULL, 
+	updated DATETIME DEFAULT (strftime('%Y-%m-%d %H:%M:%f000', 'now')) NOT NULL, 
+	CONSTRAINT pk_automation_held_event PRIMARY KEY (id), 
+	CONSTRAINT fk_automation_held_event__automation_id__automation FOREIGN KEY(automation_id) REFERENCES automation (id) ON DELETE CASCADE
+);
 CREATE TABLE automation_related_resource (
 	automation_id CHAR(36) NOT NULL, 
 	resource_id VARCHAR, 
@@ -215,8 +240,8 @@ CREATE TABLE "block_document_reference" (
 	parent_block_document_id CHAR(36) NOT NULL, 
 	reference_block_document_id CHAR(36) NOT NULL, 
 	CONSTRAINT pk_block_document_reference PRIMARY KEY (id), 
-	CONSTRAINT fk_block_document_reference__reference_block_document_id__block_document FOREIGN KEY(reference_block_document_id) REFERENCES block_document (id) ON DELETE CASCADE, 
 	CONSTRAINT fk_block_document_reference__parent_block_document_id__block_document FOREIGN KEY(parent_block_document_id) REFERENCES block_document (id) ON DELETE CASCADE, 
+	CONSTRAINT fk_block_document_reference__reference_block_document_id__block_document FOREIGN KEY(reference_block_document_id) REFERENCES block_document (id) ON DELETE CASCADE, 
 	CONSTRAINT ck_block_document_reference__ck_block_document_reference__no_self_reference CHECK (parent_block_document_id != reference_block_document_id)
 );
 CREATE TABLE "block_schema" (
@@ -449,10 +474,10 @@ CREATE TABLE "deployment" (
 	labels JSON, version_id CHAR(36), 
 	CONSTRAINT pk_deployment PRIMARY KEY (id), 
 	CONSTRAINT fk_deployment__work_queue_id__work_queue FOREIGN KEY(work_queue_id) REFERENCES work_queue (id) ON DELETE SET NULL, 
-	CONSTRAINT fk_deployment__storage_document_id__block_document FOREIGN KEY(storage_document_id) REFERENCES block_document (id) ON DELETE CASCADE, 
 	CONSTRAINT fk_deployment__concurrency_limit_id__concurrency_limit_v2 FOREIGN KEY(concurrency_limit_id) REFERENCES concurrency_limit_v2 (id) ON DELETE SET NULL, 
-	CONSTRAINT fk_deployment__infrastructure_document_id__block_document FOREIGN KEY(infrastructure_document_id) REFERENCES block_document (id) ON DELETE CASCADE, 
-	CONSTRAINT fk_deployment__flow_id__flow FOREIGN KEY(flow_id) REFERENCES flow (id) ON DELETE CASCADE
+	CONSTRAINT fk_deployment__storage_document_id__block_document FOREIGN KEY(storage_document_id) REFERENCES block_document (id) ON DELETE CASCADE, 
+	CONSTRAINT fk_deployment__flow_id__flow FOREIGN KEY(flow_id) REFERENCES flow (id) ON DELETE CASCADE, 
+	CONSTRAINT fk_deployment__infrastructure_document_id__block_document FOREIGN KEY(infrastructure_document_id) REFERENCES block_document (id) ON DELETE CASCADE
 );
 CREATE TABLE "deployment_schedule" (
 	id CHAR(36) DEFAULT ((
@@ -615,11 +640,11 @@ CREATE TABLE "flow_run" (
 	infrastructure_pid VARCHAR, 
 	work_queue_id CHAR(36), job_variables JSON DEFAULT '{}', deployment_version VARCHAR, labels JSON, 
 	CONSTRAINT pk_flow_run PRIMARY KEY (id), 
-	CONSTRAINT fk_flow_run__infrastructure_document_id__block_document FOREIGN KEY(infrastructure_document_id) REFERENCES block_document (id) ON DELETE CASCADE, 
-	CONSTRAINT fk_flow_run__state_id__flow_run_state FOREIGN KEY(state_id) REFERENCES flow_run_state (id) ON DELETE SET NULL, 
-	CONSTRAINT fk_flow_run__parent_task_run_id__task_run FOREIGN KEY(parent_task_run_id) REFERENCES task_run (id) ON DELETE SET NULL, 
 	CONSTRAINT fk_flow_run__flow_id__flow FOREIGN KEY(flow_id) REFERENCES flow (id) ON DELETE CASCADE, 
-	CONSTRAINT fk_flow_run__work_queue_id__work_queue FOREIGN KEY(work_queue_id) REFERENCES work_queue (id) ON DELETE SET NULL
+	CONSTRAINT fk_flow_run__state_id__flow_run_state FOREIGN KEY(state_id) REFERENCES flow_run_state (id) ON DELETE SET NULL, 
+	CONSTRAINT fk_flow_run__work_queue_id__work_queue FOREIGN KEY(work_queue_id) REFERENCES work_queue (id) ON DELETE SET NULL, 
+	CONSTRAINT fk_flow_run__infrastructure_document_id__block_document FOREIGN KEY(infrastructure_document_id) REFERENCES block_document (id) ON DELETE CASCADE, 
+	CONSTRAINT fk_flow_run__parent_task_run_id__task_run FOREIGN KEY(parent_task_run_id) REFERENCES task_run (id) ON DELETE SET NULL
 );
 CREATE TABLE "flow_run_input" (
 	id CHAR(36) DEFAULT ((
@@ -667,8 +692,8 @@ CREATE TABLE "flow_run_state" (
 	flow_run_id CHAR(36) NOT NULL, 
 	result_artifact_id CHAR(36), 
 	CONSTRAINT pk_flow_run_state PRIMARY KEY (id), 
-	CONSTRAINT fk_flow_run_state__result_artifact_id__artifact FOREIGN KEY(result_artifact_id) REFERENCES artifact (id) ON DELETE SET NULL, 
-	CONSTRAINT fk_flow_run_state__flow_run_id__flow_run FOREIGN KEY(flow_run_id) REFERENCES flow_run (id) ON DELETE CASCADE
+	CONSTRAINT fk_flow_run_state__flow_run_id__flow_run FOREIGN KEY(flow_run_id) REFERENCES flow_run (id) ON DELETE CASCADE, 
+	CONSTRAINT fk_flow_run_state__result_artifact_id__artifact FOREIGN KEY(result_artifact_id) REFERENCES artifact (id) ON DELETE SET NULL
 );
 CREATE TABLE "log" (
 	id CHAR(36) DEFAULT ((
@@ -779,8 +804,8 @@ CREATE TABLE "task_run_state" (
 	task_run_id CHAR(36) NOT NULL, 
 	result_artifact_id CHAR(36), 
 	CONSTRAINT pk_task_run_state PRIMARY KEY (id), 
-	CONSTRAINT fk_task_run_state__result_artifact_id__artifact FOREIGN KEY(result_artifact_id) REFERENCES artifact (id) ON DELETE SET NULL, 
-	CONSTRAINT fk_task_run_state__task_run_id__task_run FOREIGN KEY(task_run_id) REFERENCES task_run (id) ON DELETE CASCADE
+	CONSTRAINT fk_task_run_state__task_run_id__task_run FOREIGN KEY(task_run_id) REFERENCES task_run (id) ON DELETE CASCADE, 
+	CONSTRAINT fk_task_run_state__result_artifact_id__artifact FOREIGN KEY(result_artifact_id) REFERENCES artifact (id) ON DELETE SET NULL
 );
 CREATE TABLE task_run_state_cache (
 	id CHAR(36) DEFAULT (
@@ -875,8 +900,8 @@ CREATE TABLE "work_queue" (
 	priority INTEGER DEFAULT '1' NOT NULL, 
 	work_pool_id CHAR(36) NOT NULL, status VARCHAR(9) DEFAULT 'NOT_READY' NOT NULL, 
 	CONSTRAINT pk_work_queue PRIMARY KEY (id), 
-	CONSTRAINT fk_work_queue__work_pool_id__work_pool FOREIGN KEY(work_pool_id) REFERENCES work_pool (id) ON DELETE CASCADE, 
-	CONSTRAINT uq_work_queue__work_pool_id_name UNIQUE (work_pool_id, name)
+	CONSTRAINT uq_work_queue__work_pool_id_name UNIQUE (work_pool_id, name), 
+	CONSTRAINT fk_work_queue__work_pool_id__work_pool FOREIGN KEY(work_pool_id) REFERENCES work_pool (id) ON DELETE CASCADE
 );
 CREATE TABLE worker (
 	id CHAR(36) DEFAULT (
@@ -917,13 +942,13 @@ CREATE INDEX ix_block_schema_reference__updated ON block_schema_reference (updat
 CREATE INDEX ix_flow_name_case_insensitive on flow (name COLLATE NOCASE);
 CREATE INDEX ix_block_schema__block_type_id ON block_schema (block_type_id);
 CREATE INDEX ix_block_schema__created ON block_schema (created);
-CREATE INDEX ix_block_document__name ON block_document (name);
-CREATE INDEX ix_block_document__is_anonymous ON block_document (is_anonymous);
 CREATE UNIQUE INDEX uq_block__type_id_name ON block_document (block_type_id, name);
+CREATE INDEX ix_block_document__name ON block_document (name);
 CREATE INDEX ix_block_document__updated ON block_document (updated);
+CREATE INDEX ix_block_document__is_anonymous ON block_document (is_anonymous);
+CREATE UNIQUE INDEX uq_block_type__slug ON block_type (slug);
 CREATE INDEX ix_block_type__updated ON block_type (updated);
 CREATE INDEX ix_block_type_name_case_insensitive ON block_type (name);
-CREATE UNIQUE INDEX uq_block_type__slug ON block_type (slug);
 CREATE UNIQUE INDEX uq_concurrency_limit__tag ON concurrency_limit (tag);
 CREATE UNIQUE INDEX uq_block_schema__checksum_version ON block_schema (checksum, version);
 CREATE INDEX ix_worker__updated ON worker (updated);
@@ -935,41 +960,41 @@ CREATE UNIQUE INDEX uq_flow_run_state__flow_run_id_timestamp_desc ON flow_run_st
 CREATE INDEX ix_flow_run_state__result_artifact_id ON flow_run_state (result_artifact_id);
 CREATE INDEX ix_flow_run_state__name ON flow_run_state (name);
 CREATE INDEX ix_task_run_state__updated ON task_run_state (updated);
-CREATE UNIQUE INDEX uq_task_run_state__task_run_id_timestamp_desc ON task_run_state (task_run_id, timestamp);
-CREATE INDEX ix_task_run_state__type ON task_run_state (type);
 CREATE INDEX ix_task_run_state__name ON task_run_state (name);
 CREATE INDEX ix_task_run_state__result_artifact_id ON task_run_state (result_artifact_id);
-CREATE INDEX ix_work_pool__updated ON work_pool (updated);
+CREATE UNIQUE INDEX uq_task_run_state__task_run_id_timestamp_desc ON task_run_state (task_run_id, timestamp);
+CREATE INDEX ix_task_run_state__type ON task_run_state (type);
 CREATE INDEX ix_work_pool__type ON work_pool (type);
+CREATE INDEX ix_work_pool__updated ON work_pool (updated);
 CREATE INDEX ix_work_queue__work_pool_id ON work_queue (work_pool_id);
-CREATE INDEX ix_work_queue__updated ON work_queue (updated);
 CREATE INDEX ix_work_queue__work_pool_id_priority ON work_queue (work_pool_id, priority);
+CREATE INDEX ix_work_queue__updated ON work_queue (updated);
+CREATE INDEX ix_artifact__flow_run_id ON artifact (flow_run_id);
 CREATE INDEX ix_artifact__updated ON artifact (updated);
 CREATE INDEX ix_artifact__task_run_id ON artifact (task_run_id);
-CREATE INDEX ix_artifact__flow_run_id ON artifact (flow_run_id);
+CREATE INDEX ix_flow_run__flow_version ON flow_run (flow_version);
+CREATE INDEX ix_flow_run__flow_id ON flow_run (flow_id);
 CREATE INDEX ix_flow_run_name_case_insensitive ON flow_run (name);
 CREATE INDEX ix_flow_run__state_id ON flow_run (state_id);
 CREATE INDEX ix_flow_run__updated ON flow_run (updated);
-CREATE INDEX ix_flow_run__infrastructure_document_id ON flow_run (infrastructure_document_id);
+CREATE INDEX ix_flow_run__state_type ON flow_run (state_type);
 CREATE UNIQUE INDEX uq_flow_run__flow_id_idempotency_key ON flow_run (flow_id, idempotency_key);
+CREATE INDEX ix_flow_run__infrastructure_document_id ON flow_run (infrastructure_document_id);
 CREATE INDEX ix_flow_run__state_name ON flow_run (state_name);
+CREATE INDEX ix_flow_run__end_time_desc ON flow_run (end_time);
 CREATE INDEX ix_flow_run__next_scheduled_start_time_asc ON flow_run (next_scheduled_start_time);
-CREATE INDEX ix_flow_run__flow_version ON flow_run (flow_version);
-CREATE INDEX ix_flow_run__work_queue_id ON flow_run (work_queue_id);
 CREATE INDEX ix_flow_run__expected_start_time_desc ON flow_run (expected_start_time);
+CREATE INDEX ix_flow_run__work_queue_id ON flow_run (work_queue_id);
+CREATE INDEX ix_flow_run__name ON flow_run (name);
 CREATE INDEX ix_flow_run__state_timestamp ON flow_run (state_timestamp);
 CREATE INDEX ix_flow_run__parent_task_run_id ON flow_run (parent_task_run_id);
-CREATE INDEX ix_flow_run__end_time_desc ON flow_run (end_time);
-CREATE INDEX ix_flow_run__name ON flow_run (name);
 CREATE INDEX ix_flow_run__work_queue_name ON flow_run (work_queue_name);
-CREATE INDEX ix_flow_run__flow_id ON flow_run (flow_id);
 CREATE INDEX ix_flow_run__start_time ON flow_run (start_time);
-CREATE INDEX ix_flow_run__state_type ON flow_run (state_type);
 CREATE INDEX ix_artifact__key ON artifact ("key");
 CREATE INDEX ix_artifact_collection__key_latest_id ON artifact_collection ("key", latest_id);
 CREATE INDEX ix_concurrency_limit_v2__updated ON concurrency_limit_v2 (updated);
-CREATE INDEX ix_log__flow_run_id ON log (flow_run_id);
 CREATE INDEX ix_log__level ON log (level);
+CREATE INDEX ix_log__flow_run_id ON log (flow_run_id);
 CREATE INDEX ix_log__task_run_id ON log (task_run_id);
 CREATE INDEX ix_log__updated ON log (updated);
 CREATE INDEX ix_log__flow_run_id_timestamp ON log (flow_run_id, timestamp);
@@ -998,24 +1023,24 @@ CREATE INDEX ix_events__occurred_id ON events (occurred, id);
 CREATE INDEX ix_events__related_resource_ids ON events (related_resource_ids);
 CREATE INDEX ix_events__updated ON events (updated);
 CREATE INDEX ix_variable__updated ON variable (updated);
-CREATE INDEX ix_automation_event_follower__updated ON automation_event_follower (updated);
 CREATE INDEX ix_automation_event_follower__received ON automation_event_follower (received);
 CREATE INDEX ix_automation_event_follower__leader_event_id ON automation_event_follower (leader_event_id);
+CREATE INDEX ix_automation_event_follower__updated ON automation_event_follower (updated);
 CREATE INDEX ix_automation_event_follower__scope ON automation_event_follower (scope);
 CREATE UNIQUE INDEX uq_follower_for_scope ON automation_event_follower (scope, follower_event_id);
 CREATE INDEX ix_artifact_collection__updated ON artifact_collection (updated);
 CREATE INDEX ix_artifact__key_created_desc ON artifact ("key", created DESC);
 CREATE INDEX ix_block_document__block_type_name__name ON block_document (block_type_name, name);
+CREATE INDEX ix_deployment_name_case_insensitive ON deployment (name);
+CREATE INDEX ix_deployment__work_queue_id ON deployment (work_queue_id);
 CREATE INDEX ix_deployment__paused ON deployment (paused);
+CREATE INDEX ix_deployment__flow_id ON deployment (flow_id);
+CREATE INDEX ix_deployment__work_queue_name ON deployment (work_queue_name);
 CREATE UNIQUE INDEX uq_deployment__flow_id_name ON deployment (flow_id, name);
 CREATE INDEX ix_deployment__updated ON deployment (updated);
-CREATE INDEX ix_deployment__work_queue_id ON deployment (work_queue_id);
 CREATE INDEX ix_deployment__created ON deployment (created);
-CREATE INDEX ix_deployment__flow_id ON deployment (flow_id);
-CREATE INDEX ix_deployment_name_case_insensitive ON deployment (name);
-CREATE INDEX ix_deployment__work_queue_name ON deployment (work_queue_name);
-CREATE INDEX ix_deployment_schedule__updated ON deployment_schedule (updated);
 CREATE INDEX ix_deployment_schedule__deployment_id ON deployment_schedule (deployment_id);
+CREATE INDEX ix_deployment_schedule__updated ON deployment_schedule (updated);
 CREATE INDEX ix_flow_run__scheduler_deployment_id_auto_scheduled_next_schedu ON flow_run (deployment_id, auto_scheduled, next_scheduled_start_time) WHERE state_type = 'SCHEDULED';
 CREATE INDEX ix_deployment_schedule__slug ON deployment_schedule (slug);
 CREATE UNIQUE INDEX ix_deployment_schedule__deployment_id__slug
@@ -1028,19 +1053,19 @@ CREATE INDEX ix_deployment_version__work_queue_name ON deployment_version (work_
 CREATE UNIQUE INDEX uq_deployment_version__deployment__branch ON deployment_version (deployment_id, branch);
 CREATE INDEX ix_deployment__version_id ON deployment (version_id);
 CREATE INDEX ix_ae_follower_scope_leader ON automation_event_follower (scope, leader_event_id);
-CREATE INDEX ix_task_run__start_time ON task_run (start_time);
-CREATE INDEX ix_task_run__next_scheduled_start_time_asc ON task_run (next_scheduled_start_time);
-CREATE INDEX ix_task_run__name ON task_run (name);
-CREATE INDEX ix_task_run__state_type ON task_run (state_type);
-CREATE INDEX ix_task_run__updated ON task_run (updated);
+CREATE INDEX ix_task_run__state_id ON task_run (state_id);
 CREATE INDEX ix_task_run__state_name ON task_run (state_name);
-CREATE INDEX ix_task_run__end_time_desc ON task_run (end_time);
+CREATE INDEX ix_task_run__updated ON task_run (updated);
+CREATE INDEX ix_task_run_name_case_insensitive ON task_run (name);
+CREATE INDEX ix_task_run__state_type ON task_run (state_type);
+CREATE INDEX ix_task_run__start_time ON task_run (start_time);
+CREATE INDEX ix_task_run__name ON task_run (name);
 CREATE UNIQUE INDEX uq_task_run__flow_run_id_task_key_dynamic_key ON task_run (flow_run_id, task_key, dynamic_key);
+CREATE INDEX ix_task_run__next_scheduled_start_time_asc ON task_run (next_scheduled_start_time);
+CREATE INDEX ix_task_run__end_time_desc ON task_run (end_time);
+CREATE INDEX ix_task_run__flow_run_id ON task_run (flow_run_id);
 CREATE INDEX ix_task_run__state_timestamp ON task_run (state_timestamp);
 CREATE INDEX ix_task_run__expected_start_time_desc ON task_run (expected_start_time);
-CREATE INDEX ix_task_run__state_id ON task_run (state_id);
-CREATE INDEX ix_task_run_name_case_insensitive ON task_run (name);
-CREATE INDEX ix_task_run__flow_run_id ON task_run (flow_run_id);
 CREATE INDEX ix_flow_run__schedule_id_scheduler
         ON flow_run (deployment_id, json_extract(created_by, '$.id'), next_scheduled_start_time)
         WHERE state_type = 'SCHEDULED' AND auto_scheduled = 1;
@@ -1060,4 +1085,9 @@ CREATE INDEX ix_flow_run__deployment_id
 CREATE INDEX ix_flow_run__state_type_coalesce_start_time
         ON flow_run (state_type, coalesce(start_time, expected_start_time))
         ;
+CREATE UNIQUE INDEX uq_automation_held_event__trigger_key_event ON automation_held_event (automation_id, trigger_id, bucketing_key, event_id);
+CREATE INDEX ix_automation_held_event__trigger_key_occurred ON automation_held_event (automation_id, trigger_id, bucketing_key, occurred, event_id);
+CREATE INDEX ix_automation_held_event__updated ON automation_held_event (updated);
+CREATE INDEX ix_flow_run_state__type_name_timestamp ON flow_run_state (type, name, timestamp);
+CREATE INDEX ix_task_run_state__type_name_timestamp ON task_run_state (type, name, timestamp);
 COMMIT;

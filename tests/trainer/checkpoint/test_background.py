@@ -130,7 +130,8 @@ def test_the_thread_gives_way_to_training_and_the_main_thread_keeps_its_priority
     disk, before = SlowDisk(monkeypatch), os.getpriority(os.PRIO_PROCESS, 0)
     with writer(run, ALONE) as checkpoints:
         checkpoints.save(position(1), held(values(1), ALONE), beat=beat)
-        while not any(each.name == "digest_0" for each in threading.enumerate()):
+        # a thread is listed before it has its identity
+        while not any(each.name == "digest_0" and each.native_id for each in threading.enumerate()):
             time.sleep(0.01)
         nice = {each.name: os.getpriority(os.PRIO_PROCESS, each.native_id or 0) for each in threading.enumerate()}
         disk.works.set()

@@ -226,10 +226,6 @@ def written_with_adapters(trainable: TrainableModel) -> Written:
     return written
 
 
-def _frozen(module: ImportedGraph) -> set[str]:
-    return {name for name, role in module.roles.items() if role.kind != "trained"}
-
-
 def why_not_derived(proto: onnx.ModelProto, module: ImportedGraph) -> str:
     """Return why the loss of the file has no derivative that could be compared; "" if it has."""
     if names := random_nodes(proto):
@@ -237,7 +233,8 @@ def why_not_derived(proto: onnx.ModelProto, module: ImportedGraph) -> str:
     nodes = (*proto.graph.node, *(node for function in proto.functions for node in function.node))
     if any("Quantize" in each.op_type or "QLinear" in each.op_type or "Integer" in each.op_type for each in nodes):
         return "the file rounds to integers, and training passes gradients through the rounding"
-    if names := sorted(integer_names(proto.graph) & module.roles.keys() - _frozen(module)):
+    trained = {name for name, role in module.roles.items() if role.kind == "trained"}
+    if names := sorted(integer_names(proto.graph) & trained):
         return f"{len(names)} trained weights are stored as integers ({names[0]}, ...), so that the loss has steps"
     if form := exact_form(proto):
         return f"onnxruntime's kernels round inside the file ({form.kernels})"

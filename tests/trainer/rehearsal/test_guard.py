@@ -232,6 +232,14 @@ def test_files_of_the_kinds_that_packages_ship_raise_no_alarm(name):
     assert record.error < record.bound < 0.1 or "stored as integers" in record.left_out[-1]
 
 
+def test_a_relu_that_reads_zeros_has_two_slopes_and_raises_no_alarm():
+    text = "g (float[N,4] x) => (float[N,4] y) { p = MatMul(x, w) h = Add(p, b) y = Relu(h) }"
+    model = parsed(text, w=SQUARE, b=np.zeros(WIDTH))
+    record = guard(guarded_file(model, to_module(model), (torch.zeros(3, 4),)))
+    [line] = record.left_out
+    assert "shows nothing on these rows" in line
+
+
 def test_a_bound_of_fp32_is_said_where_nothing_computes_in_float64(monkeypatch):
     def refuse(model):
         raise ValueError("no kernel")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from onward.trainer.onnx_import.exporter_records import ExporterRecords, read_re
 from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, takes_any_batch
 from onward.trainer.onnx_import.quantized_weights import with_dequantized
-from onward.trainer.onnx_import.roles import InnerTensor, Role, inner_tensors
+from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.shape_assumptions import assumptions_of
 from onward.trainer.onnx_import.ties import Copies
@@ -54,17 +53,6 @@ class AuditInput:
 
     def nodes(self, *operators: str) -> list[onnx.NodeProto]:
         return [node for node in self.model.graph.node if node.op_type in operators]
-
-    def inner(self) -> list[InnerTensor]:
-        """Return the tensors inside bodies and local functions, which stay frozen."""
-        return list(inner_tensors(self.model.graph, self.stored))
-
-    def numbers(self) -> tuple[int, int]:
-        """Return how many numbers are trained, and how many there are in all stored tensors that have a role."""
-        sizes = {each.name: math.prod(each.tensor.dims) for each in self.inner()}
-        sizes |= {name: tensor.numel() for name, tensor in self.stored.items()}
-        found = [name for name in self.roles if name not in self.copies]
-        return sum(sizes.get(name, 0) for name in self.trained()), sum(sizes.get(name, 0) for name in found)
 
     def trained(self) -> list[str]:
         found = [name for name, role in self.roles.items() if role.kind == "trained" and name not in self.copies]

@@ -188,14 +188,13 @@ def _value(value: onnx.ValueInfoProto) -> str:
 
 
 def _weights(audit: AuditInput) -> Iterator[Weight]:
-    places = dict(stored_protos(audit.model.graph)) | {each.name: each.tensor for each in audit.inner()}
+    places = dict(stored_protos(audit.model.graph))
     for name, role in audit.roles.items():
         tensor, proto = audit.stored.get(name), places.get(name)
-        inner = tuple(proto.dims) if proto is not None else ()
         yield Weight(
             name=name,
             original=audit.records.originals.get(name, ""),
-            shape=tuple(tensor.shape) if tensor is not None else inner,
+            shape=tuple(tensor.shape) if tensor is not None else (),
             stored_as=element_type_name(proto.data_type).lower() if proto is not None else "",
             kind="copy" if name in audit.copies else role.kind,
             reason=role.reason,

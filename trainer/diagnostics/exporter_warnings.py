@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -43,8 +42,7 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     """Yield a warning for everything that is allowed but perhaps not intended."""
     for check in (
         _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _unrecorded_weights,
-        _removed_biases, _copies, _tables, _made_up_names, _no_dropout, _halves, _quantized, _inner_weights,
-        _integer_weights,
+        _removed_biases, _copies, _tables, _made_up_names, _no_dropout, _halves, _quantized, _integer_weights,
         _blocked_layout, *GRAPH_WARNINGS,
     ):  # fmt: skip
         yield from check(audit)
@@ -225,27 +223,10 @@ def _halves(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 def _quantized(audit: AuditInput) -> Iterator[ExporterWarning]:
     if found := [name for name, role in audit.roles.items() if role.reason.startswith("stored as integers")]:
-        trained, numbers = audit.numbers()
         yield ExporterWarning(
             key="quantized",
-            what=f"{len(found)} weights are quantized ({found[0]}, ...) and stay frozen: {trained:,} of {numbers:,} "
-            "numbers are trained",
+            what=f"{len(found)} weights are quantized ({found[0]}, ...) and stay frozen",
             remedy="train the model it was quantized from; export.variants quantizes the result",
-        )
-
-
-def _inner_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
-    if found := audit.inner():
-        trained, numbers = audit.numbers()
-        inside = sum(math.prod(each.tensor.dims) for each in found)
-        yield ExporterWarning(
-            key="inner_weights",
-            what=(
-                f"{len(found)} tensors of {inside:,} numbers ({found[0].name}, ...) are stored inside the bodies of "
-                f"If, Loop or Scan, or inside local functions, and stay frozen: {trained:,} of {numbers:,} numbers are "
-                "trained"
-            ),
-            remedy="store them in the main graph to train them",
         )
 
 

@@ -10,7 +10,7 @@ the written file will compute; gradients pass the rounding (ops/quant.py). What 
 in the parameter and in checkpoints, and is lost in the written file. Scales and zero points do not change.
 
 A tensor is trained so if the scale is stored in the file, is nowhere 0, and all nodes that read the integers agree on
-it. A cast and a product are a DequantizeLinear, too (cast_weights.py).
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from onward.trainer.onnx_graph.element_types import DTYPES
 from onward.trainer.onnx_graph.index import attributes_of, inner_graphs, names_read
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.stored_protos import stored_protos
-from onward.trainer.onnx_import.cast_weights import ScaledCast, readers_of, scaled_casts
 from onward.trainer.onnx_import.integer_storage import MOVES, store_as
 from onward.trainer.onnx_import.ops.cast import is_packed
 from onward.trainer.onnx_import.ops.quant import ScaleLayout, broadcast_scale, dequantize, quantized_values
@@ -87,7 +86,10 @@ def quantized_weights(graph: onnx.GraphProto, stored: Mapping[str, torch.Tensor]
     """Return the stored integers of the main graph that can be trained. stored: as the file stores them."""
     unknown = {value.name for value in graph.output}
     unknown.update(name for body in inner_graphs(graph.node) for node in body.node for name in names_read(node))
-    readers = readers_of(graph)
+    readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
+    for node in graph.node:
+        for position, name in enumerate(node.input):
+            readers.setdefault(name, []).append((node, position))
 
     def uses(value: str, weight: torch.Tensor, *, moved: bool = False) -> Iterator[_Use | None]:
         """Yield how each reader of a value dequantizes it. moved: its elements have another order than the weight's."""
@@ -96,10 +98,6 @@ def quantized_weights(graph: onnx.GraphProto, stored: Mapping[str, torch.Tensor]
         for node, position in readers.get(value, ()):
             if node.op_type in MOVES and position == 0 and len(node.output) == 1:
                 yield from uses(node.output[0], weight, moved=True)
-            elif node.op_type == "Cast":
-                known = node.output[0] not in unknown
-                for each in scaled_casts(node, readers) if known else (None,):
-                    yield None if each is None else _use_of_cast(each, weight, stored, moved=moved)
             else:
                 yield _use(node, position, weight, stored, moved=moved)
 
@@ -196,29 +194,6 @@ def _use(
     return found if fits else None
 
 
-def _use_of_cast(
-    product: ScaledCast, weight: torch.Tensor, stored: Mapping[str, torch.Tensor], *, moved: bool
-) -> _Use | None:
-    """Return how integers that are cast and multiplied are dequantized; None if the scale is no stored weight's."""
-    scale, zero = stored.get(product.scale), stored.get(product.zero)
-    if scale is None or scale.dtype != torch.float32 or not scale.all() or (product.zero and zero is None):
-        return None
-    if zero is not None and not (zero == zero.round()).all():
-        return None
-    axes = {_axis_of(each.shape, weight.shape) for each in (scale, zero) if each is not None and each.numel() != 1}
-    if not axes:
-        return _Use((product.scale,), product.zero, 0)
-    axis = axes.pop()
-    return None if axes or axis is None or moved else _Use((product.scale,), product.zero, axis)
-
-
-def _axis_of(scale: torch.Size, weight: torch.Size) -> int | None:
-    """Return the axis of a weight along which scales that are broadcast to it differ; None if it is not one."""
-    wide = [len(weight) - len(scale) + place for place, length in enumerate(scale) if length != 1]
-    fits = len(wide) == 1 and wide[0] >= 0 and weight[wide[0]] == scale[wide[0] - len(weight) + len(scale)]
-    return wide[0] if fits else None
-
-
 def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tuple[int, _Use]]:
     """Yield (position, how it is dequantized) of the operands of a node that may be weights. ndim: of the weight."""
     attributes = attributes_of(node)
@@ -254,7 +229,7 @@ def _weight(integers: torch.Tensor, use: _Use, stored: Mapping[str, torch.Tensor
     scale = torch.ones(())
     for name in use.scales:
         # a product of one scale for all and one for each index has those of the latter
-        factor = stored[name].reshape(() if stored[name].numel() == 1 else -1) if not use.block else stored[name]
+        factor = stored[name].reshape(()) if stored[name].numel() == 1 else stored[name]
         scale = scale * factor
     zero = stored[use.zero] if use.zero else None
     names = frozenset(filter(None, (*use.scales, use.zero)))

@@ -10,7 +10,7 @@ first one that has an answer:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +20,6 @@ import torch
 from onward.trainer.onnx_graph.index import FLOAT_TYPES, names_read, subgraphs
 from onward.trainer.onnx_graph.row_layout import BOUND
 from onward.trainer.onnx_graph.stored_protos import sparse_names
-from onward.trainer.onnx_import.cast_weights import cast_integers
 from onward.trainer.onnx_import.exporter_records import ExporterRecords
 from onward.trainer.onnx_import.graph_flow import GraphFlow, flow_of
 from onward.trainer.onnx_import.role_guesses import frozen_because
@@ -59,8 +58,7 @@ def find_roles(
     """
     # with the names that inner graphs read, and the outputs: a stored tensor may itself be an output
     read = {name for node in graph.node for name in names_read(node)} | {value.name for value in graph.output}
-    casts = cast_integers(graph)
-    evidence = _Evidence(flow_of(graph, weights), records or ExporterRecords(), read, weights.keys(), casts.scales)
+    evidence = _Evidence(flow_of(graph, weights), records or ExporterRecords(), read, weights.keys())
     found = {}
     sparse = sparse_names(graph)
     for name, tensor in weights.items():
@@ -73,11 +71,7 @@ def find_roles(
         elif name in evidence.flow.quantized and tensor.numel() > 1:
             why = f"{INTEGERS}; train the model it was quantized from"
             found[name] = Role("frozen", why, written=True)
-        elif name in casts.integers:
-            why = "stored as integers whose scale the graph computes; train the model it was quantized from"
-            found[name] = Role("frozen", why, written=True)
-    inner = inner_tensors(graph, weights)
-    return found | {each.name: Role("frozen", f"stored inside {each.where}", written=True) for each in inner}
+    return found | dict(_inner_roles(graph))
 
 
 def promote_to_trained(
@@ -93,46 +87,21 @@ def promote_to_trained(
     return {name: Role("trained", "named in model.train") if name in chosen else role for name, role in found.items()}
 
 
-@dataclass(frozen=True)
-class InnerTensor:
-    """A float tensor that is stored where weights are not trained."""
-
-    name: str
-    """`node/name`; of a local function the name that the tensor has after it was inlined."""
-    where: str
-    tensor: onnx.TensorProto
-
-
-def inner_tensors(graph: onnx.GraphProto, stored: Container[str]) -> Iterator[InnerTensor]:
-    """Yield the float tensors of several numbers inside the graphs of If, Loop and Scan, and inside local functions.
-
-    graph: with its local functions inlined. stored: the names of those that are stored in the main graph.
-    """
-    for name, tensor in _constants(graph):
-        if name not in stored and _is_large_float(tensor):
-            yield InnerTensor(name, "a local function; inline it (onnx.inliner) to train it", tensor)
+def _inner_roles(graph: onnx.GraphProto) -> Iterator[tuple[str, Role]]:
+    """Yield the roles of float tensors that are stored inside inner graphs."""
     for node in graph.node:
-        owner = node.name or node.output[0]
         for body in subgraphs(node):
-            where = f"the body of {node.op_type}; move it to the main graph to train it"
-            held = [(tensor.name, tensor) for tensor in body.initializer]
-            for name, tensor in (*held, *_constants(body)):
-                if _is_large_float(tensor):
-                    yield InnerTensor(f"{owner}/{name}", where, tensor)
-            # deeper ones have the names of their own nodes; all constants of a body were yielded
-            known = {name for name, _ in _constants(body)}
-            yield from inner_tensors(body, known)
-
-
-def _constants(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
-    for node in graph.node:
-        for attribute in node.attribute:
-            if node.op_type == "Constant" and attribute.name == "value":
-                yield node.output[0], attribute.t
-
-
-def _is_large_float(tensor: onnx.TensorProto) -> bool:
-    return tensor.data_type in FLOAT_TYPES and any(dim > 1 for dim in tensor.dims)
+            constants = [
+                (inner.output[0], attribute.t)
+                for inner in body.node
+                for attribute in inner.attribute
+                if inner.op_type == "Constant" and attribute.name == "value"
+            ]
+            for name, tensor in [*((tensor.name, tensor) for tensor in body.initializer), *constants]:
+                if tensor.data_type in FLOAT_TYPES and any(dim > 1 for dim in tensor.dims):
+                    why = f"stored inside the body of {node.op_type}; move it to the main graph to train it"
+                    yield f"{node.name or node.output[0]}/{name}", Role("frozen", why, written=True)
+            yield from _inner_roles(body)
 
 
 @dataclass(frozen=True)
@@ -145,8 +114,6 @@ class _Evidence:
     """Names that nodes read, and graph outputs."""
     names: Collection[str]
     """Names of all stored tensors."""
-    scales: Collection[str]
-    """Names of the scales and zero points of integers that are cast."""
 
     def role(self, name: str, tensor: torch.Tensor) -> Role:
         """Return the role of one float tensor."""
@@ -155,8 +122,6 @@ class _Evidence:
             return Role("frozen", "the value of an input, from model.bind", written=True)
         if name in self.flow.statistics and not self._is_frozen_norm(name):
             return Role("statistic", "running statistic of a BatchNormalization", written=True)
-        if name in self.scales:
-            return Role("frozen", "scale or zero point of weights that are stored as integers", written=True)
         if name not in self.read:
             return Role("frozen", "no node reads it", written=True)
         # an fp8 weight, for example; FLOAT16 and BFLOAT16 are fp32 here (element_types.py)

@@ -202,7 +202,6 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     settings = begin_at_numbers(trainable.model, config.model)
     audit = audit_of_run(extract_subgraph(trainable.model, settings), trainable.module, trainable.base)
     audit.batch = use
-    findings.numbers = audit.numbers()
     model, graph = trainable.model, audit.model.graph
     outputs = [w for name in config.model.outputs for w in output_warnings(model, graph, name, is_run=True)]
     updates = update_warnings(config.optimizer, trainable.module)

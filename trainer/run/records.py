@@ -327,7 +327,6 @@ class Rehearsal(Record):
     batches: tuple[RehearsedBatch, ...] = ()
     trained: int = 0
     """Number of weights to train."""
-    numbers: tuple[int, int] = (0, 0)  # in them, and in all stored tensors
     without_gradient: tuple[str, ...] = ()
     """The weights among them whose gradient is zero on these rows, or that the loss does not depend on."""
     parity: float = math.nan
@@ -362,7 +361,6 @@ class Rehearsal(Record):
         ]
         with_gradient = self.trained - len(self.without_gradient)
         parts = [f"micro-batches of {', '.join(sizes)}", f"{with_gradient} of {self.trained} weights with a gradient"]
-        parts += ["trained {:,} of {:,} numbers".format(*self.numbers)] if self.numbers[1] else []
         if not math.isnan(self.parity):
             parts.append(f"{self.judged_by} differs by {self.parity:.2g}")
         if self.guard:

@@ -30,7 +30,7 @@ from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.exporter_records import read_records
 from onward.trainer.onnx_import.fixed_batch import batch_use
 from onward.trainer.onnx_import.lowering import list_operators
-from onward.trainer.onnx_import.quantized_weights import with_dequantized
+from onward.trainer.onnx_import.quantized_weights import quantized_weights, scales_of
 from onward.trainer.onnx_import.roles import find_roles
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.ties import find_copies, roles_of_copies
@@ -142,8 +142,10 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     if model.functions:  # roles are found by the operators that read a tensor, so functions are inlined
         audit.model = inliner.inline_local_functions(audit.model)
     try:
-        audit.stored = with_dequantized(part.graph, stored_tensors(part.graph, path.parent))
-        roles = find_roles(audit.model.graph, audit.stored, audit.records)
+        stored = stored_tensors(part.graph, path.parent)
+        quantized = quantized_weights(part.graph, stored)
+        audit.stored = stored | {name: weight.dequantized() for name, weight in quantized.items()}
+        roles = find_roles(audit.model.graph, audit.stored, audit.records, scales_of(quantized))
         audit.copies = find_copies(audit.stored, roles, audit.records.originals)
         audit.roles = roles_of_copies(roles, audit.copies)
     except UnsupportedModel as error:

@@ -59,6 +59,7 @@ from onward.trainer.onnx_import.quantized_weights import (
     QuantizedWeight,
     quantized_weights,
     roles_of_quantized,
+    scales_of,
 )
 from onward.trainer.onnx_import.quantizer_scales import (
     FollowScales,
@@ -160,12 +161,13 @@ def to_module(
     records = read_records(model)
     quantized = quantized_weights(model.graph, stored)
     floats = stored | {name: weight.dequantized() for name, weight in quantized.items()}
-    quantizers = find_quantizers(model.graph, stored, floats, scales)
+    quantizers = find_quantizers(model.graph, stored, floats, scales, quantized)
     depth = find_branches(model, base)
     model = load_small_tensors(with_operands(model), base)
     if model.functions:
         model = inliner.inline_local_functions(model)
-    found = roles_of_quantized(promote_to_trained(find_roles(model.graph, floats, records), floats, train), quantized)
+    roles = find_roles(model.graph, floats, records, scales_of(quantized))
+    found = roles_of_quantized(promote_to_trained(roles, floats, train), quantized)
     trained = {name: weight for name, weight in quantized.items() if found[name].kind == "trained"}
     quantizers = tuple(each for each in quantizers if each.follows({n for n in found if found[n].kind == "trained"}))
     model = biases_last(mark_blocks(mark_branches(model, depth), stored), quantizers)

@@ -41,11 +41,15 @@ class Role:
 
 
 def find_roles(
-    graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor], records: ExporterRecords | None = None
+    graph: onnx.GraphProto,
+    weights: Mapping[str, torch.Tensor],
+    records: ExporterRecords | None = None,
+    scales: Mapping[str, str] | None = None,
 ) -> dict[str, Role]:
     """Return the role of every stored float tensor (initializers and Constant nodes) and of quantized weights, by name.
 
-    records: what the exporter wrote about them; without it, all roles are guessed. Tensors stored
+    records: what the exporter wrote about them; without it, all roles are guessed. scales: scales and zero points that
+    their operators do not show, with the integers that they scale (`quantized_weights.scales_of`). Tensors stored
     inside the graphs of If, Loop and Scan are listed too, as frozen, under `node/name`.
     """
     # with the names that inner graphs read, and the outputs: a stored tensor may itself be an output
@@ -53,7 +57,9 @@ def find_roles(
     evidence = _Evidence(flow_of(graph, weights), records or ExporterRecords(), read, weights.keys())
     found = {}
     for name, tensor in weights.items():
-        if tensor.is_floating_point():
+        if scales and name in scales:
+            found[name] = Role("frozen", f"a scale or zero point of {scales[name]}, stored as integers", written=True)
+        elif tensor.is_floating_point():
             found[name] = evidence.role(name, tensor)
         # listed although they are integers, so that the report says why a quantized model has nothing to train; a zero
         # point of one element is not a weight

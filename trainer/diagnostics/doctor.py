@@ -21,6 +21,7 @@ from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.external_ranges import byte_range, is_external
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
+from onward.trainer.onnx_graph.inner_tensors import inner_tensors, lift_inner_tensors
 from onward.trainer.onnx_graph.outputs import describe_type, readable_output, with_numeric_outputs
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, describe, find_preprocessing, preprocessing_model
 from onward.trainer.onnx_graph.stored_protos import element_type_name, stored_protos
@@ -31,7 +32,7 @@ from onward.trainer.onnx_import.exporter_records import read_records
 from onward.trainer.onnx_import.fixed_batch import batch_use
 from onward.trainer.onnx_import.lowering import list_operators
 from onward.trainer.onnx_import.quantized_weights import quantized_weights, scales_of
-from onward.trainer.onnx_import.roles import find_roles
+from onward.trainer.onnx_import.roles import find_roles, inner_roles
 from onward.trainer.onnx_import.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.ties import find_copies, roles_of_copies
 from onward.trainer.run.records import ExporterWarning, Record
@@ -133,19 +134,26 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     except UnsupportedModel as error:
         problems = list(error.problems)
     audit = AuditInput(with_operands(part), path.parent, records=read_records(model))
+    main = part
     try:
         audit.batch = batch_use(part, path.parent)
         module = to_module(part, base=path.parent, widen=audit.batch.kind == "any")
         audit.runtime_nodes = Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode))
     except UnsupportedModel as error:
         problems += error.problems
+    try:
+        main, audit.inner = lift_inner_tensors(part), tuple(inner_tensors(part))
+        audit.records = read_records(main)
+    except UnsupportedModel as error:
+        problems += error.problems
+    audit.model = with_operands(main)
     if model.functions:  # roles are found by the operators that read a tensor, so functions are inlined
         audit.model = inliner.inline_local_functions(audit.model)
     try:
-        stored = stored_tensors(part.graph, path.parent)
-        quantized = quantized_weights(part.graph, stored)
+        stored = stored_tensors(main.graph, path.parent)
+        quantized = quantized_weights(main.graph, stored)
         audit.stored = stored | {name: weight.dequantized() for name, weight in quantized.items()}
-        roles = find_roles(audit.model.graph, audit.stored, audit.records, scales_of(quantized))
+        roles = find_roles(audit.model.graph, audit.stored, audit.records, scales_of(quantized)) | inner_roles(part)
         audit.copies = find_copies(audit.stored, roles, audit.records.originals)
         audit.roles = roles_of_copies(roles, audit.copies)
     except UnsupportedModel as error:
@@ -182,13 +190,13 @@ def _value(value: onnx.ValueInfoProto) -> str:
 
 
 def _weights(audit: AuditInput) -> Iterator[Weight]:
-    places = dict(stored_protos(audit.model.graph))
+    places = dict(stored_protos(audit.model.graph)) | {tensor.name: tensor.proto for tensor in audit.inner}
     for name, role in audit.roles.items():
         tensor, proto = audit.stored.get(name), places.get(name)
         yield Weight(
             name=name,
             original=audit.records.originals.get(name, ""),
-            shape=tuple(tensor.shape) if tensor is not None else (),
+            shape=tuple(tensor.shape if tensor is not None else proto.dims if proto is not None else ()),
             stored_as=element_type_name(proto.data_type).lower() if proto is not None else "",
             kind="copy" if name in audit.copies else role.kind,
             reason=role.reason,

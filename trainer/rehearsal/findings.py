@@ -24,6 +24,8 @@ class Findings:
     errors: list[Refused] = field(default_factory=list)
     warnings: tuple[ExporterWarning, ...] = ()
     trained: int = 0
+    numbers: tuple[int, int] = (0, 0)
+    """As in the record."""
     without_gradient: tuple[str, ...] = ()
     parity: float = math.nan
     judged_by: str = ""
@@ -51,6 +53,7 @@ class Findings:
         return Rehearsal(
             batches=tuple(self.batches),
             trained=self.trained,
+            numbers=self.numbers,
             without_gradient=self.without_gradient,
             parity=self.parity,
             judged_by=self.judged_by,

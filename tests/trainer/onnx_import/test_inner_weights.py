@@ -111,7 +111,8 @@ def scan() -> onnx.ModelProto:
     model = parser.parse_model(
         HEADER + "g (float[n, t, 4] x) => (float[n, t, 3] y) { l = Shape<start = 0, end = 1>(x) "
         "d = Constant<value_ints = [3]>() s = Concat<axis = 0>(l, d) h0 = ConstantOfShape(s) "
-        "hN, y = Scan<num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1], body = b (float[n, 3] h, float[n, 4] xt) => (float[n, 3] h1, float[n, 3] yt) "
+        "hN, y = Scan<num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1], "
+        "body = b (float[n, 3] h, float[n, 4] xt) => (float[n, 3] h1, float[n, 3] yt) "
         "{ b0 = MatMul(xt, A) b1 = Tanh(b0) b2 = Mul(h, decay) h1 = Add(b1, b2) yt = Identity(h1) }>(h0, x) }"
     )
     [body] = bodies(model).values()

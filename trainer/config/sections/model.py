@@ -9,7 +9,7 @@ from pydantic import PositiveFloat
 from onward.trainer.config.section import COMMON, Decay, Length, LengthOrZero, Section
 from onward.trainer.config.urls import FilePath
 
-AcceptedWarning = Literal["merged", "separated", "removed"]
+AcceptedWarning = Literal["merged", "separated", "removed", "mostly_frozen"]
 """The keys of the warnings (diagnostics/exporter_warnings.py) that change what is trained."""
 
 FixedBatch = Literal["auto", "any", "own", "joint"]

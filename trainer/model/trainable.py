@@ -86,7 +86,7 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: boo
     if config.quantize.scales == "train" and not module.quantizers:
         raise ConfigError(
             "quantize.scales = 'train': no scale of this graph can be trained; it needs QuantizeLinear and "
-            "DequantizeLinear with positive scales that are stored in fp32"
+            "DequantizeLinear, or Cast and Mul of stored integers, with positive scales that are stored in fp32"
         )
     dropout = _add_dropout(module, config.graph.dropout)
     # `merged_module` needs the graph as it is here; adapters are inserted into the other one

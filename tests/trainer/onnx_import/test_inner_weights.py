@@ -12,10 +12,12 @@ import torch
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from onward.tasks.export import export_file
+from onward.trainer.config.loading import build_config
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.training.files import write_artifacts
 from onward.trainer.export.verification import weight_problems
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_import.driver import load_model, to_module
@@ -405,6 +407,29 @@ def test_integers_inside_bodies_are_frozen_and_counted(tmp_path):
     )
     x = feed("loop")
     np.testing.assert_allclose(to_module(model)(torch.from_numpy(x)).detach(), by_onnxruntime(model, x), atol=1e-5)
+
+
+def test_files_that_continue_training_hold_inner_weights_under_their_names(tmp_path):
+    model, x = loop(), feed("loop")
+    onnx.save(model, tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", x=x, y=x)
+    config = build_config(
+        {
+            "name": "files",
+            "model": {"path": tmp_path / "model.onnx", "loss": "mse"},
+            "data": {"source": str(tmp_path / "data.npz"), "label": "y"},
+            "train": {"global_batch_size": 2, "num_steps": 2},
+        }
+    )
+    found = write_artifacts(tmp_path, model, config, base=tmp_path)
+    assert found.weights.keys() == WEIGHTS["loop"]
+    session = onnxruntime.InferenceSession(str(tmp_path / "training.onnx"))
+    gradients = [found.weights[each].gradient for each in sorted(WEIGHTS["loop"])]
+    theirs = session.run(gradients, {"x": x, found.labels: x, **np.load(tmp_path / found.start)})
+    module = to_module(model)
+    (module(torch.from_numpy(x)) - torch.from_numpy(x)).square().mean().backward()
+    for each, gradient in zip(sorted(WEIGHTS["loop"]), theirs, strict=True):
+        np.testing.assert_allclose(named_weights(module)[each].grad, gradient, atol=1e-6)
 
 
 @pytest.mark.mpi

@@ -9,11 +9,13 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper, parser
 
+from onward.tasks.export import export_file
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.verification import weight_problems
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights, stored_weights
+from tests.support import runs
 from tests.support.trained_models import model_with_weights
 
 RANDOM = np.random.default_rng(0)
@@ -235,3 +237,47 @@ def test_masks_and_positions_that_become_floats_are_no_weights(kind, values):
     module = to_module(made(body, m=np.array(values, kind), k=np.array(-100, np.float32), V=V))
     assert set(named_weights(module)) == {"V"}
     assert "m" not in module.roles
+
+
+def small_encoder() -> onnx.ModelProto:
+    """A sentence encoder whose table and matrices are int8: attention, and the mean over the words."""
+    scaled = "{0}c = Cast<to = 1>({0}) {0}w = Mul({0}c, {0}s) "
+    model = parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 17]> g (int64[n, 6] ids) => (float[n, 4] y) {'
+        "e8 = Gather(E, ids) e = Cast<to = 1>(e8) t = Mul(e, Es) h = LayerNormalization(t, norm, shift)"
+        + "".join(scaled.format(name) for name in "QKVO")
+        + "q = MatMul(h, Qw) k = MatMul(h, Kw) v = MatMul(h, Vw) kt = Transpose<perm = [0, 2, 1]>(k) a = MatMul(q, kt) "
+        "p = Softmax(a) c = MatMul(p, v) o = MatMul(c, Ow) r = Add(o, h) y3 = ReduceMean<axes = [1], keepdims = 0>(r) "
+        "y = MatMul(y3, head) }"
+    )
+    stored = {"E": E, "Es": floats(1), "norm": np.ones(WIDTH, np.float32), "shift": np.zeros(WIDTH, np.float32)}
+    for name in "QKVO":
+        stored |= {name: codes(WIDTH, WIDTH), f"{name}s": floats(1, WIDTH, greatest=0.02)}
+    stored["head"] = floats(WIDTH, CLASSES, least=-1, greatest=1)
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in stored.items())
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+@pytest.mark.mpi
+def test_a_run_trains_a_sentence_encoder_of_integers_whole(tmp_path):
+    model = small_encoder()
+    ids = RANDOM.integers(0, ROWS, (60, 6))
+    run = runs.make_run(
+        tmp_path,
+        model,
+        {"ids": ids, "label": ids[:, 0] % CLASSES},
+        train={"global_batch_size": 8, "num_steps": 40},
+        optimizer={"learning_rate": 0.02},
+    )
+    exported = export_file(run, run.checkpoint(runs.train_run(run).step))
+    losses = runs.losses(run)
+    assert losses[40] < 0.6 * losses[1]
+    assert exported.parity < 1e-4
+    after = onnx.load(exported.path)
+    assert list(after.graph.node) == list(model.graph.node)
+    kept = zip(model.graph.initializer, after.graph.initializer, strict=True)
+    assert {a.name for a, b in kept if a != b} == {tensor.name for tensor in model.graph.initializer}
+    assert all(
+        a.data_type == b.data_type for a, b in zip(model.graph.initializer, after.graph.initializer, strict=True)
+    )

@@ -70,18 +70,18 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
     shared. module: the graph imported from it, after `select_trained`.
     """
     original = with_numeric_outputs(model)  # as `to_module` does: what only computes strings or maps is not imported
-    part = lift_inner_tensors(original)
+    part, inner = lift_inner_tensors(original), tuple(inner_tensors(original))
     stored, main = with_dequantized(part.graph, stored_tensors(part.graph, base)), with_operands(part)
     main = inliner.inline_local_functions(main) if main.functions else main
     return AuditInput(
         model=main,
         base=base,
         stored=stored,
-        inner=tuple(inner_tensors(original)),
+        inner=inner,
         roles=module.roles,
         copies=module.copies,
         runtime_nodes=Counter(each.node.op_type for each in module.modules() if isinstance(each, RuntimeNode)),
         batch=BatchUse("any" if takes_any_batch(module) else "own", declared_batch(main.graph)),
-        records=read_records(part),
+        records=read_records(part, inner),
         selected=frozenset(module.onnx_names[path] for path, p in module.named_parameters() if p.requires_grad),
     )

@@ -143,7 +143,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         problems += error.problems
     try:
         main, audit.inner = lift_inner_tensors(part), tuple(inner_tensors(part))
-        audit.records = read_records(main)
+        audit.records = read_records(main, audit.inner)
     except UnsupportedModel as error:
         problems += error.problems
     audit.model = with_operands(main)

@@ -43,7 +43,7 @@ from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_graph.external_ranges import external_problems
 from onward.trainer.onnx_graph.index import dims_of, opsets_of, without_large_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
-from onward.trainer.onnx_graph.inner_tensors import lift_inner_tensors
+from onward.trainer.onnx_graph.inner_tensors import inner_tensors, lift_inner_tensors
 from onward.trainer.onnx_graph.mapped_model import read_mapped
 from onward.trainer.onnx_graph.model_files import model_problems, opset_problems, read_model
 from onward.trainer.onnx_graph.operator_lengths import known_lengths, with_lengths
@@ -161,7 +161,7 @@ def to_module(
     model = lift_inner_tensors(original)
     # before inlining, after which what stays in a function has no place of its own to be written back to
     stored = stored_tensors(model.graph, base, unaligned=by_parts)
-    records = read_records(model)
+    records = read_records(model, inner_tensors(original))
     quantized = quantized_weights(model.graph, stored)
     floats = stored | {name: weight.dequantized() for name, weight in quantized.items()}
     quantizers = find_quantizers(model.graph, stored, floats, scales, quantized)

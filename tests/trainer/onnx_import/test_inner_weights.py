@@ -453,3 +453,20 @@ def test_a_run_trains_and_exports_inner_weights(name, tmp_path):
     assert exported.parity < 1e-5
     assert exported.changed == len(WEIGHTS[name])
     assert bare(onnx.load(exported.path)) == bare(model)
+
+
+def test_constants_of_the_code_that_torch_writes_into_branches_stay_constants():
+    """TorchScript stores parameters as initializers; a Constant is a number in the code of forward()."""
+    model = parser.parse_model(
+        HEADER + "g (float[n, 4] x, bool c) => (float[n, 4] y) { h = MatMul(x, fc_weight) "
+        "y = If (c) <then_branch = t () => (float[n, 4] p) { p = Mul(h, scale) }, "
+        "else_branch = e () => (float[n, 4] q) { q = Mul(h, gain) }> }"
+    )
+    model.producer_name = "pytorch"
+    branches = bodies(model)
+    branches["t"].node.insert(0, constant("/Constant_2_output_0", 4))
+    branches["t"].node[1].input[1] = "/Constant_2_output_0"
+    branches["e"].initializer.append(tensor("gain", 4))
+    module = to_module(with_stored(model, tensor("fc_weight", 4, 4)))
+    assert set(named_weights(module)) == {"fc_weight", "y/gain"}
+    assert module.roles["y//Constant_2_output_0"].reason == "a constant in the module's code"

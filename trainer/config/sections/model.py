@@ -51,7 +51,7 @@ class ModelConfig(Section):
     """Warnings of `onward doctor` that a run accepts although they change what is trained; without, such a run is
     refused. `merged`: weights that an exporter merged are trained as one weight. `separated`: one weight into whose
     uses an exporter folded different things is trained as several. `removed`: biases of zeros that an exporter removed
-    stay absent. `mostly_frozen`: more than a tenth of the numbers of weights cannot be trained for how they are stored."""
+    stay absent. `mostly_frozen`: more than a tenth of the numbers of weights cannot be trained, as they are stored."""
     tie: bool = True
     """Train the copies that an exporter made of one weight (such as a transposed embedding) as one weight."""
     fixed_batch: FixedBatch = "auto"

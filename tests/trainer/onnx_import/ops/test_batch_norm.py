@@ -15,6 +15,7 @@ from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.roles import find_roles
+from onward.trainer.onnx_import.train_selection import select_trained
 from tests.support.trained_models import model_with_weights
 
 FEATURES = 6
@@ -169,3 +170,6 @@ def test_statistics_inside_a_branch_follow_the_batches_that_take_it():
     kept = {tensor.name: torch.from_numpy(numpy_helper.to_array(tensor).copy()) for tensor in then.initializer}
     torch.testing.assert_close(kept["m"], moved)
     assert kept["s"].tolist() == [1, 2]
+    select_trained(module, freeze=["y/s", "y/o"])
+    torch.testing.assert_close(module.train()(x, yes), module.eval()(x, yes))
+    torch.testing.assert_close(named_weights(module)["y/m"], moved)

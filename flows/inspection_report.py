@@ -30,6 +30,7 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
         *(("input", text) for text in found.inputs),
         *(("output", text) for text in found.outputs),
         *((kind, f"{total.values:,} numbers in {total.tensors} tensors") for kind, total in found.totals.items()),
+        ("in all", _numbers(found)),
         # one clause on each line
         *zip(("pre-processing", "", ""), filter(None, found.preprocessing.split("; ")), strict=False),
         ("importable", _importable(found)),
@@ -55,6 +56,10 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
                 print(wrapped(remedy, "    -> "))
     if found.trials:
         show_trials(found.trials, everything=everything)
+
+
+def _numbers(found: Diagnosis) -> str:
+    return f"trained {found.totals['trained'].values:,} of {sum(t.values for t in found.totals.values()):,} numbers"
 
 
 def show_trials(found: PreprocessingTrials, *, everything: bool) -> None:

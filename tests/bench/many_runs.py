@@ -31,6 +31,7 @@ COMMANDS = {
     "runs --all --json": [*ONWARD, "runs", "--all", "--json"],
     "status last": [*ONWARD, "status", "last"],
     "gc": [*ONWARD, "gc", "--what", "run"],
+    "ui, whose servers run": [*ONWARD, "ui"],
 }
 
 
@@ -67,11 +68,13 @@ def main() -> None:
         os.environ["ONWARD_HOME"] = str(home)
         time.sleep(SETTLED_S)  # younger entries are not kept in the index
         print(f"{'runs, the first time':30} {processor_s(COMMANDS['runs']):6.2f} s", flush=True)
+        subprocess.run([sys.executable, *ONWARD, "ui"], capture_output=True, check=True)
         for command, words in COMMANDS.items():
             found = statistics.median(processor_s(words) for _ in range(options.rounds))
             print(f"{command:30} {found:6.2f} s", flush=True)
         listed = subprocess.run([sys.executable, *ONWARD, "runs", "--json"], capture_output=True, text=True, check=True)
         assert json.loads(listed.stdout)["total"] == options.runs
+        subprocess.run([sys.executable, *ONWARD, "down"], capture_output=True, check=True)
 
 
 if __name__ == "__main__":

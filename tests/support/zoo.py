@@ -39,6 +39,7 @@ IGNORED = (
     ("Exporting a model while it is in training mode", UserWarning),
     ("# The axis name: .* will not be used, since it shares", UserWarning),
     ("The tensor attributes self.rnn._flat_weights", UserWarning),
+    ("The tensor attribute self.fc.weight was assigned during export", UserWarning),  # older_spectral_norm
     ("The .grad attribute of a Tensor that is not a leaf", UserWarning),
     ("Warning: ONNX export of embedding with padding_idx", UserWarning),
     ("Warning: ONNX export does not support duplicated values in 'index'", UserWarning),

@@ -260,6 +260,35 @@ def test_merged_weights_are_refused_until_they_are_accepted_or_untied(home: Path
     assert [warning.key for warning in accepted.warnings if warning.changes_training] == ["merged"]
 
 
+def _mostly_integers() -> onnx.ModelProto:
+    """A product of integers that are scaled only afterwards, which cannot be trained, and a layer that can."""
+    g = GraphWriter("integers")
+    w = g.op("Cast", g.weight("w", np.arange(-32, 32, dtype=np.int8).reshape(4, 16)), to=onnx.TensorProto.FLOAT)
+    x = g.op("Mul", g.op("MatMul", g.input("x", ("batch", 4)), w), g.weight("s", np.full(16, 0.01, np.float32)))
+    g.output(g.op("MatMul", g.op("Relu", x), g.weight("head", normal(16, 3, seed=1))), ("batch", 3))
+    return g.model()
+
+
+def test_a_model_whose_greater_part_cannot_be_trained_is_refused_until_it_is_accepted(
+    home: Path, configured: Configured
+) -> None:
+    model = _mostly_integers()
+    (problem,) = refused(home, configured, model, table(classes=3))
+    assert problem.startswith(
+        "64 of the 128 numbers of weights stay frozen, because of how the file stores them: w (64: stored as integers; "
+    )
+    assert problem.endswith('or, to train it so, set model.accept = ["mostly_frozen"]')
+    found = configured(model, table(classes=3), model={"accept": ("mostly_frozen",)})
+    assert found.numbers == (64, 128)
+    assert "2 of 2 weights with a gradient, trained 64 of 128 numbers; onnxruntime" in found.summary
+
+
+def test_a_part_that_the_settings_leave_out_needs_no_consent(configured: Configured) -> None:
+    found = configured(_mostly_integers(), table(classes=3), model={"train": ("head",)})
+    assert found.numbers == (48, 128)
+    assert not [warning.key for warning in found.warnings if warning.changes_training]
+
+
 def test_everything_that_is_wrong_is_refused_at_once(home: Path, configured: Configured, tmp_path: Path) -> None:
     problems = refused(
         home,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from onnx import inliner
 
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.initializers import stored_tensors
+from onward.trainer.onnx_graph.inner_tensors import InnerTensor, inner_tensors, lift_inner_tensors
 from onward.trainer.onnx_graph.outputs import with_numeric_outputs
 from onward.trainer.onnx_import.exporter_records import ExporterRecords, read_records
 from onward.trainer.onnx_import.fixed_batch import BatchUse
@@ -33,6 +35,8 @@ class AuditInput:
     base: Path | None = None
     """The directory of external data, which is not loaded."""
     stored: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    inner: Sequence[InnerTensor] = ()
+    """What inner graphs and local functions store, as the file has it."""
     roles: Mapping[str, Role] = field(default_factory=dict)
     copies: Copies = field(default_factory=dict)
     runtime_nodes: Counter[str] = field(default_factory=Counter)
@@ -54,6 +58,16 @@ class AuditInput:
     def nodes(self, *operators: str) -> list[onnx.NodeProto]:
         return [node for node in self.model.graph.node if node.op_type in operators]
 
+    def numbers_of(self, name: str) -> int:
+        """Return the number of elements of a stored tensor that has a role."""
+        if name in self.stored:
+            return self.stored[name].numel()
+        return next((math.prod(tensor.proto.dims) for tensor in self.inner if tensor.name == name), 0)
+
+    def numbers(self) -> int:
+        """Return the number of elements of all tensors that have a role; copies are not counted a second time."""
+        return sum(self.numbers_of(name) for name in self.roles if name not in self.copies)
+
     def trained(self) -> list[str]:
         found = [name for name, role in self.roles.items() if role.kind == "trained" and name not in self.copies]
         return [name for name in found if self.selected is None or name in self.selected]
@@ -65,17 +79,19 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
     model: the graph after `apply_surgery` and `extract_subgraph`, so that what `model.untie` separated is no longer
     shared. module: the graph imported from it, after `select_trained`.
     """
-    part = with_numeric_outputs(model)  # as `to_module` does: what only computes strings or maps is not imported
+    original = with_numeric_outputs(model)  # as `to_module` does: what only computes strings or maps is not imported
+    part, inner = lift_inner_tensors(original), tuple(inner_tensors(original))
     stored, main = with_dequantized(part.graph, stored_tensors(part.graph, base)), with_operands(part)
     main = inliner.inline_local_functions(main) if main.functions else main
     audit = AuditInput(
         model=main,
         base=base,
         stored=stored,
+        inner=inner,
         roles=module.roles,
         copies=module.copies,
         batch=BatchUse("any" if takes_any_batch(module) else "own", declared_batch(main.graph)),
-        records=read_records(model),
+        records=read_records(part, inner),
         selected=frozenset(module.onnx_names[path] for path, p in module.named_parameters() if p.requires_grad),
     )
     audit.read_graph(module)

@@ -17,8 +17,9 @@ from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import held_by
 from onward.trainer.onnx_graph.external_ranges import byte_range, external_problems, is_external
 from onward.trainer.onnx_graph.index import all_tensors, dim_text
+from onward.trainer.onnx_graph.inner_tensors import all_stored_protos, without_inner_values
 from onward.trainer.onnx_graph.model_files import read_model, stored_array
-from onward.trainer.onnx_graph.stored_protos import BYTEWISE, element_type_name, read_chunks, stored_protos
+from onward.trainer.onnx_graph.stored_protos import BYTEWISE, element_type_name, read_chunks
 from onward.trainer.onnx_graph.strip_training import strip_training
 
 
@@ -30,13 +31,14 @@ def compare(a: Path, b: Path) -> Difference:
     given, after = _read(a), _read(b)
     before, stripped = _as_stripped(given, after, a.parent)
     tensors, equal = _tensor_changes(before, a.parent, after, b.parent)
+    bare, bare_after = without_inner_values(before), without_inner_values(after)
     return Difference(
         a=a,
         b=b,
         same_bytes=_same_content(a, b) and _same_sides(given, a.parent, after, b.parent),
-        model=tuple(_model_changes(before, after)),
+        model=tuple(_model_changes(bare, bare_after)),
         interface=tuple(_interface_changes(before.graph, after.graph)),
-        nodes=tuple(_node_changes(before.graph, after.graph)),
+        nodes=tuple(_node_changes(bare.graph, bare_after.graph)),
         tensors=tuple(tensors),
         equal_tensors=equal,
         stripped=stripped,
@@ -198,7 +200,7 @@ def _attribute(attribute: onnx.AttributeProto | None) -> str:
 def _tensor_changes(
     a: onnx.ModelProto, base_a: Path, b: onnx.ModelProto, base_b: Path
 ) -> tuple[Sequence[TensorChange], int]:
-    before, after = dict(stored_protos(a.graph)), dict(stored_protos(b.graph))
+    before, after = all_stored_protos(a), all_stored_protos(b)
     changes, equal = [], 0
     for name, was in before.items():
         now = after.get(name)

@@ -22,6 +22,7 @@ from onward.trainer.onnx_graph.beyond_onnx import departures
 from onward.trainer.onnx_graph.external_ranges import byte_range, is_external
 from onward.trainer.onnx_graph.index import all_tensors, dim_text
 from onward.trainer.onnx_graph.initializers import stored_tensors
+from onward.trainer.onnx_graph.inner_tensors import inner_tensors, lift_inner_tensors
 from onward.trainer.onnx_graph.mapped_model import read_mapped
 from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.outputs import describe_type, readable_output, with_numeric_outputs
@@ -34,8 +35,8 @@ from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.exporter_records import read_records
 from onward.trainer.onnx_import.fixed_batch import batch_use
 from onward.trainer.onnx_import.lowering import list_operators
-from onward.trainer.onnx_import.quantized_weights import with_dequantized
-from onward.trainer.onnx_import.roles import find_roles
+from onward.trainer.onnx_import.quantized_weights import quantized_weights, scales_of
+from onward.trainer.onnx_import.roles import find_roles, inner_roles
 from onward.trainer.onnx_import.ties import find_copies, roles_of_copies
 from onward.trainer.run.records import ExporterWarning, Guard, Record
 from onward.trainer.run.trial_records import PreprocessingTrials
@@ -140,18 +141,27 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     audit = AuditInput(with_operands(part), path.parent, records=read_records(model))
     # of the file, because the model that was loaded is put right
     audit.departures = departures(read_mapped(path) or read_model(path))
+    main = part
     try:
         audit.batch = batch_use(part, path.parent)
         module = to_module(part, base=path.parent, widen=audit.batch.kind == "any")
         audit.read_graph(module)
     except UnsupportedModel as error:
         problems += error.problems
+    try:
+        main, audit.inner = lift_inner_tensors(part), tuple(inner_tensors(part))
+        audit.records = read_records(main, audit.inner)
+    except UnsupportedModel as error:
+        problems += error.problems
+    audit.model = with_operands(main)
     if model.functions:  # roles are found by the operators that read a tensor, so functions are inlined
         audit.model = inliner.inline_local_functions(audit.model)
     audit.model = mark_batch_statistics(audit.model)
     try:
-        audit.stored = with_dequantized(part.graph, stored_tensors(part.graph, path.parent))
-        roles = find_roles(audit.model.graph, audit.stored, audit.records)
+        stored = stored_tensors(main.graph, path.parent)
+        quantized = quantized_weights(main.graph, stored)
+        audit.stored = stored | {name: weight.dequantized() for name, weight in quantized.items()}
+        roles = find_roles(audit.model.graph, audit.stored, audit.records, scales_of(quantized)) | inner_roles(part)
         audit.copies = find_copies(audit.stored, roles, audit.records.originals)
         audit.roles = roles_of_copies(roles, audit.copies)
     except UnsupportedModel as error:
@@ -188,13 +198,13 @@ def _value(value: onnx.ValueInfoProto) -> str:
 
 
 def _weights(audit: AuditInput) -> Iterator[Weight]:
-    places = dict(stored_protos(audit.model.graph))
+    places = dict(stored_protos(audit.model.graph)) | {tensor.name: tensor.proto for tensor in audit.inner}
     for name, role in audit.roles.items():
         tensor, proto = audit.stored.get(name), places.get(name)
         yield Weight(
             name=name,
             original=audit.records.originals.get(name, ""),
-            shape=tuple(tensor.shape) if tensor is not None else (),
+            shape=tuple(tensor.shape if tensor is not None else proto.dims if proto is not None else ()),
             stored_as=element_type_name(proto.data_type).lower() if proto is not None else "",
             kind="copy" if name in audit.copies else role.kind,
             reason=role.reason,

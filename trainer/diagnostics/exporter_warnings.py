@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+import onnx
+
 from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.diagnostics.graph_warnings import GRAPH_WARNINGS
 from onward.trainer.diagnostics.merged_weights import (
@@ -18,6 +20,7 @@ from onward.trainer.onnx_graph.exporter_names import is_exporter_name
 from onward.trainer.onnx_graph.index import HALF_TYPES
 from onward.trainer.onnx_graph.stored_protos import element_type_name, stored_protos
 from onward.trainer.onnx_import.quantized_weights import integer_names
+from onward.trainer.onnx_import.roles import Role
 from onward.trainer.run.records import ExporterWarning
 
 T = TypeVar("T")
@@ -43,7 +46,7 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
     for check in (
         _nothing_to_train, _folded_batch_norm, _merged_weights, _separated_weights, _unrecorded_weights,
         _removed_biases, _copies, _tables, _made_up_names, _no_dropout, _halves, _quantized, _integer_weights,
-        _blocked_layout, *GRAPH_WARNINGS,
+        _mostly_frozen, _blocked_layout, *GRAPH_WARNINGS,
     ):  # fmt: skip
         yield from check(audit)
 
@@ -77,6 +80,8 @@ def _folded_batch_norm(audit: AuditInput) -> Iterator[ExporterWarning]:
 def _merged_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
     found = merged_weights(audit.model.graph, audit.stored, audit.roles)
     changing = {*audit.trained(), *(name for name, role in audit.roles.items() if role.kind == "statistic")}
+    # a function says itself that its weight is one, however often it is called
+    changing -= {tensor.name for tensor in audit.inner if isinstance(tensor.scope, onnx.FunctionProto)}
     if found := {name: parts for name, parts in found.items() if name in changing}:
         shown = "; ".join(
             f"{name} (by {len(parts)}: {', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''})"
@@ -242,6 +247,34 @@ def _integer_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
             ),
             remedy="to keep them, train the model it was quantized from; export.variants quantizes the result",
         )
+
+
+LARGE_PART = 0.1
+"""Where more of the numbers than this cannot be trained for the way in which they are stored, a run must accept it."""
+
+
+def _mostly_frozen(audit: AuditInput) -> Iterator[ExporterWarning]:
+    """Warn of weights that no setting can train, unless the settings leave out others as well."""
+    trainable = [name for name, role in audit.roles.items() if role.kind == "trained" and name not in audit.copies]
+    frozen = {name: audit.numbers_of(name) for name, role in audit.roles.items() if _is_untrainable(role)}
+    total = sum(frozen.values()) + sum(map(audit.numbers_of, trainable))
+    if len(audit.trained()) < len(trainable) or sum(frozen.values()) <= LARGE_PART * total:
+        return
+    largest = dict(sorted(frozen.items(), key=lambda item: -item[1]))
+    shown = "; ".join(f"{name} ({size:,}: {audit.roles[name].reason})" for name, size in _few(largest))
+    yield ExporterWarning(
+        key="mostly_frozen",
+        what=(
+            f"{sum(frozen.values()):,} of the {total:,} numbers of weights stay frozen, because of how the file stores "
+            f"them: {shown}"
+        ),
+        remedy="train the model in floating point, if you have it, and quantize the result (export.variants)",
+        changes_training=True,
+    )
+
+
+def _is_untrainable(role: Role) -> bool:
+    return role.kind == "frozen" and role.reason.startswith(("stored as integers", "stored in ", "a result of "))
 
 
 def _blocked_layout(audit: AuditInput) -> Iterator[ExporterWarning]:

@@ -48,10 +48,10 @@ from onward.trainer.export.samples import WorstSamples
 from onward.trainer.export.verification import ROUNDED, Expected, changed_tensors, verify
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
 from onward.trainer.onnx_graph.index import all_names, locations
+from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_graph.quantizing import store_integers
 from onward.trainer.onnx_graph.row_layout import rows_first
-from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_graph.strip_training import TrainingForm, strip_training, training_form
 from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
@@ -265,7 +265,9 @@ def _rounded_as_stored(trained: ImportedGraph, merged: ImportedGraph, model: onn
     half-precision file is compared with the merged module.
     """
     halves = {
-        name: ROUNDED[tensor.data_type] for name, tensor in stored_protos(model.graph) if tensor.data_type in ROUNDED
+        name: ROUNDED[tensor.data_type]
+        for name, tensor in all_stored_protos(model).items()
+        if tensor.data_type in ROUNDED
     }
     module = merged if halves else trained
     with torch.no_grad():

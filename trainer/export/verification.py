@@ -32,7 +32,7 @@ from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.external_ranges import array_of, is_external
 from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.initializers import stored_tensors
-from onward.trainer.onnx_graph.stored_protos import stored_protos
+from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
 from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
 from onward.trainer.onnx_import.quantized_weights import QuantizedWeight, integer_names, quantized_weights
 
@@ -97,7 +97,7 @@ def structure_problems(written: ModelFile, expected: Expected) -> list[str]:
         if number := sum(a != b for a, b in zip_longest(fields, after[what])):
             problems.append(f"{number} of the original's {len(fields)} {what} are not the same in the exported file")
     frozen = [
-        n for n, tensor in stored_protos(written.proto.graph) if is_external(tensor) and n not in expected.weights
+        n for n, tensor in all_stored_protos(written.proto).items() if is_external(tensor) and n not in expected.weights
     ]
     problems += [
         f"initializer {name!r} was not trained, but differs from the original in its external data file"
@@ -108,7 +108,7 @@ def structure_problems(written: ModelFile, expected: Expected) -> list[str]:
 
 def changed_tensors(written: ModelFile, original: ModelFile, names: Iterable[str]) -> list[str]:
     """Return the names of the stored tensors whose bytes differ between two files."""
-    before, after = (dict(stored_protos(file.proto.graph)) for file in (original, written))
+    before, after = (all_stored_protos(file.proto) for file in (original, written))
 
     def content(file: ModelFile, tensor: TensorProto) -> bytes:
         return array_of(tensor, file.path.parent).tobytes()
@@ -124,7 +124,7 @@ def _fields(model: onnx.ModelProto, weights: Collection[str]) -> dict[str, list[
         if name in weights:
             attribute.floats[:] = [0.0] * len(attribute.floats)
             attribute.ClearField("f")
-    for name, tensor in stored_protos(rest.graph):
+    for name, tensor in all_stored_protos(rest).items():
         if name in weights:
             # the fields that hold values of trained types; names, shapes and types stay and are compared
             for field in ("raw_data", "float_data", "int32_data", "double_data"):
@@ -160,7 +160,7 @@ def _checker_complaint(file: Path) -> str:
 def weight_problems(written: ModelFile, weights: Mapping[str, Tensor]) -> list[str]:
     """Return one sentence for each stored tensor that is not the checkpoint's, in the type the file stores."""
     problems = []
-    stored = dict(stored_protos(written.proto.graph))
+    stored = all_stored_protos(written.proto)
     integers = _dequantized(written, weights)
     for name, weight in weights.items():
         if name in integers:

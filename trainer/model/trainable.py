@@ -91,7 +91,7 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: boo
     if config.quantize.scales == "train" and not module.quantizers:
         raise ConfigError(
             "quantize.scales = 'train': no scale of this graph can be trained; it needs QuantizeLinear and "
-            "DequantizeLinear with positive scales that are stored in fp32"
+            "DequantizeLinear, or Cast and Mul of stored integers, with positive scales that are stored in fp32"
         )
     if draws_noise(part, base):
         add_noise_input(module)

@@ -51,5 +51,8 @@ def list_of_names(text: str) -> list[str]:
 
 
 def is_exporter_name(name: str) -> bool:
-    """Return whether an exporter generated the name; other names come from the author's module."""
-    return re.fullmatch(r"onnx::\w+|val_\d+|_?\d+|.*_(fold|fused)\w*|/.*_output_\d+", name) is not None
+    """Return whether an exporter generated the name; other names come from the author's module.
+
+    In front of the name of a tensor of an inner graph or a function is that of its place (inner_tensors.py).
+    """
+    return re.fullmatch(r"(.*/)?(onnx::\w+|val_\d+|_?\d+)|.*_(fold|fused)\w*|(.+/)?/.*_output_\d+", name) is not None

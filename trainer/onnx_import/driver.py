@@ -8,6 +8,7 @@
 
 The steps of `to_module`:
 
+    lifting             onnx_graph/inner_tensors.py  what inner graphs and functions store becomes initializers
     stored tensors      onnx_graph/initializers.py   read or mapped into memory
     roles               roles.py                     trained weight, running statistic or constant
     lowering            lowering.py, ops/            each ONNX node becomes torch calls, recorded by tracing.py
@@ -43,6 +44,7 @@ from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_graph.external_ranges import external_problems
 from onward.trainer.onnx_graph.index import dims_of, opsets_of, without_large_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
+from onward.trainer.onnx_graph.inner_tensors import inner_tensors, lift_inner_tensors
 from onward.trainer.onnx_graph.mapped_model import read_mapped
 from onward.trainer.onnx_graph.model_files import model_problems, opset_problems, read_model
 from onward.trainer.onnx_graph.operator_lengths import known_lengths, with_lengths
@@ -60,6 +62,7 @@ from onward.trainer.onnx_import.quantized_weights import (
     QuantizedWeight,
     quantized_weights,
     roles_of_quantized,
+    scales_of,
 )
 from onward.trainer.onnx_import.quantizer_scales import (
     FollowScales,
@@ -68,7 +71,7 @@ from onward.trainer.onnx_import.quantizer_scales import (
     biases_last,
 )
 from onward.trainer.onnx_import.quantizer_search import find_quantizers
-from onward.trainer.onnx_import.roles import Role, find_roles, promote_to_trained
+from onward.trainer.onnx_import.roles import Role, find_roles, inner_roles, promote_to_trained
 from onward.trainer.onnx_import.shape_assumptions import check_rows, is_impure
 from onward.trainer.onnx_import.ties import Copies, find_copies, roles_of_copies
 from onward.trainer.onnx_import.ties import tie_copies as tie_copies
@@ -153,19 +156,21 @@ def to_module(
     before it computes, and its parameters may be unaligned views of the file until then (`map_external`). Raises
     UnsupportedModel with one sentence for every node that cannot be imported.
     """
-    model = with_numeric_outputs(model)
-    # before inlining: a tensor stored in a local function has no place of its own to be written back to
+    original = with_numeric_outputs(model)
+    model = lift_inner_tensors(original)
+    # before inlining, after which what stays in a function has no place of its own to be written back to
     stored = stored_tensors(model.graph, base, unaligned=by_parts)
-    records = read_records(model)
+    records = read_records(model, inner_tensors(original))
     quantized = quantized_weights(model.graph, stored)
     floats = stored | {name: weight.dequantized() for name, weight in quantized.items()}
-    quantizers = find_quantizers(model.graph, stored, floats, scales)
+    quantizers = find_quantizers(model.graph, stored, floats, scales, quantized)
     depth = find_branches(model, base)
     model = load_small_tensors(with_operands(model), base)
     if model.functions:
         model = inliner.inline_local_functions(model)
     model = mark_batch_statistics(model)
-    found = roles_of_quantized(promote_to_trained(find_roles(model.graph, floats, records), floats, train), quantized)
+    roles = find_roles(model.graph, floats, records, scales_of(quantized)) | inner_roles(original)
+    found = roles_of_quantized(promote_to_trained(roles, floats, train), quantized)
     trained = {name: weight for name, weight in quantized.items() if found[name].kind == "trained"}
     quantizers = tuple(each for each in quantizers if each.follows({n for n in found if found[n].kind == "trained"}))
     model = biases_last(mark_blocks(mark_branches(model, depth), stored), quantizers)

@@ -22,7 +22,7 @@ variable, but not whether it is trainable. jax2onnx writes nothing (const_1, con
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -36,6 +36,7 @@ from onward.trainer.onnx_graph.exporter_names import (
     metadata,
     module_of_node,
 )
+from onward.trainer.onnx_graph.inner_tensors import InnerTensor
 
 RecordedKind = Literal["parameter", "buffer", "constant"]
 
@@ -77,10 +78,15 @@ class ExporterRecords:
     """Stored tensors that are parameters or buffers of the module by their names; not known which of the two."""
 
 
-def read_records(model: onnx.ModelProto) -> ExporterRecords:
-    """Return what the exporter of a model wrote about its stored tensors (initializers and Constant nodes)."""
+def read_records(model: onnx.ModelProto, inner: Sequence[InnerTensor] = ()) -> ExporterRecords:
+    """Return what the exporter of a model wrote about its stored tensors (initializers and Constant nodes).
+
+    inner: what was lifted into a lifted model (inner_tensors.py); Constant nodes stay what they were.
+    """
     graph = model.graph
+    own_names_inside = {tensor.name: tensor.own_name for tensor in inner if tensor.may_train and tensor.is_constant}
     constant_nodes = [node.output[0] for node in graph.node if node.op_type == "Constant"]
+    constant_nodes += own_names_inside
     stored = dict.fromkeys([*(tensor.name for tensor in graph.initializer), *constant_nodes])
     of_values = {value.name: metadata(value) for value in graph.value_info}
     weights = _signature(metadata(graph).get(SIGNATURE, ""))
@@ -98,10 +104,11 @@ def read_records(model: onnx.ModelProto) -> ExporterRecords:
     if weights:
         # the signature lists every weight, and the exporter stores all of them as initializers
         kinds |= {name: "constant" for name in constant_nodes if name not in kinds}
-    variables = _variables(model, stored)
+    variables = _variables(model, stored, constant_nodes)
     if model.producer_name == "pytorch" and variables:
         # torch stores parameters as initializers; of a frozen TorchScript module it stores none under its own name
-        kinds |= {name: "constant" for name in constant_nodes if TORCHSCRIPT_CONSTANT.fullmatch(name)}
+        made_up = [n for n in constant_nodes if TORCHSCRIPT_CONSTANT.fullmatch(own_names_inside.get(n, n))]
+        kinds |= dict.fromkeys(made_up, "constant")
     if model.producer_name == TENSORFLOW:
         kinds |= {name: "constant" for name in stored if TF_CONSTANT.fullmatch(name) and name not in variables}
     if model.producer_name == "skl2onnx":
@@ -127,12 +134,11 @@ def read_records(model: onnx.ModelProto) -> ExporterRecords:
     )
 
 
-def _variables(model: onnx.ModelProto, stored: Iterable[str]) -> dict[str, str]:
+def _variables(model: onnx.ModelProto, stored: Iterable[str], constant_nodes: Collection[str]) -> dict[str, str]:
     """Return the stored tensors that are variables of the module by their names, with the paths of their modules."""
     if model.producer_name == "pytorch":
         # the TorchScript exporter keeps the names of the state dict, and makes up all other names; the dynamo exporter,
         # whose records other tools remove, names folded tensors after torch's operations (mul_8)
-        constant_nodes = {node.output[0] for node in model.graph.node if node.op_type == "Constant"}
         dynamo = any(node.name.startswith("node_") for node in model.graph.node)
         own = [name for name in stored if name not in constant_nodes and not is_exporter_name(name)]
         own = [name for name in own if not (dynamo and hasattr(torch.ops.aten, re.sub(r"(_\d+)+$", "", name)))]

@@ -27,8 +27,8 @@ from torch import Tensor
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.element_types import DTYPES, torch_dtype
 from onward.trainer.onnx_graph.index import HALF_TYPES, locations
+from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
-from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_graph.strip_training import strip_training
 from onward.trainer.onnx_graph.training_norms import training_norms
 from onward.trainer.onnx_import.driver import to_module
@@ -103,7 +103,8 @@ def _file(model: onnx.ModelProto, base: Path | None, train: Sequence[str]) -> Co
     inference = onnx.ModelProto()
     inference.CopyFrom(model)
     strip_training(inference, keep=[value.name for value in model.graph.output], base=base)
-    if not locations(model) and not any(proto.data_type in HALF_TYPES for _, proto in stored_protos(model.graph)):
+    halves = any(proto.data_type in HALF_TYPES for proto in all_stored_protos(model).values())
+    if not locations(model) and not halves:
         try:
             session = open_session(inference, share_constants=not training_norms(inference))
         except Exception:  # onnxruntime's errors have no common base class

@@ -44,6 +44,7 @@ from onward.trainer.onnx_import.role_tables import (
     VALUE_FREE,
     ZERO_POINTS,
 )
+from onward.trainer.onnx_import.scaled_integers import is_code, makes_floats
 from onward.trainer.onnx_import.tensor_contents import MASKED_BELOW
 
 Origin = Literal["stored", "integers", "data"]
@@ -73,6 +74,8 @@ class Flow:
     """The stored tensor that it is, unchanged."""
     centre: str = ""
     """The stored tensor that was subtracted from it, as long as it is only multiplied afterwards."""
+    codes: frozenset[str] = frozenset()
+    """The stored integers that it is made of, as long as it is no float."""
 
 
 def _merged(flows: Iterable[Flow]) -> Flow:
@@ -106,6 +109,7 @@ class GraphFlow:
     statistics: set[str] = field(default_factory=set)
     states: set[str] = field(default_factory=set)
     quantized: set[str] = field(default_factory=set)
+    """Stored integers that quantized operators read, or that become floats."""
     conv_biases: set[str] = field(default_factory=set)
     by_row: set[str] = field(default_factory=set)
     """Scales and biases with a number for each place in the batch."""
@@ -163,7 +167,11 @@ class GraphFlow:
         # a weight combined with data has its role; what follows is a feature of the network
         if origin == "data" or (origin == "integers" and node.op_type not in KEEPS_WEIGHT):
             carried = frozenset()
-        flow = Flow(origin, carried, node.op_type, raw, alias=self._alias(node, operands))
+        codes = frozenset[str]().union(*(flow.codes for flow in carriers))
+        if makes_floats(node):
+            self.quantized |= codes
+            codes = frozenset()
+        flow = Flow(origin, carried, node.op_type, raw, alias=self._alias(node, operands), codes=codes)
         flow = self._follow_centre(node, operands, self._follow_input(node, operands, flow))
         self.flows.update(dict.fromkeys(node.output, flow))
 
@@ -369,7 +377,8 @@ def flow_of(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> Grap
             found.flows[value.name] = Flow("data" if floats else "integers", raw=True)
     for name, tensor in weights.items():
         carried = frozenset([name]) if tensor.is_floating_point() else frozenset[str]()
-        found.flows[name] = Flow("stored", carried, alias=name)
+        codes = frozenset([name]) if tensor.numel() > 1 and is_code(tensor) else frozenset[str]()
+        found.flows[name] = Flow("stored", carried, alias=name, codes=codes)
     found.visit_all(graph.node)
     for value in graph.output:
         found.followed |= found.flows.get(value.name, Flow("stored")).carried

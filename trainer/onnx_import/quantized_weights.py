@@ -10,7 +10,7 @@ the written file will compute; gradients pass the rounding (ops/quant.py). What 
 in the parameter and in checkpoints, and is lost in the written file. Scales and zero points do not change.
 
 A tensor is trained so if the scale is stored in the file, is nowhere 0, and all nodes that read the integers agree on
-it.
+it. In place of DequantizeLinear there may be Cast, Sub and Mul (scaled_integers.py).
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ import torch
 
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.element_types import DTYPES
-from onward.trainer.onnx_graph.index import attributes_of, inner_graphs, names_read
+from onward.trainer.onnx_graph.index import attributes_of
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_import.integer_storage import MOVES, store_as
 from onward.trainer.onnx_import.ops.cast import is_packed
 from onward.trainer.onnx_import.ops.quant import ScaleLayout, broadcast_scale, dequantize, quantized_values
 from onward.trainer.onnx_import.roles import Role
+from onward.trainer.onnx_import.scaled_integers import Axes, Readers, ScaledIntegers, Use, is_code, makes_floats, whole
 from onward.trainer.onnx_import.tracing import Tracer
 from onward.trainer.onnx_import.values import Value
 
@@ -47,6 +48,11 @@ class QuantizedWeight:
     layout: ScaleLayout
     parameters: frozenset[str]
     """Names of the stored scales, and of the zero point."""
+    scale_name: str = ""
+    """The name of the scale, if it is one stored tensor."""
+    only_scales: frozenset[str] = frozenset()
+    """The names among them whose operators do not show what they are: they are read by Mul and Sub, and nothing else
+    reads them."""
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -84,30 +90,31 @@ class QuantizedWeight:
 
 def quantized_weights(graph: onnx.GraphProto, stored: Mapping[str, torch.Tensor]) -> dict[str, QuantizedWeight]:
     """Return the stored integers of the main graph that can be trained. stored: as the file stores them."""
-    unknown = {value.name for value in graph.output}
-    unknown.update(name for body in inner_graphs(graph.node) for node in body.node for name in names_read(node))
-    readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
-    for node in graph.node:
-        for position, name in enumerate(node.input):
-            readers.setdefault(name, []).append((node, position))
+    readers = Readers(graph)
+    scaled = ScaledIntegers(readers, stored)
 
-    def uses(value: str, weight: torch.Tensor, *, moved: bool = False) -> Iterator[_Use | None]:
-        """Yield how each reader of a value dequantizes it. moved: its elements have another order than the weight's."""
-        if value in unknown:
+    def uses(value: str, weight: torch.Tensor, axes: Axes) -> Iterator[Use | None]:
+        """Yield how each reader of a value dequantizes it. axes: where the axes of the weight are in the value."""
+        if value in readers.unknown:
             yield None
-        for node, position in readers.get(value, ()):
+        for _, node, position in readers.of(value):
             if node.op_type in MOVES and position == 0 and len(node.output) == 1:
-                yield from uses(node.output[0], weight, moved=True)
+                yield from uses(node.output[0], weight, axes.after(node))
+            elif makes_floats(node) and is_code(weight):
+                yield from scaled.uses(node.output[0], weight, axes)
             else:
-                yield _use(node, position, weight, stored, moved=moved)
+                yield _use(node, position, weight, stored, moved=axes != whole(weight))
 
     found = {}
     for name, tensor in stored.items():
         if _is_integer(tensor) and tensor.numel():
-            ways = set(uses(name, tensor))
-            if len(ways) == 1 and (use := ways.pop()) is not None:
+            ways = set(uses(name, tensor, whole(tensor)))
+            if len(ways) == 1 and (use := ways.pop()) is not None and _can_scale(use, stored):
                 found[name] = _weight(tensor, use, stored)
-    return found
+    return {
+        name: replace(weight, only_scales=frozenset(filter(scaled.only_scales, weight.parameters)))
+        for name, weight in found.items()
+    }
 
 
 def roles_of_quantized(found: Mapping[str, Role], quantized: Mapping[str, QuantizedWeight]) -> dict[str, Role]:
@@ -119,6 +126,14 @@ def roles_of_quantized(found: Mapping[str, Role], quantized: Mapping[str, Quanti
         return role if trained is None else Role("frozen", f"stored as integers, whose scale {trained} is trained")
 
     return {name: role_of(name, role) for name, role in found.items()}
+
+
+def scales_of(quantized: Mapping[str, QuantizedWeight]) -> dict[str, str]:
+    """Return the stored tensors that are scales or zero points and nothing else, with the integers that they scale.
+
+    Without those of DequantizeLinear and the like, which the analysis of roles knows by their operators.
+    """
+    return {scale: name for name, weight in quantized.items() for scale in weight.only_scales}
 
 
 def with_dequantized(graph: onnx.GraphProto, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -159,32 +174,17 @@ def _is_integer(tensor: torch.Tensor | None) -> bool:
 # -- what the operators read
 
 
-@dataclass(frozen=True)
-class _Use:
-    """How one operand of one node is dequantized."""
-
-    scales: tuple[str, ...]
-    """Names of the tensors whose product is the scale."""
-    zero: str
-    """Name of the zero point, "" if it is 0."""
-    axis: int
-    """The axis along which scales differ, as a non-negative number."""
-    block: int = 0
-    """The number of elements that share a scale, 0: one for each index."""
-
-
 def _use(
     node: onnx.NodeProto, position: int, weight: torch.Tensor, stored: Mapping[str, torch.Tensor], *, moved: bool
-) -> _Use | None:
+) -> Use | None:
     """Return how an operand is dequantized; None if it is no weight, or if its scale is computed in the graph."""
     operands = [*node.input, *[""] * 9]
     found = next((use for at, use in _weights_of(node, weight.ndim, operands) if at == position), None)
     if found is None or (found.zero and found.zero not in stored):
         return None
-    scales = [stored[name] for name in found.scales if name in stored and stored[name].dtype == torch.float32]
-    # with a scale of 0, as some tools give channels that are all zero, no weight has integers
-    if len(scales) < len(found.scales) or not all(scale.all() for scale in scales):
+    if not _can_scale(found, stored):
         return None
+    scales = [stored[name] for name in found.scales]
     if all(scale.numel() == 1 for scale in scales):
         return replace(found, axis=0, block=0)
     if moved or found.block:
@@ -194,38 +194,45 @@ def _use(
     return found if fits else None
 
 
-def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tuple[int, _Use]]:
+def _can_scale(use: Use, stored: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether the scales are stored in fp32 and are nowhere 0, as some tools give channels that are all zero."""
+    scales = [stored[name] for name in use.scales if name in stored]
+    fp32 = [scale for scale in scales if scale.dtype == torch.float32 and bool(scale.all())]
+    return len(fp32) == len(use.scales)
+
+
+def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tuple[int, Use]]:
     """Yield (position, how it is dequantized) of the operands of a node that may be weights. ndim: of the weight."""
     attributes = attributes_of(node)
     operator = node.op_type
     if operator == "DequantizeLinear":
         axis = attributes.get("axis", 1)
         axis = axis % ndim if ndim and -ndim <= axis < ndim else 0
-        yield 0, _Use((name[1],), name[2], axis, attributes.get("block_size", 0))
+        yield 0, Use((name[1],), name[2], axis, attributes.get("block_size", 0))
     elif operator == "QLinearConv":
-        yield 3, _Use((name[4],), name[5], 0)
-        yield 8, _Use((name[1], name[4]), "", 0)
+        yield 3, Use((name[4],), name[5], 0)
+        yield 8, Use((name[1], name[4]), "", 0)
     elif operator == "QLinearMatMul":
-        yield 0, _Use((name[1],), name[2], max(ndim - 2, 0))
-        yield 3, _Use((name[4],), name[5], max(ndim - 1, 0))
+        yield 0, Use((name[1],), name[2], max(ndim - 2, 0))
+        yield 3, Use((name[4],), name[5], max(ndim - 1, 0))
     elif operator == "QGemm" and attributes.get("alpha", 1.0) == 1.0:
-        yield 3, _Use((name[4],), name[5], 0 if attributes.get("transB", 0) else 1)
-        yield 6, _Use((name[1], name[4]), "", max(ndim - 1, 0))
+        yield 3, Use((name[4],), name[5], 0 if attributes.get("transB", 0) else 1)
+        yield 6, Use((name[1], name[4]), "", max(ndim - 1, 0))
     elif operator == "MatMulIntegerToFloat":
-        yield 1, _Use((name[3],), name[5], max(ndim - 1, 0))
+        yield 1, Use((name[3],), name[5], max(ndim - 1, 0))
     elif operator == "DynamicQuantizeMatMul":
-        yield 1, _Use((name[2],), name[3], max(ndim - 1, 0))
+        yield 1, Use((name[2],), name[3], max(ndim - 1, 0))
     elif operator == "QAttention":
-        yield 1, _Use((name[4],), name[7], 1)
+        yield 1, Use((name[4],), name[7], 1)
     elif operator == "QLinearWhere":
-        yield 1, _Use((name[2],), name[3], 0)
-        yield 4, _Use((name[5],), name[6], 0)
+        yield 1, Use((name[2],), name[3], 0)
+        yield 4, Use((name[5],), name[6], 0)
     elif operator in ("QLinearAdd", "QLinearMul"):
-        yield 0, _Use((name[1],), name[2], 0)
-        yield 3, _Use((name[4],), name[5], 0)
+        yield 0, Use((name[1],), name[2], 0)
+        yield 3, Use((name[4],), name[5], 0)
 
 
-def _weight(integers: torch.Tensor, use: _Use, stored: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+def _weight(integers: torch.Tensor, use: Use, stored: Mapping[str, torch.Tensor]) -> QuantizedWeight:
     scale = torch.ones(())
     for name in use.scales:
         # a product of one scale for all and one for each index has those of the latter
@@ -233,4 +240,5 @@ def _weight(integers: torch.Tensor, use: _Use, stored: Mapping[str, torch.Tensor
         scale = scale * factor
     zero = stored[use.zero] if use.zero else None
     names = frozenset(filter(None, (*use.scales, use.zero)))
-    return QuantizedWeight(integers, scale, zero, (use.axis, use.block), names)
+    single = use.scales[0] if len(use.scales) == 1 else ""
+    return QuantizedWeight(integers, scale, zero, (use.axis, use.block), names, single)

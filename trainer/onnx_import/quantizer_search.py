@@ -2,7 +2,7 @@
 
 A scale follows if it is stored in fp32, is positive, and is read by QuantizeLinear and DequantizeLinear alone, on one
 weight or on one computed value and what only rearranges it. That of an int32 bias follows if it is the product of the
-scales of input and weight.
+scales of input and weight. That of a weight may be read by Mul in their place (scaled_integers.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.onnx_graph.index import attributes_of, inner_graphs, names_read
+from onward.trainer.onnx_import.quantized_weights import QuantizedWeight, scales_of
 from onward.trainer.onnx_import.quantizer_scales import (
     INTEGER_TYPES,
     LOG_FACTOR,
@@ -35,24 +36,56 @@ WITHIN_RANGE = frozenset((
     "Relu", "Reshape", "Resize", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
 ))
 """Operators whose results lie in the range of their first operand and 0, so that they share its scale."""
+NOT_POSITIVE = "it is not a positive fp32 number"
 # fmt: on
 
 
 def find_quantizers(
-    graph: onnx.GraphProto, stored: Mapping[str, Tensor], floats: Mapping[str, Tensor], mode: ScaleMode
+    graph: onnx.GraphProto,
+    stored: Mapping[str, Tensor],
+    floats: Mapping[str, Tensor],
+    mode: ScaleMode,
+    quantized: Mapping[str, QuantizedWeight],
 ) -> tuple[Quantizer, ...]:
     """Return the scales of the main graph that can follow what is trained; none where the mode is "frozen".
 
-    stored: tensors as the file has them; floats: the same, integers dequantized. What stays as it is gets a line in
-    the log, with the reason.
+    stored: tensors as the file has them; floats: the same, integers dequantized; quantized: these integers. What stays
+    as it is gets a line in the log, with the reason.
     """
     if mode == "frozen":
         return ()
     found, frozen = _Search(graph, stored, floats, mode).run()
+    for name in scales_of(quantized):
+        of = [weight for weight, each in quantized.items() if each.scale_name == name]
+        multiplied = _of_multiplied(name, {weight: quantized[weight] for weight in of}, stored, mode) if of else None
+        if isinstance(multiplied, Quantizer):
+            found = (*found, multiplied)
+        elif multiplied:
+            frozen[name] = multiplied
     for why in dict.fromkeys(frozen.values()):
         names = [name for name, reason in frozen.items() if reason == why]
         log.info("%d scales of quantization stay as they are, such as %s: %s", len(names), names[0], why)
     return found
+
+
+def _of_multiplied(
+    name: str, of: Mapping[str, QuantizedWeight], stored: Mapping[str, Tensor], mode: ScaleMode
+) -> Quantizer | str:
+    """Return how a scale that Mul reads follows the integers that it scales, or why it does not."""
+    scale = stored[name]
+    if not bool((scale > 0).all() & scale.isfinite().all()):
+        return NOT_POSITIVE
+    if len(of) > 1:
+        return f"it is that of {len(of)} stored tensors"
+    [(weight, integers)] = of.items()
+    if integers.layout[1]:
+        return "it is that of blocks, or of several axes"
+    greatest = greatest_values(integers.dequantized(), integers.layout, scale.numel()).reshape(scale.shape)
+    return Quantizer(
+        kind="weight", mode=mode, scale=name, zero="", state=f"{name}{LOG_FACTOR}" if mode == "train" else "",
+        initial=scale, initial_zero=torch.zeros(()), bounds=integers.bounds, moves_zero=False, layout=integers.layout,
+        weight=weight, greatest=greatest,
+    )  # fmt: skip
 
 
 class _Search:
@@ -87,7 +120,7 @@ class _Search:
         """Return how a scale follows, "bias" for that of an int32 bias, or why it does not follow."""
         scale, readers = self.stored[name], self.readers[name]
         if scale.dtype != torch.float32 or not scale.numel() or not bool((scale > 0).all() & scale.isfinite().all()):
-            return "it is not a positive fp32 number"
+            return NOT_POSITIVE
         if name in self.unknown or any(node.op_type not in QDQ or position != 1 for node, position in readers):
             return "other operators than QuantizeLinear and DequantizeLinear read it"
         nodes = [node for node, _ in readers]

@@ -10,14 +10,15 @@ first one that has an answer:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import onnx
 import torch
 
-from onward.trainer.onnx_graph.index import FLOAT_TYPES, names_read, subgraphs
+from onward.trainer.onnx_graph.index import FLOAT_TYPES, names_read
+from onward.trainer.onnx_graph.inner_tensors import inner_tensors
 from onward.trainer.onnx_graph.row_layout import BOUND
 from onward.trainer.onnx_graph.stored_protos import sparse_names
 from onward.trainer.onnx_import.exporter_records import ExporterRecords
@@ -49,12 +50,16 @@ class Role:
 
 
 def find_roles(
-    graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor], records: ExporterRecords | None = None
+    graph: onnx.GraphProto,
+    weights: Mapping[str, torch.Tensor],
+    records: ExporterRecords | None = None,
+    scales: Mapping[str, str] | None = None,
 ) -> dict[str, Role]:
     """Return the role of every stored float tensor (initializers and Constant nodes) and of quantized weights, by name.
 
-    records: what the exporter wrote about them; without it, all roles are guessed. Tensors stored
-    inside the graphs of If, Loop and Scan are listed too, as frozen, under `node/name`.
+    records: what the exporter wrote about them; without it, all roles are guessed. scales: scales and zero points that
+    their operators do not show, with the integers that they scale (`quantized_weights.scales_of`). Of a lifted model
+    (inner_tensors.py) these are also the tensors of inner graphs and functions.
     """
     # with the names that inner graphs read, and the outputs: a stored tensor may itself be an output
     read = {name for node in graph.node for name in names_read(node)} | {value.name for value in graph.output}
@@ -64,6 +69,8 @@ def find_roles(
     for name, tensor in weights.items():
         if name in sparse:
             found[name] = Role("frozen", SPARSE, written=True)
+        elif scales and name in scales:
+            found[name] = Role("frozen", f"a scale or zero point of {scales[name]}, stored as integers", written=True)
         elif tensor.is_floating_point():
             found[name] = evidence.role(name, tensor)
         # listed although they are integers, so that the report says why a quantized model has nothing to train; a zero
@@ -71,7 +78,7 @@ def find_roles(
         elif name in evidence.flow.quantized and tensor.numel() > 1:
             why = f"{INTEGERS}; train the model it was quantized from"
             found[name] = Role("frozen", why, written=True)
-    return found | dict(_inner_roles(graph))
+    return found
 
 
 def promote_to_trained(
@@ -87,21 +94,18 @@ def promote_to_trained(
     return {name: Role("trained", "named in model.train") if name in chosen else role for name, role in found.items()}
 
 
-def _inner_roles(graph: onnx.GraphProto) -> Iterator[tuple[str, Role]]:
-    """Yield the roles of float tensors that are stored inside inner graphs."""
-    for node in graph.node:
-        for body in subgraphs(node):
-            constants = [
-                (inner.output[0], attribute.t)
-                for inner in body.node
-                for attribute in inner.attribute
-                if inner.op_type == "Constant" and attribute.name == "value"
-            ]
-            for name, tensor in [*((tensor.name, tensor) for tensor in body.initializer), *constants]:
-                if tensor.data_type in FLOAT_TYPES and any(dim > 1 for dim in tensor.dims):
-                    why = f"stored inside the body of {node.op_type}; move it to the main graph to train it"
-                    yield f"{node.name or node.output[0]}/{name}", Role("frozen", why, written=True)
-            yield from _inner_roles(body)
+def inner_roles(model: onnx.ModelProto) -> dict[str, Role]:
+    """Return the roles of what inner graphs and functions store and the import does not lift (inner_tensors.py).
+
+    model: as it was before lifting. They are frozen, and counted.
+    """
+    found = {}
+    for tensor in inner_tensors(model):
+        if tensor.may_be_weight and not tensor.may_train:
+            integers = tensor.proto.data_type not in FLOAT_TYPES
+            why = f"stored as integers inside {tensor.where}" if integers else f"a result of {tensor.where}"
+            found[tensor.name] = Role("frozen", f"{why}; move it to the main graph to train it", written=True)
+    return found
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ class RuntimeNode(nn.Module):
         """The names of the arguments: the node's operands, then the outer names that its inner graphs read."""
         self.statistics = frozenset(statistics)
         """Those of `names` that are running statistics, which a BatchNormalization inside updates in place."""
+        self.frozen_statistics: frozenset[str] = frozenset()
+        """The statistics whose BatchNormalization is frozen: it normalises by them, and leaves them as they are."""
         self.context = context
         self.lower = lower
         # follows `module.to`, so that tensors which the rule creates are on the module's device
@@ -70,7 +72,7 @@ class RuntimeNode(nn.Module):
 
     def _compute(self, *args: Any) -> Any:
         values = dict(zip(self.names, args, strict=True))
-        statistics = [values[name] for name in self.statistics]
+        statistics = [values[name] for name in self.statistics - self.frozen_statistics]
         tracer = EagerTracer(self.get_buffer(ANCHOR).device, training=self.training, statistics=statistics)
         device = tracer.anchor.device
         with contextlib.nullcontext() if device.type == "cpu" else device:  # default device of new tensors

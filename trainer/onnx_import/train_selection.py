@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from torch import fx
+from torch import fx, nn
 
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.index import nodes_inside
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
+from onward.trainer.onnx_import.runtime_node import RuntimeNode
 
 
 def select_trained(module: ImportedGraph, *, train: Sequence[str] = ("*",), freeze: Sequence[str] = ()) -> None:
@@ -42,10 +44,24 @@ def select_trained(module: ImportedGraph, *, train: Sequence[str] = ("*",), free
     if problems:
         raise ConfigError(problems)
     for node in module.graph.nodes:
-        if node.op == "call_module" and isinstance(norm := module.get_submodule(str(node.target)), BatchNorm):
-            # operands 1 and 2 are scale and bias; either may be a constant, which is not a parameter
-            own = [parameters[name] for arg in node.args[1:3] if (name := _initializer(module, arg)) in parameters]
-            norm.frozen = bool(own) and not any(parameter.requires_grad for parameter in own)
+        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(called, BatchNorm):
+            called.frozen = _is_frozen_norm(module, parameters, node.args[1:3])
+        elif isinstance(called, RuntimeNode):
+            operands = dict(zip(called.names, node.args, strict=True))
+            called.frozen_statistics = frozenset(
+                name
+                for inner in nodes_inside([called.node])
+                if inner.op_type == "BatchNormalization"
+                and _is_frozen_norm(module, parameters, [operands.get(name) for name in inner.input[1:3]])
+                for name in inner.input[3:5]
+            )
+
+
+def _is_frozen_norm(module: ImportedGraph, parameters: Mapping[str, nn.Parameter], operands: Iterable[object]) -> bool:
+    """Return whether scale and bias of a BatchNormalization are frozen; either may be a constant, no parameter."""
+    own = [parameters[name] for operand in operands if (name := _initializer(module, operand)) in parameters]
+    return bool(own) and not any(parameter.requires_grad for parameter in own)
 
 
 def _unmatched(module: ImportedGraph, setting: str, patterns: Iterable[str], names: Iterable[str]) -> Iterable[str]:

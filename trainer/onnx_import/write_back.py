@@ -20,8 +20,8 @@ from onward.trainer.onnx_graph.external_data import write_external
 from onward.trainer.onnx_graph.external_ranges import byte_range, is_external
 from onward.trainer.onnx_graph.index import all_tensors
 from onward.trainer.onnx_graph.initializers import store_tensor
+from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
 from onward.trainer.onnx_graph.model_files import read_model
-from onward.trainer.onnx_graph.stored_protos import stored_protos
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, stored_weights
 from onward.trainer.onnx_import.quantized_weights import stored_as_integers
 from onward.trainer.run.durable_files import durable_file
@@ -64,7 +64,7 @@ def fill_weights(
     """
     trained = onnx.ModelProto()
     trained.CopyFrom(model)
-    protos = dict(stored_protos(trained.graph))
+    protos = all_stored_protos(trained)
     attributes = {name: attribute for name, _, attribute in held_attributes(trained.graph)}
     outside = {}
     for name, tensor in stored_as_integers(trained.graph, stored_weights(module), base).items():

@@ -205,6 +205,7 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     model, graph = trainable.model, audit.model.graph
     outputs = [w for name in config.model.outputs for w in output_warnings(model, graph, name, is_run=True)]
     updates = update_warnings(config.optimizer, trainable.module)
+    findings.numbers = (_numbers_trained(trainable.module), audit.numbers())
     findings.warnings = (*exporter_warnings(audit), *outputs, *updates, *same_teacher(config))
     for problem in update_problems(config.optimizer, trainable.module):
         findings.refuse(problem)
@@ -214,6 +215,12 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
         found = output_warnings(model, graph, loss.outputs[0], is_run=True)
         for problem in read_as_logits(loss, config.metrics) if "probabilities" in [w.key for w in found] else ():
             findings.refuse(problem)
+
+
+def _numbers_trained(module: ImportedGraph) -> int:
+    states = {each.state for each in module.quantizers}  # which the file does not hold
+    weights = [weight for name, weight in named_weights(module).items() if name not in states]
+    return sum(weight.numel() for weight in weights if weight.requires_grad)
 
 
 def _run(

@@ -28,6 +28,8 @@ class Findings:
     """Whether a loss does not fit its output at a size that runs, so that no other size is a remedy."""
     warnings: tuple[ExporterWarning, ...] = ()
     trained: int = 0
+    numbers: tuple[int, int] = (0, 0)
+    """As in the record."""
     without_gradient: tuple[str, ...] = ()
     parity: Parity | None = None
     fixed_batch: FixedBatch = "auto"
@@ -58,6 +60,7 @@ class Findings:
         return Rehearsal(
             batches=tuple(self.batches),
             trained=self.trained,
+            numbers=self.numbers,
             without_gradient=self.without_gradient,
             parity=self.parity.difference if self.parity else math.nan,
             judged_by=str(self.parity or ""),

@@ -247,8 +247,7 @@ class ExportedModel(Record):
     test: dict[str, float] = {}
     """Its metrics on `data.test_source`, by which nothing was chosen; {} without one."""
     fp32: dict[str, float] = {}
-    """With `quantize.aware`: metrics of the float file, before any node was inserted. `before` are those with the nodes
-    and without training, which is static quantization."""
+    """With `quantize.aware`: metrics of the float file. `before` are those of static quantization, without training."""
     kernels: dict[str, int] = {}
     """With `quantize.aware`: the operators on integers that onnxruntime runs for the exported file, with numbers."""
     changed: int
@@ -288,15 +287,14 @@ class ExporterWarning(Record):
     what: str
     remedy: str
     changes_training: bool = False
-    """Whether the file trains differently from its module: accept it, or remove the cause, before a run starts."""
+    """Whether other weights are trained than was probably meant: to be accepted, or its cause removed, before a run."""
 
 
 class RehearsedBatch(Record):
     """One micro-batch of the first rows of the data, run through the graph before the training."""
 
     what: Literal["training", "evaluation", "padding"]
-    """`training`: forward and backward. `evaluation`: forward alone. `padding`: forward in evaluation mode and
-    backward, as a replica computes that has no rows left."""
+    """`evaluation`: forward alone. `padding`: both passes in evaluation mode, as by a replica that has no rows left."""
     rows: int
     loss: float
     """Per target; NaN if no label of these rows is a target."""
@@ -327,6 +325,8 @@ class Rehearsal(Record):
     batches: tuple[RehearsedBatch, ...] = ()
     trained: int = 0
     """Number of weights to train."""
+    numbers: tuple[int, int] = (0, 0)
+    """How many numbers are trained, and how many the file stores as weights, statistics and constants."""
     without_gradient: tuple[str, ...] = ()
     """The weights among them whose gradient is zero on these rows, or that the loss does not depend on."""
     parity: float = math.nan
@@ -359,8 +359,10 @@ class Rehearsal(Record):
             f"{' and '.join(str(each.rows) for each in self.batches if each.what == what)} rows ({what})"
             for what in dict.fromkeys(each.what for each in self.batches)
         ]
-        with_gradient = self.trained - len(self.without_gradient)
-        parts = [f"micro-batches of {', '.join(sizes)}", f"{with_gradient} of {self.trained} weights with a gradient"]
+        weights = f"{self.trained - len(self.without_gradient)} of {self.trained} weights with a gradient"
+        if self.numbers[1]:
+            weights += f", trained {self.numbers[0]:,} of {self.numbers[1]:,} numbers"
+        parts = [f"micro-batches of {', '.join(sizes)}", weights]
         if not math.isnan(self.parity):
             parts.append(f"{self.judged_by} differs by {self.parity:.2g}")
         if self.guard:

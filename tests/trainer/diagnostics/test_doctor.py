@@ -305,11 +305,11 @@ INSIDE = """
     }"""
 
 
-def test_a_run_says_why_an_integer_or_a_tensor_inside_a_node_is_not_trained(tmp_path):
+def test_a_run_says_why_an_integer_or_integers_inside_a_branch_are_not_trained(tmp_path):
     model = parsed(INSIDE, w=random(4, 4), starts=np.array([0]), ends=np.array([9]))
     branch = next(each.g for each in model.graph.node[-1].attribute if each.name == "then_branch")
-    branch.initializer.append(numpy_helper.from_array(random(4), "A"))
-    model.graph.node[-1].name = "choice"
+    integers = numpy_helper.from_array(np.arange(4, dtype=np.int8), "Q")
+    branch.initializer.extend([numpy_helper.from_array(random(4), "A"), integers])
     onnx.save(model, tmp_path / "m.onnx")
     np.savez(tmp_path / "d.npz", x=random(20, 4), c=np.ones(20, bool), label=random(20, 4))
 
@@ -325,12 +325,13 @@ def test_a_run_says_why_an_integer_or_a_tensor_inside_a_node_is_not_trained(tmp_
         with pytest.raises(ConfigError, match="'starts' is int64; only tensors of floating-point numbers are trained"):
             refused()
     module = to_module(load_model(tmp_path / "m.onnx"))
-    why = "'choice/A' is frozen: stored inside the body of If; move it to the main graph to train it"
+    select_trained(module, train=["y/A"])
+    why = "'y/Q' is frozen: stored as integers inside the body of If; move it to the main graph to train it"
     with pytest.raises(ConfigError, match=why):
-        select_trained(module, train=["choice/A"])
+        select_trained(module, train=["y/Q"])
     config = build_config(
         {
-            "model": {"path": tmp_path / "m.onnx", "train": ["choice/A"]},
+            "model": {"path": tmp_path / "m.onnx", "train": ["y/Q"]},
             "data": {"source": "digits"},
             "train": {"num_steps": 1},
         }

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveFloat, field_validator
 from onward.trainer.config.section import COMMON, Decay, Length, LengthOrZero, Section
 from onward.trainer.config.urls import FilePath
 
-AcceptedWarning = Literal["merged", "separated", "removed"]
+AcceptedWarning = Literal["merged", "separated", "removed", "mostly_frozen"]
 """The keys of the warnings (diagnostics/exporter_warnings.py) that change what is trained."""
 
 FixedBatch = Literal["auto", "any", "own", "joint"]
@@ -66,7 +66,7 @@ class ModelConfig(Section):
     """Warnings of `onward doctor` that a run accepts although they change what is trained; without, such a run is
     refused. `merged`: weights that an exporter merged are trained as one weight. `separated`: one weight into whose
     uses an exporter folded different things is trained as several. `removed`: biases of zeros that an exporter removed
-    stay absent."""
+    stay absent. `mostly_frozen`: more than a tenth of the numbers of weights cannot be trained, as they are stored."""
     tie: bool = True
     """Train the copies that an exporter made of one weight (such as a transposed embedding) as one weight."""
     fixed_batch: FixedBatch = "auto"

@@ -11,9 +11,10 @@ class QuantizeConfig(Section):
     """How files with QuantizeLinear and DequantizeLinear are trained, and how a float model becomes one."""
 
     scales: Literal["recalibrate", "train", "frozen"] = "recalibrate"
-    """What becomes of the scales and zero points of QuantizeLinear and DequantizeLinear. `recalibrate` = those of
-    computed values are the range of each micro-batch in training, and moving averages of it in evaluation and in the
-    written file; those of weights grow and shrink with the weights. `train` = each scale is a parameter (LSQ), and zero
+    """What becomes of the scales and zero points of QuantizeLinear and DequantizeLinear, and of the scales by which Mul
+    multiplies stored integers. `recalibrate` = those of computed values are the range of each micro-batch in training,
+    and moving averages of it in evaluation and in the written file; those of weights grow and shrink with the weights.
+    `train` = each scale is a parameter (LSQ), and zero
     points stay. `frozen` = as in the file: what grows beyond its range is cut off."""
     aware: bool = False
     """Insert these nodes into a float model before training, with onnxruntime's quantizer, calibrated on training rows.

@@ -39,6 +39,7 @@ from onward.trainer.export.training.optimizer_graph import optimizer_model
 from onward.trainer.model.layers import layer_scales
 from onward.trainer.onnx_graph.external_ranges import load_external
 from onward.trainer.onnx_graph.index import all_tensors, length_of
+from onward.trainer.onnx_graph.inner_tensors import lift_inner_tensors
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.quantized_weights import integer_names
@@ -150,7 +151,8 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
     ]:  # `onward export --training` of a run that does not say so
         raise ExportRefused(problems)
     # each file must load without others beside it
-    model = _whole(model, base)
+    # what inner graphs and functions store would be renamed where functions are inlined
+    model = lift_inner_tensors(_whole(model, base))
     # without fusion: the fused kernels would be decomposed into these calls again (decompositions.py)
     widen = config.model.fixed_batch in ("auto", "any")
     module = to_module(model, fuse=False, tie=config.model.tie, train=config.model.train, widen=widen)

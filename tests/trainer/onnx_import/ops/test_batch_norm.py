@@ -15,6 +15,8 @@ from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.roles import find_roles
+from onward.trainer.onnx_import.train_selection import select_trained
+from tests.support.trained_models import model_with_weights
 
 FEATURES = 6
 
@@ -144,8 +146,8 @@ def test_statistics_behind_arithmetic_are_never_updated_and_named_by_doctor(how)
     assert "frozen_statistics" in keys(model)
 
 
-def test_statistics_inside_a_branch_stay_as_they_are():
-    """Tensors stored inside an inner graph are not trained, and neither is what the branch normalises by."""
+def test_statistics_inside_a_branch_follow_the_batches_that_take_it():
+    """Tensors stored inside an inner graph are trained like others, and so is what the branch normalises by."""
     model = parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
     g (float[N,2] x, bool b) => (float[N,2] y) <float[2,2] w = {1,3,2,7}> {
       h = MatMul(x, w)
@@ -156,7 +158,21 @@ def test_statistics_inside_a_branch_stay_as_they_are():
     }""")
     module = to_module(model)
     x, yes = torch.randn(5, 2), torch.tensor(True)
+    h = x @ torch.tensor([[1.0, 3.0], [2.0, 7.0]])
+    expected = torch.nn.functional.batch_norm(h, None, None, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]), True)
+    torch.testing.assert_close(module.train()(x, yes), expected, atol=1e-5, rtol=1e-5)
+    moved = 0.9 * torch.tensor([0.0, 1.0]) + 0.1 * h.mean(0)
+    torch.testing.assert_close(named_weights(module)["y/m"], moved)
+    module(x, torch.tensor(False))
+    torch.testing.assert_close(named_weights(module)["y/m"], moved)
+    written = model_with_weights(module, model)
+    [then] = [attribute.g for attribute in written.graph.node[1].attribute if attribute.name == "then_branch"]
+    kept = {tensor.name: torch.from_numpy(numpy_helper.to_array(tensor).copy()) for tensor in then.initializer}
+    torch.testing.assert_close(kept["m"], moved)
+    assert kept["s"].tolist() == [1, 2]
+    select_trained(module, freeze=["y/s", "y/o"])
     torch.testing.assert_close(module.train()(x, yes), module.eval()(x, yes))
+    torch.testing.assert_close(named_weights(module)["y/m"], moved)
 
 
 def for_every_position(opset=7):

@@ -134,3 +134,40 @@ def mixture(
     whole = helper.make_node("MoE", ["x", "r", "w1", "b1", "w2", "b2"], ["y"], name="experts", **attributes)
     plain = {name: value for name, value in inputs.items() if name != "m"}
     return contrib_model(node, inputs, packed, ends), contrib_model(whole, plain, floats, ends), values
+
+
+def two_layers(kind: str) -> onnx.ModelProto:
+    """Return x [n, 64] -> W [64, 6] -> Relu -> head [6, 4] of floats; W is stored as `kind` says."""
+    rng = np.random.default_rng(1)
+    head = helper.make_node("Gemm", ["h", "head", "b"], ["y"])
+    relu = helper.make_node("Relu", ["z"], ["h"])
+    stored = {"head": rng.standard_normal((6, 4)).astype(np.float32), "b": np.zeros(4, np.float32)}
+    if kind.startswith("nbits"):
+        packed, _ = matmul_nbits(bits=int(kind[-1]), zero="packed", bias=True)
+        [product] = packed.graph.node
+        product.output[0] = "z"
+        nodes, tensors = [product], list(packed.graph.initializer)
+    else:
+        weight, dims = "w", (64, 6)
+        nodes = [helper.make_node("DequantizeLinear", ["integers", "scale"], ["w"])]
+        if kind == "transposed":
+            dims, weight = (6, 64), "wt"
+            nodes.append(helper.make_node("Transpose", ["w"], ["wt"], perm=[1, 0]))
+        gemm = kind == "gemm"
+        dims = (6, 64) if gemm else dims
+        nodes.append(
+            helper.make_node("Gemm" if gemm else "MatMul", ["x", weight], ["z"], **({"transB": 1} if gemm else {}))
+        )
+        integers = rng.integers(-8, 8, dims).astype(np.int8)
+        four_bits = helper.make_tensor("integers", TensorProto.INT4, dims, integers.flatten().tolist())
+        scale = numpy_helper.from_array(np.float32(0.05), "scale")
+        tensors = [four_bits if kind == "int4" else numpy_helper.from_array(integers, "integers"), scale]
+    graph = helper.make_graph(
+        [*nodes, relu, head],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 64])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4])],
+        [*tensors, *(numpy_helper.from_array(value, name) for name, value in stored.items())],
+    )
+    imports = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)

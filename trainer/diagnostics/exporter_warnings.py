@@ -231,7 +231,10 @@ def _quantized(audit: AuditInput) -> Iterator[ExporterWarning]:
         yield ExporterWarning(
             key="quantized",
             what=f"{len(found)} weights are quantized ({found[0]}, ...) and stay frozen",
-            remedy="train the model it was quantized from; export.variants quantizes the result",
+            remedy=(
+                "train the model it was quantized from; export.variants quantizes the result; or put adapters beside "
+                "them (lora.weights)"
+            ),
         )
 
 
@@ -256,7 +259,11 @@ LARGE_PART = 0.1
 def _mostly_frozen(audit: AuditInput) -> Iterator[ExporterWarning]:
     """Warn of weights that no setting can train, unless the settings leave out others as well."""
     trainable = [name for name, role in audit.roles.items() if role.kind == "trained" and name not in audit.copies]
-    frozen = {name: audit.numbers_of(name) for name, role in audit.roles.items() if _is_untrainable(role)}
+    frozen = {
+        name: audit.numbers_of(name)
+        for name, role in audit.roles.items()
+        if _is_untrainable(role) and f"{name}.lora_a" not in audit.roles
+    }
     total = sum(frozen.values()) + sum(map(audit.numbers_of, trainable))
     if len(audit.trained()) < len(trainable) or sum(frozen.values()) <= LARGE_PART * total:
         return
@@ -268,7 +275,10 @@ def _mostly_frozen(audit: AuditInput) -> Iterator[ExporterWarning]:
             f"{sum(frozen.values()):,} of the {total:,} numbers of weights stay frozen, because of how the file stores "
             f"them: {shown}"
         ),
-        remedy="train the model in floating point, if you have it, and quantize the result (export.variants)",
+        remedy=(
+            "train the model in floating point, if you have it, and quantize the result (export.variants); or train "
+            "adapters beside quantized weights (lora.weights)"
+        ),
         changes_training=True,
     )
 

@@ -9,6 +9,7 @@
 A is initialised Kaiming-uniform and B with zeros, so an adapted graph first computes the same as the graph. No matrix
 of W's size is made, unless a weight is also read by another operator than a product, a convolution or a look-up of
 rows: then W + (alpha / rank) B A is computed. W keeps the layout of the file ([outputs, inputs] or its transpose).
+Beside quantized weights the file itself gets adapters, which are ordinary weights here (quantized_adapters.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import difflib
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -91,10 +92,13 @@ def adapted(weight: Tensor, a: Tensor, b: Tensor, scale: float, outputs_first: b
 # -- adding adapters
 
 
-def add_adapters(module: ImportedGraph, config: LoraConfig, *, seed: int) -> tuple[Adapter, ...]:
+def add_adapters(
+    module: ImportedGraph, config: LoraConfig, *, seed: int, beside: Collection[str] = ()
+) -> tuple[Adapter, ...]:
     """Give every matching weight an adapter, in place: parameters `<weight>.lora_a` and `<weight>.lora_b`.
 
-    The same seed makes the same adapters on every rank. Raises ConfigError for each pattern that matches no weight
+    beside: the factors of the adapters that the graph itself has beside quantized weights. The same seed makes the
+    same adapters on every rank. Raises ConfigError for each pattern that matches no weight
     of a product or convolution, and for each weight whose use leaves no place for `lora.dropout`.
     """
     reads = {
@@ -106,10 +110,11 @@ def add_adapters(module: ImportedGraph, config: LoraConfig, *, seed: int) -> tup
     chosen = {
         name: uses for name, uses in candidates.items() if any(fnmatchcase(name, pattern) for pattern in config.weights)
     }
+    adapted_weights = [*chosen, *(name.removesuffix(".lora_a") for name in beside)]
     problems = [
         f"lora.weights: {_why_none(pattern, module)}; there is {_nearest(pattern, list(candidates))}"
         for pattern in config.weights
-        if not any(fnmatchcase(name, pattern) for name in chosen)
+        if not any(fnmatchcase(name, pattern) for name in adapted_weights)
     ]
     problems += [
         f"lora.dropout: {name!r} is also read by {uses.other}, where its adapter has no input to drop; leave it out"
@@ -120,7 +125,21 @@ def add_adapters(module: ImportedGraph, config: LoraConfig, *, seed: int) -> tup
         raise ConfigError(problems)
     if config.dropout:
         module.add_module(DROPOUT, Dropout(config.dropout))
+        _drop_inputs(module, beside)
     return tuple(_adapt(module, name, uses, config, seed) for name, uses in chosen.items())
+
+
+def _drop_inputs(module: ImportedGraph, factors: Collection[str]) -> None:
+    """Drop the inputs of the adapters beside quantized weights."""
+    for read in [node for node in module.graph.nodes if node.op == "get_attr"]:
+        name = module.onnx_names.get(str(read.target), "")
+        if name in factors and name.endswith(".lora_a"):
+            [use] = _Uses.of(read).uses
+            with module.graph.inserting_before(use.node):
+                dropped = module.graph.call_module(DROPOUT, (use.node.args[use.x],))
+            use.node.update_arg(use.x, dropped)
+    module.graph.lint()
+    module.recompile()
 
 
 def _why_none(pattern: str, module: ImportedGraph) -> str:
@@ -129,8 +148,8 @@ def _why_none(pattern: str, module: ImportedGraph) -> str:
     integers = [name for name in stored if module.roles[name].reason.startswith(INTEGERS)]
     if integers:
         return (
-            f"{integers[0]!r} is stored as integers, to which an adapter cannot be added when the file is written (the "
-            "integers are coarser than it); put the adapters on the model that it was quantized from"
+            f"{integers[0]!r} is stored as integers, and is no second operand of a single MatMulNBits, MatMul or Gemm "
+            "of floats, beside which the file can have an adapter; put it on the model that this one was quantized from"
         )
     return f"no MatMul, Gemm or Conv weight matches {pattern!r}"
 

@@ -1,7 +1,8 @@
 """Make the module that a configuration trains from its ONNX file, and turn it back into one that can be written.
 
 model.onnx
-    -> surgery: untie weights, replace the head      `TrainableModel.model`, the whole graph that is written back
+    -> surgery: untie weights, replace the head
+    -> adapters beside quantized weights             `TrainableModel.model`, the whole graph that is written back
     -> cut from model.start, or the end of the pre-processing, to model.output
     -> rows on axis 0, constants for bound inputs    (model.bind, model.batch_axes)
     -> import as a torch.fx graph
@@ -31,6 +32,7 @@ from onward.trainer.model.adapters import Adapter, add_adapters, merge_adapters
 from onward.trainer.model.fixed_batch import use_of_part
 from onward.trainer.onnx_graph import surgery
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
+from onward.trainer.onnx_graph.quantized_adapters import add_quantized_adapters
 from onward.trainer.onnx_graph.row_layout import rows_first
 from onward.trainer.onnx_graph.stochastic_depth import draws_noise
 from onward.trainer.onnx_import.converters import load_converters
@@ -71,12 +73,13 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: boo
     load_converters(config.model.converters)
     model, base = load_model(config.model.path, by_parts=by_parts), config.model.path.parent
     surgery.apply_surgery(model, config.model, seed=config.train.seed)
+    beside = add_quantized_adapters(model, config.lora, seed=config.train.seed)
     settings = begin_at_numbers(model, config.model)
     if also:
         returned = tuple(dict.fromkeys((*settings.named_outputs(model.graph.output[0].name), *also)))
         settings = settings.model_copy(update={"output": returned})
     part = rows_first(surgery.extract_subgraph(model, settings), settings)
-    chosen = (*config.model.train, *config.lora.also_train)
+    chosen = (*config.model.train, *config.lora.also_train, *beside)
     widen = _widen(part, config)
     module = to_module(
         part,
@@ -102,9 +105,9 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: boo
     if not config.lora.weights:
         select_trained(module, train=config.model.train, freeze=settings.freeze)
         return TrainableModel(module, model, base, (), plain, dropout)
-    adapters = add_adapters(module, config.lora, seed=config.train.seed)
+    adapters = add_adapters(module, config.lora, beside=beside, seed=config.train.seed)
     own = tuple(name for adapter in adapters for name in (adapter.a, adapter.b))
-    select_trained(module, train=(*own, *config.lora.also_train), freeze=settings.freeze)
+    select_trained(module, train=(*own, *beside, *config.lora.also_train), freeze=settings.freeze)
     return TrainableModel(module, model, base, adapters, plain, dropout)
 
 

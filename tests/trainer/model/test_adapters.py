@@ -22,7 +22,6 @@ from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from tests.support import graphs
-from tests.support.packed import matmul_nbits
 from tests.support.trained_models import model_with_weights
 
 Open = Callable[..., TrainableModel]
@@ -235,9 +234,3 @@ def test_patterns_that_match_no_product_and_dropout_that_has_no_place_are_refuse
     )
     with pytest.raises(ConfigError, match="'w' is also read by"):
         opened(read_by_something_else(), lora={"weights": ["w"], "dropout": 0.1})
-
-
-def test_an_adapter_of_packed_weights_is_refused_with_the_reason(opened: Open) -> None:
-    model, _ = matmul_nbits(bias=True)
-    with pytest.raises(ConfigError, match=r"'packed' is stored as integers, to which an adapter cannot be added"):
-        opened(model, lora={"weights": ["pack*"]})

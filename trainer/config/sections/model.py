@@ -150,7 +150,8 @@ class GraphConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA): W + (alpha / rank) B A. Only A and B are trained; export merges them into W."""
+    """Low-rank adapters (LoRA): W + (alpha / rank) B A. Only A and B are trained; export merges them into W. Beside a
+    quantized W the exported file has them as nodes."""
 
     weights: tuple[str, ...] = ()
     """Glob patterns of the MatMul, Gemm and Conv weights that get an adapter; empty = no adapters."""

@@ -114,12 +114,13 @@ def test_the_same_seed_gives_the_same_adapters(tmp_path: Path) -> None:
 def test_dropout_of_its_input_acts_in_training_only(tmp_path: Path) -> None:
     onnx.save(two_layers("int4"), tmp_path / "model.onnx")
     module = opened(tmp_path / "model.onnx", weights=["integers"], dropout=0.5).module
+    torch.manual_seed(0)
     with torch.no_grad():
         named_weights(module)["integers.lora_b"].fill_(1.0)
         trained = [module.train()(torch.from_numpy(X)) for _ in range(2)]
         evaluated = [module.eval()(torch.from_numpy(X)) for _ in range(2)]
-    assert not torch.equal(*trained)
-    assert torch.equal(*evaluated)
+    assert (trained[0] - trained[1]).abs().max() > 0.1
+    torch.testing.assert_close(*evaluated, rtol=1e-6, atol=1e-6)  # where memory lies may change the order of sums
 
 
 def test_integers_that_operators_on_integers_read_have_no_adapter(tmp_path: Path) -> None:

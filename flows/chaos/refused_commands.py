@@ -65,7 +65,10 @@ def flip_all_checkpoints(scene: Scene, choice: float) -> str:
 
 
 def _must_end(scene: Scene, words: tuple[str, ...], *, status: int) -> str:
-    """Run a command and return what it printed; raise ConfigError unless it ends with this exit status in time."""
+    """Run a command and return what it printed; raise ConfigError unless it ends with this exit status in time.
+
+    Raises NoTarget where the run was done before the command looked at it.
+    """
     environment = {**os.environ, **scene.environment()}
     try:
         ended = subprocess.run(
@@ -78,6 +81,8 @@ def _must_end(scene: Scene, words: tuple[str, ...], *, status: int) -> str:
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"onward {' '.join(words)} refused nothing in {LONGEST_REFUSAL_S:g} s") from None
+    if ended.returncode == 0 and scene.run_dir.exported.exists():
+        raise NoTarget("the run was done before the command looked at it")
     if ended.returncode != status:
         last = " / ".join(ended.stderr.strip().splitlines()[-3:])
         raise ConfigError(f"onward {' '.join(words)} ended with status {ended.returncode}, not {status}: {last}")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from onward.flows.chaos.chaos import ends_early
 from onward.flows.chaos.file_faults import flip_bit
 from onward.flows.chaos.kinds import KINDS
 from onward.flows.chaos.plan import make_plan, seconds
-from onward.flows.chaos.scene import Scene
+from onward.flows.chaos.refused_commands import second_resume
+from onward.flows.chaos.scene import NoTarget, Scene
 from onward.flows.chaos.soak import Soak
 from onward.trainer.errors import ConfigError
+from onward.trainer.run.directory import RunDir
 from tests.support.ranks import ROOT
 from tests.support.workshop import Workshop, finished
 
@@ -65,6 +68,23 @@ def test_a_flipped_bit_is_one_bit(tmp_path: Path) -> None:
     flip_bit(path, 0.5)
     content = path.read_bytes()
     assert (len(content), sum(byte.bit_count() for byte in content), content[500].bit_count()) == (1000, 1, 1)
+
+
+def test_a_run_that_was_done_before_a_command_could_refuse_it_is_no_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The soak of 28 November ended without an account, since a run was done just before its second `onward resume`."""
+    ended = subprocess.CompletedProcess(
+        [], 0, stdout="", stderr="onward: config-15 is finished, and nothing was started"
+    )
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    scene = Scene(tmp_path, "tag", run=RunDir(tmp_path / "runs" / "one"))
+    with pytest.raises(ConfigError, match="ended with status 0, not 2"):
+        second_resume(scene, 0.5)
+    scene.run_dir.exported.parent.mkdir(parents=True)
+    scene.run_dir.exported.write_text("{}")
+    with pytest.raises(NoTarget, match="the run was done"):
+        second_resume(scene, 0.5)
 
 
 def account(fault: dict[str, Any], **more: Any) -> tuple[str, ...]:

@@ -67,7 +67,10 @@ class Recurrence(nn.Module):
         named = dict(zip(STATES, given, strict=False))  # only an LSTM has initial_c
         check_operands(self.layer, x, w, r, B=b, sequence_lens=lengths, P=peepholes, **named)
         states = [x.new_zeros(w.shape[0], x.shape[1], r.shape[2]) if state is None else state for state in given]
-        if self.is_standard and peepholes is None:
+        # only shapes are asked for: torch's kernels make a dozen calls in Python for each step, also without numbers
+        if x.is_meta and not any(operand.requires_grad for operand in (x, w, r)):
+            y = x.new_empty(*x.shape[:2], w.shape[0], r.shape[2])
+        elif self.is_standard and peepholes is None:
             y, states = run_kernel(self.layer, x, flat_weights(self.layer, w, r, b), lengths, states)
         else:
             y, states = run_step_by_step(self.layer, x, (w, r, b, peepholes), lengths, states)

@@ -20,7 +20,7 @@ from onward.flows.machine.findings import Finding, Level
 from onward.trainer.extras import how_to_install
 
 NEWEST_TRIED = {
-    "torch": "2.13",
+    "torch": "2.14",
     "onnx": "1.23",
     "onnxruntime": "1.32",
     "prefect": "3.9",

@@ -11,6 +11,7 @@ All but the last have exactly the bits of torch's own operators, whose backward 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,6 +74,15 @@ def _clamp(x: Tensor, least: float | None, most: float | None) -> tuple[Tensor, 
     return raised if most is None else torch.clamp_max(raised, most), raised
 
 
+@functools.cache
+def _passes_at_bounds() -> bool:
+    """Return whether torch's clamp passes a gradient on where x is one of the bounds, as it does before torch 2.14."""
+    x = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(torch.clamp_min(x, 0.0), x)
+    return bool(gradient)
+
+
 class _Masked(torch.autograd.Function):
     """A function that passes a gradient on where a bit is set, and elsewhere 0 or `slope` times the gradient."""
 
@@ -89,9 +99,10 @@ class _Masked(torch.autograd.Function):
         else:
             least, most = numbers
             result, raised = _clamp(x, least, most)
-            mask = raised <= most if most is not None else x >= least
+            below, above = (torch.le, torch.ge) if _passes_at_bounds() else (torch.lt, torch.gt)
+            mask = below(raised, most) if most is not None else above(x, least)
             if least is not None and most is not None:
-                mask.logical_and_(x >= least)
+                mask.logical_and_(above(x, least))
         context.save_for_backward(pack_bits(mask))
         context.shape, context.strides = mask.shape, mask.stride()
         context.num_numbers = len(numbers)

@@ -69,7 +69,7 @@ def add_quantized_adapters(model: onnx.ModelProto, config: LoraConfig, *, seed: 
             numpy_helper.from_array(values.astype(dtype), of)
             for of, values in ((a, drawn), (b, zeros), (_scale_of(name), scale))
         )
-        nodes = _nodes_beside(product.node, name)
+        nodes = _nodes_beside(product.node, name)  # which gives the product's result another name
         added[product.node.output[0]] = nodes
     if problems:
         raise ConfigError(problems)

@@ -49,7 +49,7 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [
         ("worst classes" if not number else "", each) for number, each in enumerate(facts.get("worst_classes", ()))
     ]
-    rows += [(key.replace("_", " "), facts[key]) for key in ("ended_early", "to_go_on") if facts.get(key)]
+    rows += [(key.replace("_", " "), facts[key]) for key in ("exported", "ended_early", "to_go_on") if facts.get(key)]
     rows += [(name.replace("/", " "), f"{value:.4f}") for name, value in sorted(facts.get("test", {}).items())]
     rounding = f", its kernels round by {facts['rounding']:.2g}" if facts.get("rounding") else ""
     return [

@@ -17,6 +17,7 @@ from onward.infra.mlflow_store import file_of
 from onward.tasks.class_tables import class_table
 from onward.tasks.log_damage import damage_of_log
 from onward.trainer.bounds import RECORD_BYTES, read_bounded
+from onward.trainer.checkpoint.retention import announced, describe_exported
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
@@ -117,6 +118,8 @@ class RunOutcome(RunStatus):
     """The evaluation under onnxruntime of the file that came in."""
     after: dict[str, float]
     """The evaluation under onnxruntime of the trained file."""
+    exported: str
+    """The step whose weights were exported, with its metric, and that of the last step."""
     test: dict[str, float]
     """Its evaluation on `data.test_source`; {} without one."""
     parity: float
@@ -215,6 +218,7 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
         bits_per_byte=bits_per_byte(exported.after["evaluation/loss"], text) if text else {},
         before=exported.before,
         after=exported.after,
+        exported=describe_exported(exported.step, announced(run), trained, config),
         test=exported.test,
         parity=exported.parity,
         rounding=exported.rounding,

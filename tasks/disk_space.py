@@ -62,10 +62,12 @@ def most_checkpoints(config: RunConfig) -> int:
     """Return how many checkpoints of the run can be on the disk at once: the newest, the best and the one written."""
     saving = config.checkpoint
     most = saving.keep_newest + 2
-    if not saving.period and not saving.minutes:
+    # by time, or at the best evaluations, one may follow any step
+    at_any_step = saving.minutes > 0 or config.export.checkpoint == "best"
+    if not saving.period and not at_any_step:
         return 1
-    # with num_epochs the number of steps is known only when the data is sharded, and that by time is never known
-    period = 1 if saving.minutes else saving.period
+    # with num_epochs the number of steps is known only when the data is sharded
+    period = 1 if at_any_step else saving.period
     return min(most, math.ceil(config.train.num_steps / period)) if config.train.num_steps else most
 
 

@@ -32,6 +32,7 @@ from onward.tasks.promotion import promote
 from onward.tasks.shown_in_mlflow import result_tags, version_tags
 from onward.tasks.subprocesses import run_module
 from onward.tasks.task_logger import IN_RESULT
+from onward.trainer.checkpoint.retention import describe_exported
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.urls import redacted, url_of
@@ -88,6 +89,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
     """
     config = read_config(run)
     chosen = choose(checkpoints, config.export.checkpoint)
+    log.info("exporting %s", describe_exported(chosen.step, checkpoints, result, config))
     with registering_prepared(read_record(run.identity, RunIdentity).tracking_uri):
         exported = _verified_before(run, chosen) or export_file(run, chosen.path)
     tags = {"step": str(exported.step), "checkpoint": chosen.path.name, "attempts": str(result.attempts)}

@@ -208,7 +208,7 @@ def train(
     spent.lap("setup")
     spent.emit(state.step)
     if state.step == 0:
-        state = state.evaluated(evaluate(0)).counted(config)
+        state = state.evaluated(evaluate(0), config.checkpoint).counted(config)
         spent.lap("evaluation")
         spent.emit(0)
 
@@ -290,13 +290,14 @@ def train(
         spent.lap("steps", wait_s=waits_s / mpi.world_size)
         evaluates = evaluation_is_due(config.train.evaluation_period, state, size, num_rows=batches.num_rows)
         if evaluates or ending:
-            state = state.evaluated(evaluate(step))
+            state = state.evaluated(evaluate(step), config.checkpoint)
             spent.lap("evaluation")
         if evaluates:
             state = state.counted(config)
         reason = reason_to_end(state.stop, config)
         last = stopping or ending or bool(reason)
-        if every(config.checkpoint.period, step) or due or last:
+        is_best = state.is_best and config.export.checkpoint == "best"
+        if every(config.checkpoint.period, step) or due or last or is_best:
             save_checkpoint(last=last)
             spent.lap("checkpoint")
         spent.emit(step)

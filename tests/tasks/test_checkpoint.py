@@ -53,7 +53,7 @@ def save_steps(run: RunDir, losses: dict[int, float | None]) -> None:
     state = TrainState(step=0, samples_seen=0, scaler={}, metrics={})
     for step, loss in losses.items():
         state = state.model_copy(update={"step": step})
-        state = state if loss is None else state.evaluated({"evaluation/loss": loss})
+        state = state if loss is None else state.evaluated({"evaluation/loss": loss}, CheckpointConfig())
         parts = {"model/w": (torch.full((100,), float(step)), Placement.full((100,)))}
         save(run, attempt=run.current_attempt, state=state, parts=parts, mpi=ALONE)
 

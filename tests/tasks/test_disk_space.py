@@ -22,14 +22,15 @@ NEEDS = Needs(rank_bytes=1, checkpoint_bytes=30_000_000, model_bytes=10_000_000)
 
 def config(tmp_path: Path, **sections: Any) -> RunConfig:
     (tmp_path / "model.onnx").write_bytes(bytes(100))
-    given = {
+    given: dict[str, Any] = {
         "model": {"path": str(tmp_path / "model.onnx")},
         "data": {"source": "digits"},
         "train": {"num_steps": 40, "global_batch_size": 4},
         "launch": {"device": "cpu", "start_timeout_s": 60},
         "checkpoint": {"period": 10, "minutes": 0},
     }
-    return build_config(given | sections)
+    exported = {"checkpoint": "last"} | sections.pop("export", {})
+    return build_config(given | sections | {"export": exported})
 
 
 def disk(monkeypatch: pytest.MonkeyPatch, *, free: int, inodes: int = 10**9, has_inodes: bool = True) -> None:
@@ -77,9 +78,9 @@ def test_checkpoints_that_a_resumed_run_has_already_need_no_further_room(tmp_pat
 
 
 def test_no_more_checkpoints_are_counted_than_the_run_saves(tmp_path: Path) -> None:
-    def most(period: int, minutes: float = 0.0, **train: Any) -> int:
-        saving = {"period": period, "minutes": minutes}
-        return most_checkpoints(config(tmp_path, checkpoint=saving, train={"global_batch_size": 4} | train))
+    def most(period: int, minutes: float = 0.0, exported: str = "last", **train: Any) -> int:
+        tables = {"checkpoint": {"period": period, "minutes": minutes}, "export": {"checkpoint": exported}}
+        return most_checkpoints(config(tmp_path, train={"global_batch_size": 4} | train, **tables))
 
     assert most(0, num_steps=40) == 1
     assert most(30, num_steps=40) == 2
@@ -87,6 +88,7 @@ def test_no_more_checkpoints_are_counted_than_the_run_saves(tmp_path: Path) -> N
     assert most(10, num_epochs=3) == 5
     assert most(0, 10.0, num_steps=40) == 5, "how many there will be by time is not known"
     assert most(0, 10.0, num_steps=2) == 2
+    assert most(0, exported="best", num_steps=40) == 5, "how many evaluations will be the best so far is not known"
 
 
 def test_a_file_system_without_inodes_left_is_reported_and_one_without_such_a_limit_is_not(

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.records import Record, StopState
 from onward.trainer.run.stopping import after_evaluation
@@ -27,12 +28,28 @@ class TrainState(Record):
     """The last evaluation."""
     evaluated_at: int = 0
     """The step of that evaluation."""
+    best: float | None = None
+    """The best `checkpoint.best_metric` of the evaluations after the first step; None before there is one."""
+    best_at: Count = 0
+    """The step of that evaluation, the first of equals."""
     stop: StopState = StopState()
     """What decides whether the run ends before its last step (run/stopping.py)."""
 
-    def evaluated(self, metrics: dict[str, float]) -> TrainState:
-        """Return this position with the metrics of its evaluation."""
-        return self.model_copy(update={"metrics": metrics, "evaluated_at": self.step})
+    @property
+    def is_best(self) -> bool:
+        """Whether the evaluation at this very step is better than all before it."""
+        return self.best_at == self.step > 0
+
+    def evaluated(self, metrics: dict[str, float], config: CheckpointConfig) -> TrainState:
+        """Return this position with the metrics of its evaluation. NaN is never the best."""
+        evaluated = self.model_copy(update={"metrics": metrics, "evaluated_at": self.step})
+        value = metrics.get(config.best_metric, math.nan)
+        if self.step == 0 or math.isnan(value):  # at step 0 the file is as it came in, and is never saved
+            return evaluated
+        sign = -1.0 if config.greatest_is_best else 1.0
+        if self.best is None or sign * value < sign * self.best:
+            return evaluated.model_copy(update={"best": value, "best_at": self.step})
+        return evaluated
 
     def counted(self, config: RunConfig) -> TrainState:
         """Return this position after its evaluation has counted for [stop]."""
@@ -48,7 +65,7 @@ class TrainState(Record):
 
     def as_start(self) -> TrainState:
         """Return this position for another run, which counts its evaluations and hours from here on."""
-        return self.model_copy(update={"stop": StopState()})
+        return self.model_copy(update={"stop": StopState(), "best": None, "best_at": 0})
 
     def check_reachable(self, source: str, config: RunConfig, *, num_rows: int) -> None:
         """Raise ConfigError when a training with this configuration and `num_rows` rows has no such position."""

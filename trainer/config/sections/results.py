@@ -25,7 +25,7 @@ class CheckpointConfig(Section):
     minutes: SecondsOrZero = 10.0
     """Longest time between checkpoints: one is also saved at the end of the first step that is this long after the one
     before, or after the start of the attempt, by the clock of rank 0. 0 = none by time. The weights do not depend on
-    it, and a training that ends sooner has only the checkpoint after its last step."""
+    it. Beside these, one is saved whenever an evaluation is the best so far, if `export.checkpoint` is `best`."""
     keep_newest: PositiveInt = 3
     """Newest checkpoints to keep, beside the best one."""
     background: Literal["auto"] | bool = "auto"
@@ -121,7 +121,8 @@ class ExportConfig(Section):
     """Which weights are exported, and which checks the file must pass before it is registered."""
 
     checkpoint: Literal["best", "last"] = "best"
-    """Which checkpoint's weights are exported."""
+    """Which checkpoint's weights are exported: those of the best evaluation by `checkpoint.best_metric`, for which a
+    checkpoint is saved whenever an evaluation is the best so far, or those of the last step."""
     weights: Literal["auto", "trained", "average"] = "auto"
     """Which weights of the checkpoint: the trained ones, or their moving average ([average]). `auto` = the average
     where `checkpoint.best_metric` is a metric of it."""

@@ -19,6 +19,7 @@ from onward.tasks.log_damage import damage_of_log
 from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.checkpoint.retention import announced, describe_exported
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.label_units import describe_label_units
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.data.text.masking import describe_masks
@@ -244,7 +245,12 @@ def _data(run: RunDir) -> str:
     if not (path := run.shards / "manifest.json").exists():
         return ""
     manifest = read_record(path, ShardManifest)
-    return "; ".join(filter(None, (manifest.preprocessing, describe_masks(read_config(run), manifest.fitted))))
+    said = (
+        manifest.preprocessing,
+        describe_masks(read_config(run), manifest.fitted),
+        describe_label_units(manifest.fitted),
+    )
+    return "; ".join(filter(None, said))
 
 
 def state_of(run: RunDir) -> State:

@@ -11,12 +11,13 @@ import filecmp
 import logging
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from onward.infra.temporary_folders import owned_folder
 from onward.tasks.subprocesses import how_it_ended, start_module
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.errors import RuntimeUnavailable, UnsupportedModel
@@ -112,7 +113,20 @@ def _with_choices(config: RunConfig, found: Rehearsal) -> RunConfig:
     """Return the configuration with what a rehearsal has measured in place of "auto"."""
     precision = config.precision.model_copy(update={"compute": found.compute or config.precision.compute})
     graph = config.graph.with_compile(found.compile.compiles) if found.compile else config.graph
-    return config.model_copy(update={"precision": precision, "graph": graph})
+    config = config.model_copy(update={"precision": precision, "graph": graph})
+    return _with_output_units(config, found.output_units)
+
+
+def _with_output_units(config: RunConfig, chosen: Sequence[str]) -> RunConfig:
+    """Return the configuration as it is saved, with what was chosen for each loss; chosen: () = nothing was."""
+    if not chosen:
+        return config
+    entries = config.loss or (LossConfig(),)
+    found = (
+        entry.model_copy(update={"output_units": units}) if entry.standardise_label != "none" else entry
+        for entry, units in zip(entries, chosen, strict=True)
+    )
+    return config.model_copy(update={"loss": tuple(found)})
 
 
 def _planned(config: RunConfig, copies: LocalCopies, quantized: Path | None, code: Code) -> RunConfig:

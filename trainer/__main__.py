@@ -120,7 +120,7 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     """Return the rows of a split and the metrics of the configured losses, with which exported files are evaluated."""
     from onward.trainer.data.batches.batches import Batch, evaluation_batches
     from onward.trainer.data.file_rows import FileRows
-    from onward.trainer.data.losses_from_data import with_balanced_weights
+    from onward.trainer.data.losses_from_data import with_losses_from_data
     from onward.trainer.data.signature import read_training_signature
     from onward.trainer.data.storage.shards import open_shards
     from onward.trainer.data.text.byte_counts import with_bytes_of_targets
@@ -132,7 +132,7 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     most = config.data.evaluation_rows if split == "evaluation" else 0
     held_out, signature = open_shards(run.shards, split, most=most), read_training_signature(config.model)
 
-    config = with_balanced_weights(config, open_shards(run.shards, "train"), signature)
+    config = with_losses_from_data(config, open_shards(run.shards, "train"), signature)
     config = with_bytes_of_targets(config, held_out, signature)
     shapes = {output.name: output.shape for output in signature.outputs}
 
@@ -228,6 +228,7 @@ def make_plan(folder: RunDir) -> int:
     die_with_parent()
     with quick_imports():
         from onward.trainer.model.fixed_batch import choose_fixed_batch
+        from onward.trainer.model.output_units import with_first_units
         from onward.trainer.model.teacher import open_with_teacher
         from onward.trainer.parallel.planner import plan
         from onward.trainer.rehearsal.needs import least_needs
@@ -235,6 +236,7 @@ def make_plan(folder: RunDir) -> int:
 
     with exit_with_refusal(folder.root):
         config, _ = choose_fixed_batch(read_config(folder))
+        config = with_first_units(config)
         module = open_with_teacher(config, by_parts=True).module
         needs = least_needs(module, config)  # before the planner divides the module
         write_record(folder.root / "plan.json", plan(config, module).model_copy(update={"needs": needs}))

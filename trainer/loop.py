@@ -24,7 +24,7 @@ from onward.trainer.checkpoint.resume import find_resume_point
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches, evaluation_batches
-from onward.trainer.data.losses_from_data import with_balanced_weights
+from onward.trainer.data.losses_from_data import with_losses_from_data
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.data.text.byte_counts import with_bytes_of_targets
@@ -92,7 +92,7 @@ def train(
     rows = open_shards(run.shards, "train")
     held_out = open_shards(run.shards, "evaluation", most=config.data.evaluation_rows)
     rows, held_out = with_soft_labels((rows, held_out), config, signature, run.teacher, mpi, beat=heartbeat.beat)
-    config = with_balanced_weights(config, rows, signature)
+    config = with_losses_from_data(config, rows, signature)
     batches = Batches(rows, config, signature, **share, device=mpi.device)
     config = with_bytes_of_targets(config, held_out, signature)
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)

@@ -23,6 +23,15 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import LossName, ModelConfig
 
 
+class LabelUnits(Section):
+    """How the numbers of a label become those that a loss compares: (label - center) / scale, of log(1 + label) first
+    with `log`. One number for all elements of a label, or one for each position of its first axis."""
+
+    center: tuple[float, ...]
+    scale: tuple[PositiveFloat, ...]
+    log: bool = False
+
+
 class LossConfig(Section):
     """A loss: what it is, the output that it reads, and the labels that it compares it with. Several `[[loss]]` are
     added up: the loss of a step is the sum of weight x mean over the targets of each."""
@@ -47,6 +56,15 @@ class LossConfig(Section):
     ignore_index: int | None = None
     """Targets with this label are left out of the loss and of its mean (labels that are classes only); not set =
     `model.ignore_index`."""
+    standardise_label: Literal["none", "standard", "robust", "log"] | LabelUnits = "none"
+    """mse, l1, huber, quantile: compare label and output in other units, fitted on the labels of the training rows:
+    `standard` = mean 0, standard deviation 1; `robust` = median 0, interquartile range 1; `log` = `standard` of
+    log(1 + label), for labels from 0 on. The exported file, its metrics and all predictions are in the label's own
+    units: where the graph computes standardised numbers, nodes behind its output turn them back."""
+    output_units: Literal["auto", "standardised", "label"] = "auto"
+    """With `standardise_label`, what the file computes as it comes in: `standardised` numbers, as a model with fresh
+    weights does, or numbers in the units of the `label`, as a trained model may. `auto` = what is nearer to the labels
+    of the first rows, which the rehearsal finds and the run keeps."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """cross_entropy: the share of each label that is spread over all classes."""
     soft_labels: bool = False
@@ -120,17 +138,28 @@ class LossConfig(Section):
         return self.name in ("cross_entropy", "dice") and not self.soft_labels
 
     @property
+    def label_units(self) -> LabelUnits | None:
+        """In which units label and output are compared; None = their own. Data completes the setting before."""
+        if isinstance(self.standardise_label, LabelUnits):
+            return self.standardise_label
+        assert self.standardise_label == "none", "loss.standardise_label is not completed from the data"
+        return None
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is the mean of -log p(label) over the labels that are not ignored, and nothing else."""
         changed = self.label_smoothing or self.class_weights or self.soft_labels
         return self.name == "cross_entropy" and not changed
 
 
+STANDARDISED = ("standardise_label", "output_units")
 TAKEN: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": ("class_axis", "ignore_index", "label_smoothing", "soft_labels", "class_weights"),
+    "mse": STANDARDISED,
+    "l1": STANDARDISED,
     "bce_with_logits": ("class_weights", "positive_weights"),
-    "huber": ("delta",),
-    "quantile": ("quantiles",),
+    "huber": ("delta", *STANDARDISED),
+    "quantile": ("quantiles", *STANDARDISED),
     "focal": ("alpha", "gamma"),
     "dice": ("class_axis", "ignore_index", "smooth"),
     "ctc": ("ignore_index", "blank", "input_lengths"),
@@ -170,6 +199,8 @@ def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
             if name not in (*TAKEN.get(each.name, ()), "ignore_index") and getattr(each, name) != default:
                 takers = [loss for loss, taken in TAKEN.items() if name in taken]
                 yield f"{key(name)} {getattr(each, name)!r} is for {' and '.join(takers)}, not for {each.name}"
+        if each.output_units != "auto" and each.standardise_label == "none":
+            yield f"{key('output_units')} {each.output_units!r} needs {key('standardise_label')}"
         if each.name == "teacher":
             yield f"{key('name')} 'teacher' takes no [loss]; write model.loss = \"teacher\" and remove [loss]"
         if each.name == "file" and not each.file:
@@ -242,6 +273,17 @@ def titles(losses: Sequence[LossConfig], output_names: Sequence[str] = ()) -> li
 def key_of(losses: Sequence[LossConfig], place: int, setting: str) -> str:
     """Return how messages name a setting of a loss: `loss.weight`, or `loss.1.weight` where there are several."""
     return f"loss.{setting}" if len(losses) < 2 else f"loss.{place}.{setting}"
+
+
+def unchosen_units(losses: Sequence[LossConfig], why: str) -> Iterable[str]:
+    """Yield a sentence for each loss with `output_units` to be chosen where nothing can be tried; why: a clause."""
+    for place, each in enumerate(losses):
+        if each.standardise_label != "none" and each.output_units == "auto":
+            key = key_of(losses, place, "output_units")
+            yield (
+                f"{key} 'auto' runs the model on the first rows, but {why}; set it to 'standardised' for a model with "
+                "fresh weights, or to 'label' for one whose outputs are in the units of the labels"
+            )
 
 
 def contradictions(model: ModelConfig, data: DataConfig, loss: Sequence[LossConfig]) -> Iterable[str]:

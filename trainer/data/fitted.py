@@ -12,10 +12,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
+from pydantic import Field
 
-from onward.trainer.data.columns import BYTES, Array, Block, Column, ColumnType, Values, fit_block, in_parts, select
+from onward.trainer.config.losses import LabelUnits
+from onward.trainer.data.columns import (
+    BYTES,
+    Array,
+    Block,
+    Column,
+    ColumnType,
+    Schema,
+    Values,
+    fit_block,
+    in_parts,
+    select,
+)
 from onward.trainer.run.records import Record
 
 
@@ -59,6 +73,25 @@ class Fitted(Record):
     class_counts: tuple[int, ...] = ()
     """Of labels whose classes are weighted by their numbers ("balanced"): how often each class, from 0 on, is among the
     training rows; () = not counted."""
+    label_units: dict[str, LabelUnits] = Field(default_factory=dict)
+    """Of labels that are standardised: `loss.standardise_label` -> the units that it gives the training rows."""
+
+    @property
+    def is_label(self) -> bool:
+        """Whether it is known as a label: what feeds an input has none of these."""
+        return bool(self.classes or self.class_counts or self.label_units)
+
+
+class LabelledRows(Protocol):
+    """Rows of data, read by number."""
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def columns(self) -> Schema: ...
+    @property
+    def fitted(self) -> Mapping[str, Fitted]: ...
+    def read(self, rows: Array) -> dict[str, Values]: ...
 
 
 class FittedComputer(ABC):

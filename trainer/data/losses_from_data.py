@@ -1,4 +1,4 @@
-"""Fill in what only the data says of a loss: class weights that are "balanced", and the axis of the classes.
+"""Fill in what only the data says of a loss: "balanced" class weights, units of labels, and the axis of the classes.
 
 labels 0 0 0 1   ->   weights 4 / (2 x 3) = 0.67 and 4 / (2 x 1) = 2: every class has the same sum of weights, 2
 
@@ -8,46 +8,35 @@ attempt and the export read the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.class_axis import find_class_axis
-from onward.trainer.data.columns import BYTES, Array, Schema, Values
-from onward.trainer.data.fitted import Fitted
+from onward.trainer.data.columns import BYTES, Array, Schema
+from onward.trainer.data.fitted import LabelledRows
 from onward.trainer.data.images.decoding import decode_mask
 from onward.trainer.data.images.geometry import fitted_mask
 from onward.trainer.data.images.image_inputs import Mask, masks
+from onward.trainer.data.label_units import standardised_columns, with_label_units
 from onward.trainer.data.signature import Signature
 from onward.trainer.errors import ConfigError
 
 ROWS_AT_ONCE, FILES_AT_ONCE = 65536, 256
 
 
-class LabelledRows(Protocol):
-    """Rows of data, read by number."""
+def with_losses_from_data(config: RunConfig, rows: LabelledRows, signature: Signature) -> RunConfig:
+    """Return the configuration with numbers in place of "balanced" weights and of "standard" units of labels.
 
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def columns(self) -> Schema: ...
-    @property
-    def fitted(self) -> Mapping[str, Fitted]: ...
-    def read(self, rows: Array) -> dict[str, Values]: ...
-
-
-def with_balanced_weights(config: RunConfig, rows: LabelledRows, signature: Signature) -> RunConfig:
-    """Return the configuration with numbers in place of "balanced"; unchanged if no loss asks for it.
-
-    rows: the training data, or its first rows where only the arithmetic is tried. Reads the labels of all of them if
-    they were not counted before: of first rows, and of shards of an earlier version. Raises ConfigError where there are
-    none.
+    Unchanged if no loss asks for them. rows: the training data, or its first rows where only the arithmetic is tried.
+    Reads the labels of all of them if their numbers are not known: of first rows, and of shards of an earlier version.
+    Raises ConfigError where there are none, and the errors of `with_label_units`.
     """
     losses = config.losses
-    if not any(loss.class_weights == "balanced" for loss in losses):
+    if not any(loss.class_weights == "balanced" for loss in losses) and not standardised_columns(losses):
         return config
     found = [
         loss.model_copy(update={"class_weights": _weights(loss, rows, config, signature)})
@@ -55,7 +44,7 @@ def with_balanced_weights(config: RunConfig, rows: LabelledRows, signature: Sign
         else loss
         for loss in losses
     ]
-    return config.model_copy(update={"loss": tuple(found)})
+    return config.model_copy(update={"loss": with_label_units(found, rows)})
 
 
 def with_class_axes(config: RunConfig, columns: Schema, signature: Signature) -> RunConfig:

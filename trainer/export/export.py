@@ -33,7 +33,7 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.data.losses_from_data import with_balanced_weights, with_class_axes
+from onward.trainer.data.losses_from_data import with_class_axes, with_losses_from_data
 from onward.trainer.data.signature import digest_of_files, model_digest, read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.diff import compare
@@ -95,7 +95,7 @@ def export(
     test: the rows of `data.test_source`, on which the written file is evaluated once; nothing depends on it. Raises
     ExportRefused with a sentence for each check that failed; no file is written then.
     """
-    config, folder = read_config(run), folder or run.export
+    config, folder = _completed(run, read_config(run)), folder or run.export
     examines = config.monitor.report and folder == run.export
     source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
     trainable = open_trainable(config)
@@ -221,7 +221,7 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> Non
     """
     from onward.trainer.export.training.files import write_artifacts
 
-    config = read_config(run)
+    config = _completed(run, read_config(run))
     source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
     trainable = open_trainable(config)
     load_weights(trainable.module, checkpoint.weights)
@@ -232,8 +232,12 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> Non
         settings = begin_at_numbers(written, config.model)
         part = rows_first(extract_subgraph(written, settings), settings)
         rows, signature = open_shards(run.shards, "train"), read_training_signature(config.model)
-        config = with_balanced_weights(with_class_axes(config, rows.columns, signature), rows, signature)
-        write_artifacts(folder, part, config, base=staging)
+        write_artifacts(folder, part, with_class_axes(config, rows.columns, signature), base=staging)
+
+
+def _completed(run: RunDir, config: RunConfig) -> RunConfig:
+    """Return the configuration with what its losses take from the data of the run."""
+    return with_losses_from_data(config, open_shards(run.shards, "train"), read_training_signature(config.model))
 
 
 @contextlib.contextmanager

@@ -132,8 +132,8 @@ def _table_input(feed: Feed, config: RunConfig, manifest: ShardManifest) -> Tabl
 def _column(name: str, manifest: ShardManifest) -> TableColumn:
     raw = name.removesuffix(INDICATOR)
     of_raw = manifest.fitted.get(raw, Fitted())
-    is_label = bool(of_raw.classes or of_raw.class_counts)  # has no indicator, whatever another column is called
-    if raw != name and name not in manifest.fitted and raw in manifest.fitted and not is_label:
+    # a label has no indicator, whatever another column is called
+    if raw != name and name not in manifest.fitted and raw in manifest.fitted and not of_raw.is_label:
         return TableColumn(name=raw, indicates_missing=True)
     found = manifest.fitted.get(name, Fitted())
     return TableColumn(

@@ -2,6 +2,7 @@
 
 model.onnx
     -> surgery: untie weights, replace the head
+    -> nodes that give an output its label's units   (loss.standardise_label)
     -> adapters beside quantized weights             `TrainableModel.model`, the whole graph that is written back
     -> cut from model.start, or the end of the pre-processing, to model.output
     -> rows on axis 0, constants for bound inputs    (model.bind, model.batch_axes)
@@ -31,6 +32,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.model.adapters import Adapter, add_adapters, merge_adapters
 from onward.trainer.model.fixed_batch import use_of_part
 from onward.trainer.onnx_graph import surgery
+from onward.trainer.onnx_graph.output_units import add_output_units
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_graph.quantized_adapters import add_quantized_adapters
 from onward.trainer.onnx_graph.row_layout import rows_first
@@ -73,6 +75,7 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: boo
     load_converters(config.model.converters)
     model, base = load_model(config.model.path, by_parts=by_parts), config.model.path.parent
     surgery.apply_surgery(model, config.model, seed=config.train.seed)
+    add_output_units(model, config.losses)
     beside = add_quantized_adapters(model, config.lora, seed=config.train.seed)
     settings = begin_at_numbers(model, config.model)
     if also:

@@ -16,6 +16,7 @@ from collections.abc import Collection
 import torch
 
 from onward.trainer.onnx_graph.exporter_names import is_exporter_name
+from onward.trainer.onnx_graph.output_units import CENTER, SCALE
 from onward.trainer.onnx_import.graph_flow import GraphFlow
 from onward.trainer.onnx_import.role_tables import ELEMENTWISE
 from onward.trainer.onnx_import.tensor_contents import (
@@ -68,6 +69,8 @@ def frozen_because(name: str, tensor: torch.Tensor, flow: GraphFlow, *, of_modul
     of_module: whether the name says that the tensor is a parameter or a buffer of the module, and no constant of its
     code. names: those of all stored tensors.
     """
+    if name.endswith((SCALE, CENTER)):
+        return "the units of a label (loss.standardise_label)"
     if why := _by_use(name, tensor, flow, of_module=of_module, names=names):
         return why
     if tensor.numel() == 1:

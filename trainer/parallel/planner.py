@@ -25,6 +25,7 @@ from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.model.fixed_batch import choose_fixed_batch
 from onward.trainer.model.layers import layer_scales, number_layers
+from onward.trainer.model.output_units import with_first_units
 from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.optim.weight_settings import settings_of
@@ -49,6 +50,7 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
     config = config.model_copy(update={"precision": resolve_precision(config.precision, capability_of(device))})
     if config.model.fixed_batch == "auto":  # `onward plan`; a rehearsal has chosen it
         config, _ = choose_fixed_batch(config)
+    config = with_first_units(config)
     module = module or open_with_teacher(config, by_parts=True).module
     rates = _rates(module, config)
     # `auto` copies the graph many times, and only the shapes of its weights are used

@@ -25,7 +25,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.first_rows import read_first_rows
-from onward.trainer.data.losses_from_data import with_balanced_weights
+from onward.trainer.data.losses_from_data import with_losses_from_data
 from onward.trainer.data.permutation import permutation
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.distributed.arithmetic import resolve_precision
@@ -33,6 +33,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch
 from onward.trainer.model.layers import layer_scales
 from onward.trainer.model.losses.loss import Losses
+from onward.trainer.model.output_units import choose_output_units
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.model.trainable import TrainableModel, open_trainable
@@ -98,6 +99,7 @@ def prove(config: RunConfig, steps: int) -> Proof:
     """
     started_at = time.monotonic()
     config, use = choose_fixed_batch(completed(config))
+    config, *_ = choose_output_units(config)
     trainable = open_trainable(config)
     trained = _trained_module(config, trainable)
     findings = Findings(fixed_batch=config.model.fixed_batch)
@@ -127,6 +129,7 @@ def prove(config: RunConfig, steps: int) -> Proof:
 def find_rate(config: RunConfig) -> RangeTest:
     """Return the learning rate that a range test of `RANGE_STEPS` steps chooses. Raises the errors of `prove`."""
     config, _ = choose_fixed_batch(completed(config))
+    config, *_ = choose_output_units(config)
     training = _Training(config, _trained_module(config, open_trainable(config)), RANGE_STEPS)
     rates: list[float] = []
     losses: list[float] = []
@@ -160,7 +163,7 @@ class _Training:
         size = config.micro_batch_size
         is_packed = config.data.text is not None and config.data.text.task in ("causal", "masked")
         rows = read_first_rows(config, signature, steps * size, spread=not is_packed)
-        config = with_balanced_weights(config, rows, signature)
+        config = with_losses_from_data(config, rows, signature)
         arithmetic = resolve_precision(config.precision, (0, 0))
         losses = Losses(config.losses, module.output_names, module.output_shapes, soft=config.soft_losses)
         self._graph = RehearsedGraph(module, losses, autocast=partial(autocast, arithmetic, CPU))

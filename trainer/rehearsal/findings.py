@@ -33,6 +33,9 @@ class Findings:
     without_gradient: tuple[str, ...] = ()
     parity: Parity | None = None
     fixed_batch: FixedBatch = "auto"
+    output_units: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    """As in the record."""
     compute: Literal["", "fp32", "bf16"] = ""
     """What was chosen for `precision.compute`."""
     compile: CompileTrial | None = None
@@ -66,6 +69,8 @@ class Findings:
             judged_by=str(self.parity or ""),
             warnings=self.warnings,
             fixed_batch=self.fixed_batch,
+            output_units=self.output_units,  # type: ignore[arg-type]
+            units=self.units,
             compute=self.compute,
             compile=self.compile,
             not_rehearsed=tuple(self.not_rehearsed),

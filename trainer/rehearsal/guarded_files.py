@@ -22,6 +22,7 @@ from onward.trainer.diagnostics.doctor import Diagnosis
 from onward.trainer.errors import ConfigError
 from onward.trainer.export.kernel_rounding import exact_form
 from onward.trainer.export.model_file import ModelFile, full_copy
+from onward.trainer.model.output_units import with_first_units
 from onward.trainer.model.trainable import TrainableModel, merged_module, open_trainable
 from onward.trainer.onnx_graph.outputs import readable_output
 from onward.trainer.onnx_graph.row_layout import rows_first
@@ -168,7 +169,7 @@ def _opened(path: Path, config: RunConfig | None, folder: Path) -> Guarded:
         rows = read_first_rows(config, signature, ROWS)
         number = declared_batch(load_model(path).graph) or ROWS
         inputs = one_batch(rows, config, signature, np.arange(number), training=False).inputs
-    trainable = open_trainable(config)
+    trainable = open_trainable(with_first_units(config))
     file = _with_rows_first(part_in_inference_form(trainable, config, folder), config)
     if inputs is None:
         inputs = _made_up(file, trainable.module)

@@ -90,7 +90,8 @@ def part_in_inference_form(trainable: TrainableModel, config: RunConfig, folder:
 def _as_given(trainable: TrainableModel, config: RunConfig, folder: Path) -> ModelFile | onnx.ModelProto:
     """Return the trained part of the graph, in which nothing is changed but what [model] asks for."""
     model, settings = trainable.model, config.model
-    if not (settings.num_classes or settings.untie or trains_subgraph(model, settings)):
+    adds_units = any(loss.output_units == "standardised" for loss in config.losses)
+    if not (settings.num_classes or settings.untie or adds_units or trains_subgraph(model, settings)):
         return ModelFile(settings.path, model)
     return _part(model, trainable, config, folder)
 

@@ -21,11 +21,13 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from onward.trainer.config.losses import unchosen_units
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.signature import model_bytes
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import Refused, UnsupportedModel
 from onward.trainer.model.fixed_batch import choose_fixed_batch
+from onward.trainer.model.output_units import choose_output_units, with_first_units
 from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
@@ -55,8 +57,12 @@ def rehearse(folder: RunDir) -> None:
             findings.not_rehearsed.append(too_large)
             if config.graph.compile == "auto":
                 findings.compile = not_compiled("the model was not rehearsed, so that nothing was measured")
+            for problem in unchosen_units(config.losses, "the model is too large to be tried here"):
+                findings.refuse(problem)
+            config = with_first_units(config)
             _check_division(config, None, findings)
         else:
+            config, findings.output_units, findings.units = choose_output_units(config)
             trainable = open_trainable(config)
             with_teacher = open_with_teacher(config) if config.teacher.path else trainable
             _check_division(config, with_teacher.module, findings)

@@ -337,6 +337,10 @@ class Rehearsal(Record):
     """What `onward doctor` warns of, for the graph as configured."""
     fixed_batch: FixedBatch = "auto"
     """The `model.fixed_batch` that was chosen for a file that declares a fixed batch."""
+    output_units: tuple[Literal["auto", "standardised", "label"], ...] = ()
+    """What was chosen for `loss.output_units`, one for each loss; () if no loss standardises its label."""
+    units: tuple[str, ...] = ()
+    """Why, one sentence for each choice."""
     compute: Literal["", "fp32", "bf16"] = ""
     """What was chosen for `precision.compute` "auto" on a CPU, by the time of a micro-batch; "" if nothing was."""
     compile: CompileTrial | None = None
@@ -371,6 +375,7 @@ class Rehearsal(Record):
             parts.append(f"precision.compute 'auto' is {self.compute}")
         if self.compile:
             parts.append(f"graph.compile 'auto' is {str(self.compile.compiles).lower()}")
+        parts += self.units
         return f"rehearsed in {self.elapsed_s:.1f} s: " + "; ".join(parts)
 
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from onward.trainer.config.distillation import cache_problems, teacher_problems
-from onward.trainer.config.losses import LossConfig, contradictions, export_problems, filled, key_of, setting_problems
+from onward.trainer.config.losses import (
+    LossConfig,
+    contradictions,
+    export_problems,
+    filled,
+    key_of,
+    setting_problems,
+    unchosen_units,
+)
 from onward.trainer.config.metric_names import has_no_direction
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import MetricConfig, StopConfig, evaluation_names, metric_problems
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
 from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.config.sections.training import AverageConfig, TrainConfig
@@ -24,10 +32,13 @@ def losses(
     parallel: ParallelConfig,
     export: ExportConfig,
     teacher: TeacherConfig,
+    launch: LaunchConfig,
 ) -> Iterable[str]:
     yield from contradictions(model, data, loss)
     losses = filled(model, data, loss)
     yield from setting_problems(losses)
+    if launch.rehearsal == "off":
+        yield from unchosen_units(losses, "launch.rehearsal is 'off'")
     for place, each in enumerate(losses):
         key = key_of(losses, place, "name")
         if each.name == "info_nce" and (train.gradient_accumulation_steps > 1 or parallel.pipeline > 1):

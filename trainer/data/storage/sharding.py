@@ -44,6 +44,7 @@ from onward.trainer.data.columns import (
 )
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
+from onward.trainer.data.label_units import standardised_columns, units_of_column
 from onward.trainer.data.losses_from_data import count_classes, counted_columns
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.read_ahead import read_ahead
@@ -81,27 +82,36 @@ def make_training_shards(
     signature = read_training_signature(config.model)
     columns, computers = read_and_computed(config, signature, infer_schema(config.data))
     directory, manifest, cached = make_shards(config.data, columns, cache, computers=computers, report=report)
-    return directory, with_class_counts(directory, manifest, config, signature), cached
+    return directory, with_label_statistics(directory, manifest, config, signature), cached
 
 
-def with_class_counts(
+def with_label_statistics(
     directory: Path, manifest: ShardManifest, config: RunConfig, signature: Signature
 ) -> ShardManifest:
-    """Return the manifest with the numbers of the classes that "balanced" weights need, also in the directory.
+    """Return the manifest with what losses need to know of all labels, also in the directory.
 
-    Shards without them were made for another loss, or by an earlier version.
+    Numbers of the classes for "balanced" weights, and units for labels that are standardised. Shards without them were
+    made for another loss, or by an earlier version. Raises the errors of `units_of_column`.
     """
-    # labels that transforms make with each batch are not stored
-    names = counted_columns(config.losses)
-    own = {column.name: column for column in manifest.columns if column.name in names}
-    missing = [name for name in own if not manifest.fitted.get(name, Fitted()).class_counts]
-    if not missing:
+    stored = {column.name: column for column in manifest.columns}  # labels that are made with each batch are not
+    known = {name: manifest.fitted.get(name, Fitted()) for name in stored}
+    uncounted = [name for name in counted_columns(config.losses) if name in stored and not known[name].class_counts]
+    kinds = standardised_columns(config.losses)
+    unscaled = [name for name, kind in kinds.items() if name in stored and kind not in known[name].label_units]
+    if not uncounted and not unscaled:
         return manifest
-    # of no other column a value is read
-    rows = Shards(directory, manifest.model_copy(update={"columns": tuple(own[name] for name in missing)}), "train")
+
+    def rows(names: Sequence[str]) -> Shards:
+        # of no other column a value is read
+        columns = tuple(stored[name] for name in names)
+        return Shards(directory, manifest.model_copy(update={"columns": columns}), "train")
+
     fitted = dict(manifest.fitted)
-    for name, counts in count_classes(rows, missing, config, signature).items():
-        fitted[name] = fitted.get(name, Fitted()).model_copy(update={"class_counts": counts})
+    for name, counts in count_classes(rows(uncounted), uncounted, config, signature).items() if uncounted else ():
+        fitted[name] = known[name].model_copy(update={"class_counts": counts})
+    for name in unscaled:
+        units = {**known[name].label_units, kinds[name]: units_of_column(rows([name]), name, kinds[name])}
+        fitted[name] = fitted.get(name, known[name]).model_copy(update={"label_units": units})
     manifest = manifest.model_copy(update={"fitted": fitted}).with_digest()
     write_record(directory / "manifest.json", manifest)
     return manifest

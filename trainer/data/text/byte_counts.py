@@ -17,7 +17,7 @@ import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.columns import Array
-from onward.trainer.data.losses_from_data import LabelledRows
+from onward.trainer.data.fitted import LabelledRows
 from onward.trainer.data.signature import Signature
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError

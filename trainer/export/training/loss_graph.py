@@ -10,6 +10,7 @@ classes is `loss.class_axis`, which `export_training` has filled in from the dat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
 
-from onward.trainer.config.losses import LossConfig, titles
+from onward.trainer.config.losses import LabelUnits, LossConfig, titles
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.export.training.loss_nodes import FORMULAS, LossInputs, class_axis
+from onward.trainer.model.losses.label_units import LEAST, label_axis
 from onward.trainer.onnx_graph import loss_files
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.builder import GraphExtender
@@ -206,10 +208,30 @@ def _append_loss(
     # a half-precision file: the loss is computed in fp32, as in training
     values = [g.op("Cast", output.name, to=TensorProto.FLOAT) for output in outputs]
     rank = len(outputs[0].type.tensor_type.shape.dim)
+    if units := loss.label_units:
+        shape = [dim.dim_value for dim in outputs[0].type.tensor_type.shape.dim]
+        axis, labels_rank = label_axis(units, shape), len(label_dims(loss, shape))
+        values = [_standardised(g, values[0], units, rank - axis)]
+        labels = _standardised(g, labels, units, labels_rank - axis)
     total, count = FORMULAS[loss.name](g, LossInputs(loss, values, labels, rank))
     # of no targets the sum is 0, and so is the mean, not 0 / 0
     some = g.op("Where", g.op("Greater", count, g.constant(0.0)), count, g.constant(1.0))
     g.op("Div", total, some, output=mean)
+
+
+def _standardised(g: GraphExtender, values: str, units: LabelUnits, axes: int) -> str:
+    """Add the nodes of `standardised` (model/losses/label_units.py); axes: the units' own and those behind."""
+    if units.log:
+        least = g.constant(LEAST)
+        line = g.op("Div", g.op("Sub", values, least), g.constant(1 + LEAST))
+        line = g.op("Add", line, g.constant(math.log1p(LEAST)))
+        curve = g.op("Log", g.op("Add", g.op("Max", values, least), g.constant(1.0)))
+        values = g.op("Where", g.op("Greater", values, least), curve, line)
+    for kind, numbers in (("Sub", units.center), ("Div", units.scale)):
+        shape = (len(numbers), *[1] * (axes - 1))
+        stored = numpy_helper.from_array(np.reshape(numbers, shape).astype(np.float32))
+        values = g.op(kind, values, g.op("Constant", value=stored))
+    return values
 
 
 def _output(model: onnx.ModelProto, name: str) -> onnx.ValueInfoProto:

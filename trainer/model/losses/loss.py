@@ -28,6 +28,7 @@ from onward.trainer.data.targets import soft_axis, target_counter, without_lengt
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses import chunked_loss
 from onward.trainer.model.losses.chunked_loss import at_least_fp32
+from onward.trainer.model.losses.label_units import label_axis, standardised
 from onward.trainer.model.losses.loss_file import load_loss
 from onward.trainer.model.losses.loss_formulas import FORMULAS, LossInputs, as_rows
 from onward.trainer.model.losses.teacher_loss import TeacherLoss
@@ -149,6 +150,10 @@ class Loss:
         axis = -1
         if labels is not None and self.name in ("cross_entropy", "dice"):
             axis = self.axis(outputs, labels)
+        if labels is not None and (units := config.label_units):
+            places = label_axis(units, labels.shape), label_axis(units, read[0].shape)
+            labels = standardised(labels.to(read[0].dtype), units, axis=places[0])
+            read = [standardised(read[0], units, axis=places[1])]
         inputs = LossInputs(
             config,
             read,

@@ -244,6 +244,15 @@ def show_proposed(found: Proposed, to_train: str) -> None:
         print(found.proof.summary)
         if found.proof.loss_after > found.proof.loss_before:
             print(wrapped("the loss has not fallen: optimizer.learning_rate may be too high or too low", "  - "))
+        elif found.proof.has_not_moved:
+            print(
+                wrapped(
+                    "the loss has hardly moved, so this proves that the run works, and not that it learns: raise "
+                    "optimizer.learning_rate, scale the inputs (data.table.standardise), and of a regression the label "
+                    "(loss.standardise_label)",
+                    "  - ",
+                )
+            )
     if found.refused:
         _title(f"{found.path} does not train yet")
         for problem in found.refused:

@@ -248,7 +248,7 @@ def _data(run: RunDir) -> str:
     said = (
         manifest.preprocessing,
         describe_masks(read_config(run), manifest.fitted),
-        describe_label_units(manifest.fitted),
+        describe_label_units(read_config(run).losses, manifest.fitted),
     )
     return "; ".join(filter(None, said))
 

@@ -104,7 +104,7 @@ def _decide(
             return answer.model_copy(update={"status": "served", "reason": f"it is the {alias} already"})
         if asked.when == "better" and served and (comparison is None or comparison.version != served.version):
             comparison = _compare(run, served, registry)
-        good, reason = judge(config, comparison if served else None, served)
+        good, reason = judge(config, comparison if served else None, served, exported)
         answer = answer.model_copy(update={"reason": reason, "comparison": comparison if served else None})
         if not good:
             return answer
@@ -119,13 +119,15 @@ def _decide(
         log.info("another run has promoted a version of %s meanwhile: comparing with that one", new.name)
 
 
-def judge(config: RunConfig, comparison: Comparison | None, served: RegisteredVersion | None) -> tuple[bool, str]:
+def judge(
+    config: RunConfig, comparison: Comparison | None, served: RegisteredVersion | None, exported: ExportedModel
+) -> tuple[bool, str]:
     """Return whether the new file may take the place of the served one, and the reason in one sentence."""
     asked, alias = config.export.promote_if, config.export.alias
     if asked.when == "never":
         return False, "export.promote_if is 'never'"
     if served is None:
-        return True, f"it is the first {alias} of its name"
+        return _above_the_floor(config, exported)
     before = f"{alias} version {served.version}"
     if comparison is None:
         return True, f"export.promote_if is 'always': it takes the place of {before}"
@@ -147,6 +149,27 @@ def judge(config: RunConfig, comparison: Comparison | None, served: RegisteredVe
     if not gain > asked.margin:
         return False, f"{values}: not better" + (f" by more than {asked.margin:g}" if asked.margin else "")
     return True, values
+
+
+def _above_the_floor(config: RunConfig, exported: ExportedModel) -> tuple[bool, str]:
+    """Return whether the first file of a name predicts better than what needs no model, and the reason."""
+    first, name = f"it is the first {config.export.alias} of its name", config.promote_metric
+    if config.export.promote_if.when == "always" or config.export.promote_if.floor == "none":
+        return True, first
+    new = (exported.test if name.startswith("test/") else exported.after).get(name, math.nan)
+    sign = 1.0 if config.promote_is_greatest else -1.0
+    known = {what: metrics[name] for what, metrics in exported.baselines.items() if name in metrics}
+    # written with `not`, because every comparison with NaN is false
+    better = {what: value for what, value in known.items() if not math.isnan(value) and not sign * new > sign * value}
+    if not better:
+        beaten = ", ".join(f"{value:.6g} of {what}" for what, value in known.items())
+        return True, f"{first}" + (f": {name} {new:.6g} is better than {beaten}" if beaten else "")
+    what, value = max(better.items(), key=lambda item: sign * item[1])
+    return False, (
+        f"it would be the first {config.export.alias} of its name, but {name} is {new:.6g}, and {what} alone has "
+        f"{value:.6g}: it has learned nothing that is worth serving. Train longer or look at the data; to serve it all "
+        "the same, set export.promote_if.floor = 'none', or `onward promote` moves the alias by hand"
+    )
 
 
 def _compare(run: RunDir, served: RegisteredVersion, registry: Registry) -> Comparison:

@@ -65,14 +65,36 @@ def compared(gain: float, **facts: Any) -> Comparison:
 def test_the_alias_moves_only_to_a_better_file(
     promote_if: dict[str, Any], comparison: Comparison | None, good: bool, reason: str
 ) -> None:
-    found = judge(config_of(**promote_if), comparison, SERVED)
+    found = judge(config_of(**promote_if), comparison, SERVED, of_quality(0.9))
     assert found[0] == good
     assert reason in found[1]
 
 
-def test_the_first_version_is_served_without_a_comparison() -> None:
-    assert judge(config_of(), None, None) == (True, "it is the first champion of its name")
-    assert not judge(config_of(when="never"), None, None)[0]
+def of_quality(loss: float, **baselines: float) -> ExportedModel:
+    """The record of a file, and of predictions without a model."""
+    known = {what.replace("_", " "): {"evaluation/loss": value} for what, value in baselines.items()}
+    after = {"evaluation/loss": loss}
+    common = {"sha256": "", "step": 1, "parity": 0.0, "changed": 1, "before": {}}
+    return ExportedModel(path=Path("m.onnx"), after=after, baselines=known, **common)
+
+
+def test_the_first_version_is_served_only_if_it_predicts_better_than_what_needs_no_model() -> None:
+    first = "it is the first champion of its name"
+    assert judge(config_of(), None, None, of_quality(0.9)) == (True, first)
+    assert not judge(config_of(when="never"), None, None, of_quality(0.9))[0]
+    better = of_quality(0.9, the_mean=1.0)
+    assert judge(config_of(), None, None, better) == (
+        True,
+        f"{first}: evaluation/loss 0.9 is better than 1 of the mean",
+    )
+
+    worse = of_quality(0.9, the_mean=1.0, the_last_known_value=0.5)
+    good, why = judge(config_of(), None, None, worse)
+    assert not good
+    assert "evaluation/loss is 0.9, and the last known value alone has 0.5" in why
+    assert judge(config_of(floor="none"), None, None, worse) == (True, first)
+    assert judge(config_of(when="always"), None, None, worse) == (True, first)
+    assert not judge(config_of(), None, None, of_quality(math.nan, the_mean=1.0))[0], "NaN is better than nothing"
 
 
 # -- on a store

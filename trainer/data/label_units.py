@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from onward.trainer.config.losses import LabelUnits, LossConfig
-from onward.trainer.data.columns import BYTES, Schema
+from onward.trainer.data.columns import BYTES, Array, Schema
 from onward.trainer.data.fitted import Fitted, LabelledRows
 from onward.trainer.data.tables.column_statistics import ColumnStatistics
 from onward.trainer.errors import ConfigError, DataError
 
 ROWS_AT_ONCE = 65536
+LEAST_DEVIATION, MOST_DEVIATION = 0.1, 10.0
+"""Standard deviations of labels with which usual learning rates and initial weights get along."""
 
 
 def standardised_columns(losses: Sequence[LossConfig]) -> dict[str, str]:
@@ -60,6 +62,15 @@ def units_of_column(rows: LabelledRows, name: str, kind: str) -> LabelUnits:
     return LabelUnits(center=stored[0], scale=stored[1], log=kind == "log")
 
 
+def are_far(labels: Array) -> bool:
+    """Return whether numbers are so far from 0 and 1 that a loss should compare them in other units: any shape."""
+    known = labels[np.isfinite(labels)].astype(np.float64)
+    if known.size < 2:
+        return False
+    mean, deviation = abs(float(known.mean())), float(known.std())
+    return deviation > 0 and (mean > 3 * deviation or not LEAST_DEVIATION <= deviation <= MOST_DEVIATION)
+
+
 def with_label_units(losses: Sequence[LossConfig], rows: LabelledRows) -> tuple[LossConfig, ...]:
     """Return the losses with numbers in place of "standard", "robust" and "log"; the others as they are.
 
@@ -93,11 +104,12 @@ def _has_axes(columns: Schema, name: str) -> bool:
     return bool(columns[name].shape)
 
 
-def describe_label_units(fitted: Mapping[str, Fitted]) -> str:
-    """Return in which units losses compare the labels, in one line; "" if in their own."""
+def describe_label_units(losses: Sequence[LossConfig], fitted: Mapping[str, Fitted]) -> str:
+    """Return in which units losses compare their labels, in one line; "" if in their own."""
     said = []
-    for name, of_column in fitted.items():
-        for kind, units in of_column.label_units.items():
+    for name, kind in standardised_columns(losses).items():
+        units = fitted[name].label_units.get(kind) if name in fitted else None
+        if units is not None:
             label = f"log(1 + {name})" if units.log else name
             more = f" and {len(units.center) - 1} more" if len(units.center) > 1 else ""
             said.append(f"the loss compares ({label} - {units.center[0]:.6g}) / {units.scale[0]:.6g}{more} ({kind})")

@@ -38,6 +38,7 @@ from onward.trainer.data.signature import digest_of_files, model_digest, read_tr
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import ExportRefused
+from onward.trainer.export.baselines import Baselines
 from onward.trainer.export.cuda_provider import check_on_cuda
 from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.given_form import GivenFile, difference_of_forms
@@ -112,7 +113,9 @@ def export(
     if config.quantize.aware:
         store_integers(original)
     with _staging_directory(folder) as staging:
-        before = OnnxRunner(trained_part(original, source, staging / "before", config.model), data).evaluate()
+        untrained = OnnxRunner(trained_part(original, source, staging / "before", config.model), data)
+        baselines = Baselines(config, data, untrained.outputs)
+        before = untrained.evaluate(baselines.count)
         load_weights(trainable.module, checkpoint.weights)
         merged = merged_module(trainable)
         path, *beside = write_model(merged, original, source, staging / source.name)
@@ -131,7 +134,8 @@ def export(
         cuda = check_on_cuda(runner, batches=config.export.parity_batches, tolerance=config.export.tolerance)
         examined = data.rows if examines else None
         samples = None if examined is None else WorstSamples(data.new_metrics(runner.outputs).losses, examined)
-        after, fp32, kernels = runner.evaluate(samples), dict[str, float](), dict[str, int]()
+        also = (baselines.measure, *((samples.add,) if samples else ()))
+        after, fp32, kernels = runner.evaluate(*also), dict[str, float](), dict[str, int]()
         if config.quantize.aware:
             floats = read_config_as_given(run).model.path
             fp32 = _metrics_of(ModelFile.read(floats), data, staging / "fp32", config) if floats.is_file() else {}
@@ -152,6 +156,7 @@ def export(
         rounding=runner.rounding,
         before=before,
         after=after,
+        baselines=baselines.compute(),
         fp32=fp32,
         kernels=kernels,
         test=tested,

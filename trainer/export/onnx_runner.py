@@ -39,7 +39,6 @@ from onward.trainer.export.kernel_rounding import ExactForm, Measured, beyond_ro
 from onward.trainer.export.model_file import ModelFile, fp32_copy, full_copy, in_half_precision
 from onward.trainer.export.neighbours import Neighbours
 from onward.trainer.export.reference_evaluator import open_reference
-from onward.trainer.export.samples import WorstSamples
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.index import HALF_TYPES, length_of
 from onward.trainer.onnx_graph.onnxruntime_session import Device, open_session
@@ -152,8 +151,10 @@ class OnnxRunner:
         problems = exact.compare(module, batches=batches, tolerance=tolerance)
         return Measured(problems, exact.parity, self.difference_from(exact, batches=batches))
 
-    def evaluate(self, samples: WorstSamples | None = None) -> dict[str, float]:
-        """Return loss and metrics over all rows of the split, as `<split>/<name>`; add the rows to `samples`.
+    def evaluate(self, *also: Callable[[Sequence[Tensor], Batch, int, int], None]) -> dict[str, float]:
+        """Return loss and metrics over all rows of the split, as `<split>/<name>`.
+
+        also: what is called with the outputs of the rows [start, stop) of a batch, the batch, start and stop.
 
         If the file has a fixed batch size and computes its own loss, the rows repeated to fill its last batch count.
         """
@@ -164,8 +165,8 @@ class OnnxRunner:
                 results = self.run([tensor[start:stop] for tensor in self._inputs_of(batch)])
                 outputs = [self._without_padding(each, stop - start) for each in results]
                 metrics.update(outputs, labels, stop - start)
-                if samples is not None:
-                    samples.add(outputs, batch, start, stop)
+                for each in also:
+                    each(outputs, batch, start, stop)
         return {f"{self._data.split}/{name}": value for name, value in metrics.compute().items()}
 
     def on(self, device: Device) -> OnnxRunner:

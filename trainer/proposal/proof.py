@@ -68,6 +68,11 @@ class Proof(Record):
     elapsed_s: float
 
     @property
+    def has_not_moved(self) -> bool:
+        """Whether the loss has fallen by less than a hundredth: these steps have learned nothing to speak of."""
+        return 0 <= self.loss_before - self.loss_after < 0.01 * abs(self.loss_before)
+
+    @property
     def summary(self) -> str:
         """Return the result in words."""
         return (

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.data.class_axis import find_class_axis
-from onward.trainer.data.columns import TEXT, Column
+from onward.trainer.data.columns import TEXT, Array, Column
+from onward.trainer.data.label_units import are_far
 from onward.trainer.data.signature import Dims, TensorInfo
 from onward.trainer.errors import ConfigError
 from onward.trainer.proposal.facts import Facts
@@ -83,7 +84,10 @@ def _of_numbers(facts: Facts, sample: Dims, name: str) -> Iterator[Reading]:
         if set(different) == {0, 1}:
             yield Reading(name, "bce_with_logits", f"{name} is 0 or 1 in {facts.rows}, and the output one number")
         else:
-            yield Reading(name, "mse", f"{name} holds numbers ({_range(values)}), and the output is one number")
+            why, settings = _of_regression(
+                f"{name} holds numbers ({_range(values)}), and the output is one number", values
+            )
+            yield Reading(name, "mse", why, settings)
         return
     if len(sample) != 1 or is_float:
         return
@@ -123,12 +127,10 @@ def _of_tensors(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]
     )
     if same:
         loss, why = _of_same_shape(facts, column, values)
-        yield Reading(
-            name,
-            loss,
-            f"{name} has the shape of the output; {why}",
-            {"soft_labels": True} if loss == "cross_entropy" else {},
-        )
+        settings: Mapping[str, Any] = {"soft_labels": True} if loss == "cross_entropy" else {}
+        if loss == "mse":
+            why, settings = _of_regression(why, values)
+        yield Reading(name, loss, f"{name} has the shape of the output; {why}", settings)
         return
     if is_float or len(sample) < 2 or values.min() < min(IGNORED, 0):
         return
@@ -159,7 +161,7 @@ def _class_axes(output: Dims, labels: Dims) -> list[int]:
     ]
 
 
-def _of_same_shape(facts: Facts, column: Column, values: np.ndarray[Any, np.dtype[Any]]) -> tuple[str, str]:
+def _of_same_shape(facts: Facts, column: Column, values: Array) -> tuple[str, str]:
     """Return the loss for labels of the output's shape, and why."""
     if set(np.unique(values).tolist()) <= {0, 1}:
         rows = facts.values[column.name]
@@ -189,9 +191,22 @@ def _of_several(facts: Facts, sample: Dims, columns: Sequence[str]) -> Iterator[
         if len(names) == sample[0]:
             values = np.concatenate([facts.joined(name) for name in names])
             loss = "bce_with_logits" if set(np.unique(values).tolist()) == {0, 1} else "mse"
-            yield Reading(tuple(names), loss, f"{len(names)} columns of numbers, as many as the output has")
+            settings: dict[str, Any] = {}
+            why = f"{len(names)} columns of numbers, as many as the output has"
+            if loss == "mse":
+                why, settings = _of_regression(why, *(facts.joined(name) for name in names))
+            yield Reading(tuple(names), loss, why, settings)
             return
 
 
-def _range(values: np.ndarray[Any, np.dtype[Any]]) -> str:
+def _of_regression(why: str, *columns: Array) -> tuple[str, dict[str, Any]]:
+    """Return why, and the settings of a loss of numbers: far from 0 and 1 they are compared in other units."""
+    values = next(filter(are_far, columns), None)
+    if values is None:
+        return why, {}
+    spread = f"mean {float(values.mean()):.4g}, standard deviation {float(values.std()):.4g}"
+    return f"{why}; {spread}: the loss compares them standardised", {"standardise_label": "standard"}
+
+
+def _range(values: Array) -> str:
     return f"{float(values.min()):.4g} to {float(values.max()):.4g}"

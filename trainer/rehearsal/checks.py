@@ -42,6 +42,7 @@ from onward.trainer.rehearsal.compile_trial import decide, not_compiled
 from onward.trainer.rehearsal.empty_labels import check_empty_labels
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.guarded_files import ROWS, guard_run
+from onward.trainer.rehearsal.label_checks import label_warnings
 from onward.trainer.rehearsal.needs import least_needs
 from onward.trainer.rehearsal.parity import NotCompared, compare_untrained
 from onward.trainer.rehearsal.precision_trial import time_precisions
@@ -150,6 +151,7 @@ def checks(
     return [
         ("the warnings of `onward doctor`", lambda: _warn(config, trainable, use, findings)),
         *((size.what, partial(_run, graph, size, batch, findings, gradients=size is first)) for size in sizes),
+        ("the units of the labels", lambda: _warn_of_labels(config, rows, findings)),
         *(timed if config.precision.compute in ("auto", "bf16") and not _is_on_gpu(config) else ()),
         *(counts if any(loss.count for loss in config.losses) else ()),
         *(sums if any(loss.name == "file" for loss in config.losses) else ()),
@@ -215,6 +217,11 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
         found = output_warnings(model, graph, loss.outputs[0], is_run=True)
         for problem in read_as_logits(loss, config.metrics) if "probabilities" in [w.key for w in found] else ():
             findings.refuse(problem)
+
+
+def _warn_of_labels(config: RunConfig, rows: FirstRows, findings: Findings) -> None:
+    if findings.batches:
+        findings.warnings += tuple(label_warnings(config.losses, rows, findings.batches[0].loss))
 
 
 def _numbers_trained(module: ImportedGraph) -> int:

@@ -244,6 +244,8 @@ class ExportedModel(Record):
     """Metrics of the original file on all evaluation data."""
     after: dict[str, float]
     """Metrics of the exported file on all evaluation data, under onnxruntime."""
+    baselines: dict[str, dict[str, float]] = {}
+    """What can be predicted without a model, such as "the mean of the labels" -> its metrics on the same data."""
     test: dict[str, float] = {}
     """Its metrics on `data.test_source`, by which nothing was chosen; {} without one."""
     fp32: dict[str, float] = {}

@@ -30,7 +30,7 @@ def examined(folder: Path, proto: Any, columns: Any, **sections: Any) -> tuple[S
     runner = OnnxRunner(ModelFile.read(read_config(run).model.path), data)
     assert data.rows is not None
     samples = WorstSamples(data.new_metrics(runner.outputs).losses, data.rows)
-    metrics = runner.evaluate(samples)
+    metrics = runner.evaluate(samples.add)
     return samples.record(runner.runtime), metrics
 
 

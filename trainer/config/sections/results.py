@@ -101,7 +101,10 @@ class PromoteConfig(Section):
 
     when: Literal["better", "always", "never"] = "better"
     """`better`: both files are evaluated on the same rows, and the new one must be better; the first version of a name
-    is served at once. `promote_if = "always"` is short for this setting alone."""
+    must be above `floor`. `promote_if = "always"` is short for this setting alone."""
+    floor: Literal["baseline", "none"] = "baseline"
+    """What the first version of a name must beat by the metric that decides: what can be predicted without a model, the
+    most frequent class, the mean of the labels, or the last value of a series; `none` = it is served at once."""
     metric: str = ""
     """The metric that decides, such as `evaluation/accuracy`, or `test/accuracy` on the rows of `data.test_source`;
     empty = `checkpoint.best_metric`."""

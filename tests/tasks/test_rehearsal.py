@@ -343,8 +343,8 @@ def test_what_is_not_reached_in_time_is_named(configured: Configured, tmp_path: 
     assert [each.what for each in found.batches] == ["training"]
     (left,) = found.not_rehearsed
     assert left == (
-        "an evaluation batch of 2 rows, the comparison with onnxruntime, the guard: launch.rehearsal_timeout_s, 1 s, "
-        "was over"
+        "an evaluation batch of 2 rows, the units of the labels, the comparison with onnxruntime, the guard: "
+        "launch.rehearsal_timeout_s, 1 s, was over"
     )
 
 

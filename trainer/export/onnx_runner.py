@@ -154,9 +154,8 @@ class OnnxRunner:
     def evaluate(self, *also: Callable[[Sequence[Tensor], Batch, int, int], None]) -> dict[str, float]:
         """Return loss and metrics over all rows of the split, as `<split>/<name>`.
 
-        also: what is called with the outputs of the rows [start, stop) of a batch, the batch, start and stop.
-
-        If the file has a fixed batch size and computes its own loss, the rows repeated to fill its last batch count.
+        also: what is called with the outputs of the rows [start, stop) of a batch, the batch, start and stop. If the
+        file has a fixed batch size and computes its own loss, the rows repeated to fill its last batch count.
         """
         metrics = self._data.new_metrics(self.outputs)
         for batch in self._data.batches():

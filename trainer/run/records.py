@@ -340,9 +340,8 @@ class Rehearsal(Record):
     fixed_batch: FixedBatch = "auto"
     """The `model.fixed_batch` that was chosen for a file that declares a fixed batch."""
     output_units: tuple[Literal["auto", "standardised", "label"], ...] = ()
-    """What was chosen for `loss.output_units`, one for each loss; () if no loss standardises its label."""
     units: tuple[str, ...] = ()
-    """Why, one sentence for each choice."""
+    """What was chosen for `loss.output_units` of each loss, and why; () if no loss standardises its label."""
     compute: Literal["", "fp32", "bf16"] = ""
     """What was chosen for `precision.compute` "auto" on a CPU, by the time of a micro-batch; "" if nothing was."""
     compile: CompileTrial | None = None

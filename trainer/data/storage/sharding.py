@@ -44,17 +44,16 @@ from onward.trainer.data.columns import (
 )
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
-from onward.trainer.data.label_units import standardised_columns, units_of_column
-from onward.trainer.data.losses_from_data import count_classes, counted_columns
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.read_ahead import read_ahead
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.described_columns import merge, stored_column
 from onward.trainer.data.storage.files_of_cells import digests_of_named_files, naming_columns, outside_files
 from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.storage.label_statistics import with_label_statistics
 from onward.trainer.data.storage.shard_space import check_space
 from onward.trainer.data.storage.sharding_progress import Sharded, ShardingProgress
-from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Shards, damaged_files
+from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, damaged_files
 from onward.trainer.data.storage.split_writer import SplitWriter
 from onward.trainer.errors import DataError, OnwardError
 from onward.trainer.run.durable_files import fsync, sha256
@@ -83,38 +82,6 @@ def make_training_shards(
     columns, computers = read_and_computed(config, signature, infer_schema(config.data))
     directory, manifest, cached = make_shards(config.data, columns, cache, computers=computers, report=report)
     return directory, with_label_statistics(directory, manifest, config, signature), cached
-
-
-def with_label_statistics(
-    directory: Path, manifest: ShardManifest, config: RunConfig, signature: Signature
-) -> ShardManifest:
-    """Return the manifest with what losses need to know of all labels, also in the directory.
-
-    Numbers of the classes for "balanced" weights, and units for labels that are standardised. Shards without them were
-    made for another loss, or by an earlier version. Raises the errors of `units_of_column`.
-    """
-    stored = {column.name: column for column in manifest.columns}  # labels that are made with each batch are not
-    known = {name: manifest.fitted.get(name, Fitted()) for name in stored}
-    uncounted = [name for name in counted_columns(config.losses) if name in stored and not known[name].class_counts]
-    kinds = standardised_columns(config.losses)
-    unscaled = [name for name, kind in kinds.items() if name in stored and kind not in known[name].label_units]
-    if not uncounted and not unscaled:
-        return manifest
-
-    def rows(names: Sequence[str]) -> Shards:
-        # of no other column a value is read
-        columns = tuple(stored[name] for name in names)
-        return Shards(directory, manifest.model_copy(update={"columns": columns}), "train")
-
-    fitted = dict(manifest.fitted)
-    for name, counts in count_classes(rows(uncounted), uncounted, config, signature).items() if uncounted else ():
-        fitted[name] = known[name].model_copy(update={"class_counts": counts})
-    for name in unscaled:
-        units = {**known[name].label_units, kinds[name]: units_of_column(rows([name]), name, kinds[name])}
-        fitted[name] = fitted.get(name, known[name]).model_copy(update={"label_units": units})
-    manifest = manifest.model_copy(update={"fitted": fitted}).with_digest()
-    write_record(directory / "manifest.json", manifest)
-    return manifest
 
 
 def infer_training_schema(config: RunConfig, signature: Signature) -> Schema:

@@ -20,6 +20,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ EXECUTED = (
     "docs/how-to/own-data.md",
     "docs/how-to/train-on-images.md",
     "docs/how-to/train-on-tables.md",
+    "docs/how-to/predict-numbers.md",
     "docs/how-to/audio.md",
     "docs/how-to/own-loss.md",
     "docs/how-to/distil.md",
@@ -89,7 +91,7 @@ def blocks(page: str) -> Iterator[Block]:
             words = shlex.split(opening)
             title = next((word.removeprefix("title=") for word in words if word.startswith("title=")), "")
             reason = re.fullmatch(r"<!-- not run: (.+) -->", above.strip())
-            text = "\n".join(lines[start : number - 1]) + "\n"
+            text = textwrap.dedent("\n".join(lines[start : number - 1]) + "\n")  # indented in what can be unfolded
             slow = above.strip() == "<!-- slow -->"
             yield Block(page, start, words[0] if words else "", title, text, reason[1] if reason else "", slow)
             start = 0

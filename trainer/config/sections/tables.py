@@ -52,7 +52,7 @@ class TableConfig(Section):
     standardise: Scaling | dict[str, Scaling] = "none"
     """Scale numbers that feed inputs of floats: `standard` = mean 0, standard deviation 1; `min_max` = 0 to 1; `robust`
     = median 0, interquartile range 1. A table has it by pattern of columns, such as { "f*" = "standard" }; the last
-    pattern that matches decides. Labels are never scaled."""
+    pattern that matches decides. Labels have `loss.standardise_label`."""
     missing: Missing | dict[str, Missing] = "fail"
     """What a missing number becomes: `fail` = a bad row (`data.bad_rows`), `skip` = its row is left out and counted,
     `mean` or `median` of the training rows, or a constant such as 0. By pattern as `standardise`. A missing text of

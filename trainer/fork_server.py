@@ -111,9 +111,11 @@ def keep(connection: socket.socket, listener: socket.socket, alive: int) -> int:
     ended, is_stopped = os.pidfd_open(pid), False
     while not select.select([ended, connection.fileno()], [], [], LOOK_S)[0]:
         with contextlib.suppress(OSError):  # the client has ended
-            if is_stopped != (_state(client) == "T"):
+            # whichever of both is stopped or goes on, the other does so, too: mpirun and its watch see the client alone
+            if any((_state(each) == "T") != is_stopped for each in (client, pid)):
                 is_stopped = not is_stopped
-                os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
+                for each in (client, pid):
+                    os.kill(each, signal.SIGSTOP if is_stopped else signal.SIGCONT)
     os.kill(pid, signal.SIGKILL)  # the client has ended; a program that has ended by itself is not changed
     _, status = os.waitpid(pid, 0)
     connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))

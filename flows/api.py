@@ -109,6 +109,7 @@ def _train(
     origins: Mapping[str, str] = MappingProxyType({}),
     asked_ms: int,
 ) -> RunOutcome:
+    from onward.flows.configuration import check_all_rows, no_run_yet
     from onward.flows.flow_log import flow_log
     from onward.flows.local_run import close_flow_run, create_flow_run, prefect_server, run_to_end
     from onward.flows.run_status import outcome_of
@@ -120,6 +121,9 @@ def _train(
     from onward.trainer.run.origins import record_origins
     from onward.trainer.run.storage import storage_explained
 
+    if not resume:
+        with exit_on_sigterm(), no_run_yet():
+            check_all_rows(config)
     grace_s = config.launch.stop_grace_s
     # the signal handler first: starting the server takes seconds, in which the process may be stopped
     rehearsal = contextlib.nullcontext() if resume else begun_ahead(config)

@@ -259,7 +259,7 @@ def show_proposed(found: Proposed, to_train: str) -> None:
             print(wrapped(problem, "  - "))
     _title("written")
     print(found.path)
-    _title("then" if found.questions or found.refused else "next")
+    _title("when it is corrected" if found.refused else "when these are decided" if found.questions else "next")
     print(to_train)
 
 

@@ -66,6 +66,12 @@ def shard_data(run: RunDir) -> ShardManifest:
         log.info("an epoch has %d samples: %s", stream.num_rows, ", ".join(each))
     if 0 < config.data.evaluation_rows < manifest.rows("evaluation"):
         log.info("%d of the %d rows are evaluated", config.data.evaluation_rows, manifest.rows("evaluation"))
+    if stream.num_rows < config.train.global_batch_size:
+        log.warning(
+            "train.global_batch_size is %d, and an epoch has %d samples: a step is more than an epoch, and the run "
+            "makes %d; lower train.global_batch_size, or train for more epochs",
+            *(config.train.global_batch_size, stream.num_rows, config.num_steps(stream.num_rows)),
+        )
     if manifest.test:
         log.info("%d rows are kept for the test of the exported file", manifest.rows("test"))
     if manifest.preprocessing:
@@ -74,7 +80,7 @@ def shard_data(run: RunDir) -> ShardManifest:
         log.info("%s", masks, extra=IN_RESULT)
     if manifest.skipped:
         rows = "; ".join(manifest.skipped_rows[:5])
-        log.warning("%d bad rows were left out (data.bad_rows = 'skip'): %s", manifest.skipped, rows)
+        log.warning("bad rows left out (data.bad_rows = 'skip'): %d: %s", manifest.skipped, rows)
     _record(run, config, manifest)
     return manifest
 

@@ -284,7 +284,7 @@ def _rows_of(facts: RunFacts) -> str:
         f"{facts.manifest.rows('evaluation'):,} to evaluate on",
     ]
     if facts.manifest.skipped:
-        parts.append(f"{facts.manifest.skipped:,} bad rows left out")
+        parts.append(f"bad rows left out: {facts.manifest.skipped:,}")
     return ", ".join(parts)
 
 

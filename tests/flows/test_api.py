@@ -20,7 +20,7 @@ from onward.flows.examples.folders import CONFIGS, FOLDERS
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.extras import how_to_install
 from tests.support import fixed_batches
-from tests.support.graphs import tiny_conv_net
+from tests.support.graphs import tiny_conv_net, tiny_mlp
 
 
 @pytest.fixture
@@ -312,3 +312,24 @@ def test_a_file_that_begins_with_strings_is_trained_and_written_from_python(tmp_
     )
     assert after == pytest.approx(module(ids).detach().numpy(), abs=1e-6)
     assert after != pytest.approx(before, abs=1e-3)
+
+
+def test_a_configuration_without_a_name_has_that_of_its_model(home: Path, model: Path) -> None:
+    np.savez("data.npz", images=np.zeros((40, 3, 8, 8), np.float32), label=np.zeros(40, np.int64))
+    names = {"penguins.onnx": "penguins", "my model (2).onnx": "my-model-2", "models:/digits@champion": "digits"}
+    for path, name in names.items():
+        assert onward.config(SETTINGS | {"model": {"path": path}}).name == name
+    assert onward.config(SETTINGS | {"name": "own"}).name == "own"
+
+
+def test_a_bad_row_far_behind_the_first_ones_is_named_before_anything_is_started(home: Path) -> None:
+    onnx.save_model(tiny_mlp(), "model.onnx")
+    lines = [f"{n},{n},{n},{n},{n}" for n in range(2000)]
+    lines[1900] = "1,2,three,4,5"
+    Path("data.csv").write_text("\n".join(["a,b,c,d,label", *lines]) + "\n")
+    data = {"source": "data.csv", "inputs": {"features": ["a", "b", "c", "d"]}}
+    given = SETTINGS | {"model": {"path": "model.onnx", "loss": "mse"}, "data": data}
+    with pytest.raises(onward.DataError) as refused:
+        onward.run(given)
+    assert refused.value.problems[0].endswith("line 1902: c is 'three', not a number"), refused.value.problems
+    assert not (home / "runs").exists()

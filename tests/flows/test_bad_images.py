@@ -91,7 +91,7 @@ def test_damaged_files_are_all_named_and_nothing_is_cached_or_they_are_left_out_
     for name, (_, reason) in bad.items():
         (found,) = [each for each in problems if f"{images / name}: " in each]
         assert found.partition(": ")[2].startswith(reason)
-    assert total == "4 bad rows; mend them, or set data.bad_rows = 'skip' to leave them out"
+    assert total == "4 bad rows: correct them, or set data.bad_rows = 'skip' to leave such rows out"
     _, manifest = trained_without(workshop)
     assert (manifest.skipped, manifest.rows("train") + manifest.rows("evaluation")) == (4, 3 * 14 + len(good))
 

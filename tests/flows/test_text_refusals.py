@@ -147,7 +147,7 @@ BAD_ROWS: dict[str, tuple[WRITE, tuple[str, ...], tuple[str, ...]]] = {
     "empty texts": (
         lambda folder: write_csv(folder / "data.csv", ["text", "label"], [*reviews(40), ("", 1), ("  ", 0)]),
         (),
-        ("line 42: text is empty", "line 43: text has no token", "2 bad rows; mend them, or set data.bad_rows"),
+        ("line 42: text is empty", "line 43: text has no token", "2 bad rows: correct them, or set data.bad_rows"),
     ),
     "numbers among the texts": (
         lambda folder: (folder / "data.jsonl").write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from onward.trainer.config.rules import Sections, check_cross_section_rules
 from onward.trainer.config.run_config import SECTIONS, RunConfig
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections.metrics import MetricConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.setting_paths import anchor, expanded
 from onward.trainer.config.unknown_settings import explained, unknown_sections
 from onward.trainer.errors import ConfigError, shown
@@ -95,7 +97,8 @@ def build_config(
     config = None
     if read.keys() == {*SECTIONS, *ENTRIES}:
         try:
-            config = RunConfig(**({"name": raw["name"]} if "name" in raw else {}), **read)  # checks the rules, too
+            name = raw.get("name", _name_of_model(read["model"]))
+            config = RunConfig(name=name, **read)  # checks the rules, too
         except ValidationError as error:
             found += explained(error, "", RunConfig, RunConfig)
             if any(finding["loc"] for finding in error.errors()):  # of the name: pydantic did not reach the rules
@@ -106,6 +109,12 @@ def build_config(
     if found or config is None:
         raise ConfigError(found)
     return config
+
+
+def _name_of_model(model: ModelConfig) -> str:
+    """Return the name of a configuration that has none: that of its model's file, so that two models have two."""
+    stem = re.split(r"[.@?]", str(model.path).rstrip("/").rpartition("/")[2])[0]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:100] or "onward"
 
 
 ENTRIES: Mapping[str, type[Section]] = {"loss": LossConfig, "metrics": MetricConfig}

@@ -33,7 +33,8 @@ class RunConfig(Section):
     """Every setting of one run. The ranks read this and nothing else."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "onward"
-    """The configuration's name. Its runs are called NAME-1, NAME-2 ... in Prefect, MLflow and the run list."""
+    """The configuration's name. Its runs are called NAME-1, NAME-2 ... in Prefect, MLflow and the run list. Without
+    one: that of the configuration's file, else of the model's."""
     model: ModelConfig
     data: DataConfig
     loss: tuple[LossConfig, ...] = ()

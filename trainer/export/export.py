@@ -23,7 +23,7 @@ import contextlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +33,13 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.losses_from_data import with_class_axes, with_losses_from_data
 from onward.trainer.data.signature import digest_of_files, model_digest, read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.row_origins import row_origins
+from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.diagnostics.diff import compare
-from onward.trainer.errors import ExportRefused
+from onward.trainer.errors import ExportRefused, OnwardError
 from onward.trainer.export.baselines import Baselines
 from onward.trainer.export.cuda_provider import check_on_cuda
 from onward.trainer.export.evaluation_data import EvaluationData
@@ -47,6 +49,7 @@ from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.export.quantize_aware import integer_kernels
 from onward.trainer.export.samples import WorstSamples
 from onward.trainer.export.verification import ROUNDED, Expected, changed_tensors, verify
+from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
 from onward.trainer.onnx_graph.index import all_names, locations
 from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
@@ -70,6 +73,8 @@ from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, 
 
 log = logging.getLogger(__name__)
 
+ORIGINS_S = 5.0
+"""Longest time in which the source is read again for the places of the worst samples."""
 MOST_COMPARED_BYTES = 1 << 30
 """A larger file is not compared with the original for the report, which takes some seconds for each GB."""
 
@@ -133,7 +138,8 @@ def export(
             as_given = _compare_as_given(given, form, merged, compared, staging / "given", config, data)
         cuda = check_on_cuda(runner, batches=config.export.parity_batches, tolerance=config.export.tolerance)
         examined = data.rows if examines else None
-        samples = None if examined is None else WorstSamples(data.new_metrics(runner.outputs).losses, examined)
+        losses = data.new_metrics(runner.outputs).losses
+        samples = None if examined is None else _worst_samples(config, losses, examined)
         also = (baselines.measure, *((samples.add,) if samples else ()))
         after, fp32, kernels = runner.evaluate(*also), dict[str, float](), dict[str, int]()
         if config.quantize.aware:
@@ -167,8 +173,24 @@ def export(
     )
     write_record(folder / "model.json", exported)
     if examines:
-        examine(source, exported, samples, folder)
+        examine(config, data, exported, samples, folder)
     return exported
+
+
+def _worst_samples(config: RunConfig, losses: Losses, rows: Shards) -> WorstSamples:
+    signature = read_training_signature(config.model)
+    return WorstSamples(losses, rows, image_inputs(config, signature), [info.name for info in signature.inputs])
+
+
+def _origins(config: RunConfig, data: EvaluationData, wanted: Sequence[int]) -> Mapping[int, str]:
+    """Return row -> its place in the source; {} if that cannot be read again."""
+    assert data.rows is not None
+    signature = read_training_signature(config.model)
+    try:
+        return row_origins(config, signature, data.rows, data.split, wanted, limit_s=ORIGINS_S)
+    except OnwardError as error:
+        log.info("the report names no files of samples: %s", error)
+        return {}
 
 
 def _compare_as_given(
@@ -204,17 +226,20 @@ def _compare_as_given(
     return difference_of_forms(file, module, data, tolerance=config.export.tolerance)
 
 
-def examine(source: Path, exported: ExportedModel, samples: WorstSamples | None, folder: Path) -> None:
+def examine(
+    config: RunConfig, data: EvaluationData, exported: ExportedModel, samples: WorstSamples | None, folder: Path
+) -> None:
     """Write what the report shows of an exported file beside its record: samples.json and changes.json.
 
     An error is logged: the file is exported.
     """
     try:
         if samples is not None:
-            write_record(samples_in(folder), samples.record(exported.judged_by))
+            origins = _origins(config, data, samples.worst_rows)
+            write_record(samples_in(folder), samples.record(exported.judged_by, origins))
         # the original has about as many bytes
         if sum(file.stat().st_size for file in (exported.path, *exported.beside)) <= MOST_COMPARED_BYTES:
-            write_record(changes_in(folder), compare(source, exported.path))
+            write_record(changes_in(folder), compare(config.model.path, exported.path))
     except Exception as error:
         log.warning("the report will lack samples or changes of weights: %s: %s", type(error).__name__, error)
 

@@ -14,7 +14,8 @@ import io
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from PIL import Image
@@ -23,6 +24,7 @@ from torch import Tensor
 from onward.trainer.config.sections.metrics import tasks_of
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.columns import Array
+from onward.trainer.data.images.image_inputs import ImageInput
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.metrics.measured import Measured
@@ -47,11 +49,16 @@ BINS = 40
 class WorstSamples:
     """Collects the losses of rows, batch by batch.
 
-    losses: as of the evaluation. rows: the split.
+    losses: as of the evaluation. rows: the split. images: the inputs that are images, by name, whose pixels are shown
+    as they were before they were scaled. input_names: those of the graph, in order.
     """
 
-    def __init__(self, losses: Losses, rows: Shards) -> None:
+    def __init__(
+        self, losses: Losses, rows: Shards, images: Sequence[ImageInput] = (), input_names: Sequence[str] = ()
+    ) -> None:
         self._losses, self._rows = losses, rows
+        known = {each.name: each for each in images}
+        self._images = [known.get(name) for name in input_names]
         self._spent_s, self._why, self._number = 0.0, "", 0
         self._found: list[float] = []
         self._values: list[tuple[float, float]] = []
@@ -125,10 +132,15 @@ class WorstSamples:
             num_right=right,
         )
 
-    def record(self, judged_by: str) -> Samples:
-        """Return what was found. Raises the errors of reading rows."""
+    @property
+    def worst_rows(self) -> list[int]:
+        """The numbers of the rows in the split that are shown."""
+        return [sample.row for _, _, sample, _ in self._worst]
+
+    def record(self, judged_by: str, origins: Mapping[int, str] = MappingProxyType({})) -> Samples:
+        """Return what was found. origins: row -> its place in the source. Raises the errors of reading rows."""
         worst = [
-            sample.model_copy(update=self._shown(sample.row, inputs))
+            sample.model_copy(update=self._shown(sample.row, inputs) | {"where": origins.get(sample.row, "")})
             for _, _, sample, inputs in sorted(self._worst, key=lambda entry: (-entry[0], -entry[1]))
         ]
         finite = [loss for loss in self._found if math.isfinite(loss)]
@@ -150,7 +162,8 @@ class WorstSamples:
         for name, values in self._rows.read(np.array([row])).items():
             if (text := _as_text(values[0])) is not None:
                 texts[name] = text
-        pictures = (_as_image(tensor[0].numpy()) for tensor in inputs)
+        images = [*self._images, *[None] * len(inputs)]
+        pictures = (_as_image(tensor[0].numpy(), image) for tensor, image in zip(inputs, images, strict=False))
         image = next((_png(picture) for picture in pictures if picture is not None), "")
         return {"inputs": texts, "image": image}
 
@@ -167,15 +180,23 @@ def _as_text(value: object) -> str | None:
     return text if len(text) <= TEXT_CHARACTERS and len(few) == array.size else f"{text[:TEXT_CHARACTERS]} ..."
 
 
-def _as_image(values: Array) -> Array | None:
-    """Return an input as an image, uint8 [H, W] or [H, W, 3]; None if it has not the shape of one."""
+def _as_image(values: Array, image: ImageInput | None) -> Array | None:
+    """Return an input as an image, uint8 [H, W] or [H, W, 3]; None if it has not the shape of one.
+
+    image: how its pixels were scaled; None = its values are scaled to their own range.
+    """
     if values.ndim == 3 and values.shape[0] in (1, 3) and min(values.shape[1:]) >= 4:
         values = np.moveaxis(values, 0, -1)
     elif not (values.ndim == 3 and values.shape[2] in (1, 3) and min(values.shape[:2]) >= 4):
         return None
     numbers = np.nan_to_num(values.astype(np.float32))
     low, high = float(numbers.min()), float(numbers.max())
-    scaled = ((numbers - low) * (255 / (high - low) if high > low else 0)).astype(np.uint8)
+    if image is None:
+        scaled = ((numbers - low) * (255 / (high - low) if high > low else 0)).astype(np.uint8)
+    else:
+        numbers = numbers[..., ::-1] if image.bgr else numbers
+        numbers = numbers * (image.std or (1.0,)) + (image.mean or (0.0,))
+        scaled = np.clip(np.rint(numbers / (1.0 if image.takes_integers else image.scale)), 0, 255).astype(np.uint8)
     return scaled[:, :, 0] if scaled.shape[2] == 1 else scaled
 
 

@@ -12,6 +12,7 @@ MFU: Chowdhery et al. 2022, PaLM, appendix B (https://arxiv.org/abs/2204.02311).
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ import torch.distributed as dist
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.parallel.sample_flops import SampleFlops
+
+log = logging.getLogger(__name__)
 
 MEMORY_PERIOD_S = 1.0
 """Longest time between two looks at the memory, which cost a message between the ranks."""
@@ -48,6 +51,7 @@ class Throughput:
         self._flops, self._peak, self._mpi = flops, peak_flops_per_s, mpi
         self._counts, self._is_text = counts, is_text
         self._memory, self._memory_at = 0.0, -math.inf
+        self._warned = False
         self.begin(step)
 
     def begin(self, step: int) -> None:
@@ -90,8 +94,19 @@ class Throughput:
         if self._flops:
             found["tflops"] = self._done / elapsed_s / 1e12
             if self._peak:
-                found["mfu"] = self._done / elapsed_s / self._peak
+                found["mfu"] = self._bounded(self._done / elapsed_s / self._peak)
         return found | {"memory_bytes": self._memory}
+
+    def _bounded(self, mfu: float) -> float:
+        """Return a share of the peak that is none above 1: such a peak was measured beside other work."""
+        if mfu > 1 and not self._warned and self._mpi.rank == 0:
+            self._warned = True
+            log.warning(
+                "the training computes %.0f %% of the peak of %.3g TFLOP/s measured at its start beside other "
+                "work on this machine: MFU is shown as 100 %%, and says nothing in this attempt",
+                *(100 * mfu, (self._peak or 0) / 1e12),
+            )
+        return min(mfu, 1.0)
 
     def _greatest(self, number: float) -> float:
         """Return the greatest number of all ranks."""

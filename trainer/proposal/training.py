@@ -31,6 +31,8 @@ STEPS_FRESH, STEPS_TRAINED = 2000, 500
 """Steps that are aimed at."""
 LEAST_ELEMENTS = 64
 """Smaller matrices say nothing of their distribution."""
+LEAST_NORMAL = 4
+"""So many normal matrices with a usual deviation are no chance."""
 
 
 def family_of(graph: onnx.GraphProto) -> Family:
@@ -60,8 +62,15 @@ def trained_before(model: onnx.ModelProto, base: Path) -> tuple[bool | None, str
                 return True, f"its {what} have seen data"
     matrices = [value for value in tensors.values() if value.ndim > 1 and value.size >= LEAST_ELEMENTS]
     uniform = [value for value in matrices if _is_uniform(value)]
+    normal = [value for value in matrices if not _is_uniform(value) and _is_normal(value)]
     if matrices and len(uniform) == len(matrices):
         return False, "its matrices are uniform in ±1/√fan_in, as torch initialises them"
+    # one small matrix may look so by chance
+    if len(normal) >= LEAST_NORMAL and len(uniform) + len(normal) == len(matrices):
+        return (
+            False,
+            f"{len(normal)} of its {len(matrices)} matrices are normal with a usual deviation, the rest uniform",
+        )
     return None, "its weights do not look as if they were drawn at random"
 
 
@@ -88,6 +97,24 @@ def _is_uniform(value: Array) -> bool:
         any(0.9 / math.sqrt(fan) <= most <= 1.001 / math.sqrt(fan) for fan in fans)
         and 0.85 * most <= spread <= 1.15 * most
     )
+
+
+def _is_normal(value: Array) -> bool:
+    """Return whether a matrix is normal with a deviation of the usual initialisations (He, Glorot, LeCun, 0.02).
+
+    Training widens some rows and columns, which makes the distribution's tails heavier.
+    """
+    numbers = value.astype(np.float64).ravel()
+    field = math.prod(value.shape[2:])
+    for fan_out, fan_in in ((value.shape[0] * field, value.shape[1] * field), (value.shape[1], value.shape[0])):
+        deviations = (math.sqrt(2 / fan_in), math.sqrt(2 / fan_out), math.sqrt(1 / fan_in), 0.02, 0.01)
+        of_both = math.sqrt(2 / (fan_in + fan_out))
+        # three standard errors of a deviation, and of a kurtosis, which is 3 of a normal distribution
+        near = 0.01 + 3 / math.sqrt(2 * numbers.size)
+        if any(abs(numbers.std() / each - 1) < near for each in (*deviations, of_both)):
+            kurtosis = float(((numbers - numbers.mean()) ** 4).mean() / numbers.var() ** 2)
+            return abs(kurtosis - 3) < 0.1 + 3 * math.sqrt(24 / numbers.size)
+    return False
 
 
 def propose_training(

@@ -12,6 +12,8 @@ class Sample(Record):
 
     row: int
     """Its number in the split."""
+    where: str = ""
+    """Its place in the source, such as a file or a line; "" if it is not known."""
     loss: float
     """The mean over its targets; of several losses their weighted sum."""
     target: float | None = None
@@ -24,7 +26,7 @@ class Sample(Record):
     inputs: Mapping[str, str] = {}
     """Input or column of the data -> its value as text, shortened."""
     image: str = ""
-    """Its image as the model reads it, scaled to the range of its values: a PNG file in base64; "" without an image."""
+    """Its image in the size in which the model reads it: a PNG file in base64; "" without an image."""
 
 
 class Samples(Record):

@@ -185,7 +185,7 @@ def test_bad_rows_are_named_with_file_and_line(
     (tmp_path / name).write_text(text)
     *named, total = refusal(tmp_path, tmp_path / name, WANTS[name]).split("\n")
     assert named == bad
-    assert total.startswith(f"{len(bad)} bad rows; mend them, or set data.bad_rows = 'skip'")
+    assert total.startswith(f"{len(bad)} bad rows: correct them, or set data.bad_rows = 'skip'")
 
 
 @pytest.mark.parametrize(("name", "text", "bad"), [("t.csv", CSV, BAD_CSV), ("t.jsonl", JSONL, BAD_JSONL)])

@@ -14,6 +14,7 @@ from PIL import Image
 
 from onward.trainer.__main__ import evaluation_data
 from onward.trainer.export import samples as module
+from onward.trainer.export.export import _origins, _worst_samples
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.export.samples import MOST_SHOWN, WorstSamples
@@ -105,3 +106,32 @@ def test_an_error_ends_the_losses_of_rows_and_not_the_evaluation(
     assert metrics["evaluation/loss"] > 0
     assert (found.num_rows, found.worst) == (0, ())
     assert found.why_not_all == "the loss of single rows cannot be computed: ValueError: boom"
+
+
+def test_pictures_have_their_own_colours_and_rows_their_files(tmp_path: Path) -> None:
+    colours = {"red": (250, 10, 20), "blue": (10, 30, 240)}
+    for name, colour in colours.items():
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for number in range(20):
+            Image.new("RGB", (8, 8), colour).save(tmp_path / "pictures" / name / f"{number:02d}.png")
+    run = make_run(
+        tmp_path / "run",
+        tiny_conv_net(num_classes=2),
+        {},
+        data={
+            "source": str(tmp_path / "pictures"),
+            "image": {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]},
+        },
+        train={"num_steps": 1, "global_batch_size": 8},
+    )
+    data, config = evaluation_data(run), read_config(run)
+    assert data.rows is not None
+    runner = OnnxRunner(ModelFile.read(config.model.path), data)
+    samples = _worst_samples(config, data.new_metrics(runner.outputs).losses, data.rows)
+    runner.evaluate(samples.add)
+    found = samples.record(runner.runtime, _origins(config, data, samples.worst_rows))
+    assert found.worst
+    for sample in found.worst:
+        name = ("blue", "red")[int(sample.target or 0)]
+        assert Image.open(io.BytesIO(base64.b64decode(sample.image))).getpixel((3, 3)) == colours[name]
+        assert Path(sample.where).parent.name == name, sample.where

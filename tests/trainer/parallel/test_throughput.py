@@ -71,6 +71,19 @@ def test_a_line_says_what_was_done_since_the_line_before_it(monkeypatch: pytest.
     assert (found["samples_per_s"], found["tflops"], found["tokens_per_s"]) == (8.0, 0.0, 0.0)
 
 
+def test_a_peak_that_the_training_exceeds_is_called_measured_too_low_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+    pace = Throughput(EACH, 1e9, CPU, counts=True, is_text=False, step=0)
+    for step in (1, 2):
+        pace.add(8, *pace.work_of([of(8)]))
+        clock.now += 1.0
+        assert pace.values(step)["mfu"] == 1.0
+    (record,) = caplog.records
+    assert "2400 % of the peak of 0.001 TFLOP/s" in record.getMessage()
+
+
 def test_what_is_not_known_is_left_out_and_one_rank_of_a_replica_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     keys = {"samples_per_s", "data_wait", "step_s", "memory_bytes"}

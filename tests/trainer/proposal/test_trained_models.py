@@ -87,6 +87,29 @@ def test_weights_that_torch_initialises_are_fresh_and_trained_ones_are_not() -> 
     assert trained_before(model(uniform[0] + random.normal(0, 0.1, (32, 64)), uniform[1]), Path())[0] is None
 
 
+def test_convolutions_that_torchvision_initialises_are_fresh_and_trained_ones_are_not() -> None:
+    random = np.random.default_rng(0)
+
+    def convolutions(widen: float) -> onnx.ModelProto:
+        g = GraphWriter("layers")
+        x = g.input("x", ("batch", 16, 8, 8))
+        for number in range(5):  # folded into a convolution, BatchNormalization leaves a bias of noise
+            kernel = random.normal(0, np.sqrt(2 / (16 * 9)), (16, 16, 3, 3)) * random.normal(1, widen, (16, 1, 1, 1))
+            names = (
+                g.weight(f"{number}.w", kernel.astype(np.float32)),
+                g.weight(f"{number}.b", random.normal(size=16).astype(np.float32)),
+            )
+            x = g.op("Conv", x, *names, pads=[1, 1, 1, 1], outputs="y" if number == 4 else "")
+        g.output("y", ("batch", 16, 8, 8))
+        return g.model()
+
+    assert trained_before(convolutions(0.0), Path()) == (
+        False,
+        "5 of its 5 matrices are normal with a usual deviation, the rest uniform",
+    )
+    assert trained_before(convolutions(0.6), Path())[0] is None, "training widens some channels"
+
+
 def test_running_statistics_that_have_seen_data_show_that_a_file_was_trained() -> None:
     model = build_resnet18(num_classes=3, image_size=8, width=4)
     for tensor in model.graph.initializer:

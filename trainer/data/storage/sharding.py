@@ -313,7 +313,12 @@ def _write(
     if skipped and data.bad_rows == "fail":
         more = [f"... and {skipped - MAX_NAMED_ROWS:,} more"] if skipped > MAX_NAMED_ROWS else []
         raise DataError(
-            [*skipped_rows, *more, f"{skipped:,} bad rows; mend them, or set data.bad_rows = 'skip' to leave them out"]
+            [
+                *skipped_rows,
+                *more,
+                f"{skipped:,} bad row{'s' * (skipped != 1)}: correct {'them' if skipped > 1 else 'it'}, or set "
+                "data.bad_rows = 'skip' to leave such rows out",
+            ]
         )
     of_tokens = f", each a window of {packer.packed_columns[0].shape[0]} tokens" if packer else ""
     if left_out:
@@ -360,10 +365,10 @@ def _refuse_empty_split(data: DataConfig, rows: Mapping[str, int], skipped: int,
     if all(rows.values()):
         return
     if rows["train"] and rows["evaluation"]:
-        raise DataError(f"data.test_source: {data.test_source} holds no row ({skipped} bad rows left out)")
+        raise DataError(f"data.test_source: {data.test_source} holds no row (bad rows left out: {skipped})")
     source = data.evaluation_source or f"data.evaluation_fraction {data.evaluation_fraction:g}"
     raise DataError(
         f"{data.source}: {rows['train']} rows to train on and {rows['evaluation']} to evaluate on "
-        f"(by {source}; {skipped} bad rows left out{of_what}); both need at least one: give more rows, another "
+        f"(by {source}; bad rows left out: {skipped}{of_what}); both need at least one: give more rows, another "
         "data.evaluation_fraction, or an evaluation_source"
     )

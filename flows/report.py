@@ -73,7 +73,9 @@ def variant_rows(exported: ExportedModel | RunOutcome) -> list[tuple[str, str]]:
     rows = []
     for variant in exported.variants:
         name = next((name for name in ("evaluation/accuracy", "evaluation/loss") if name in variant.metrics), "")
-        gained = f"{variant.size_ratio:.0%} of the size, {variant.latency_ratio:.0%} of the time"
+        known = not math.isnan(variant.latency_ratio)
+        time = f"{variant.latency_ratio:.0%} of the time" if known else "its time was too unsteady to tell"
+        gained = f"{variant.size_ratio:.0%} of the size, {time}"
         kept = f"{name.removeprefix('evaluation/')} {exported.after.get(name, math.nan):.4f} -> " if name else ""
         row = f"{kept}{variant.metrics[name]:.4f}, {gained}: {variant.path}" if name else f"{gained}: {variant.path}"
         rows.append((variant.kind, f"refused: {variant.refused}" if variant.refused else row))

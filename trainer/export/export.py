@@ -44,6 +44,7 @@ from onward.trainer.export.baselines import Baselines
 from onward.trainer.export.cuda_provider import check_on_cuda
 from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.given_form import GivenFile, difference_of_forms
+from onward.trainer.export.helper_nodes import costly_helpers
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.export.quantize_aware import integer_kernels
@@ -172,9 +173,20 @@ def export(
         cuda=cuda,
     )
     write_record(folder / "model.json", exported)
+    _say_what_helpers_cost(exported, runner)
     if examines:
         examine(config, data, exported, samples, folder)
     return exported
+
+
+def _say_what_helpers_cost(exported: ExportedModel, runner: OnnxRunner) -> None:
+    try:
+        found = costly_helpers(ModelFile.read(exported.path), next(runner.feeds()))
+    except Exception as error:  # onnxruntime's errors have no common base class; the file is exported
+        log.info("what helper nodes cost is not known: %s", error)
+        return
+    if found:
+        log.warning("%s; serve the variant `optimized` (`onward export RUN --variant optimized`)", found)
 
 
 def _worst_samples(config: RunConfig, losses: Losses, rows: Shards) -> WorstSamples:

@@ -32,6 +32,7 @@ from onward.trainer.errors import ExportRefused
 from onward.trainer.export.cuda_provider import has_cuda, measure_on_cuda
 from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.half_precision import in_half_precision, refuse_overflow
+from onward.trainer.export.helper_nodes import without_helpers
 from onward.trainer.export.latency import latency_on_evaluation
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.onnx_runner import Array, OnnxRunner
@@ -90,12 +91,12 @@ def _made(
     if size > 2**31 - 2**20:
         return base.model_copy(update={"refused": f"the file has {size:,} bytes; variants are made up to 2 GB"})
     try:
-        with durable_file(target) as partial:
+        with durable_file(target) as partial, _without_helpers(file, kind) as plain:
             if kind == "without_loss":
                 write_without_loss(file, partial, losses, next(runner.feeds()))
                 measured: dict[str, float] = {}  # there is no loss left to measure; the outputs have the same bits
             else:
-                MAKERS[kind](file, partial, runner)
+                MAKERS[kind](plain, partial, runner)
                 # without widening: a variant is measured in the precision that it is made for
                 made = OnnxRunner(ModelFile.read(partial), data, widen=False)
                 measured = made.evaluate()
@@ -105,7 +106,7 @@ def _made(
                     "bytes": partial.stat().st_size,
                     "size_ratio": partial.stat().st_size / size,
                     "metrics": measured,
-                    "latency_ratio": latency_on_evaluation(exported, partial, runner),
+                    "latency_ratio": latency_on_evaluation(plain.path, partial, runner),
                 }
             )
             # inside of durable_file: leaving it by an error removes the partial file
@@ -128,6 +129,19 @@ def _made(
             raise storage from error
         return base.model_copy(update={"refused": f"{type(error).__name__}: {error}"})
     return found
+
+
+@contextlib.contextmanager
+def _without_helpers(file: ModelFile, kind: str) -> Iterator[ModelFile]:
+    """Yield the file that a variant is made of and measured beside: a copy without helper nodes (helper_nodes.py).
+
+    `optimized`, and what keeps the graph, is made of the file itself.
+    """
+    if kind in ("optimized", "without_loss"):
+        yield file
+        return
+    with tempfile.TemporaryDirectory(prefix="onward-plain-") as folder:
+        yield without_helpers(file, Path(folder)) or file
 
 
 def _inner(exported: Path, read: Sequence[str]) -> list[str]:

@@ -63,7 +63,7 @@ def write_with_preprocessing(run: RunDir, exported: ExportedModel, target: Path)
     names = add_preprocessing(model, recipe)
     target.write_bytes(model.SerializeToString())
     onnx.checker.check_model(str(target), full_check=True)
-    sessions = [open_session(path) for path in (exported.path, target)]
+    sessions = [open_session(path, threads=1) for path in (exported.path, target)]
     compared, latency, rows = list[float](), list[float](), 0
     for numbers, raw in _raw_batches(names, recipe, config, signature, manifest, model):
         batch = one_batch(open_shards(run.shards, "evaluation"), config, signature, numbers)

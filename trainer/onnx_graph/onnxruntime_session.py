@@ -24,22 +24,27 @@ def open_session(
     device: Device = "cpu",
     base: Path | None = None,
     share_constants: bool = True,
+    threads: int = 0,
+    standard: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Open a session of onnxruntime. Its errors, which have no common base class, are raised only.
 
     A model that is not opened from its file is guarded against divisions that would end the process.
     base: the directory of the external data of a model that is not opened from its file. save: also write the graph
-    that the session runs there, optimised for any machine. share_constants: let it keep one of several equal constants.
-    False for BatchNormalization in training form: onnxruntime 1.31 writes the new mean over the stored one, which may
-    then be the bias as well, before it adds the bias. Raises RuntimeError if onnxruntime cannot use the device.
+    that the session runs there, optimised for any machine; standard: with operators of ONNX's own alone. threads: how
+    many compute, 1 = the calling one; 0 = as many as there are. share_constants: let it keep one of several equal
+    constants. False for BatchNormalization in training form: onnxruntime 1.31 writes the new mean over the stored one,
+    which may then be the bias as well, before it adds the bias. Raises RuntimeError if onnxruntime cannot use the
+    device.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what is raised is not printed as well
     levels = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimise else levels.ORT_DISABLE_ALL
     if save:  # levels above EXTENDED use memory layouts of this machine's processor
-        options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED
+        options.graph_optimization_level = levels.ORT_ENABLE_BASIC if standard else levels.ORT_ENABLE_EXTENDED
         options.optimized_model_filepath = str(save)
+    options.intra_op_num_threads = threads
     if base:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(base))
     content = str(model) if isinstance(model, Path) else guard_integer_divisions(model).SerializeToString()

@@ -20,6 +20,7 @@ from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.diagnostics.doctor import Diagnosis
 from onward.trainer.errors import ConfigError
+from onward.trainer.export.helper_nodes import costly_helpers
 from onward.trainer.export.kernel_rounding import exact_form
 from onward.trainer.export.model_file import ModelFile, full_copy
 from onward.trainer.model.output_units import with_first_units
@@ -138,7 +139,21 @@ def with_guard(found: Diagnosis, config: RunConfig | None = None) -> Diagnosis:
     if not (found.importable and found.totals["trained"].tensors):
         return found
     compared, warnings = guard_of_file(found.path, config)
+    warnings += helper_warnings(found.path)
     return found.model_copy(update={"guard": compared, "warnings": (*found.warnings, *warnings)})
+
+
+def helper_warnings(path: Path) -> tuple[ExporterWarning, ...]:
+    """Return a warning if helper nodes take a good part of a file's time on made-up rows; () if that is not known."""
+    try:
+        file = ModelFile.read(path)
+        rows = next(iter(made_up_rows(file.proto, declared_batch(file.proto.graph) or ROWS)))
+        fed = [value.name for value in file.proto.graph.input]
+        found = costly_helpers(file, {name: each.numpy() for name, each in zip(fed, rows, strict=True)})
+    except Exception:  # whatever a file makes onnxruntime raise; the guard has said what does not run
+        return ()
+    remedy = "nothing to do for the training; serve the variant `optimized` (`onward export RUN --variant optimized`)"
+    return (ExporterWarning(key="helper_nodes", what=str(found), remedy=remedy),) if found else ()
 
 
 def guard_of_file(path: Path, config: RunConfig | None = None) -> tuple[Guard | None, tuple[ExporterWarning, ...]]:

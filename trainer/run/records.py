@@ -187,7 +187,7 @@ class Variant(Record):
     size_ratio: float
     """Its size over the exported file's."""
     latency_ratio: float
-    """Its time for an evaluation batch over the exported file's, both on the CPU and measured alternately."""
+    """Its time for a batch over that of the exported file without helper nodes; NaN if it was noise (latency.py)."""
     metrics: dict[str, float]
     """Its metrics on all evaluation data."""
     refused: str = ""

@@ -101,7 +101,7 @@ def test_a_variant_runs_keeps_its_ends_and_loses_little(
     assert variant.path is not None
     assert least < variant.size_ratio < most
     assert variant.bytes == variant.path.stat().st_size
-    assert variant.latency_ratio > 0
+    assert not variant.latency_ratio <= 0, "NaN where the machine is too busy to tell"
     if case == "digits":
         assert variant.metrics["evaluation/accuracy"] > 0.85
     onnx.checker.check_model(str(variant.path))
@@ -192,7 +192,7 @@ def test_a_variant_is_measured_on_what_the_file_itself_takes(what: str, tmp_path
     for kind in ("optimized", "int8_static") if what == "a fixed batch" else ("optimized",):
         variant = make_variant(kind, path, data=data, tolerance=0.5)
         assert not variant.refused
-        assert variant.latency_ratio > 0
+        assert not variant.latency_ratio <= 0, "NaN where the machine is too busy to tell"
 
 
 @pytest.mark.parametrize("kind", ["fp16", "int8_dynamic", "int8_static"])

@@ -88,7 +88,7 @@ def _types(operator: str, domain: str, opset: int) -> Mapping[str, int]:
     """Return the type of each attribute of an operator; {} for one that ONNX does not define in this opset."""
     try:
         known = defs.get_schema(operator, opset, domain)
-    except defs.SchemaError:
+    except (defs.SchemaError, TypeError):  # a version beyond 32 bits is an error of its binding
         return {}
     # the stub of AttrType lacks `value`
     return {name: getattr(each.type, "value", 0) for name, each in known.attributes.items()}

@@ -60,7 +60,10 @@ def is_external(proto: TensorProto) -> bool:
 
 
 def byte_range(proto: TensorProto) -> ByteRange:
-    """Return the byte range of an external tensor; a length that is not given follows from its shape."""
+    """Return the byte range of an external tensor; a length that is not given follows from its shape.
+
+    Raises ValueError for numbers that are none, or too long to be read.
+    """
     entries = {entry.key: entry.value for entry in proto.external_data}
     size = BYTEWISE_SIZES.get(proto.data_type, 1)
     length = int(entries.get("length") or size * math.prod(proto.dims))

@@ -50,6 +50,20 @@ NOISE = "onward.noise"
 """The input of the trained graph, and the column of a batch, from which its random numbers are made: int64 [B, 2]."""
 
 IDENTITIES = ("Identity", "Cast", "CastLike")
+BINARY = ("Mul", "Div", "Add", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
+UNARY = (
+    *IDENTITIES,
+    "Not",
+    "Floor",
+    "Bernoulli",
+    "RandomUniformLike",
+    "RandomNormalLike",
+    "Reshape",
+    "Expand",
+    "Shape",
+)
+OPERANDS = dict.fromkeys(BINARY, 2) | dict.fromkeys(UNARY, 1)
+"""Operator -> the operands that it must have at least."""
 KEEPS_ELEMENTS = (*IDENTITIES, "Reshape", "Squeeze", "Unsqueeze", "Expand")
 
 
@@ -77,9 +91,24 @@ class Branch:
 def find_branches(model: onnx.ModelProto, base: Path | None = None) -> list[Branch]:
     """Return every mask of the main graph as described above. base: the directory of external data."""
     # most files have none; shape inference below takes long for a large graph
-    if not any(_is(node, *RANDOM) for node in model.graph.node):
+    if not any(_is(node, *RANDOM) for node in model.graph.node) or not _is_ordered(model.graph):
         return []
     return list(_BranchFinder(load_small_tensors(model, base)).found())
+
+
+def _is_ordered(graph: onnx.GraphProto) -> bool:
+    """Return whether nodes read only what is computed before them, and operators below have their operands.
+
+    A file is searched before it is checked: of one that is not, the check says what is wrong.
+    """
+    known = {"", *(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)}
+    known |= {tensor.values.name for tensor in graph.sparse_initializer}
+    for node in graph.node:
+        operands = len([name for name in node.input if name])
+        if not known.issuperset(node.input) or operands < OPERANDS.get(node.op_type, 0) or not node.output:
+            return False
+        known.update(node.output)
+    return True
 
 
 def mark_branches(model: onnx.ModelProto, found: Iterable[Branch]) -> onnx.ModelProto:
@@ -104,7 +133,7 @@ def random_nodes(model: onnx.ModelProto, found: Iterable[Branch] = ()) -> list[s
     drawn = {branch.drawn for branch in found}
     nodes = (*model.graph.node, *(node for function in model.functions for node in function.node))
     return [
-        node.name or node.output[0]
+        node.name or next(iter(node.output), node.op_type)
         for node in nodes_inside(nodes)
         if _is(node, *RANDOM) and not drawn & set(node.output)
     ]

@@ -5,6 +5,7 @@ Without torch, whose import takes longer than `onward diff`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+from onnx.checker import ValidationError
 
 from onward.trainer.onnx_graph.attribute_weights import as_tensor_proto, held_attributes
 from onward.trainer.onnx_graph.external_ranges import byte_range, is_external, load_external
@@ -91,6 +93,13 @@ def read_chunks(proto: TensorProto, base: Path) -> Iterator[np.ndarray[Any, Any]
         yield from (flat[start : start + step] for start in range(0, len(flat), step))
 
 
+def _is_small(proto: TensorProto) -> bool:
+    try:
+        return byte_range(proto).length <= SMALL_BYTES
+    except ValueError:  # external_problems says that its place cannot be read
+        return False
+
+
 def load_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelProto:
     """Return a copy of the model with small external tensors loaded, and all those of inner graphs and functions."""
     if base is None or not any(map(is_external, all_tensors(model))):
@@ -100,6 +109,8 @@ def load_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelP
         # initializers of the main graph come first; in inner graphs all are loaded: nothing maps those, and lowering
         # reads them as constants
         inner = place >= len(model.graph.initializer)
-        if is_external(proto) and (inner or byte_range(proto).length <= SMALL_BYTES):
-            load_external([proto], base)
+        if is_external(proto) and (inner or _is_small(proto)):
+            # of a file that is searched before it is checked; external_problems says what is wrong with its place
+            with contextlib.suppress(OSError, ValueError, ValidationError):
+                load_external([proto], base)
     return model

@@ -1,9 +1,9 @@
-"""Runs whose file is as good as exported, and the program of the page that serves it."""
+"""Runs whose file is as good as exported, and what serves it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import onnx
@@ -13,19 +13,14 @@ import pyarrow.parquet as pq
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.signature import model_digest
 from onward.trainer.data.storage.sharding import make_training_shards
+from onward.trainer.export.served import raw_inputs
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, write_record
-from tests.test_docs import blocks
-
-PAGE = "docs/how-to/serve-with-the-same-preprocessing.md"
 
 
-def serve() -> SimpleNamespace:
-    """The program of the page."""
-    (text,) = (block.text for block in blocks(PAGE) if block.title == "serve.py")
-    module: dict[str, Any] = {}
-    exec(compile(text, "serve.py", "exec"), module)
-    return SimpleNamespace(**module)
+def serve() -> ModuleType:
+    """What computes inputs from raw rows, as it is copied into registered models."""
+    return raw_inputs
 
 
 def exported_run(folder: Path, proto: onnx.ModelProto, **sections: Any) -> RunDir:

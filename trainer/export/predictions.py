@@ -19,6 +19,7 @@ from onward.trainer.data.columns import Array
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.export.raw_batches import RawBatch
 from onward.trainer.export.served.predictor import BadRows, Predictor
+from onward.trainer.export.served.raw_inputs import RECORD
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.preprocessing_record import Preprocessing
 from onward.trainer.run.records import read_record
@@ -26,7 +27,6 @@ from onward.trainer.run.records import read_record
 T = TypeVar("T")
 Table = dict[str, Any]
 """Column -> its cells, a list or an array."""
-RECORD = "preprocessing.json"
 MOST_BAD = 20
 """A prediction that fails names so many bad rows."""
 ROWS_AT_ONCE = {"image": 32, "audio": 32, "text": 32}

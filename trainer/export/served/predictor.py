@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 
 from .media import Array
-from .raw_inputs import RawInputs, Rows
+from .raw_inputs import RawInputs, Rows, few, raw_columns, unusable
 from .result_columns import Columns, Meaning, result_columns
 
 DTYPES = {"float": "float32", "double": "float64", "float16": "float16", "string": "string", "bool": "bool"}
@@ -56,7 +56,7 @@ class Predictor:
         self.meanings: list[Meaning] = list(recipe["outputs"]) if recipe else self._plain_outputs()
         self._types = {name: _dtype(value.type) for name, value in taken.items()}
         self._raw = RawInputs(described, folder)
-        self.columns = _raw_columns(described)
+        self.columns = raw_columns(described)
         """Raw column -> what it holds: image, audio, text, category, integers (a category by number), number."""
         fixed = [value.shape[0] for value in taken.values() if value.shape and isinstance(value.shape[0], int)]
         self.fixed_rows = fixed[0] if fixed else 0
@@ -76,7 +76,7 @@ class Predictor:
         Raises BadRows, and ValueError with every column that is missing or what onnxruntime refuses.
         """
         if missing := [name for name in self.columns if name not in rows]:
-            raise ValueError(f"column {_few(missing)} is missing; there is {_few(list(rows)) or 'none'}")
+            raise ValueError(f"column {few(missing)} is missing; there is {few(list(rows)) or 'none'}")
         count = len(rows[next(iter(self.columns))])
         names = [meaning["name"] for meaning in self.meanings]
         if not count:
@@ -147,16 +147,10 @@ def _opened(model: Path, outputs: Sequence[str], threads: int) -> onnxruntime.In
 
 
 def _checked(recipe: Mapping[str, Any], taken: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recipe if it describes all inputs of the file. Raises UnusableModel."""
-    described = recipe["inputs"]
-    if missing := [name for name in taken if name not in described]:
-        raise UnusableModel(
-            f"the file takes {_few(list(taken))}, but its preprocessing.json says how to compute "
-            f"{_few(list(described)) or 'no input'}: nothing is known of {_few(missing)}"
-        )
-    if recipe["text"] and recipe["text"]["stride"] is not None:
-        raise UnusableModel("long texts were divided into windows (data.text.stride), so that a text has no one result")
-    return {**recipe, "inputs": {name: how for name, how in described.items() if name in taken}}
+    """Return the recipe with the inputs that the file takes. Raises UnusableModel if some are not described."""
+    if why := unusable(recipe, list(taken)):
+        raise UnusableModel(why)
+    return {**recipe, "inputs": {name: how for name, how in recipe["inputs"].items() if name in taken}}
 
 
 def _begins_raw(recipe: Mapping[str, Any], taken: Mapping[str, Any]) -> bool:
@@ -168,9 +162,9 @@ def _begins_raw(recipe: Mapping[str, Any], taken: Mapping[str, Any]) -> bool:
 def _plain_inputs(taken: Mapping[str, Any], inputs: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Return how the inputs of a file without preprocessing.json are read of columns. Raises UnusableModel."""
     if unknown := [name for name in inputs if name not in taken]:
-        raise UnusableModel(f"the file has no input {_few(unknown)}; it takes {_few(list(taken))}")
+        raise UnusableModel(f"the file has no input {few(unknown)}; it takes {few(list(taken))}")
     if wrong := [name for name, value in taken.items() if not value.type.startswith("tensor(")]:
-        raise UnusableModel(f"input {_few(wrong)} is no tensor")
+        raise UnusableModel(f"input {few(wrong)} is no tensor")
     found = {}
     for name, value in taken.items():
         columns = list(inputs.get(name, [name]))
@@ -188,25 +182,6 @@ def _plain_inputs(taken: Mapping[str, Any], inputs: Mapping[str, Sequence[str]])
     return found
 
 
-def _raw_columns(described: Mapping[str, Any]) -> dict[str, str]:
-    """Return raw column -> what it holds, in the order of the inputs."""
-    text = described["text"]
-    found = dict.fromkeys(text["columns"], "text") if text else {}
-    for how in described["inputs"].values():
-        if how["kind"] in ("image", "audio"):
-            found[how["column"]] = how["kind"]
-        for column in how.get("columns", ()):
-            kind = "text" if how["dtype"] == "string" else "number"
-            if column.get("categories"):
-                kind = "integers" if column["integers"] else "category"
-            found.setdefault(column["name"], kind)
-    return found
-
-
 def _dtype(of_tensor: str) -> str:
     name = of_tensor.removeprefix("tensor(").removesuffix(")")
     return DTYPES.get(name, name)
-
-
-def _few(names: Sequence[str], most: int = 12) -> str:
-    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -23,6 +23,39 @@ def read_recipe(folder: Path | str) -> dict[str, Any]:
     return content
 
 
+def raw_columns(described: Mapping[str, Any]) -> dict[str, str]:
+    """Return raw column -> what it holds, in the order of the inputs."""
+    text = described["text"]
+    found = dict.fromkeys(text["columns"], "text") if text else {}
+    for how in described["inputs"].values():
+        if how["kind"] in ("image", "audio"):
+            found[how["column"]] = how["kind"]
+        for column in how.get("columns", ()):
+            kind = "text" if how["dtype"] == "string" else "number"
+            if column.get("categories"):
+                kind = "integers" if column["integers"] else "category"
+            found.setdefault(column["name"], kind)
+    return found
+
+
+def unusable(recipe: Mapping[str, Any], inputs: Sequence[str]) -> str:
+    """Return why a file with these inputs cannot be fed by its preprocessing.json; "" if it can."""
+    described = recipe["inputs"]
+    if missing := [name for name in inputs if name not in described]:
+        return (
+            f"the file takes {few(inputs)}, but its preprocessing.json says how to compute "
+            f"{few(list(described)) or 'no input'}: nothing is known of {few(missing)}"
+        )
+    if recipe["text"] and recipe["text"]["stride"] is not None:
+        return "long texts were divided into windows (data.text.stride), so that a text has no one result"
+    return ""
+
+
+def few(names: Sequence[str], most: int = 12) -> str:
+    """Return some names for a message."""
+    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def model_inputs(recipe: Mapping[str, Any], rows: Rows, folder: Path | str) -> dict[str, Array]:
     """Return input -> array for onnxruntime; `folder` has the tokenizer."""
     return RawInputs(recipe, Path(folder)).compute(rows)

@@ -28,11 +28,15 @@ MOST_NUMBERS = 4096
 """The most columns of numbers that one output gives."""
 
 
+class NoColumns(ValueError):
+    """An output whose rows are no numbers side by side, such as masks."""
+
+
 def result_columns(outputs: Mapping[str, Array], meanings: Sequence[Meaning], top: int = 0) -> Columns:
     """Return column -> values [n] of the outputs of n rows.
 
     top: give the best so many classes, as class_2, probability_2, ..., in place of the probability of each class.
-    Raises ValueError for an output that has no columns, such as a mask.
+    Raises NoColumns for an output such as a mask.
     """
     found: Columns = {}
     for meaning in meanings:
@@ -53,10 +57,10 @@ def _title(meaning: Meaning) -> str:
 
 
 def _flat(values: Array, meaning: Meaning) -> Array:
-    """Return an output as [n, k], without axes of length 1. Raises ValueError if it has more axes."""
+    """Return an output as [n, k], without axes of length 1. Raises NoColumns if it has more axes."""
     kept = [length for length in values.shape[1:] if length != 1]
     if len(kept) > 1 or meaning["loss"] == "ctc":
-        raise ValueError(
+        raise NoColumns(
             f"output {meaning['name']!r} is {list(values.shape)}, with results for each position of a row (masks, "
             "tokens, sequences), which are no columns; write the output as it is, into a file .npz"
         )
@@ -116,7 +120,7 @@ def _labels(scores: Array, meaning: Meaning, prefix: str) -> Columns:
 
 def _numbers(values: Array, meaning: Meaning) -> Columns:
     if values.shape[1] > MOST_NUMBERS:
-        raise ValueError(
+        raise NoColumns(
             f"output {meaning['name']!r} has {values.shape[1]:,} numbers a row, above {MOST_NUMBERS:,} columns; write "
             "it as it is, into a file .npz"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.signature import model_digest
 from onward.trainer.data.storage.sharding import make_training_shards
+from onward.trainer.export.preprocessing import write_preprocessing
 from onward.trainer.export.served import raw_inputs
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, write_record
@@ -50,3 +52,14 @@ def two_tables(folder: Path, **columns: Any) -> dict[str, Any]:
     for name in ("a", "b"):
         pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     return {"source": str(folder / "a.parquet"), "evaluation_source": str(folder / "b.parquet")}
+
+
+def finished_run(run: RunDir, model: Path) -> RunDir:
+    """The run with its exported file (in truth that of `model`) and its preprocessing, as a finished run has them."""
+    run.export.mkdir(parents=True)
+    file = run.export / "model.onnx"
+    shutil.copyfile(model, file)
+    exported = exported_model(file)
+    preprocessing = write_preprocessing(run, exported, run.export)
+    write_record(run.exported, exported.model_copy(update={"preprocessing": preprocessing}))
+    return run

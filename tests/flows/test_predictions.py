@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +32,7 @@ from tests.support.exported_runs import exported_run, finished_run, two_tables
 from tests.support.images import write_classes
 from tests.support.stores import free_port, new_run, new_store
 from tests.support.workshop import Workshop, until
+from tests.test_docs import blocks
 
 RAW: dict[str, Any] = {
     "city": ["Rome", "Oslo", "Bonn", "Rome", "", "Oslo", "Bonn", "Rome"] * 5,
@@ -215,38 +219,62 @@ def test_a_registered_model_predicts_on_the_columns_of_training(run: RunDir, hom
 @pytest.mark.slow
 @pytest.mark.usefixtures("only_servers")
 @pytest.mark.timeout(300)
-def test_mlflow_serves_a_registered_model_by_the_command_of_the_page(
-    run: RunDir, home: Path, tmp_path: Path, workshop: Workshop
+@pytest.mark.parametrize("way", ["registry", "image"])
+def test_mlflow_serves_a_registered_model_by_the_commands_of_the_page(
+    run: RunDir, home: Path, tmp_path: Path, way: str
 ) -> None:
-    registered(run, home, tmp_path)
+    folder, page = registered(run, home, tmp_path), "docs/how-to/predict.md"
+    if way == "registry":
+        (line,) = (line for block in blocks(page) for line in block.text.splitlines() if line.startswith("mlflow mod"))
+        command = line.replace("reviews", "cities").split()
+    else:  # what the image runs, on the directory that the page downloads for it
+        (text,) = (block.text for block in blocks(page) if block.title == "Dockerfile.served")
+        command = json.loads(text.splitlines()[-1].removeprefix("CMD "))
+        command[command.index("/model")] = str(folder)
     port, frame = free_port(), pd.read_csv(tmp_path / "t.csv")
-    command = f"{Path(sys.executable).parent}/mlflow models serve -m models:/cities@champion --env-manager local"
-    environment = {**os.environ, "MLFLOW_TRACKING_URI": local_store(home), "MLFLOW_DISABLE_TELEMETRY": "true"}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    server = subprocess.Popen(
-        [*command.split(), "-h", "127.0.0.1", "-p", str(port)],
-        env=environment,
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        until(lambda: answers(port), limit_s=120)
+    command[command.index("-h") + 1 :] = ["127.0.0.1", "-p", str(port)]
+    with serving(command, port, home, tmp_path):
         given = json.loads(frame[["city", "size", "age"]].to_json(orient="split", index=False))
-        asked = urllib.request.Request(
-            f"http://127.0.0.1:{port}/invocations",
-            json.dumps({"dataframe_split": given}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            rows = json.load(answer)["predictions"]
-    finally:
-        os.killpg(server.pid, 15)
-        server.wait(30)
+        rows = invoke(port, {"dataframe_split": given})["predictions"]
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            invoke(port, {"dataframe_split": {"columns": ["city", "size", "age"], "data": [["Rome", 3, "old"]]}})
+        assert refused.value.code == 400
+        refused.value.close()
     wanted = onward.predict(run.root, frame)
     assert [row["class"] for row in rows] == wanted["class"].tolist()
     assert [row["probability"] for row in rows] == pytest.approx(wanted["probability"].tolist(), abs=1e-6)
+
+
+@contextlib.contextmanager
+def serving(command: list[str], port: int, home: Path, folder: Path) -> Iterator[None]:
+    """Run a command that serves until the block ends; it begins when the server answers."""
+    programs = str(Path(sys.executable).parent)
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": local_store(home), "MLFLOW_DISABLE_TELEMETRY": "true"}
+    environment["PATH"] = f"{programs}{os.pathsep}{environment['PATH']}"
+    environment.pop("PYTHONPATH", None)
+    with (folder / "serve.log").open("w") as log:
+        server = subprocess.Popen(
+            [f"{programs}/{command[0]}", *command[1:]],
+            env=environment,
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        until(lambda: answers(port), limit_s=120)
+        yield
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(30)
+
+
+def invoke(port: int, body: dict[str, Any]) -> Any:
+    content = json.dumps(body).encode()
+    address = f"http://127.0.0.1:{port}/invocations"
+    asked = urllib.request.Request(address, content, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return json.load(answer)
 
 
 def answers(port: int) -> bool:

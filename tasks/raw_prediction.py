@@ -90,4 +90,5 @@ def _example(recipe: dict[str, Any], columns: dict[str, str]) -> dict[str, list[
             found[name] = [int(texts[0]) if kind == "integers" else texts[0]] if texts else []
         elif kind == "number" and len(column.get("center") or column.get("fill") or ()) == 1:
             found[name] = [(column["center"] or column["fill"])[0]]
-    return found if all(found.get(name) for name in columns) else {}
+    # the cells of windows are lists
+    return found if all(found.get(name) for name in columns) and not recipe["window_length"] else {}

@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 import pandas as pd
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 import onward
 from onward.infra.mlflow_store import local_store
@@ -161,6 +162,28 @@ def test_images_without_preprocessing_are_measured_by_a_guess_that_is_said(home:
     assert measured.guessed[2].endswith("classes sorted by name: cat, dog")
 
 
+def test_a_run_on_time_series_predicts_what_comes_after_the_last_row(home: Path, tmp_path: Path) -> None:
+    series = {"load": (np.arange(40.0) * 3).tolist(), "heat": (np.arange(40.0) * -2).tolist()}
+    data = two_tables(tmp_path, **series) | {"inputs": {"past": ["load", "heat"]}, "label": ["load_ahead"]}
+    data["table"] = {"window": {"length": 5, "horizon": 1}, "standardise": "standard"}
+    ports = {"past": ["batch", 5, 2], "y": ["batch", 1]}
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in ports.items())
+    nodes = [helper.make_node("Flatten", ["past"], ["flat"]), helper.make_node("Gemm", ["flat", "w"], ["y"])]
+    weight = numpy_helper.from_array(np.ones((10, 1), np.float32), "w")
+    graph = helper.make_graph(nodes, "sums", [x], [y], [weight])
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    run = exported_run(tmp_path, proto, model={"path": tmp_path / "model.onnx", "loss": "mse"}, data=data)
+    finished_run(run, tmp_path / "model.onnx")
+    pd.DataFrame(series).to_csv(tmp_path / "t.csv", index=False)
+    found = onward.predict(run.root, tmp_path / "t.csv")
+    assert list(found) == ["window", "predicted_load_ahead"]
+    assert len(found) == 36, "the last window ends with the last row"
+    measured = onward.evaluate(run.root, tmp_path / "t.csv")
+    assert measured.rows == 35
+    squares = (found["predicted_load_ahead"][:35] - np.array(series["load"])[5:]) ** 2
+    assert measured.metrics["mse"] == pytest.approx(squares.mean(), rel=1e-5)
+
+
 # -- registered models
 
 
@@ -180,9 +203,9 @@ def registered(run: RunDir, home: Path, model: Path) -> Path:
 
 
 def test_a_registered_model_predicts_on_the_columns_of_training(run: RunDir, home: Path, tmp_path: Path) -> None:
-    import mlflow.pyfunc
-
     folder = registered(run, home, tmp_path)
+    import mlflow.pyfunc  # warns of itself, unless Onward has imported it
+
     frame = pd.read_csv(tmp_path / "t.csv")
     by_run = onward.predict(run.root, frame)
     assert by_run.equals(onward.predict("models:/cities@champion", frame))

@@ -2,6 +2,7 @@
 
 data                                   rows are named by        columns
 table.csv, .parquet, .jsonl, a glob    row (and file)           as in the table; a cell may name an image or audio file
+the same of a run on time series       window, from 0 on        windows over the rows, as training made them
 photo.jpg, photos/                     file                     the one column of images (or audio) of the model
 reviews.txt                            row: the line            the one column of texts of the model
 texts/ with .txt files                 file                     likewise, a text for each file
@@ -77,7 +78,7 @@ def read_raw_batches(
     if of_files and (files := _files(path, SUFFIXES_OF[of_files])):
         return _batches_of_files(path, files, columns, size, labels)
     _check_there(source, columns)
-    return _batches_of_table(_table_settings(source, data), columns, size, labels)
+    return _batches_of_table(_table_settings(source, data, with_future=bool(labels)), columns, size, labels)
 
 
 def _files(path: Path, suffixes: Sequence[str]) -> list[tuple[str, Path]]:
@@ -165,9 +166,14 @@ def _contents(
 # -- tables
 
 
-def _table_settings(source: str, data: DataConfig | None) -> DataConfig:
-    """Return settings that read all rows of `source` in order, as the run has read its tables."""
-    table = data.table.model_copy(update={"window": None}) if data else TableConfig()
+def _table_settings(source: str, data: DataConfig | None, *, with_future: bool) -> DataConfig:
+    """Return settings that read all rows of `source` in order, as the run has read its tables.
+
+    Windows over time series have no future, which is to be predicted, unless it is read as labels.
+    """
+    table = data.table if data else TableConfig()
+    if table.window and not with_future:
+        table = table.model_copy(update={"window": table.window.model_copy(update={"horizon": 0})})
     return DataConfig(source=source, table=table, evaluation_fraction=0.0)
 
 
@@ -183,15 +189,23 @@ def _batches_of_table(
         raise DataError(f"{data.source} has no column {_few(missing)}; it has {_few(list(first.cells))}")
     texts = [name for name, kind in {**labels, **columns}.items() if kind in ("text", "category")]
     encoded = [name for name in columns if columns[name] in ("image", "audio")]
-    many = len(located.files) > 1
+    many = len(located.files) > 1 and not data.table.window
 
     def batches() -> Iterator[RawBatch]:
-        for block, _ in sources.read(data, wanted, texts):
+        for block in _blocks(data, wanted, texts):
             bad = {block.where(at): why for at, why in block.bad.items()}
             for start in range(0, max(len(block.index), 1), size):
                 yield _part(block, slice(start, start + size), wanted, encoded, many=many, bad={} if start else bad)
 
     return batches()
+
+
+def _blocks(data: DataConfig, wanted: list[str], texts: list[str]) -> Iterator[Block]:
+    if data.table.window:  # all windows, of which none are held out
+        yield from sources.first_blocks(data, texts)
+        return
+    for block, _ in sources.read(data, wanted, texts):
+        yield block
 
 
 def _part(
@@ -209,11 +223,11 @@ def _part(
             good[at] = False
             bad.setdefault(block.where(int(numbers[at])), f"{name} {why}")
     kept = np.flatnonzero(good).tolist()
-    ids: dict[str, list[Any]] = {"row": numbers[kept].tolist()}
+    ids: dict[str, list[Any]] = {block.unit if block.unit == "window" else "row": numbers[kept].tolist()}
     if many:
         ids = {"file": [block.file] * len(kept), **ids}
     chosen = {name: _chosen(column, kept) for name, column in cells.items()}
-    return RawBatch(ids, chosen, [block.where(at) for at in ids["row"]], bad)
+    return RawBatch(ids, chosen, [block.where(int(at)) for at in numbers[kept]], bad)
 
 
 def _chosen(cells: Cells, kept: list[int]) -> list[Any]:

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.config.sections.tables import TableConfig
+from onward.trainer.config.sections.tables import TableConfig, WindowConfig
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.export.predictions import Predictions, batch_rows, recipe_of, write_predictions
 from onward.trainer.export.raw_batches import RawBatch, frame_batches, read_raw_batches
@@ -238,3 +238,16 @@ def test_the_preprocessing_of_a_copy_and_of_its_variants_is_found(tmp_path: Path
     assert recipe_of(tmp_path / "digits.onnx")[1] == folder
     assert recipe_of(tmp_path / "digits.int8_static.onnx")[1] == folder
     assert recipe_of(tmp_path / "other.onnx") == (None, tmp_path)
+
+
+def test_time_series_are_cut_into_windows_up_to_the_last_row_as_the_run_cut_its_own(tmp_path: Path) -> None:
+    values = np.arange(12.0)
+    pd.DataFrame({"load": values}).to_csv(tmp_path / "t.csv", index=False)
+    window = WindowConfig(length=5, horizon=2)
+    data = DataConfig(source="elsewhere", table=TableConfig(window=window))
+    (batch,) = read(tmp_path / "t.csv", {"load": "number"}, data=data)
+    assert batch.ids == {"window": list(range(8))}
+    assert np.asarray(batch.cells["load"]).tolist() == [values[at : at + 5].tolist() for at in range(8)]
+    # with the future as labels there are two windows less
+    (labelled,) = read(tmp_path / "t.csv", {"load": "number"}, data=data, labels={"load_ahead": "number"})
+    assert np.asarray(labelled.cells["load_ahead"]).tolist() == [values[at + 5 : at + 7].tolist() for at in range(6)]

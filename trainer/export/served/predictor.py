@@ -56,6 +56,7 @@ class Predictor:
         self.meanings: list[Meaning] = list(recipe["outputs"]) if recipe else self._plain_outputs()
         self._types = {name: _dtype(value.type) for name, value in taken.items()}
         self._raw = RawInputs(described, folder)
+        self._window: int = described.get("window_length") or 0
         self.columns = raw_columns(described)
         """Raw column -> what it holds: image, audio, text, category, integers (a category by number), number."""
         fixed = [value.shape[0] for value in taken.values() if value.shape and isinstance(value.shape[0], int)]
@@ -77,6 +78,11 @@ class Predictor:
         """
         if missing := [name for name in self.columns if name not in rows]:
             raise ValueError(f"column {few(missing)} is missing; there is {few(list(rows)) or 'none'}")
+        if self._window and (short := [name for name in self.columns if _is_no_window(rows[name], self._window)]):
+            raise ValueError(
+                f"the model takes windows of {self._window} successive values, the oldest first, so that each cell of "
+                f"{few(short)} must be a list of {self._window} numbers"
+            )
         count = len(rows[next(iter(self.columns))])
         names = [meaning["name"] for meaning in self.meanings]
         if not count:
@@ -124,14 +130,19 @@ class Predictor:
         return [np.asarray(array)[:kept] for array in results]
 
 
+def _is_no_window(cells: Sequence[Any], length: int) -> bool:
+    return any(np.ndim(cell) != 1 or len(cell) != length for cell in cells)
+
+
 def _opened(model: Path, outputs: Sequence[str], threads: int) -> onnxruntime.InferenceSession:
     """Open the file, which gives these tensors as outputs, also such as are inside of it. Raises UnusableModel."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what is raised is not printed as well
     options.intra_op_num_threads = threads
-    providers = ["CPUExecutionProvider"]
+    # onnxruntime 1.31 overwrites constants that it shares with a BatchNormalization in training form
+    how = {"providers": ["CPUExecutionProvider"], "disabled_optimizers": ["ConstantSharing"]}
     try:
-        session = onnxruntime.InferenceSession(str(model), options, providers=providers)
+        session = onnxruntime.InferenceSession(str(model), options, **how)
         known = {value.name for value in session.get_outputs()}
         if inner := [name for name in outputs if name not in known]:
             # the loss of training reads scores in front of the file's own output, such as its probabilities
@@ -140,7 +151,7 @@ def _opened(model: Path, outputs: Sequence[str], threads: int) -> onnxruntime.In
             proto = onnx.load(str(model), load_external_data=False)
             proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in inner)
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.parent))
-            session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=providers)
+            session = onnxruntime.InferenceSession(proto.SerializeToString(), options, **how)
     except Exception as error:  # onnxruntime's errors have no common base class
         raise UnusableModel(f"onnxruntime cannot open {model}: {error}") from error
     return session

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -73,11 +75,11 @@ class RawInputs:
         tokens = self._encoded(rows) if self._recipe["text"] else None
         for name, how in self._recipe["inputs"].items():
             if how["kind"] == "image":
-                found[name] = np.stack([_named(image, cell, how) for cell in rows[how["column"]]])
+                found[name] = np.stack(_decoded(image, rows[how["column"]], how))
             elif how["kind"] == "tokens":
                 found[name] = _token_values(tokens, how)
             elif how["kind"] == "audio":
-                clips = [_named(audio, cell, how) for cell in rows[how["column"]]]
+                clips = _decoded(audio, rows[how["column"]], how)
                 is_fixed = bool(how["samples"])
                 found[name] = np.stack(clips) if is_fixed else padded(clips, how["pad_value"]).astype(how["dtype"])
             else:
@@ -120,12 +122,19 @@ class RawInputs:
         return [window for each in found for window in [each, *each.overflowing][::step]]
 
 
-def _named(decode: Any, cell: Any, how: How) -> Array:
-    """Return what a cell is decoded to; an error names its column."""
-    try:
-        return np.asarray(decode(cell, how))
-    except ValueError as error:
-        raise ValueError(f"{how['column']}: {error}") from error
+def _decoded(decode: Callable[[Any, How], Array], cells: Sequence[Any], how: How) -> list[Array]:
+    """Return what each cell is decoded to, on all processors; an error names the column."""
+
+    def named(cell: Any) -> Array:
+        try:
+            return decode(cell, how)
+        except ValueError as error:
+            raise ValueError(f"{how['column']}: {error}") from error
+
+    if len(cells) < 2:
+        return [named(cell) for cell in cells]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # decoders release Python's lock
+        return list(threads.map(named, cells))
 
 
 def _lower(cell: Any) -> Any:

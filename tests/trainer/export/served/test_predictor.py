@@ -133,6 +133,18 @@ def test_a_number_that_training_never_saw_missing_is_a_bad_row_when_it_is(tmp_pa
         predictor.outputs({name: ["high" if name == "a" else 2.0] for name in "abcd"})
 
 
+def test_cells_that_are_no_windows_are_refused_where_training_had_windows(tmp_path: Path) -> None:
+    columns = [{"name": "load"}]
+    how = {"kind": "columns", "columns": columns, "stacked": False, "shape": [4], "dtype": "float32", "as_it_is": True}
+    outputs = [{"name": "prediction", "loss": "mse", "classes": [], "label": ["load_ahead"]}]
+    recipe = {"inputs": {"features": how}, "text": None, "outputs": outputs, "window_length": 4}
+    predictor = Predictor(plain(tmp_path), recipe, tmp_path)
+    assert list(predictor.predict({"load": [[1.0, 2.0, 3.0, 4.0]]})) == ["predicted_load_ahead"]
+    for cell in (1.0, [1.0, 2.0]):
+        with pytest.raises(ValueError, match=r"windows of 4 successive values.* each cell of load must be a list of 4"):
+            predictor.predict({"load": [cell]})
+
+
 # -- files of other kinds
 
 

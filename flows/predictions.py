@@ -107,6 +107,9 @@ def evaluate(
     meanings, config = opened.predictor.meanings, opened.config
     losses = evaluating.losses_of(meanings, config.losses if config else ())
     kinds = evaluating.label_kinds(losses, meanings)
+    masks = set(config.data.image.mask_columns if config and config.data.image else ())
+    if masks & set(kinds):
+        raise ConfigError(f"the labels {', '.join(masks)} are masks, which are not measured here; a run measures them")
     batches = raw_batches(opened, data, batch_rows(opened.predictor, batch_size), kinds)
     found = Predictions(opened.predictor, batches, skips=bad_rows == "skip", report=report)
     chosen = evaluating.metrics_that_fit(losses, config.metrics if config else ())

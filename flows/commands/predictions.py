@@ -53,14 +53,15 @@ def predict(
     source: Source,
     data: Data,
     output: Annotated[
-        Path | None,
+        str,
         typer.Option(
             "--output",
             "-o",
-            help="The file to write: .csv, .parquet, or .npz with the outputs of the file as they are.",
+            help="The file to write: .csv, .parquet, or .npz with the outputs of the file as they are. A folder, whose "
+            "name ends in /, gets masks as PNG files.",
             show_default=False,
         ),
-    ] = None,
+    ] = "",
     top: Annotated[
         int, typer.Option(min=0, max=1000, help="Give the best so many classes, not the probability of each.")
     ] = 0,
@@ -76,10 +77,12 @@ def predict(
     missing cells, scaling, categories, images, tokens. Rows are named by their number, images by their file. Without
     --output the first rows are printed. Needs no torch.
     """
+    from onward.trainer.export.mask_files import write_masks
     from onward.trainer.export.predictions import output_problems, write_predictions
 
+    path, into_folder = Path(output), output.endswith("/")
     # before anything is computed
-    if output and (problems := output_problems(output, overwrite=overwrite)):
+    if output and not into_folder and (problems := output_problems(path, overwrite=overwrite)):
         raise ConfigError(problems)
     found = api.predictions(
         source,
@@ -90,7 +93,10 @@ def predict(
         report=api.print_progress,
     )
     if output:
-        write_predictions(output, found, top=top, overwrite=overwrite)
+        if into_folder:
+            write_masks(path, found, overwrite=overwrite)
+        else:
+            write_predictions(path, found, top=top, overwrite=overwrite)
         facts: dict[str, Any] = {"path": str(output), "rows": found.num_rows}
         print_facts({**facts, **_skipped(found.bad)}, as_json=as_json)
     else:

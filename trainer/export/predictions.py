@@ -130,8 +130,11 @@ def output_problems(path: Path, *, overwrite: bool) -> list[str]:
     """Return why predictions cannot be written there, before any is computed."""
     found = []
     if path.suffix.lower() not in SUFFIXES:
-        found.append(f"{path} ends in {path.suffix!r}; predictions are written into {', '.join(SUFFIXES)}")
-    if path.is_dir():
+        found.append(
+            f"{path} ends in {path.suffix!r}; predictions are written into {', '.join(SUFFIXES)}, and masks into a "
+            "folder, whose name ends in /"
+        )
+    elif path.is_dir():
         found.append(f"{path} is a directory; name a file in it")
     elif path.exists() and not overwrite:
         found.append(f"{path} exists already; name another file, or add --overwrite")

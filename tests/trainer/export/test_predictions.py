@@ -10,10 +10,12 @@ import numpy as np
 import onnx
 import pandas as pd
 import pytest
+from PIL import Image
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.tables import TableConfig, WindowConfig
 from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.export.mask_files import write_masks
 from onward.trainer.export.predictions import Predictions, batch_rows, recipe_of, write_predictions
 from onward.trainer.export.raw_batches import RawBatch, frame_batches, read_raw_batches
 from onward.trainer.export.served.predictor import Predictor
@@ -206,24 +208,48 @@ def test_an_output_that_exists_or_has_another_suffix_is_refused(tmp_path: Path, 
     assert (tmp_path / "out.csv").read_text().startswith("row,predicted_label\n0,")
 
 
-def test_masks_are_refused_as_columns_and_written_as_they_are(tmp_path: Path) -> None:
-    onnx.save(graphs.tiny_conv_net(image_size=16), tmp_path / "model.onnx")
-    data = two_tables(tmp_path, image=[encoded(picture(at)) for at in range(4)], label=[0, 1, 2, 3]) | {"image": {}}
-    run = exported_run(tmp_path, graphs.tiny_conv_net(image_size=16), data=data)
-    run = finished_run(run, tmp_path / "model.onnx")
-    recipe, folder = recipe_of(run.export / "model.onnx")
+def segmentation(folder: Path) -> Predictor:
+    """A file with scores for each pixel of 16 x 16, of the tensors of a classifier."""
+    data = two_tables(folder, image=[encoded(picture(at)) for at in range(4)], label=[0, 1, 2, 3]) | {"image": {}}
+    run = exported_run(folder, graphs.tiny_conv_net(image_size=16), data=data)
+    run = finished_run(run, folder / "model.onnx")
+    recipe, place = recipe_of(run.export / "model.onnx")
     assert recipe is not None
-    # as a segmentation would have it, of the same tensors
-    inner = next(node.output[0] for node in onnx.load(tmp_path / "model.onnx").graph.node if node.op_type == "Relu")
-    recipe["outputs"][0]["name"] = inner
-    predictor = Predictor(run.export / "model.onnx", recipe, folder)
-    source = tmp_path / "b.parquet"
-    with pytest.raises(DataError, match=r"are no columns; write the output as it is, into a file \.npz"):
+    nodes = onnx.load(folder / "model.onnx").graph.node
+    recipe["outputs"][0]["name"] = next(node.output[0] for node in nodes if node.op_type == "Relu")
+    return Predictor(run.export / "model.onnx", recipe, place)
+
+
+def test_masks_are_refused_as_columns_and_written_as_they_are(tmp_path: Path) -> None:
+    predictor, source = segmentation(tmp_path), tmp_path / "b.parquet"
+    with pytest.raises(DataError, match=r"are no columns; write masks into a folder, or the output into"):
         list(predictions(predictor, source).tables())
     write_predictions(tmp_path / "out.npz", predictions(predictor, source))
+    (meaning,) = predictor.meanings
     with np.load(tmp_path / "out.npz", allow_pickle=False) as arrays:
         assert arrays["row"].tolist() == [0, 1, 2, 3]
-        assert arrays[inner].ndim == 4
+        assert arrays[meaning["name"]].ndim == 4
+
+
+def test_masks_become_images_with_the_class_of_each_pixel(tmp_path: Path) -> None:
+    predictor = segmentation(tmp_path)
+    write_classes(tmp_path / "photos", each=2)
+    (tmp_path / "photos" / "cat" / "000.png").write_bytes(encoded(picture(1), "PNG"))
+    write_masks(tmp_path / "masks", predictions(predictor, tmp_path / "photos"))
+    written = sorted(str(path.relative_to(tmp_path / "masks")) for path in (tmp_path / "masks").rglob("*.png"))
+    assert written == ["cat/000.png", "cat/000.png.png", "cat/001.png", "dog/000.png", "dog/001.png"]
+    scores = predictor.outputs({"image": [(tmp_path / "photos" / "dog" / "001.jpg").read_bytes()]})
+    (one,) = scores.values()
+    with Image.open(tmp_path / "masks" / "dog" / "001.png") as mask:
+        np.testing.assert_array_equal(np.asarray(mask), one[0].argmax(axis=0))
+    with pytest.raises(ConfigError, match="masks exists already; name another folder, or add --overwrite"):
+        write_masks(tmp_path / "masks", predictions(predictor, tmp_path / "photos"))
+
+
+def test_an_output_that_is_no_mask_is_not_written_as_one(tmp_path: Path, predictor: Predictor) -> None:
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(DataError, match=r"a row of the output is \[1\], no mask"):
+        write_masks(tmp_path / "masks", predictions(predictor, tmp_path / "t.csv"))
 
 
 def test_rows_at_a_time_suit_the_data(predictor: Predictor) -> None:

@@ -59,6 +59,9 @@ class Predictor:
         self._window: int = described.get("window_length") or 0
         self.columns = raw_columns(described)
         """Raw column -> what it holds: image, audio, text, category, integers (a category by number), number."""
+        images = [how for how in described["inputs"].values() if how["kind"] == "image"]
+        self.channels_last = bool(images) and all(how["layout"] == "nhwc" for how in images)
+        """Whether the channels of images, and so the classes of masks, are on the last axis."""
         fixed = [value.shape[0] for value in taken.values() if value.shape and isinstance(value.shape[0], int)]
         self.fixed_rows = fixed[0] if fixed else 0
         """Rows that the file takes at a time; 0 = any number."""

@@ -62,7 +62,7 @@ def _flat(values: Array, meaning: Meaning) -> Array:
     if len(kept) > 1 or meaning["loss"] == "ctc":
         raise NoColumns(
             f"output {meaning['name']!r} is {list(values.shape)}, with results for each position of a row (masks, "
-            "tokens, sequences), which are no columns; write the output as it is, into a file .npz"
+            "tokens, sequences), which are no columns; write masks into a folder, or the output into a file .npz"
         )
     return values.reshape(len(values), kept[0] if kept else 1)
 

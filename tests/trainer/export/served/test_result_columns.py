@@ -66,7 +66,7 @@ def test_columns_of_several_outputs_begin_with_their_label() -> None:
 
 @pytest.mark.parametrize(("loss", "shape"), [("cross_entropy", (1, 3, 8, 8)), ("mse", (1, 2, 2)), ("ctc", (1, 9, 5))])
 def test_results_for_each_position_are_refused(loss: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(NoColumns, match=r"write the output as it is, into a file \.npz"):
+    with pytest.raises(NoColumns, match=r"write masks into a folder, or the output into a file \.npz"):
         result_columns({"y": np.zeros(shape)}, [meaning(loss)])
 
 

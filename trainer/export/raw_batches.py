@@ -174,7 +174,8 @@ def _table_settings(source: str, data: DataConfig | None, *, with_future: bool) 
     table = data.table if data else TableConfig()
     if table.window and not with_future:
         table = table.model_copy(update={"window": table.window.model_copy(update={"horizon": 0})})
-    return DataConfig(source=source, table=table, evaluation_fraction=0.0)
+    allowed = data.files_from if data else ()
+    return DataConfig(source=source, table=table, files_from=allowed, evaluation_fraction=0.0)
 
 
 def _batches_of_table(

@@ -246,6 +246,21 @@ def test_masks_become_images_with_the_class_of_each_pixel(tmp_path: Path) -> Non
         write_masks(tmp_path / "masks", predictions(predictor, tmp_path / "photos"))
 
 
+def test_images_that_are_damaged_are_named_by_file(tmp_path: Path) -> None:
+    predictor = segmentation(tmp_path)
+    write_classes(tmp_path / "photos", each=2)
+    content = (tmp_path / "photos" / "cat" / "000.jpg").read_bytes()
+    (tmp_path / "photos" / "cat" / "cut.jpg").write_bytes(content[: len(content) // 2])
+    (tmp_path / "photos" / "dog" / "empty.png").touch()
+    with pytest.raises(DataError) as caught:
+        list(predictions(predictor, tmp_path / "photos", 4).outputs())
+    reason = "image: it is no image that can be decoded"
+    for problem, name in zip(caught.value.problems, ("cat/cut.jpg", "dog/empty.png"), strict=True):
+        assert problem.startswith(f"{tmp_path}/photos/{name}: {reason}")
+    found = predictions(predictor, tmp_path / "photos", 4, skips=True)
+    assert sum(len(batch.names) for batch, _ in found.outputs()) == 4
+
+
 def test_an_output_that_is_no_mask_is_not_written_as_one(tmp_path: Path, predictor: Predictor) -> None:
     (tmp_path / "t.csv").write_text("a,b\n1,2\n")
     with pytest.raises(DataError, match=r"a row of the output is \[1\], no mask"):

@@ -49,6 +49,7 @@ from onward.trainer.errors import (
     RuntimeUnavailable,
     StorageUnavailable,
 )
+from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.run.delivered import remember
 from onward.trainer.run.directory import (
     RunDir,
@@ -174,6 +175,7 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
                 exported.preprocessing,
                 [info.name for info in signature.inputs],
                 {info.name: info.shape for info in signature.outputs},
+                {name for node in read_model(exported.path).graph.node for name in node.output},
             ),
         )
     name = config.export.register_as or config.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from onward.infra.model_package import RawColumn, RawPrediction
 from onward.trainer.export import served
-from onward.trainer.export.served.raw_inputs import RECORD, raw_columns, read_recipe, unusable
+from onward.trainer.export.served.raw_inputs import LOG, RECORD, raw_columns, read_recipe, unusable
 from onward.trainer.export.served.result_columns import NoColumns, result_columns
 
 Outputs = Mapping[str, tuple[int | None, ...] | None]
@@ -29,14 +29,17 @@ PACKAGES = {"image": ("pillow",), "audio": ("soundfile", "scipy"), "tokens": ("t
 """Kind of an input -> the packages that compute it."""
 
 
-def raw_prediction(documents: Iterable[Path], inputs: Sequence[str], outputs: Outputs) -> RawPrediction | None:
+def raw_prediction(
+    documents: Iterable[Path], inputs: Sequence[str], outputs: Outputs, tensors: Collection[str]
+) -> RawPrediction | None:
     """Return how a file with these inputs and outputs predicts from raw rows; None if the documents beside it do not
-    say."""
+    say, or training read an output that is none of the file's tensors."""
     record = next((path for path in documents if path.name == RECORD), None)
     if record is None:
         return None
     recipe = read_recipe(record.parent)
-    if unusable(recipe, inputs):
+    read = [meaning["name"].removesuffix(LOG) for meaning in recipe["outputs"]]
+    if unusable(recipe, inputs) or not set(read) <= set(tensors):
         return None
     columns = raw_columns(recipe)
     return RawPrediction(
@@ -52,7 +55,7 @@ def _predicted(recipe: dict[str, Any], outputs: Outputs) -> Iterator[RawColumn]:
     """Yield the columns that are predicted; none if that is known only when the file runs, or it has no columns."""
     zeros = {}
     for meaning in recipe["outputs"]:
-        shape = outputs.get(meaning["name"])
+        shape = outputs.get(meaning["name"].removesuffix(LOG))
         known = [length for length in (shape or ())[1:] if length is not None]
         if not shape or len(known) < len(shape) - 1:
             return

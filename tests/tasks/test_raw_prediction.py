@@ -25,7 +25,9 @@ def test_a_table_has_an_example_of_means_and_names(tmp_path: Path) -> None:
     raw = {"city": ["Rome", "Oslo"] * 10, "size": [3, 40] * 10, "age": [30.0, 50.0] * 10, "label": [0, 1] * 10}
     data = two_tables(tmp_path, **raw) | {"inputs": {"places": ["city", "size"], "age": "age"}}
     data["table"] = {"categories": ["city", "size"], "standardise": {"age": "standard"}}
-    found = raw_prediction(documents(tmp_path, graphs.tiny_cities(), data), ["places", "age"], {"logits": (None, 3)})
+    found = raw_prediction(
+        documents(tmp_path, graphs.tiny_cities(), data), ["places", "age"], {"logits": (None, 3)}, {"logits"}
+    )
     assert found is not None
     assert found.columns == (RawColumn("city", "text"), RawColumn("size", "number"), RawColumn("age", "number"))
     assert found.example == {"city": ["Oslo"], "size": [3], "age": [40.0]}
@@ -39,12 +41,12 @@ def test_columns_that_cannot_be_made_up_have_no_example(tmp_path: Path) -> None:
     data |= {"inputs": {"features": list("abcd")}}
     model = {"path": tmp_path / "model.onnx", "loss": "mse"}
     made = documents(tmp_path, graphs.tiny_mlp(), data, model=model)
-    found = raw_prediction(made, ["features"], {"prediction": (None, 1)})
+    found = raw_prediction(made, ["features"], {"prediction": (None, 1)}, {"prediction"})
     assert found is not None
     assert found.example == {}
     assert found.predicted == (RawColumn("predicted_label", "number"),)
     # an output whose shape only the run of the file shows
-    unknown = raw_prediction(made, ["features"], {"prediction": (None, None)})
+    unknown = raw_prediction(made, ["features"], {"prediction": (None, None)}, {"prediction"})
     assert unknown is not None
     assert unknown.predicted == ()
 
@@ -62,16 +64,18 @@ def test_images_are_contents_and_texts_texts_and_both_name_their_package(tmp_pat
         data |= {"text": {"tokenizer": tmp_path / "tokenizer.json", "columns": "text", "max_length": 12}}
         proto = graphs.tiny_bert(vocab_size=400, positions=64, num_types=2, num_classes=3)
         made, inputs = documents(tmp_path, proto, data), ["input_ids", "attention_mask", "token_type_ids"]
-    found = raw_prediction(made, inputs, {})
+    found = raw_prediction(made, inputs, {}, {"logits"})
     assert found is not None
     assert found.columns == (RawColumn(kind, "content" if kind == "image" else "text"),)
     assert found.requirements == ("pandas", "pillow" if kind == "image" else "tokenizers")
 
 
-def test_a_file_that_takes_more_than_is_described_is_registered_for_tensors(tmp_path: Path) -> None:
+def test_a_file_that_takes_or_gives_more_than_is_described_is_registered_for_tensors(tmp_path: Path) -> None:
     raw = {"a": [1.0, 2.0] * 10, "b": [1.0, 2.0] * 10, "label": [0.0, 1.0] * 10}
     data = two_tables(tmp_path, **raw) | {"inputs": {"features": ["a", "b"]}}
     model = {"path": tmp_path / "model.onnx", "loss": "mse"}
     made = documents(tmp_path, graphs.tiny_mlp(inputs=2), data, model=model)
-    assert raw_prediction(made, ["features", "state"], {}) is None
-    assert raw_prediction([], ["features"], {}) is None
+    assert raw_prediction(made, ["features", "state"], {}, {"prediction"}) is None
+    assert raw_prediction([], ["features"], {}, {"prediction"}) is None
+    assert raw_prediction(made, ["features"], {}, {"elsewhere"}) is None, "an output that only training computes"
+    assert raw_prediction(made, ["features"], {}, {"prediction"}) is not None

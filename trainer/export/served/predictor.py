@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 
 from .media import Array
-from .raw_inputs import RawInputs, Rows, few, raw_columns, unusable
+from .raw_inputs import LOG, RawInputs, Rows, few, raw_columns, unusable
 from .result_columns import Columns, Meaning, result_columns
 
 DTYPES = {"float": "float32", "double": "float64", "float16": "float16", "string": "string", "bool": "bool"}
@@ -46,7 +46,9 @@ class Predictor:
         threads: int = 0,
     ) -> None:
         wanted = [meaning["name"] for meaning in recipe["outputs"]] if recipe else []
-        self._session = _opened(model, wanted, threads)
+        self._stored = {name: name.removesuffix(LOG) for name in wanted if name.endswith(LOG)}
+        """Output of training that is the logarithm of probabilities in the file -> these."""
+        self._session = _opened(model, [self._stored.get(name, name) for name in wanted], threads)
         taken = {value.name: value for value in self._session.get_inputs()}
         if recipe is not None and not _begins_raw(recipe, taken):
             recipe = _checked(recipe, taken)
@@ -88,12 +90,18 @@ class Predictor:
             )
         count = len(rows[next(iter(self.columns))])
         names = [meaning["name"] for meaning in self.meanings]
+        in_file = [self._stored.get(name, name) for name in names]
         if not count:
-            return {name: np.empty((0, *self._shape_of(name)), np.float32) for name in names}
+            return {
+                name: np.empty((0, *self._shape_of(own)), np.float32) for name, own in zip(names, in_file, strict=True)
+            }
         inputs = self._inputs(rows, count)
         size = self.fixed_rows or count
-        parts = [self._run(inputs, names, first, size, count) for first in range(0, count, size)]
-        return {name: np.concatenate([part[at] for part in parts]) for at, name in enumerate(names)}
+        parts = [self._run(inputs, in_file, first, size, count) for first in range(0, count, size)]
+        found = {name: np.concatenate([part[at] for part in parts]) for at, name in enumerate(names)}
+        # zero has no logarithm
+        least = np.finfo(np.float32).tiny
+        return found | {name: np.log(np.maximum(found[name], least)) for name in self._stored}
 
     def _shape_of(self, name: str) -> list[int]:
         """Return what an output declares of one row, with 1 for each dynamic dimension."""

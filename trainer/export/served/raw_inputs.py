@@ -15,6 +15,8 @@ import numpy as np
 from .media import Array, How, audio, image
 
 RECORD = "preprocessing.json"
+LOG = "/log_probabilities"
+"""The end of a name that training gives the logarithm of a classifier's own probabilities (LinearClassifier)."""
 Rows = Mapping[str, Sequence[Any]]
 """Column of the training data -> its cells."""
 

@@ -21,7 +21,9 @@ from onward.trainer.data.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.export import served
 from onward.trainer.export.predictions import recipe_of
+from onward.trainer.export.served import raw_inputs
 from onward.trainer.export.served.predictor import BadRows, Predictor, UnusableModel
+from onward.trainer.onnx_graph import outputs
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.run.directory import RunDir
 from tests.support import graphs
@@ -136,8 +138,8 @@ def test_a_number_that_training_never_saw_missing_is_a_bad_row_when_it_is(tmp_pa
 def test_cells_that_are_no_windows_are_refused_where_training_had_windows(tmp_path: Path) -> None:
     columns = [{"name": "load"}]
     how = {"kind": "columns", "columns": columns, "stacked": False, "shape": [4], "dtype": "float32", "as_it_is": True}
-    outputs = [{"name": "prediction", "loss": "mse", "classes": [], "label": ["load_ahead"]}]
-    recipe = {"inputs": {"features": how}, "text": None, "outputs": outputs, "window_length": 4}
+    meaning = {"name": "prediction", "loss": "mse", "classes": [], "label": ["load_ahead"]}
+    recipe = {"inputs": {"features": how}, "text": None, "outputs": [meaning], "window_length": 4}
     predictor = Predictor(plain(tmp_path), recipe, tmp_path)
     assert list(predictor.predict({"load": [[1.0, 2.0, 3.0, 4.0]]})) == ["predicted_load_ahead"]
     for cell in (1.0, [1.0, 2.0]):
@@ -200,6 +202,24 @@ def test_a_file_whose_output_is_behind_the_scores_of_the_loss(tmp_path: Path) ->
     table = Predictor(tmp_path / "model.onnx", recipe, tmp_path).predict({"x": rows})
     (chances,) = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(None, {"x": np.array(rows, np.float32)})
     np.testing.assert_allclose(np.stack([table["probability_a"], table["probability_b"]], 1), chances, atol=1e-6)
+
+
+def test_a_classifier_that_gives_probabilities_of_which_training_read_the_logarithm(tmp_path: Path) -> None:
+    assert raw_inputs.LOG == outputs.LOG
+    g = GraphWriter("probabilities", seed=0)
+    x = g.op("MatMul", g.input("x", ("batch", 3)), g.weight("w", g.normal(1.0, 3, 2)))
+    g.op("Softmax", x, outputs="chances")
+    g.output("chances", ("batch", 2))
+    onnx.save(g.model(), tmp_path / "model.onnx")
+    column = {"kind": "columns", "stacked": False, "shape": [3], "dtype": "float32", "as_it_is": True}
+    meaning = {"name": "chances/log_probabilities", "loss": "cross_entropy", "classes": [], "label": ["y"]}
+    recipe = {"inputs": {"x": {**column, "columns": [{"name": "x"}]}}, "text": None, "outputs": [meaning]}
+    rows = [[0.5, 1.0, -1.0], [2e4, 0.0, 1.0]]
+    predictor = Predictor(tmp_path / "model.onnx", recipe, tmp_path)
+    table = predictor.predict({"x": rows})
+    (chances,) = onnxruntime.InferenceSession(tmp_path / "model.onnx").run(None, {"x": np.array(rows, np.float32)})
+    np.testing.assert_allclose(np.stack([table["probability_0"], table["probability_1"]], 1), chances, atol=1e-6)
+    assert np.isfinite(predictor.outputs({"x": rows})["chances/log_probabilities"]).all()
 
 
 def test_a_file_that_takes_more_than_its_preprocessing_says_is_refused(tmp_path: Path) -> None:

@@ -23,9 +23,11 @@ from onward.trainer.export import served
 from onward.trainer.export.predictions import recipe_of
 from onward.trainer.export.served import raw_inputs
 from onward.trainer.export.served.predictor import BadRows, Predictor, UnusableModel
+from onward.trainer.export.served.result_columns import softmax
 from onward.trainer.onnx_graph import outputs
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.run.directory import RunDir
+from tests.equivalence.test_strings_in_front import CASES, FOREIGN
 from tests.support import graphs
 from tests.support.exported_runs import exported_run, finished_run, two_tables
 from tests.support.images import encoded, picture
@@ -244,3 +246,25 @@ def test_the_files_that_are_copied_into_registered_models_need_no_onward_and_no_
     done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["class", "probability", "probability_maybe", "probability_no", "probability_yes"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_that_begins_with_strings_takes_them(tmp_path: Path, name: str) -> None:
+    columns, settings = CASES[name]
+    raw = {key: np.array(cells).tolist() for key, cells in columns(40).items()}
+    data = two_tables(tmp_path, **raw) | settings.get("data", {})
+    model = {"path": tmp_path / "model.onnx"} | settings.get("model", {})
+    run = exported_run(tmp_path, onnx.load(FOREIGN / f"{name}.onnx"), model=model, data=data)
+    finished_run(run, tmp_path / "model.onnx")
+    table = opened(run).predict(raw)
+    session = onnxruntime.InferenceSession(run.export / "model.onnx")
+    feed = {}
+    for value in session.get_inputs():
+        kind = object if value.type == "tensor(string)" else np.float32
+        stacked = data.get("inputs", {}).get(value.name, [value.name])
+        array = np.stack([np.array(raw[each], kind) for each in stacked], axis=-1)
+        feed[value.name] = array if len(value.shape) == 2 else array[:, 0]
+    scores = session.run(None, feed)[-1]
+    wanted = scores if session.get_outputs()[-1].name == "probabilities" else softmax(scores)
+    np.testing.assert_array_equal(table["class"], wanted.argmax(axis=1))
+    np.testing.assert_allclose(table["probability"], wanted.max(axis=1), rtol=0, atol=1e-6)

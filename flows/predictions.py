@@ -112,7 +112,8 @@ def evaluate(
         raise ConfigError(f"the labels {', '.join(masks)} are masks, which are not measured here; a run measures them")
     batches = raw_batches(opened, data, batch_rows(opened.predictor, batch_size), kinds)
     found = Predictions(opened.predictor, batches, skips=bad_rows == "skip", report=report)
-    chosen = evaluating.metrics_that_fit(losses, config.metrics if config else ())
+    widths = [max(opened.predictor.row_shape(meaning["name"]), default=1) for meaning in meanings]
+    chosen = evaluating.metrics_that_fit(losses, config.metrics if config else (), num_classes=max(widths))
     metrics = evaluating.evaluate(found, losses, meanings, chosen)
     return Evaluated(found.num_rows, metrics, guessed, dict(found.bad))
 

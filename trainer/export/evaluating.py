@@ -29,6 +29,8 @@ from onward.trainer.model.metrics.metrics import EvaluationMetrics
 
 LEFT_OUT = ("bits_per_byte", "dice", "ssim")
 """Metrics that are measured only where they are configured: of text, the same as f1, of pictures."""
+CURVES, MOST_CURVES = ("auroc", "average_precision"), 100
+"""Metrics that keep all scores of all rows in memory: likewise, with more classes than so many."""
 
 
 def losses_of(meanings: Sequence[Meaning], configured: Sequence[LossConfig] = ()) -> list[LossConfig]:
@@ -53,10 +55,14 @@ def losses_of(meanings: Sequence[Meaning], configured: Sequence[LossConfig] = ()
     return found
 
 
-def metrics_that_fit(losses: Sequence[LossConfig], configured: Sequence[MetricConfig]) -> list[MetricConfig]:
-    """Return the configured metrics, and all others that fit a loss and can be computed here."""
+def metrics_that_fit(
+    losses: Sequence[LossConfig], configured: Sequence[MetricConfig], *, num_classes: int = 0
+) -> list[MetricConfig]:
+    """Return the configured metrics, and all others that fit a loss and can be computed here. num_classes: the most
+    that an output has, as far as that is known."""
     has_library = importlib.util.find_spec("torchmetrics") is not None
-    plain = [name for name, metric in METRICS.items() if not metric.required and name not in LEFT_OUT]
+    left_out = LEFT_OUT if num_classes <= MOST_CURVES else (*LEFT_OUT, *CURVES)
+    plain = [name for name, metric in METRICS.items() if not metric.required and name not in left_out]
     others = [MetricConfig(name=name) for name in plain]
     chosen = {metric.key: metric for metric in (*others, *configured)}
     fitting = [metric for metric in chosen.values() if any(task_of(metric, loss) for loss in losses)]

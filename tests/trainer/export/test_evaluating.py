@@ -12,6 +12,7 @@ import pytest
 
 from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.export import evaluating
 from onward.trainer.export.model_file import ModelFile
@@ -111,3 +112,13 @@ def test_a_label_beyond_the_classes_of_the_model_and_a_label_that_is_missing(tmp
 def test_losses_that_labelled_rows_do_not_give_are_refused(loss: str) -> None:
     with pytest.raises(ConfigError, match="`onward status` has what the run measured"):
         evaluating.losses_of([{"name": "y", "loss": loss, "label": ("label",), "classes": ()}])
+
+
+def test_curves_that_keep_all_scores_are_left_out_where_there_are_many_classes_unless_they_are_configured() -> None:
+    losses = evaluating.losses_of([{"name": "y", "loss": "cross_entropy", "label": ("label",), "classes": ()}])
+    few = {metric.name for metric in evaluating.metrics_that_fit(losses, (), num_classes=100)}
+    many = {metric.name for metric in evaluating.metrics_that_fit(losses, (), num_classes=101)}
+    assert few - many == {"auroc", "average_precision"}
+    asked = [MetricConfig(name="auroc", thresholds=100), MetricConfig(name="top_k", k=5)]
+    chosen = {metric.key for metric in evaluating.metrics_that_fit(losses, asked, num_classes=1000)}
+    assert {"auroc", "top_5", "accuracy"} <= chosen

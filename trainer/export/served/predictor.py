@@ -92,9 +92,7 @@ class Predictor:
         names = [meaning["name"] for meaning in self.meanings]
         in_file = [self._stored.get(name, name) for name in names]
         if not count:
-            return {
-                name: np.empty((0, *self._shape_of(own)), np.float32) for name, own in zip(names, in_file, strict=True)
-            }
+            return {name: np.empty((0, *self.row_shape(name)), np.float32) for name in names}
         inputs = self._inputs(rows, count)
         size = self.fixed_rows or count
         parts = [self._run(inputs, in_file, first, size, count) for first in range(0, count, size)]
@@ -103,9 +101,9 @@ class Predictor:
         least = np.finfo(np.float32).tiny
         return found | {name: np.log(np.maximum(found[name], least)) for name in self._stored}
 
-    def _shape_of(self, name: str) -> list[int]:
+    def row_shape(self, name: str) -> list[int]:
         """Return what an output declares of one row, with 1 for each dynamic dimension."""
-        (value,) = [each for each in self._session.get_outputs() if each.name == name]
+        (value,) = [each for each in self._session.get_outputs() if each.name == self._stored.get(name, name)]
         return [dim if isinstance(dim, int) else 1 for dim in (value.shape or [0])[1:]]
 
     def _inputs(self, rows: Rows, count: int) -> dict[str, Array]:

@@ -113,6 +113,13 @@ def test_missing_columns_are_named_with_those_that_are_there(tmp_path: Path) -> 
         predictor.outputs({"size": [3], "town": ["Rome"]})
 
 
+def test_no_rows_give_no_predictions_in_the_same_columns(tmp_path: Path) -> None:
+    predictor = opened(cities_run(tmp_path))
+    table = predictor.predict({"city": [], "size": [], "age": []})
+    assert list(table) == ["class", "probability", "probability_maybe", "probability_no", "probability_yes"]
+    assert {len(cells) for cells in table.values()} == {0}
+
+
 def test_each_bad_row_is_named_with_its_reason(tmp_path: Path) -> None:
     vocabulary = {"city": ["Oslo", "Rome", "Bonn", ""], "size": ["3", "40", "500"]}
     predictor = opened(cities_run(tmp_path, vocabularies=vocabulary, categories=[]))

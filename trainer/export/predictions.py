@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from onward.trainer.data.columns import Array
+from onward.trainer.data.signature import model_digest
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.export.raw_batches import RawBatch
 from onward.trainer.export.served.predictor import BadRows, Predictor
@@ -40,12 +41,21 @@ REPORT_S = 2.0
 def recipe_of(model: Path) -> tuple[dict[str, Any] | None, Path]:
     """Return the content of the preprocessing.json of an exported file, and its directory; None if there is none.
 
-    It lies beside the file, or in the directory that `onward export -o` makes, also for the file's variants.
+    It lies beside the file, or in the directory that `onward export -o` makes, also for the file's variants. Raises
+    ConfigError if the one beside the file is that of another file.
     """
     stem, name = model.stem, model.name.split(".", 1)[0]
     for folder in (model.with_name(f"{stem}.preprocessing"), model.with_name(f"{name}.preprocessing"), model.parent):
-        if (folder / RECORD).is_file():
-            return read_record(folder / RECORD, Preprocessing).model_dump(mode="json"), folder
+        if not (folder / RECORD).is_file():
+            continue
+        recipe = read_record(folder / RECORD, Preprocessing)
+        own = Path(recipe.model).stem in (stem, name)
+        if folder == model.parent and not own and recipe.sha256 != model_digest(model):
+            raise ConfigError(
+                f"{folder / RECORD} is that of {recipe.model}, not of {model.name}: move {model.name} to another "
+                f"directory, or its own preprocessing.json into {stem}.preprocessing/"
+            )
+        return recipe.model_dump(mode="json"), folder
     return None, model.parent
 
 

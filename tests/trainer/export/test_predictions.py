@@ -279,6 +279,13 @@ def test_the_preprocessing_of_a_copy_and_of_its_variants_is_found(tmp_path: Path
     assert recipe_of(tmp_path / "digits.onnx")[1] == folder
     assert recipe_of(tmp_path / "digits.int8_static.onnx")[1] == folder
     assert recipe_of(tmp_path / "other.onnx") == (None, tmp_path)
+    # beside the file: that of a file with another name is taken only if it is this very file, as MLflow renames it
+    beside = tmp_path / "run" / "export"
+    (beside / "renamed.onnx").write_bytes((beside / "model.onnx").read_bytes())
+    assert recipe_of(beside / "renamed.onnx")[1] == beside
+    onnx.save(graphs.tiny_mlp(inputs=2, seed=9), beside / "another.onnx")
+    with pytest.raises(ConfigError, match=r"preprocessing\.json is that of model\.onnx, not of another\.onnx"):
+        recipe_of(beside / "another.onnx")
 
 
 def test_time_series_are_cut_into_windows_up_to_the_last_row_as_the_run_cut_its_own(tmp_path: Path) -> None:

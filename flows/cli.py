@@ -25,6 +25,7 @@ from onward.flows.commands import (
     deployments,
     inspection,
     models,
+    predictions,
     proposal,
     reports,
     servers,
@@ -151,6 +152,23 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
     "Models": [
         (models.example, notes("onward example", "onward example images", exits=(0, 2, 3))),
         (models.export, notes("onward export last -o digits.onnx --variant fp16", exits=(0, 2, 3, 4, 5))),
+        (
+            predictions.predict,
+            notes(
+                "onward predict last customers.csv -o predicted.csv",
+                "onward predict digits.onnx photos --top 3",
+                "onward predict models:/digits@champion new.parquet -o predicted.parquet",
+                exits=(0, 2, 3),
+            ),
+        ),
+        (
+            predictions.evaluate,
+            notes(
+                "onward evaluate last new.csv",
+                "onward evaluate resnet18.onnx photos data.image.mean=0.5",
+                exits=(0, 2, 3),
+            ),
+        ),
         (models.bundle, notes("onward bundle last digits.bundle", exits=(0, 2, 3, 4))),
         (models.promote, notes("onward promote digits 3", exits=(0, 2, 3))),
     ],

@@ -1,5 +1,5 @@
-"""Record runs, metrics, checkpoints and models in MLflow. Only this module, registry.py and
-mlflow_store.py import MLflow.
+"""Record runs, metrics, checkpoints and models in MLflow. Only this module, model_package.py,
+registry.py and mlflow_store.py import MLflow.
 
 Every call may be repeated after an outage or a crash: a run is found by its tag, equal metric points are stored once, a
 checkpoint is recorded once per step, a model file is registered once. (`log_batch` stores points twice in MLflow's
@@ -13,15 +13,14 @@ import getpass
 import json
 import posixpath
 import re
-import shutil
 import tempfile
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from onward.infra.mlflow_store import Store, database_of, local_store, log_metrics, translate_errors
+from onward.infra.model_package import ModelFile, Point, Port, write_package
 from onward.infra.service_state import healthy_url
 
 if TYPE_CHECKING:
@@ -35,27 +34,7 @@ TRAINING_PAGES = "workflowType=machine_learning"
 """The part of an address, behind its `#`, without which MLflow shows its pages for language models."""
 BATCH = 1000
 """MLflow's limit of metric points per call."""
-REQUIREMENTS = ("mlflow", "onnx", "onnxruntime", "numpy")
-"""Packages that loading a registered model needs. MLflow would load and run the model to infer them."""
-
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
-
-
-class Point(NamedTuple):
-    """One value of one metric. Equal points are stored once, however often they are sent."""
-
-    key: str
-    value: float
-    at_ms: int
-    step: int
-
-
-class Port(NamedTuple):
-    """An input or output of a model: numpy's name of its dtype, -1 for each dynamic dimension."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -68,27 +47,6 @@ class DataSplit:
     profile: Mapping[str, int | str]
     """Facts about the rows, such as their number."""
     columns: tuple[Port, ...] = ()
-
-
-@dataclass(frozen=True)
-class ModelFile:
-    """An ONNX file to be registered."""
-
-    path: Path
-    sha256: str
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
-    beside: tuple[Path, ...] = ()
-    """Files with its external data, in its directory or below."""
-    documents: tuple[Path, ...] = ()
-    """Files about it, which are registered with it under their names."""
-    step: int = 0
-    example: Mapping[str, Any] = field(default_factory=dict)
-    """Input name -> array: one small batch."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    points: Sequence[Point] = ()
-    """Points of the run that describe the file, too."""
-    tags: Mapping[str, str] = field(default_factory=dict)
 
 
 def page_on_own_server(tracking_uri: str, run_id: str) -> str:
@@ -292,7 +250,7 @@ class Tracker(Store):
             tags = {**model.tags, "sha256": model.sha256}
             logged = self._logged_model(model.path.stem, "onnx", tags)
             with tempfile.TemporaryDirectory() as folder:
-                _package(model, Path(folder) / "model", model_id=logged.model_id, run_id=self.run_id)
+                write_package(model, Path(folder) / "model", model_id=logged.model_id, run_id=self.run_id)
                 self._client.log_model_artifacts(logged.model_id, f"{folder}/model")
             self._finish(logged, model.step, model.metrics, model.points)
             # A server accepts no local path. With a database, MLflow would look `models:/` up in the default store of
@@ -355,42 +313,3 @@ def _schema(columns: tuple[Port, ...]) -> str | None:
 def _storable(tags: Mapping[str, Any]) -> dict[str, str]:
     """Return tags with names and texts that every store takes."""
     return {metric_name(name): str(text)[:MAX_TAG_CHARACTERS] for name, text in tags.items()}
-
-
-def _package(model: ModelFile, folder: Path, *, model_id: str, run_id: str) -> None:
-    """Write an MLflow model directory with an ONNX file and its external data, byte for byte."""
-    from importlib.metadata import version
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations inside MLflow
-        import mlflow.onnx
-        from mlflow.models import Model, ModelSignature
-        from mlflow.types import Schema, TensorSpec
-        from numpy import dtype
-
-        def schema(ports: tuple[Port, ...]) -> Schema | None:
-            # MLflow describes strings as objects, and has no word for sequences of maps
-            known = [port for port in ports if port.dtype != "undefined"]
-            kinds = [dtype("object" if port.dtype == "string" else port.dtype) for port in known]
-            if not known:
-                return None  # MLflow has no empty schema
-            return Schema([TensorSpec(kind, port.shape, port.name) for port, kind in zip(known, kinds, strict=True)])
-
-        mlflow.onnx.save_model(
-            model.path.read_bytes(),
-            folder,
-            mlflow_model=Model(run_id=run_id, model_uuid=model_id, model_id=model_id),
-            signature=ModelSignature(schema(model.inputs), schema(model.outputs)),
-            input_example=dict(model.example) or None,
-            pip_requirements=[f"{package}=={version(package)}" for package in REQUIREMENTS],
-            onnx_execution_providers=["CPUExecutionProvider"],
-            save_as_external_data=False,
-        )
-    # `save_model` may serialize the model again; the registered file must be the verified one, byte for byte.
-    shutil.copyfile(model.path, folder / "model.onnx")
-    for file in model.beside:
-        place = folder / file.relative_to(model.path.parent)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, place)
-    for file in model.documents:
-        shutil.copyfile(file, folder / file.name)

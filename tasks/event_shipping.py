@@ -18,7 +18,8 @@ from pathlib import Path
 from pydantic import Field
 
 from onward.infra.mlflow_store import TrackingError, file_of, last_steps
-from onward.infra.tracking import BATCH, Point, Status, Tracker
+from onward.infra.model_package import Point
+from onward.infra.tracking import BATCH, Status, Tracker
 from onward.tasks.metric_points import points_of
 from onward.tasks.task_logger import Log
 from onward.tasks.training_progress import Periodic

@@ -23,12 +23,14 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from onward.infra.mlflow_store import TrackingError, TrackingUnavailable, registering_prepared
+from onward.infra.model_package import ModelFile, Port
 from onward.infra.temporary_folders import owned_folder
-from onward.infra.tracking import ModelFile, Port, Tracker
+from onward.infra.tracking import Tracker
 from onward.tasks.explained_errors import problems_of
 from onward.tasks.metric_points import Evaluations, only_of_file, points_of_file
 from onward.tasks.prefect_results import show_result
 from onward.tasks.promotion import promote
+from onward.tasks.raw_prediction import raw_prediction
 from onward.tasks.shown_in_mlflow import result_tags, version_tags
 from onward.tasks.subprocesses import run_module
 from onward.tasks.task_logger import IN_RESULT
@@ -47,6 +49,7 @@ from onward.trainer.errors import (
     RuntimeUnavailable,
     StorageUnavailable,
 )
+from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.run.delivered import remember
 from onward.trainer.run.directory import (
     RunDir,
@@ -168,6 +171,12 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
             metrics={**only_of_file(exported.after, sent, average=average), **exported.test, **parity},
             points=sent,
             tags=version_tags(run, exported) | tags,
+            raw=raw_prediction(
+                exported.preprocessing,
+                [info.name for info in signature.inputs],
+                {info.name: info.shape for info in signature.outputs},
+                {name for node in read_model(exported.path).graph.node for name in node.output},
+            ),
         )
     name = config.export.register_as or config.name
     tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)

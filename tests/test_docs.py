@@ -55,6 +55,7 @@ EXECUTED = (
     "docs/how-to/sweep.md",
     "docs/how-to/verify-a-run.md",
     "docs/how-to/free-disk-space.md",
+    "docs/how-to/predict.md",
     "docs/how-to/profile-a-run.md",
 )
 BASE = {

@@ -32,6 +32,7 @@ from onward.flows.api import (
 )
 from onward.flows.exports import bundle, export
 from onward.flows.first_config import init
+from onward.flows.predictions import evaluate, predict
 from onward.flows.run_reports.api import report
 from onward.flows.sweeps.api import resume_sweep, sweep, sweeps
 from onward.flows.verify_run import replay, verify
@@ -82,11 +83,13 @@ __all__ = [
     "config",
     "diff",
     "doctor",
+    "evaluate",
     "examine",
     "export",
     "init",
     "origins",
     "plan",
+    "predict",
     "promote",
     "replay",
     "report",

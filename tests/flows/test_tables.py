@@ -16,13 +16,13 @@ import pytest
 
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.run.directory import RunDir, read_config
+from tests.support.exported_runs import serve
 from tests.support.ranks import ROOT
 from tests.support.workshop import Workshop
 
 pytestmark = [pytest.mark.usefixtures("only_servers"), pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PAGE = Path(ROOT) / "docs" / "how-to" / "train-on-tables.md"
-SERVING = Path(ROOT) / "docs" / "how-to" / "serve-with-the-same-preprocessing.md"
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +46,11 @@ def test_a_table_with_names_gaps_and_decimal_commas_is_trained_and_served(worksh
     run = RunDir(Path(facts["directory"]))
     assert read_config(run).data.inputs["numbers"] == ("f_income", "f_visits", "age", "age_missing")
 
-    # the page on serving computes the inputs from the raw table, without Onward
-    serving: dict[str, object] = {}
-    code = re.search(r'```python title="serve.py"\n(.*?)```', SERVING.read_text(), re.S)
-    assert code
-    exec(code[1], serving)
+    # what is copied into registered models computes the inputs from the raw table
     exported = Path(facts["model"])
     recipe = json.loads((run.root / "export" / "preprocessing.json").read_text())
     table = pd.read_csv(workshop.root / "customers.csv", sep=";", decimal=",", encoding="latin-1")
-    inputs = serving["model_inputs"](recipe, {name: table[name].tolist() for name in table}, exported.parent)  # type: ignore[operator]
+    inputs = serve().model_inputs(recipe, {name: table[name].tolist() for name in table}, exported.parent)
     logits = onnxruntime.InferenceSession(exported).run(["logits"], inputs)[0]
     names = np.array(recipe["outputs"][0]["classes"])[logits.argmax(axis=1)]
     assert (names == table["stays"]).mean() > 0.9

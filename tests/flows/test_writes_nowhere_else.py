@@ -113,6 +113,8 @@ def test_no_command_writes_outside_of_its_home_and_the_paths_it_is_given(sandbox
     onward("stop", "last", status=2)  # it does not run
     onward("resume", "last")
     onward("export", "last", "-o", str(out / "again.onnx"))
+    onward("predict", "last", str(given / "data.npz"), "-o", str(out / "predicted.csv"))
+    onward("evaluate", "last", str(given / "data.npz"))
     onward("sweep", config, "optimizer.learning_rate=1e-3,1e-2", "train.num_steps=2", "train.evaluation_period=2")
     onward("verify", "last")
     onward("bundle", "last", str(out / "last.bundle"))

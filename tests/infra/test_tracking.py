@@ -34,16 +34,9 @@ from onward.infra.mlflow_store import (
     with_password,
     without_password,
 )
+from onward.infra.model_package import ModelFile, Point, Port
 from onward.infra.registry import Registry
-from onward.infra.tracking import (
-    DataSplit,
-    ModelFile,
-    Point,
-    Port,
-    Tracker,
-    metric_name,
-    page_on_own_server,
-)
+from onward.infra.tracking import DataSplit, Tracker, metric_name, page_on_own_server
 from tests.support.stores import client, free_port, new_run, new_store, points, tracking_store
 
 

@@ -60,6 +60,10 @@ SESSIONS = (
     Session("onward report table-1 table-2 -o both.html", "Compares runs in one HTML file."),
     Session("onward export table-1 -o trained.onnx", "Writes a checkpoint as an ONNX file, and verifies it."),
     Session(
+        "onward predict table-1 table/table.parquet -o predicted.csv", "Predicts each row of a table, by raw columns."
+    ),
+    Session("onward evaluate table-1 table/table.parquet", "Measures a file on labelled rows. Nothing is trained."),
+    Session(
         "onward diff table/model.onnx trained.onnx", "What distinguishes two files; the exit status is 1.", status=1
     ),
     Session("onward bundle table-1 table.bundle", "Writes a checkpoint with all that its export needs into one file."),

@@ -1,9 +1,10 @@
-"""Runs whose file is as good as exported, and the program of the page that serves it."""
+"""Runs whose file is as good as exported, and what serves it."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import onnx
@@ -13,19 +14,15 @@ import pyarrow.parquet as pq
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.signature import model_digest
 from onward.trainer.data.storage.sharding import make_training_shards
+from onward.trainer.export.preprocessing import write_preprocessing
+from onward.trainer.export.served import raw_inputs
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, write_record
-from tests.test_docs import blocks
-
-PAGE = "docs/how-to/serve-with-the-same-preprocessing.md"
 
 
-def serve() -> SimpleNamespace:
-    """The program of the page."""
-    (text,) = (block.text for block in blocks(PAGE) if block.title == "serve.py")
-    module: dict[str, Any] = {}
-    exec(compile(text, "serve.py", "exec"), module)
-    return SimpleNamespace(**module)
+def serve() -> ModuleType:
+    """What computes inputs from raw rows, as it is copied into registered models."""
+    return raw_inputs
 
 
 def exported_run(folder: Path, proto: onnx.ModelProto, **sections: Any) -> RunDir:
@@ -55,3 +52,14 @@ def two_tables(folder: Path, **columns: Any) -> dict[str, Any]:
     for name in ("a", "b"):
         pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     return {"source": str(folder / "a.parquet"), "evaluation_source": str(folder / "b.parquet")}
+
+
+def finished_run(run: RunDir, model: Path) -> RunDir:
+    """The run with its exported file (in truth that of `model`) and its preprocessing, as a finished run has them."""
+    run.export.mkdir(parents=True)
+    file = run.export / "model.onnx"
+    shutil.copyfile(model, file)
+    exported = exported_model(file)
+    preprocessing = write_preprocessing(run, exported, run.export)
+    write_record(run.exported, exported.model_copy(update={"preprocessing": preprocessing}))
+    return run

@@ -6,8 +6,8 @@
     dog.flac                      AudioInput                       float32 [1, 16000]
     age 31, city "Rome"           TableInput                       float32 [1, 2]
 
-With this file and the raw data a program in any language computes the same inputs bit for bit; a page of the
-documentation has one in Python (docs/how-to/serve-with-the-same-preprocessing.md).
+With this file and the raw data a program in any language computes the same inputs bit for bit; the one in Python is
+trainer/export/served/, which `onward predict` runs and every registered model has a copy of.
 """
 
 from __future__ import annotations

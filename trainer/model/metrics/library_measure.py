@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.extras import how_to_install
 from onward.trainer.model.metrics.measured import Measured
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
+from onward.trainer.run.directory import onward_home
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +136,8 @@ class LibraryMeasure:
 def import_torchmetrics() -> Any:
     """Import torchmetrics, which takes 2 s. Raises ConfigError with the command that installs it."""
     import_torchvision()
+    # before matplotlib is imported, which would keep its list of fonts in the user's home
+    os.environ.setdefault("MPLCONFIGDIR", str(onward_home() / "matplotlib"))
     try:
         import torchmetrics
         import torchmetrics.classification

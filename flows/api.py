@@ -16,7 +16,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from onward.flows.configuration import AnyPath, Config, Given, Overrides, checked_config, config, origins, problems_of
+from onward.flows.configuration import (
+    AnyPath,
+    Config,
+    Given,
+    Overrides,
+    checked_config,
+    config,
+    origins,
+    prefect_at_home,
+    problems_of,
+)
 from onward.flows.stop_signals import acknowledged_interrupt, exit_on_sigterm
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
@@ -52,7 +62,7 @@ def run(config: Config, overrides: Overrides = (), /, *, profile: str = "", **se
     the other errors of `onward.OnwardError` for a run that ended without an exported file.
     """
     require_flow("onward.run")
-    from onward.flows.configuration import no_run_yet
+    from onward.flows.configuration import check_all_rows, no_run_yet
     from onward.flows.live_view.view import live_view
 
     asked_ms = time.time_ns() // 1_000_000
@@ -61,6 +71,8 @@ def run(config: Config, overrides: Overrides = (), /, *, profile: str = "", **se
         with no_run_yet():
             given = Given.of(config, overrides, sections, profile=profile)
             resolved, where = given.checked_here(), given.layered().origins
+            with exit_on_sigterm():  # which says that only the main thread can be interrupted
+                check_all_rows(resolved)
         return _train(resolved, view, origins=where, asked_ms=asked_ms)
 
 
@@ -109,7 +121,6 @@ def _train(
     origins: Mapping[str, str] = MappingProxyType({}),
     asked_ms: int,
 ) -> RunOutcome:
-    from onward.flows.configuration import check_all_rows, no_run_yet
     from onward.flows.flow_log import flow_log
     from onward.flows.local_run import close_flow_run, create_flow_run, prefect_server, run_to_end
     from onward.flows.run_status import outcome_of
@@ -121,9 +132,6 @@ def _train(
     from onward.trainer.run.origins import record_origins
     from onward.trainer.run.storage import storage_explained
 
-    if not resume:
-        with exit_on_sigterm(), no_run_yet():
-            check_all_rows(config)
     grace_s = config.launch.stop_grace_s
     # the signal handler first: starting the server takes seconds, in which the process may be stopped
     rehearsal = contextlib.nullcontext() if resume else begun_ahead(config)
@@ -166,21 +174,6 @@ def _collection_paused() -> Iterator[contextlib.ExitStack]:
             gc.disable()
             paused.callback(gc.enable)
         yield paused
-
-
-@contextlib.contextmanager
-def prefect_at_home() -> Iterator[None]:
-    """Import Prefect inside: it makes its directory then, in Onward's home unless the user has one already."""
-    from onward.trainer.run.directory import onward_home
-
-    if "PREFECT_HOME" in os.environ or Path("~/.prefect").expanduser().exists():
-        yield
-        return
-    os.environ["PREFECT_HOME"] = str(onward_home() / "prefect")
-    try:
-        yield
-    finally:
-        del os.environ["PREFECT_HOME"]
 
 
 def require_flow(what: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
@@ -186,3 +187,18 @@ def no_run_yet() -> Iterator[None]:
         if error.exit_code == ConfigError.exit_code:
             error.add_note("no run has begun")
         raise
+
+
+@contextlib.contextmanager
+def prefect_at_home() -> Iterator[None]:
+    """Import Prefect inside: it makes its directory then, in Onward's home unless the user has one already."""
+    from onward.trainer.run.directory import onward_home
+
+    if "PREFECT_HOME" in os.environ or Path("~/.prefect").expanduser().exists():
+        yield
+        return
+    os.environ["PREFECT_HOME"] = str(onward_home() / "prefect")
+    try:
+        yield
+    finally:
+        del os.environ["PREFECT_HOME"]

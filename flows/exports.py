@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onward.flows.api import prefect_at_home, require_flow
-from onward.flows.configuration import AnyPath
+from onward.flows.api import require_flow
+from onward.flows.configuration import AnyPath, prefect_at_home
 
 if TYPE_CHECKING:
     from onward.trainer.checkpoint.bundle import Bundle

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onward.flows.api import prefect_at_home, require_flow
-from onward.flows.configuration import AnyPath
+from onward.flows.api import require_flow
+from onward.flows.configuration import AnyPath, prefect_at_home
 from onward.flows.stop_signals import exit_on_sigterm
 from onward.trainer.errors import ConfigError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from onward.flows.configuration import prefect_at_home
 from onward.flows.planning.disk_needed import DiskNeeded, disk_needed
 from onward.flows.planning.time_needed import TimeNeeded, key_of_run, known_pace, number_of_steps, time_needed
 from onward.tasks.rehearsing import plan as make_plan
@@ -54,8 +55,8 @@ def plan_run(
     pace = None if measured_steps else known_pace(chosen)
     if measured_steps:
         # here, because it imports Prefect, which takes as long as the rest of a plan's process without ranks
-        from onward.tasks.step_measurement import measure
-
+        with prefect_at_home():
+            from onward.tasks.step_measurement import measure
         make_private(onward_home())
         # with the sizes that this plan shows, which `auto` might choose otherwise a second time
         given = chosen.parallel.model_copy(update={"sizes": "given"})

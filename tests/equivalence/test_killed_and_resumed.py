@@ -100,9 +100,11 @@ def test_a_job_that_falls_silent_is_killed_and_the_next_attempt_resumes(tmp_path
     def freeze_after_the_first_checkpoint() -> None:
         while not events(run, "checkpoint"):
             time.sleep(0.005)
-        for process in psutil.process_iter(["cmdline"]):
-            if {"onward.trainer", "train", str(run.root)} <= set(process.info["cmdline"] or ()):
-                process.send_signal(signal.SIGSTOP)  # mpirun too: nobody is left to say anything
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            # all ranks, so that nobody is left to say anything; mpirun, which would let them go on, is not stopped
+            is_rank = "PMIX_RANK" in (process.info["environ"] or {})
+            if is_rank and {"onward.trainer", "train", str(run.root)} <= set(process.info["cmdline"] or ()):
+                process.send_signal(signal.SIGSTOP)
 
     freezing = threading.Thread(target=freeze_after_the_first_checkpoint, daemon=True)
     freezing.start()

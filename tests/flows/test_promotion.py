@@ -80,7 +80,8 @@ def test_a_nightly_run_on_worse_data_does_not_replace_the_served_model_and_a_bet
     workshop: Workshop,
 ) -> None:
     first = workshop.onward("run", write_config(workshop, "first", model="model.onnx", data="data.npz", steps=20))
-    assert first["promotion"] == "served: it is the first champion of its name"
+    assert first["promotion"].startswith("served: it is the first champion of its name: evaluation/accuracy ")
+    assert first["promotion"].endswith(" of the most frequent class")
     nightly = {"model": "models:/shapes@champion"}
     bad = workshop.onward(
         "run", write_config(workshop, "bad", **nightly, data="bad.npz", steps=100), "export.checkpoint=last"

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from onward.trainer.data.data_problems import type_problems
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
 from onward.trainer.data.input_columns import Feed
 from onward.trainer.data.reading import sources
+from onward.trainer.data.reading.source_kinds import TEXT_SUFFIXES, boxes_found
 from onward.trainer.data.signature import TensorInfo
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.proposal.draft import INPUTS, Draft
@@ -40,7 +42,8 @@ TRAINING, EVALUATION, TEST = (
 """Names of folders and files that are taken for the splits of a data set."""
 MASK_FOLDERS = ("masks", "mask", "labels", "annotations", "segmentation")
 IMAGE_FOLDERS = ("images", "image", "imgs", "img")
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".tex")
+MOST_LISTED = 20_000
+"""Files among which labels of object detection are looked for."""
 LABEL_INPUTS = (*LABELS, "targets")
 ROW_NUMBERS = ("", "id", "index", "row", "row_id", "Unnamed: 0", "__index_level_0__")
 """Names of columns that only number the rows."""
@@ -55,6 +58,8 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
     training = evaluation = test = None
     if given not in BUNDLED_SOURCES and not path.exists() and not set(given) & set("*?["):
         raise DataError(f"there is no file or directory {given}")
+    if takes_images and not draft.is_given("data.label") and (boxes := _boxes(path)):
+        raise DataError(f"{given}: {boxes}; data.label=... leaves the boxes aside")
     if path.is_dir():
         splits = {name.stem.lower(): name for name in sorted(path.iterdir()) if not name.name.startswith(".")}
         found = [
@@ -76,6 +81,13 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
         _propose_images(draft, source)
     elif Path(source).is_dir() and not _format(source) and (suffix := _text_suffix(Path(source))):
         draft.set("data.text_files", f"*{suffix}", "the files of text")
+
+
+def _boxes(path: Path) -> str:
+    """Return which labels of object detection a source has, in itself or, of a folder of images, beside it."""
+    places = [path, *(path.parent / name for name in MASK_FOLDERS if path.name.lower() in IMAGE_FOLDERS)]
+    files = (file for place in places for file in ([place] if place.is_file() else place.rglob("*")))
+    return boxes_found(islice((file for file in files if file.is_file()), MOST_LISTED))
 
 
 def _format(source: str, **tables: ImageConfig) -> str:

@@ -26,6 +26,8 @@ class Findings:
     errors: list[Refused] = field(default_factory=list)
     misfit: bool = False
     """Whether a loss does not fit its output at a size that runs, so that no other size is a remedy."""
+    too_long: str = ""
+    """How long rows may be, where an index is out of range in longer ones; else empty."""
     warnings: tuple[ExporterWarning, ...] = ()
     trained: int = 0
     numbers: tuple[int, int] = (0, 0)
@@ -90,6 +92,8 @@ class Findings:
             runs = "do not run" if len(failed) > 1 else "does not run"
             if self.misfit:
                 remedy = "another size is no remedy, because the loss does not fit the output, as is said of other rows"
+            elif self.too_long:
+                remedy = self.too_long
             elif not ran:
                 remedy = "the graph runs at none of the sizes that were tried; `onward doctor` lists its operators"
             elif ran == {"evaluation"} and failed[0].kind == "training":

@@ -35,7 +35,8 @@ from onward.trainer.proposal.inputs import (
 )
 from onward.trainer.proposal.masks import propose_masks
 from onward.trainer.proposal.readings import Reading, readings
-from onward.trainer.proposal.tables import feeding, propose_tables
+from onward.trainer.proposal.series import propose_windows
+from onward.trainer.proposal.tables import feeding, propose_rows, propose_tables
 from onward.trainer.proposal.targets import Target
 from onward.trainer.proposal.texts import (
     ids_input,
@@ -65,6 +66,8 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
         if what:
             draft.notes.append(f"{what}; {remedy}")
     facts, is_text = _read_data(draft, path, source, signature)
+    if not is_text and propose_windows(draft, facts, signature.fed, found):
+        facts = read_facts(_data(draft))
     images = [info for info in signature.fed if info.shape is not None and len(info.shape) == 4]
     if "data.image" in draft.entries or "data.image.column" in draft.entries:
         propose_image_settings(draft, facts, images)
@@ -83,6 +86,7 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
         propose_columns(draft, facts, others, ())
     else:
         _propose_learned(draft, model, facts, others, found, task=task, has_images=bool(images))
+    propose_rows(draft, facts)
     trained, why = trained_before(model, path.parent)
     propose_tables(draft, facts, others, trained=trained is not False)
     can_try = not draft.questions and not _declared_batch(signature) and task not in ("causal", "masked", "tokens")

@@ -12,6 +12,8 @@ from onward.trainer.data.tables.column_patterns import matching
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import Facts
 
+MOST_NAMED = 4
+"""Columns that a reason names."""
 FAR = 10.0
 """Standard deviations or means of columns that differ by more than this factor from 1 are scaled."""
 
@@ -28,14 +30,18 @@ def propose_tables(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo], *, 
     names = [
         name
         for info in inputs
-        if "float" in info.dtype and len(info.sample_shape or (1,)) <= 1
+        if "float" in info.dtype and (len(info.sample_shape or (1,)) <= 1 or facts.data.table.window)
         for name in feeding(draft, facts, info)
         if facts.column(name).holds_numbers and name in facts.values
     ]
-    if missing := [name for name in names if facts.missing[name]]:
-        cells = sum(facts.missing[name] for name in missing)
-        reason = f"{cells} cells of {len(missing)} columns are missing in {facts.rows}"
-        draft.set("data.table.missing", "mean", reason)
+    categories = draft.value("data.table.categories", ())
+    gaps = [name for name in names if facts.missing[name]]
+    unknown = [name for name in categories if facts.missing.get(name)]
+    if gaps or unknown:
+        cells = sum(facts.missing[name] for name in (*gaps, *unknown))
+        what = f"{cells} cells of {', '.join((*gaps, *unknown)[:MOST_NAMED])} are missing in {facts.rows}"
+        what += "; texts get the id of unknown ones" if unknown else ""
+        draft.set("data.table.missing", "mean", what)
     if trained or not names:
         return
     spreads = np.concatenate([_per_element(facts, name).std(axis=0) for name in names])
@@ -44,6 +50,18 @@ def propose_tables(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo], *, 
     if used.size and (used.max() > FAR or used.min() < 1 / FAR or (middles > FAR).any()):
         reason = f"standard deviations are {used.min():.3g} to {used.max():.3g}, means up to {middles.max():.3g}"
         draft.set("data.table.standardise", "standard", reason)
+
+
+def propose_rows(draft: Draft, facts: Facts) -> None:
+    """Propose to leave out the rows whose label is missing, of which nothing can be learned."""
+    keys = ["data.label", *(key for key in draft.entries if key.startswith("loss.") and key.endswith(".label"))]
+    given = [draft.value(key, "label" if key == "data.label" else ()) for key in keys]
+    names = [name for each in given for name in ([each] if isinstance(each, str) else each)]
+    missing = {name: facts.missing[name] for name in names if facts.missing.get(name)}
+    if missing:
+        shown = ", ".join(f"{count} of {name}" for name, count in missing.items())
+        reason = f"labels are missing or cannot be read in {facts.rows} ({shown}): their rows are left out and counted"
+        draft.set("data.bad_rows", "skip", reason)
 
 
 def _per_element(facts: Facts, name: str) -> Array:

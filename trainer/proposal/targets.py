@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import onnx
 
 from onward.trainer.data.signature import FLOAT_NAMES, Signature, TensorInfo
+from onward.trainer.data.tables.series_windows import AHEAD
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.outputs import class_labels, score_tensors
 from onward.trainer.proposal.draft import Draft
@@ -73,6 +74,8 @@ def propose_targets(
     """Propose the losses; free: columns that feed no input. Raises ConfigError if no column can be a label."""
     given = draft.value("data.label")
     columns = [given] if isinstance(given, str) else list(given) if given else list(free)
+    if facts.data.table.window and not given:  # what is predicted is the future
+        columns = [name for name in columns if name.endswith(AHEAD)]
     possible = {each.info.name: readings(facts, each.info, columns) for each in found}
     if len(found) > 1:
         possible = {name: [each for each in ways if not each.classes] for name, ways in possible.items()}

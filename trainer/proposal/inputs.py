@@ -5,6 +5,7 @@ a folder with train/ and val/                               source, evaluation_s
 image files in a folder for each class                      [data.image]
 image files beside a folder of masks                        [data.image] mask_folder
 texts, or a table with a column of texts, and a tokenizer   [data.text]
+audio files, or a table with a column of their names        [data.audio]
 a table of numbers                                          columns by name, by type and shape, or stacked
 """
 

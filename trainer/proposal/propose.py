@@ -25,6 +25,7 @@ from onward.trainer.model.fixed_batch import choose_fixed_batch
 from onward.trainer.onnx_graph.outputs import readable_output, selected_output
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.proposal import targets as outputs
+from onward.trainer.proposal.audio import audio_input, propose_audio_column, propose_audio_files
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import Facts, read_facts
 from onward.trainer.proposal.inputs import (
@@ -69,15 +70,11 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     if not is_text and propose_windows(draft, facts, signature.fed, found):
         facts = read_facts(_data(draft))
     images = [info for info in signature.fed if info.shape is not None and len(info.shape) == 4]
-    if "data.image" in draft.entries or "data.image.column" in draft.entries:
-        propose_image_settings(draft, facts, images)
-    else:
-        images = []
-    others = [
-        info
-        for info in signature.fed
-        if info not in images and not (is_text and info.name in _text_inputs(draft, signature))
-    ]
+    images = images if {"data.image", "data.image.column"} & draft.entries.keys() else []
+    propose_image_settings(draft, facts, images)
+    sound = audio_input(draft, signature.fed) if "data.audio" in draft.entries else None
+    computed = _text_inputs(draft, signature) if is_text else set()
+    others = [info for info in signature.fed if info not in (*images, sound) and info.name not in computed]
     task = propose_task(draft, path, signature, [each.info for each in found]) if is_text else ""
     if loss:
         draft.set("model.loss", "output", f"the file computes its own loss, {loss.name}")
@@ -143,8 +140,11 @@ def _signature(draft: Draft, model: onnx.ModelProto, path: Path) -> Signature:
 def _read_data(draft: Draft, path: Path, source: str, signature: Signature) -> tuple[Facts, bool]:
     """Propose the source, and what reads images and texts; return what is in it, and whether a tokenizer reads it."""
     propose_source(draft, source, takes_images=any(len(info.shape or ()) == 4 for info in signature.fed))
+    is_audio = "data.image" not in draft.entries and propose_audio_files(draft, signature.fed)
     facts = read_facts(_data(draft))
     is_text, ids = False, ids_input(signature)
+    if is_audio or ("data.image" not in draft.entries and propose_audio_column(draft, facts, signature.fed)):
+        return facts, False
     if "data.image" not in draft.entries and facts.format not in ("digits",):
         numbers = [name for name, column in facts.schema.items() if column.holds_numbers]
         if any(len(info.shape or ()) == 4 and info.name not in numbers for info in signature.fed):
@@ -195,7 +195,8 @@ def _propose_labels(
     image = (
         draft.value("data.image.column", "image") if {"data.image", "data.image.column"} & draft.entries.keys() else ""
     )
-    reserved = [name for name in facts.schema if name in (text, image)]
+    sound = draft.value("data.audio.column", "audio") if "data.audio" in draft.entries else ""
+    reserved = [name for name in facts.schema if name in (text, image, sound)]
     given = draft.value("data.label", ())
     labels = [given] if isinstance(given, str) else list(given)
     labels = labels or outputs.named_labels(facts, found)

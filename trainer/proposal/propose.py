@@ -18,11 +18,12 @@ from onward.trainer.config.loading import Override, load_config
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.completed_settings import completed
+from onward.trainer.data.reading.source_kinds import PAGE
 from onward.trainer.data.signature import Signature, TensorInfo, read_training_signature
 from onward.trainer.data.text.text_columns import ROLES
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch
-from onward.trainer.onnx_graph.outputs import readable_output, selected_output
+from onward.trainer.onnx_graph.outputs import UNTRAINED, readable_output, selected_output, with_numeric_outputs
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.proposal import targets as outputs
 from onward.trainer.proposal.audio import audio_input, propose_audio_column, propose_audio_files
@@ -49,6 +50,10 @@ from onward.trainer.proposal.texts import (
 from onward.trainer.proposal.training import family_of, propose_training, trained_before
 from onward.trainer.proposal.tried import propose_tried
 
+WITHOUT_GRADIENT = (*UNTRAINED, "TreeEnsemble", "TreeEnsembleRegressor", "SVMRegressor")
+WITH_WEIGHTS = ("MatMul", "Gemm", "Conv", "LinearClassifier", "LinearRegressor")
+"""Operators of which one at least is in every file that has something to train beside trees."""
+
 
 def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     """Return the configuration for a model and its data, with questions where two answers remain.
@@ -58,6 +63,7 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     """
     draft = Draft(given)
     model = load_model(path)
+    _refuse_trees(model, path)
     draft.set("model.path", str(path), "")
     signature = _signature(draft, model, path)
     loss = None if draft.is_given("model.loss") else outputs.own_loss(signature)
@@ -84,7 +90,7 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     else:
         _propose_learned(draft, model, facts, others, found, task=task, has_images=bool(images))
     propose_rows(draft, facts)
-    trained, why = trained_before(model, path.parent)
+    trained, why = trained_before(with_numeric_outputs(model), path.parent)
     propose_tables(draft, facts, others, trained=trained is not False)
     can_try = not draft.questions and not _declared_batch(signature) and task not in ("causal", "masked", "tokens")
     if trained is not False and can_try:
@@ -130,11 +136,25 @@ def _propose_learned(
 
 
 def _signature(draft: Draft, model: onnx.ModelProto, path: Path) -> Signature:
-    """Return inputs and outputs, of the part behind preprocessing where the file begins with strings."""
+    """Return inputs and outputs, of the part behind preprocessing where the file begins with strings.
+
+    Of a file whose first output has no gradient, such as the labels that skl2onnx writes, it is that of another one.
+    """
     given = draft.value("model.output", "")
     readable = readable_output(model)
-    plain = readable in {value.name for value in model.graph.output}
-    return read_training_signature(ModelConfig(path=path, output=given or ("" if plain else readable)))
+    is_first = readable == next((value.name for value in model.graph.output), "")
+    return read_training_signature(ModelConfig(path=path, output=given or ("" if is_first else readable)))
+
+
+def _refuse_trees(model: onnx.ModelProto, path: Path) -> None:
+    """Raise ConfigError for a file of decision trees or support vectors, which no gradient changes."""
+    operators = {node.op_type for node in model.graph.node}
+    if (found := sorted(operators & {*WITHOUT_GRADIENT})) and not operators & {*WITH_WEIGHTS}:
+        raise ConfigError(
+            f"{path.name} is made of {', '.join(found)}: trees and support vectors have no weights that a gradient "
+            f"changes; fit them again with the library that made them, or train a network on the same table; {PAGE} "
+            "says more"
+        )
 
 
 def _read_data(draft: Draft, path: Path, source: str, signature: Signature) -> tuple[Facts, bool]:

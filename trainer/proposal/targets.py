@@ -46,12 +46,12 @@ def targets(model: onnx.ModelProto, signature: Signature, given: object = None) 
     if given:
         named = [given] if isinstance(given, str) else list(given)  # type: ignore[call-overload]
         return [Target(info, info.name) for info in signature.outputs if info.name in named]
-    found = []
+    found, known = [], dict(score_tensors(model.graph))
     for info in signature.outputs:
         scores = next(score_tensors(model.graph, [info.name]), None)
         if info.dtype in FLOAT_NAMES and info.shape != ():
-            name, what = scores or (info.name, "")
-            found.append(Target(info, name, what if name != info.name else ""))
+            name, what = scores or (info.name, known.get(info.name, ""))
+            found.append(Target(info, name, what if name != info.name or scores is None else ""))
     if not found:  # labels only: the scores behind them
         found = [
             Target(TensorInfo(name, "float32", (None, None)), name, what)
@@ -92,10 +92,15 @@ def propose_targets(
     if unread:
         draft.notes.append(f"not trained, for want of labels: output {', '.join(unread)}")
     if len(read) == 1:
-        _propose_one(draft, model, facts, read[0], chosen[read[0].info.name], first=read[0].info is found[0].info)
+        _propose_one(draft, model, facts, read[0], chosen[read[0].info.name], first=_is_first(model, read[0]))
     else:
         for place, each in enumerate(read):
             _propose_entry(draft, place, each, chosen[each.info.name])
+
+
+def _is_first(model: onnx.ModelProto, target: Target) -> bool:
+    """Return whether an output is the first of the file, which a loss reads where no setting names another."""
+    return target.info.name == next((value.name for value in model.graph.output), "")
 
 
 def _chosen(possible: dict[str, list[Reading]], *, given: bool) -> dict[str, list[Reading]]:

@@ -19,7 +19,7 @@ from onward.trainer.onnx_graph.outputs import class_labels, score_tensors
 from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.facts import Facts
 from onward.trainer.proposal.inputs import shown
-from onward.trainer.proposal.readings import Reading, readings
+from onward.trainer.proposal.readings import Reading, names_in_cells, readings
 from onward.trainer.rehearsal.data_of_model import LABELS
 
 
@@ -87,6 +87,7 @@ def propose_targets(
         raise ConfigError(
             f"no column of {facts.data.source} can be the labels of an output: the outputs are {shown_outputs}, the "
             f"columns {shown_columns}; name the column (data.label=...) and the loss (model.loss=...)"
+            + (f"; {lists}" if (lists := names_in_cells(facts, columns)) else "")
         )
     unread = [each.info.name for each in found if each not in read]
     if unread:

@@ -38,7 +38,7 @@ from onward.trainer.proposal.inputs import (
 from onward.trainer.proposal.masks import propose_masks
 from onward.trainer.proposal.readings import Reading, readings
 from onward.trainer.proposal.series import propose_windows
-from onward.trainer.proposal.tables import feeding, propose_rows, propose_tables
+from onward.trainer.proposal.tables import feeding, propose_rows, propose_split, propose_tables
 from onward.trainer.proposal.targets import Target
 from onward.trainer.proposal.texts import (
     ids_input,
@@ -90,6 +90,7 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     else:
         _propose_learned(draft, model, facts, others, found, task=task, has_images=bool(images))
     propose_rows(draft, facts)
+    propose_split(draft, facts)
     trained, why = trained_before(with_numeric_outputs(model), path.parent)
     propose_tables(draft, facts, others, trained=trained is not False)
     can_try = not draft.questions and not _declared_batch(signature) and task not in ("causal", "masked", "tokens")

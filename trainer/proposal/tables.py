@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import Array
 from onward.trainer.data.signature import TensorInfo
 from onward.trainer.data.tables.column_patterns import matching
@@ -62,6 +63,35 @@ def propose_rows(draft: Draft, facts: Facts) -> None:
         shown = ", ".join(f"{count} of {name}" for name, count in missing.items())
         reason = f"labels are missing or cannot be read in {facts.rows} ({shown}): their rows are left out and counted"
         draft.set("data.bad_rows", "skip", reason)
+
+
+def propose_split(draft: Draft, facts: Facts) -> None:
+    """Propose which rows are held out for evaluation: a tenth, of classes the same share of each."""
+    if draft.value("data.evaluation_source"):
+        return
+    fraction = draft.value("data.evaluation_fraction", DataConfig.model_fields["evaluation_fraction"].default)
+    count = f"about {max(1, round(fraction * facts.num_rows)):,} of {facts.num_rows:,} rows"
+    reason = count if facts.is_all and facts.format != "text" else "the share of rows, or of files of text"
+    draft.set("data.evaluation_fraction", fraction, f"{reason}: not trained on, but measured")
+    label = draft.value("data.label", "label")
+    if not _holds_classes(draft, facts, label):
+        return
+    values, counts = np.unique(np.asarray(facts.values[label]), return_counts=True)
+    if len(values) > 1 and counts.min() * fraction >= 1:  # of a smaller class there may be no row to evaluate on
+        draft.set("data.split", "stratified", f"each of {len(values)} classes has the same share held out")
+
+
+def _holds_classes(draft: Draft, facts: Facts, label: object) -> bool:
+    """Return whether the label is one column with a class in each row, by which rows can be divided."""
+    if draft.value("model.loss") != "cross_entropy" or not isinstance(label, str) or draft.is_open("data.label"):
+        return False
+    if (
+        facts.data.table.window
+        or facts.format == "text"
+        or draft.value("data.text.task") in ("tokens", "causal", "masked")
+    ):
+        return False
+    return label in facts.values and not facts.column(label).shape
 
 
 def _per_element(facts: Facts, name: str) -> Array:

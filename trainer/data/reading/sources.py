@@ -30,7 +30,7 @@ from onward.trainer.data.images.image_sources import (
     tar_blocks,
 )
 from onward.trainer.data.reading.digits import digits_block
-from onward.trainer.data.reading.held_out_rows import held_out, held_out_files
+from onward.trainer.data.reading.held_out_rows import held_out, held_out_files, stratified
 from onward.trainer.data.reading.npz_files import npz_blocks
 from onward.trainer.data.reading.saved_datasets import saved_dataset
 from onward.trainer.data.reading.source_kinds import kinds_found
@@ -233,6 +233,10 @@ def _divided(
     if window := data.table.window:
         blocks = (block for _, block in _blocks(source, data, source_columns(names, window), text))
         yield from windowed(blocks, window, names, data.evaluation_fraction)
+        return
+    if data.split == "stratified" and isinstance(data.label, str):
+        read = names if names is None or data.label in names else [*names, data.label]
+        yield from stratified(_blocks(source, data, read, text), data.label, data.evaluation_fraction, names)
         return
     if source.format == "text" and _text_unit(data) in ("", "file"):
         chosen = held_out_files([name for name, _ in source.files], data.evaluation_fraction)

@@ -231,6 +231,8 @@ def cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[C
     content += [each.digest for each in computers]
     if reading := data.table.reading_settings():
         content.append(reading)
+    if data.split != "random" and not data.evaluation_source:
+        content.append([data.split, data.label])
     if data.sources or data.test_source:
         content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])
     if named := naming_columns(data, columns):

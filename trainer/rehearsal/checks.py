@@ -141,6 +141,7 @@ def checks(
             lambda: _time(graph, partial(batch, first.rows, "training"), config, findings),
         )
     ]
+    run = partial(_run, graph, batch=batch, findings=findings, too_long=partial(remedy_of_length, graph, config))
     evaluated = [size.rows for size in sizes if size.kind == "evaluation"]
     both: dict[Kind, int] = {"training": first.rows, "evaluation": (evaluated or [config.evaluation_batch_size])[0]}
     compiled = [
@@ -151,7 +152,7 @@ def checks(
     ]
     return [
         ("the warnings of `onward doctor`", lambda: _warn(config, trainable, use, findings)),
-        *((size.what, partial(_run, graph, size, batch, config, findings, gradients=size is first)) for size in sizes),
+        *((size.what, partial(run, size=size, gradients=size is first)) for size in sizes),
         ("the units of the labels", lambda: _warn_of_labels(config, rows, findings)),
         *(timed if config.precision.compute in ("auto", "bf16") and not _is_on_gpu(config) else ()),
         *(counts if any(loss.count for loss in config.losses) else ()),
@@ -235,10 +236,10 @@ def _run(
     graph: RehearsedGraph,
     size: Size,
     batch: Callable[[int, Kind], Batch],
-    config: RunConfig,
     findings: Findings,
     *,
     gradients: bool,
+    too_long: Callable[[Batch, str], str] = lambda batch, why: "",
 ) -> None:
     try:
         rows = batch(size.rows, size.kind)
@@ -260,8 +261,7 @@ def _run(
         if _is_out_of_memory(error):
             findings.not_rehearsed.append(f"{size.what}: it takes more memory than this machine has free")
         else:
-            findings.failures.append((size, graph.error_of(size.kind, rows, error)))
-            findings.too_long = findings.too_long or remedy_of_length(graph, rows, config, str(error))
+            findings.add_failure(size, graph.error_of(size.kind, rows, error), too_long(rows, str(error)))
         return
     findings.batches.append(result)
     if gradients:

@@ -52,6 +52,11 @@ class Findings:
         """Add something that is wrong."""
         self.errors.append(ConfigError(problem))
 
+    def add_failure(self, size: Size, why: str, too_long: str) -> None:
+        """Add a micro-batch that does not run. too_long: how long its rows may be, if their length is the reason."""
+        self.failures.append((size, why))
+        self.too_long = self.too_long or too_long
+
     def record(self, *, elapsed_s: float) -> Rehearsal:
         """Return the record. Raises ConfigError with all that is wrong; a single error is raised as it is."""
         errors = [*self.errors, *(ConfigError(problem) for problem in self._failures_by_cause())]

@@ -18,7 +18,7 @@ OUT_OF_RANGE = "index out of range"
 """What torch says where an index is beyond a table."""
 
 
-def remedy_of_length(graph: RehearsedGraph, batch: Batch, config: RunConfig, why: str) -> str:
+def remedy_of_length(graph: RehearsedGraph, config: RunConfig, batch: Batch, why: str) -> str:
     """Return what to set where rows are longer than a table of the graph; "" where something else is wrong.
 
     why: the error of the batch. Runs the graph forward on shorter rows, about log2(length) times.

@@ -38,9 +38,10 @@ def propose_tables(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo], *, 
     categories = draft.value("data.table.categories", ())
     gaps = [name for name in names if facts.missing[name]]
     unknown = [name for name in categories if facts.missing.get(name)]
-    if gaps or unknown:
-        cells = sum(facts.missing[name] for name in (*gaps, *unknown))
-        what = f"{cells} cells of {', '.join((*gaps, *unknown)[:MOST_NAMED])} are missing in {facts.rows}"
+    if missing := [*gaps, *unknown]:
+        cells = sum(facts.missing[name] for name in missing)
+        shown = ", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else "")
+        what = f"{cells} cells of {len(missing)} columns ({shown}) are missing in {facts.rows}"
         what += "; texts get the id of unknown ones" if unknown else ""
         draft.set("data.table.missing", "mean", what)
     if trained or not names:

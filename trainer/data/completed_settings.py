@@ -15,5 +15,12 @@ def completed(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
     local: the same configuration with local copies in place of URLs. Raises the errors of `with_columns`
     and `with_audio_input`.
     """
-    config = with_audio_input(with_columns(config, local), local)
-    return with_scores(config, local)
+    return with_scores(with_inputs(config, local), local)
+
+
+def with_inputs(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
+    """Return the configuration with what feeds the inputs: columns in place of patterns, and the input of audio.
+
+    local: as in `completed`, and so are the errors.
+    """
+    return with_audio_input(with_columns(config, local), local)

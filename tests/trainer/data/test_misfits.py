@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import onnx
 import pytest
 
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.columns import Column, ColumnType
+from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.input_columns import Feed
 from onward.trainer.data.misfits import MISFITS, remedy, remedy_of_absence
 from onward.trainer.data.signature import Dims
 from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.errors import DataError
+from tests.support.graphs import tiny_bert, tiny_cities, tiny_mlp
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "own-data.md"
 TEXT = Column(name="city", dtype="str")
@@ -50,6 +56,31 @@ def test_the_setting_that_makes_a_column_fit_is_named(wanted: Feed, column: Colu
 def test_an_input_without_a_column_of_its_name_may_need_a_tokenizer() -> None:
     assert "[data.text] tokenizer" in remedy_of_absence(feed("int64", (None,)), [NUMBER, TEXT])
     assert remedy_of_absence(feed("int64", (None,)), [NUMBER]) == ""
+
+
+def problems(folder: Path, model: onnx.ModelProto, schema: list[Column], **data: Any) -> str:
+    """What the checks before a run say, in one text."""
+    onnx.save(model, folder / "model.onnx")
+    config = RunConfig.model_construct(
+        model=ModelConfig(path=folder / "model.onnx"), data=DataConfig(source="x", **data)
+    )
+    return "\n".join(data_problems(config, {column.name: column for column in schema}))
+
+
+def test_a_run_names_the_setting_beside_the_misfit(tmp_path: Path) -> None:
+    label, text = Column(name="label", dtype="int64", extremes=(0, 1)), Column(name="review", dtype="str")
+    found = problems(tmp_path, tiny_bert(num_classes=2), [text, label])
+    assert "set data.inputs.input_ids, or: [data.text] tokenizer = " in found
+    assert "(column 'review' holds text)" in found
+    places = [Column(name=name, dtype="str") for name in ("home", "work")]
+    age = Column(name="age", dtype="float32")
+    found = problems(tmp_path, tiny_cities(), [*places, age, label], inputs={"places": ("home", "work")})
+    assert "but column 'home' holds text; data.table.categories = [\"home\"] makes ids of texts" in found
+    numbers = [Column(name="load", dtype="float64"), label]
+    found = problems(tmp_path, tiny_mlp(inputs=28), numbers, inputs={"features": "load"})
+    assert (
+        "but column 'load' is float64; if the rows follow each other in time, [data.table.window] length = 28" in found
+    )
 
 
 def test_missing_cells_of_inputs_name_the_setting_that_fills_them(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import onward
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.reading.source_kinds import KINDS
 from onward.trainer.data.reading.sources import locate
-from onward.trainer.errors import DataError
+from onward.trainer.errors import ConfigError, DataError
 from tests.support import graphs
 from tests.support.images import encoded, picture, write_classes
 
@@ -111,7 +111,8 @@ def test_init_says_that_boxes_are_not_learned_before_it_proposes_anything(place:
     assert not (tmp_path / "config.toml").exists()
 
 
-def test_init_names_sounds_for_a_model_that_takes_none(tmp_path: Path) -> None:
+def test_init_says_of_sounds_what_a_model_would_have_to_take(tmp_path: Path) -> None:
     onnx.save(graphs.tiny_mlp(), tmp_path / "model.onnx")
-    with pytest.raises(DataError, match=r"6 \.wav: audio"):
+    message = r"the data is audio \(6 files .* not one input alone can take a clip .*: features float32 \[\?, 4\]"
+    with pytest.raises(ConfigError, match=message):
         onward.init(tmp_path / "model.onnx", sounds(tmp_path), output=tmp_path / "config.toml", steps=0)

@@ -38,10 +38,10 @@ from onward.trainer.config.rules import Sections
 from onward.trainer.config.rules.ranks import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import HOW_TO_COMPILE
+from onward.trainer.data.completed_settings import with_inputs
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.scores_read import scores_said, with_scores
 from onward.trainer.data.signature import model_digest
-from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.diagnostics.config_check import check_local_files
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable
 from onward.trainer.run.allowed_code import SHOWN, AllowedCode, code_digests
@@ -92,7 +92,7 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
 
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
     config = build_config(dict(settings), check=check)
-    config = with_columns(config, with_copies(config, copies))
+    config = with_inputs(config, with_copies(config, copies))
     local = with_copies(config, copies)  # with columns in place of patterns
     reads_scores = with_scores(config, local)
     if run.config.exists():

@@ -36,6 +36,7 @@ THE_SAME_FOR_ALL: Mapping[str, str] = {
     "data.evaluation_source": "trials are compared on the same rows",
     "data.evaluation_rows": "trials are compared on the same rows",
     "data.evaluation_fraction": "trials are compared on the same rows",
+    "data.split": "trials are compared on the same rows",
     "data.test_source": "trials are compared on the same rows",
 }
 """Section or setting -> why it cannot differ between the trials of a sweep."""

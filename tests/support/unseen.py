@@ -1,7 +1,8 @@
-"""Models and data of eight kinds, made in a folder, for `onward init`: model.onnx and what it is to be trained on."""
+"""Models and data of eleven kinds, made in a folder, for `onward init`: model.onnx and what it is to be trained on."""
 
 from __future__ import annotations
 
+import wave
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import onnx
 import pyarrow as pa
 import pyarrow.parquet as pq
+from onnx import TensorProto
 from PIL import Image
 
 from onward.trainer.onnx_graph.builder import GraphWriter
@@ -95,6 +97,54 @@ def _labels_are_an_input(folder: Path) -> Path:
     return folder / "rows.npz"
 
 
+def _audio_folder(folder: Path) -> Path:
+    g = GraphWriter("audio")
+    x = g.op("ReduceMean", g.input("mel", ("batch", 1, 40, 101)), g.weight("time", [-1]), keepdims=0)
+    x = g.op("MatMul", g.op("Flatten", x), g.weight("weight", g.normal(0.01, 40, 2)))
+    g.op("Add", x, g.weight("bias", np.zeros(2, np.float32)), outputs="logits")
+    g.output("logits", ("batch", 2))
+    onnx.save(g.model(), folder / "model.onnx")
+    for at in range(60):
+        path = folder / "tones" / ("high", "low")[at % 2] / f"{at}.wav"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        samples = 0.4 * np.sin(2 * np.pi * (2000 + at, 300 + at)[at % 2] * np.arange(16000) / 16000)
+        with wave.open(str(path), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(16000)
+            file.writeframes((samples * 32767).astype("<i2").tobytes())
+    return folder / "tones"
+
+
+def _categories(folder: Path) -> Path:
+    g = GraphWriter("categories")
+    place = g.op("Gather", g.weight("places", g.normal(0.5, 4, 2)), g.input("island", ("batch",), TensorProto.INT64))
+    x = g.op("Concat", g.input("measures", ("batch", 3)), place, axis=1)
+    x = g.op("Relu", g.op("MatMul", x, g.weight("w1", g.normal(0.5, 5, 16))))
+    g.op("MatMul", x, g.weight("w2", g.normal(0.3, 16, 3)), outputs="scores")
+    g.output("scores", ("batch", 3))
+    onnx.save(g.model(), folder / "model.onnx")
+    random, islands, species = np.random.default_rng(0), ("Biscoe", "Dream", "Torgersen"), ("a", "c", "g")
+    rows = []
+    for at in range(180):
+        kind = int(random.integers(0, 3))
+        cells = (random.normal(0, 0.5, 3) + kind).round(3).tolist()
+        cells[at % 3] = "" if at % 20 == 7 else cells[at % 3]
+        rows.append([islands[random.integers(0, 3)], *cells, species[kind]])
+    return write_csv(folder / "birds.csv", ("island", "bill", "depth", "tail", "species"), rows)
+
+
+def _series(folder: Path) -> Path:
+    g = GraphWriter("series")
+    x = g.op("MatMul", g.input("past", ("batch", 24)), g.weight("w", g.normal(0.1, 24, 3)))
+    g.op("Add", x, g.weight("b", np.zeros(3, np.float32)), outputs="future")
+    g.output("future", ("batch", 3))
+    onnx.save(g.model(), folder / "model.onnx")
+    days, noise = np.arange(300), np.random.default_rng(0).normal(0, 0.1, 300)
+    rows = [(np.datetime64("2025-01-01") + day, np.sin(day / 5) + noise[day]) for day in days]
+    return write_csv(folder / "days.csv", ("date", "load"), rows)
+
+
 UNSEEN: dict[str, Callable[[Path], Path]] = {
     "image folder": _image_folder,
     "npz": _npz,
@@ -104,5 +154,8 @@ UNSEEN: dict[str, Callable[[Path], Path]] = {
     "parquet regression": _parquet_regression,
     "two outputs": _two_outputs,
     "labels are an input": _labels_are_an_input,
+    "audio folder": _audio_folder,
+    "categories": _categories,
+    "series": _series,
 }
 """Kind -> writes model.onnx and the data into a folder, and returns the path of the data."""

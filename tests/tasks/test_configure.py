@@ -15,6 +15,7 @@ from onward.infra.tracking import Tracker
 from onward.tasks.configure import configure
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.section import Section
+from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import StopConfig
 from onward.trainer.config.sections.model import ModelConfig
@@ -25,6 +26,7 @@ from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.kept_settings import write_settings
 from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.graphs import residual_mlps, tiny_conv_net, tiny_mlp
+from tests.support.unseen import UNSEEN
 
 pytestmark = pytest.mark.usefixtures("home", "forked")
 
@@ -63,6 +65,18 @@ def test_a_repeated_configure_finds_the_same_directory_and_mlflow_run(sections: 
     assert [found.info.run_id for found in runs] == [first.mlflow_run_id]
     assert runs[0].data.params["train.num_steps"] == "4"
     assert [file.path for file in Tracker(store)._client.list_artifacts(first.mlflow_run_id)] == ["config.json"]
+
+
+def test_the_saved_configuration_has_the_only_input_that_takes_audio(sections: dict[str, Section]) -> None:
+    folder = onward_home().parent / "sounds"
+    folder.mkdir()
+    source = UNSEEN["audio folder"](folder)
+    audio = AudioConfig(features="log_mel", mel_bins=40, seconds=1.0, channel_axis=True)
+    sections["model"] = ModelConfig(path=folder / "model.onnx")
+    sections["data"] = DataConfig(source=str(source), audio=audio)
+    run = begin(sections)
+    assert read_config(run).data.inputs == {"mel": "audio"}
+    assert begin(sections) == run  # a retry is given none
 
 
 def test_the_saved_configuration_has_the_columns_that_patterns_match(sections: dict[str, Section]) -> None:

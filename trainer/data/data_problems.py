@@ -27,7 +27,9 @@ from onward.trainer.data.input_columns import (
     file_feeds,
     labels,
 )
-from onward.trainer.data.label_axes import fits, remedy
+from onward.trainer.data.label_axes import fits
+from onward.trainer.data.label_axes import remedy as remedy_of_axes
+from onward.trainer.data.misfits import remedy, remedy_of_absence
 from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.data.tables.class_names import class_problems
@@ -124,6 +126,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _missing_column(feed: Feed, name: str, schema: Schema, signature: Signature) -> str:
     key = feed.target if feed.is_label else f"data.inputs.{feed.target.removeprefix('input ')}"
     missing = f"{feed.target} reads column {name!r}, which the data does not have{_nearest(name, schema)}; set {key}"
+    if not feed.is_label and (found := remedy_of_absence(feed, schema.values())):
+        return f"{missing}, or: {found}"
     # the only input of a model is what the samples are fed to
     if feed.is_label or feed.stacked or feed.image or feed.dtype not in NUMERIC or not signature.fed[1:]:
         return missing
@@ -175,10 +179,10 @@ def type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
         if column.dtype == TEXT:
             how = "number the classes from 0 on, in the model's order"
             how = how if feed.dtype == "int64" else "only a cross-entropy takes class names"
-            how = f"; {how}" if feed.is_label else _image_hint(feed)
+            how = f"; {how}" if feed.is_label else _advice(feed, column)
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds text{how}"
         elif column.dtype == BYTES:
-            yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds bytes{_image_hint(feed)}"
+            yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds bytes{_advice(feed, column)}"
         elif not _castable(column.dtype, feed.dtype):
             numbers = feed.target.endswith("label") and feed.dtype == "int64"
             key = "model.loss" if feed.target == "data.label" else feed.target.replace(".label", ".name")
@@ -201,7 +205,7 @@ def type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
             by = "it" if feed.is_label else "data.inputs"
             yield (
                 f"{feed.target} takes shape {_shown(shape or ())} per sample, but {by} stacks {len(columns)} columns"
-                f"{what}"
+                f"{what}{_advice(feed, columns[0])}"
             )
     elif columns[0].holds_numbers and (problem := _shape_problem(feed, columns[0])):
         yield problem
@@ -251,9 +255,10 @@ def _doubly_read(config: RunConfig, signature: Signature) -> Iterator[str]:
             yield f"column {name!r} has the name of a tensor that the pre-processing computes; rename the column"
 
 
-def _image_hint(feed: Feed) -> str:
-    is_image = feed.sample_shape is not None and len(feed.sample_shape) == 3
-    return "; a table [data.image] makes Onward decode images" if is_image else ""
+def _advice(feed: Feed, column: Column) -> str:
+    """Return, behind a semicolon, the setting that makes a column fit; "" if there is none."""
+    found = remedy(feed, column)
+    return f"; {found}" if found else ""
 
 
 def _castable(source: str, target: str) -> bool:
@@ -303,8 +308,9 @@ def _shape_problem(feed: Feed, column: Column) -> str:
         pairs = zip(shape, found, strict=False)
         wrong = len(shape) != len(found) or any(dim is not None and dim != size for dim, size in pairs)
         takes = f"{feed.target} takes {_shown(shape)} a sample"
-    hint = f"; ['{column.name}'] makes a vector of one" if shape == (None,) and not column.shape else ""
-    if feed.is_label and (advice := remedy(shape, column.shape, column.name)):
+    is_vector = shape == (None,) and not column.shape
+    hint = f"; ['{column.name}'] makes a vector of one" if is_vector else _advice(feed, column)
+    if feed.is_label and (advice := remedy_of_axes(shape, column.shape, column.name)):
         hint = f": {advice}"
     return f"{takes}, but column {column.name!r} is {column.kind}{hint}" if wrong else ""
 

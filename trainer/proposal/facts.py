@@ -142,10 +142,12 @@ def read_facts(data: DataConfig) -> Facts:
             values, bad = fit(cells, schema[name], block)
             good = np.ones(count, bool)
             good[list(bad)] = False
+            if schema[name].dtype == TEXT:
+                good &= np.asarray(values) != ""  # of a CSV file an empty cell is a text
             parts[name].append(
                 [values[at] for at in np.flatnonzero(good)] if isinstance(values, list) else values[good]
             )
-            missing[name] += len(bad)
+            missing[name] += count - int(good.sum())
             num_bytes += count * math.prod(schema[name].shape) * 8
         num_rows += count
         num_training += int((~held_out).sum())

@@ -5,6 +5,7 @@ a folder with train/ and val/                               source, evaluation_s
 image files in a folder for each class                      [data.image]
 image files beside a folder of masks                        [data.image] mask_folder
 texts, or a table with a column of texts, and a tokenizer   [data.text]
+audio files, or a table with a column of their names        [data.audio]
 a table of numbers                                          columns by name, by type and shape, or stacked
 """
 
@@ -14,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +27,11 @@ from onward.trainer.data.columns import TEXT
 from onward.trainer.data.data_problems import type_problems
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
 from onward.trainer.data.input_columns import Feed
+from onward.trainer.data.misfits import remedy
 from onward.trainer.data.reading import sources
+from onward.trainer.data.reading.source_kinds import TEXT_SUFFIXES, boxes_found
 from onward.trainer.data.signature import TensorInfo
+from onward.trainer.data.tables.series_windows import AHEAD
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import Facts
@@ -40,7 +45,8 @@ TRAINING, EVALUATION, TEST = (
 """Names of folders and files that are taken for the splits of a data set."""
 MASK_FOLDERS = ("masks", "mask", "labels", "annotations", "segmentation")
 IMAGE_FOLDERS = ("images", "image", "imgs", "img")
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".tex")
+MOST_LISTED = 20_000
+"""Files among which labels of object detection are looked for."""
 LABEL_INPUTS = (*LABELS, "targets")
 ROW_NUMBERS = ("", "id", "index", "row", "row_id", "Unnamed: 0", "__index_level_0__")
 """Names of columns that only number the rows."""
@@ -55,6 +61,8 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
     training = evaluation = test = None
     if given not in BUNDLED_SOURCES and not path.exists() and not set(given) & set("*?["):
         raise DataError(f"there is no file or directory {given}")
+    if takes_images and not draft.is_given("data.label") and (boxes := _boxes(path)):
+        raise DataError(f"{given}: {boxes}; data.label=... leaves the boxes aside")
     if path.is_dir():
         splits = {name.stem.lower(): name for name in sorted(path.iterdir()) if not name.name.startswith(".")}
         found = [
@@ -76,6 +84,13 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
         _propose_images(draft, source)
     elif Path(source).is_dir() and not _format(source) and (suffix := _text_suffix(Path(source))):
         draft.set("data.text_files", f"*{suffix}", "the files of text")
+
+
+def _boxes(path: Path) -> str:
+    """Return which labels of object detection a source has, in itself or, of a folder of images, beside it."""
+    places = [path, *(path.parent / name for name in MASK_FOLDERS if path.name.lower() in IMAGE_FOLDERS)]
+    files = (file for place in places for file in ([place] if place.is_file() else place.rglob("*")))
+    return boxes_found(islice((file for file in files if file.is_file()), MOST_LISTED))
 
 
 def _format(source: str, **tables: ImageConfig) -> str:
@@ -184,21 +199,23 @@ def propose_columns(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo], ke
         for info in list(waiting):
             free = [name for name in facts.schema if name not in used]
             found = [name for name in free if by_name(info.name, name)]
-            if len(found) == 1 and (by_name is _exactly or fits(facts, info, found[0])):
+            if len(found) == 1 and (by_name is _exactly or _takes(facts, info, found[0])):
                 if by_name is not _exactly:
                     draft.set(f"{INPUTS}.{info.name}", found[0], "their names are alike")
+                _propose_category(draft, facts, info, found[0])
                 used.add(found[0])
                 waiting.remove(info)
     free = [name for name in facts.schema if name not in used and name not in set(kept)]
-    free = [name for name in free if not _numbers_rows(facts, name)]
+    free = [name for name in free if not _numbers_rows(facts, name) and not _is_future(facts, name)]
     while waiting:
-        fitting = {info.name: [name for name in free if fits(facts, info, name)] for info in waiting}
+        fitting = {info.name: [name for name in free if _takes(facts, info, name)] for info in waiting}
         single = [info for info in waiting if len(fitting[info.name]) == 1]
         sure = [info for info in single if sum(fitting[info.name][0] in names for names in fitting.values()) == 1]
         if not sure:
             break
         (column,) = fitting[sure[0].name]
         draft.set(f"{INPUTS}.{sure[0].name}", column, "the only column of its type and shape")
+        _propose_category(draft, facts, sure[0], column)
         free.remove(column)
         waiting.remove(sure[0])
     problems: list[str] = []
@@ -209,9 +226,12 @@ def propose_columns(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo], ke
             free = [name for name in free if name not in used]
         elif categories := _categories(facts, info, free):
             draft.set(f"{INPUTS}.{info.name}", categories, f"{info.name} takes integers: ids of these texts")
-            draft.set("data.table.categories", categories, "0 = unknown, then the texts, sorted")
+            for name in categories:
+                _propose_category(draft, facts, info, name)
             free = [name for name in free if name not in categories]
-        elif choices := [name for name in free if fits(facts, info, name)]:
+        elif choices := [name for name in free if _takes(facts, info, name)]:
+            for name in choices:
+                _propose_category(draft, facts, info, name)
             draft.ask(f"{INPUTS}.{info.name}", f"the column for {info.name}", dict.fromkeys(choices, ""))
         else:
             problems.append(_no_column(facts, info, free))
@@ -230,6 +250,9 @@ def fits(facts: Facts, info: TensorInfo, column: str) -> bool:
 def _stacked(facts: Facts, info: TensorInfo, free: Sequence[str]) -> list[str] | str:
     """Return the columns of single numbers (or texts) that make the vector of an input, or a pattern of them."""
     shape = info.sample_shape
+    if shape is not None and len(shape) == 2 and facts.data.table.window:
+        series = [name for name in free if facts.column(name).shape == shape[:1]]
+        return series if len(series) == shape[1] else []
     if shape is None or len(shape) != 1 or shape[0] is None:
         return []
     is_text = info.dtype == "string"
@@ -243,6 +266,24 @@ def _stacked(facts: Facts, info: TensorInfo, free: Sequence[str]) -> list[str] |
         groups.setdefault(re.sub(r"\d+$", "", name), []).append(name)
     numbered = [names for names in groups.values() if len(names) == shape[0] > 1]
     return _pattern(numbered[0], facts) or numbered[0] if len(numbered) == 1 else []
+
+
+def _takes(facts: Facts, info: TensorInfo, column: str) -> bool:
+    """Return whether a column fits an input, as it is or as categories: texts that occur several times."""
+    is_id = info.dtype in ("int32", "int64") and info.sample_shape in ((), (1,))
+    if is_id and facts.column(column).dtype == TEXT:
+        return len(facts.distinct(column)) <= max(facts.num_rows // 2, 2)
+    return fits(facts, info, column)
+
+
+def _propose_category(draft: Draft, facts: Facts, info: TensorInfo, column: str) -> None:
+    """Add a column of texts to the categories, if it feeds an input of integers."""
+    is_text = column in facts.schema and facts.column(column).dtype == TEXT
+    takes_ids = info.dtype in ("int32", "int64") and None not in (info.sample_shape or ())
+    if is_text and takes_ids and not draft.is_given("data.table.categories"):
+        names = [*draft.value("data.table.categories", ()), column]
+        reason = f"texts that feed inputs of integers, as {info.name}: ids, 0 = unknown, then the texts, sorted"
+        draft.set("data.table.categories", names, reason)
 
 
 def _categories(facts: Facts, info: TensorInfo, free: Sequence[str]) -> list[str]:
@@ -287,11 +328,18 @@ def _numbers_rows(facts: Facts, name: str) -> bool:
     return name in ROW_NUMBERS and facts.num_rows > 1 and len(facts.distinct(name)) == facts.num_rows
 
 
+def _is_future(facts: Facts, name: str) -> bool:
+    """Return whether a column holds what comes after a window, which a model that predicts must not see."""
+    return facts.data.table.window is not None and name.endswith(AHEAD)
+
+
 def _no_column(facts: Facts, info: TensorInfo, free: Sequence[str]) -> str:
     columns = ", ".join(f"{name} ({facts.column(name).kind})" for name in free) or "none that is free"
+    feed = Feed(f"input {info.name}", (), False, info.dtype, info.sample_shape)
+    advice = next(filter(None, (remedy(feed, facts.column(name)) for name in free)), "")
     return (
         f"input {info.name} takes {shown(info)}, which no column of {facts.data.source} fits: {columns}; name columns: "
-        f"data.inputs.{info.name}=..."
+        f"data.inputs.{info.name}=..." + (f"; or: {advice}" if advice else "")
     )
 
 

@@ -18,13 +18,15 @@ from onward.trainer.config.loading import Override, load_config
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.completed_settings import completed
+from onward.trainer.data.reading.source_kinds import PAGE
 from onward.trainer.data.signature import Signature, TensorInfo, read_training_signature
 from onward.trainer.data.text.text_columns import ROLES
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch
-from onward.trainer.onnx_graph.outputs import readable_output, selected_output
+from onward.trainer.onnx_graph.outputs import UNTRAINED, readable_output, selected_output, with_numeric_outputs
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.proposal import targets as outputs
+from onward.trainer.proposal.audio import audio_input, propose_audio_column, propose_audio_files
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import Facts, read_facts
 from onward.trainer.proposal.inputs import (
@@ -35,7 +37,8 @@ from onward.trainer.proposal.inputs import (
 )
 from onward.trainer.proposal.masks import propose_masks
 from onward.trainer.proposal.readings import Reading, readings
-from onward.trainer.proposal.tables import feeding, propose_tables
+from onward.trainer.proposal.series import propose_windows
+from onward.trainer.proposal.tables import feeding, propose_rows, propose_split, propose_tables
 from onward.trainer.proposal.targets import Target
 from onward.trainer.proposal.texts import (
     ids_input,
@@ -47,6 +50,10 @@ from onward.trainer.proposal.texts import (
 from onward.trainer.proposal.training import family_of, propose_training, trained_before
 from onward.trainer.proposal.tried import propose_tried
 
+WITHOUT_GRADIENT = (*UNTRAINED, "TreeEnsemble", "TreeEnsembleRegressor", "SVMRegressor")
+WITH_WEIGHTS = ("MatMul", "Gemm", "Conv", "LinearClassifier", "LinearRegressor")
+"""Operators of which one at least is in every file that has something to train beside trees."""
+
 
 def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     """Return the configuration for a model and its data, with questions where two answers remain.
@@ -56,6 +63,7 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     """
     draft = Draft(given)
     model = load_model(path)
+    _refuse_trees(model, path)
     draft.set("model.path", str(path), "")
     signature = _signature(draft, model, path)
     loss = None if draft.is_given("model.loss") else outputs.own_loss(signature)
@@ -65,16 +73,14 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
         if what:
             draft.notes.append(f"{what}; {remedy}")
     facts, is_text = _read_data(draft, path, source, signature)
+    if not is_text and propose_windows(draft, facts, signature.fed, found):
+        facts = read_facts(_data(draft))
     images = [info for info in signature.fed if info.shape is not None and len(info.shape) == 4]
-    if "data.image" in draft.entries or "data.image.column" in draft.entries:
-        propose_image_settings(draft, facts, images)
-    else:
-        images = []
-    others = [
-        info
-        for info in signature.fed
-        if info not in images and not (is_text and info.name in _text_inputs(draft, signature))
-    ]
+    images = images if {"data.image", "data.image.column"} & draft.entries.keys() else []
+    propose_image_settings(draft, facts, images)
+    sound = audio_input(draft, signature.fed) if "data.audio" in draft.entries else None
+    computed = _text_inputs(draft, signature) if is_text else set()
+    others = [info for info in signature.fed if info not in (*images, sound) and info.name not in computed]
     task = propose_task(draft, path, signature, [each.info for each in found]) if is_text else ""
     if loss:
         draft.set("model.loss", "output", f"the file computes its own loss, {loss.name}")
@@ -83,7 +89,9 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
         propose_columns(draft, facts, others, ())
     else:
         _propose_learned(draft, model, facts, others, found, task=task, has_images=bool(images))
-    trained, why = trained_before(model, path.parent)
+    propose_rows(draft, facts)
+    propose_split(draft, facts)
+    trained, why = trained_before(with_numeric_outputs(model), path.parent)
     propose_tables(draft, facts, others, trained=trained is not False)
     can_try = not draft.questions and not _declared_batch(signature) and task not in ("causal", "masked", "tokens")
     if trained is not False and can_try:
@@ -129,18 +137,35 @@ def _propose_learned(
 
 
 def _signature(draft: Draft, model: onnx.ModelProto, path: Path) -> Signature:
-    """Return inputs and outputs, of the part behind preprocessing where the file begins with strings."""
+    """Return inputs and outputs, of the part behind preprocessing where the file begins with strings.
+
+    Of a file whose first output has no gradient, such as the labels that skl2onnx writes, it is that of another one.
+    """
     given = draft.value("model.output", "")
     readable = readable_output(model)
-    plain = readable in {value.name for value in model.graph.output}
-    return read_training_signature(ModelConfig(path=path, output=given or ("" if plain else readable)))
+    is_first = readable == next((value.name for value in model.graph.output), "")
+    return read_training_signature(ModelConfig(path=path, output=given or ("" if is_first else readable)))
+
+
+def _refuse_trees(model: onnx.ModelProto, path: Path) -> None:
+    """Raise ConfigError for a file of decision trees or support vectors, which no gradient changes."""
+    operators = {node.op_type for node in model.graph.node}
+    if (found := sorted(operators & {*WITHOUT_GRADIENT})) and not operators & {*WITH_WEIGHTS}:
+        raise ConfigError(
+            f"{path.name} is made of {', '.join(found)}: trees and support vectors have no weights that a gradient "
+            f"changes; fit them again with the library that made them, or train a network on the same table; {PAGE} "
+            "says more"
+        )
 
 
 def _read_data(draft: Draft, path: Path, source: str, signature: Signature) -> tuple[Facts, bool]:
     """Propose the source, and what reads images and texts; return what is in it, and whether a tokenizer reads it."""
     propose_source(draft, source, takes_images=any(len(info.shape or ()) == 4 for info in signature.fed))
+    is_audio = "data.image" not in draft.entries and propose_audio_files(draft, signature.fed)
     facts = read_facts(_data(draft))
     is_text, ids = False, ids_input(signature)
+    if is_audio or ("data.image" not in draft.entries and propose_audio_column(draft, facts, signature.fed)):
+        return facts, False
     if "data.image" not in draft.entries and facts.format not in ("digits",):
         numbers = [name for name, column in facts.schema.items() if column.holds_numbers]
         if any(len(info.shape or ()) == 4 and info.name not in numbers for info in signature.fed):
@@ -191,7 +216,8 @@ def _propose_labels(
     image = (
         draft.value("data.image.column", "image") if {"data.image", "data.image.column"} & draft.entries.keys() else ""
     )
-    reserved = [name for name in facts.schema if name in (text, image)]
+    sound = draft.value("data.audio.column", "audio") if "data.audio" in draft.entries else ""
+    reserved = [name for name in facts.schema if name in (text, image, sound)]
     given = draft.value("data.label", ())
     labels = [given] if isinstance(given, str) else list(given)
     labels = labels or outputs.named_labels(facts, found)

@@ -2,6 +2,7 @@
 
 output [B, C]       texts, or integers 0..C-1         cross_entropy     another number of classes: a new head
                     C numbers, or C columns           mse               bce_with_logits where all are 0 or 1
+                    3 or more columns of 0 and 1      bce_with_logits   multi-label; another number: a new head
 output [B, 1], [B]  numbers                           mse               bce_with_logits where all are 0 or 1
 output [B, ..., C]  integers of the other axes        cross_entropy     the axis of the classes
 any                 numbers of the output's shape     mse               bce_with_logits where all are 0 or 1
@@ -9,6 +10,7 @@ any                 numbers of the output's shape     mse               bce_with
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +25,11 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.proposal.facts import Facts
 
 IGNORED = -100
+LEAST_FLAGS = 3
+"""Columns of 0 and 1 that are taken for the labels of a multi-label classifier together."""
+MARKS = ("|", ";")
+"""What separates several names in one cell."""
+MOST_SHOWN = 6
 MOST_CLASSES = 1000
 """Different values of a column that are still taken for classes where nothing else says so."""
 
@@ -49,8 +56,76 @@ def readings(facts: Facts, output: TensorInfo, columns: Sequence[str]) -> list[R
     sample = output.sample_shape
     if sample is None:
         return []
-    found = [reading for name in columns for reading in _of_column(facts, sample, facts.column(name))]
-    return [*found, *_of_several(facts, sample, columns)]
+    flags = _flags(facts, sample, columns)
+    found = [
+        reading for name in columns if name not in flags for reading in _of_column(facts, sample, facts.column(name))
+    ]
+    return [*found, *(_of_flags(facts, sample, flags) if flags else _of_several(facts, sample, columns))]
+
+
+def _flags(facts: Facts, sample: Dims, columns: Sequence[str]) -> list[str]:
+    """Return the columns of 0 and 1, if they are labels of several kinds at once; [] if they are too few for it."""
+    if len(sample) != 1 or sample[0] == 1:
+        return []
+    numbers = set(facts.numbers)
+    found = [name for name in columns if name in numbers and set(facts.distinct(name)) == {0, 1}]
+    return found if len(found) >= LEAST_FLAGS else []
+
+
+def _of_flags(facts: Facts, sample: Dims, flags: Sequence[str]) -> Iterator[Reading]:
+    """Yield the reading of columns of 0 and 1 as the labels of a multi-label classifier."""
+    rows = np.stack([np.asarray(facts.values[name]) for name in flags], axis=1) if _are_complete(facts, flags) else None
+    why = f"{', '.join(flags[:MOST_SHOWN])}{', ...' if len(flags) > MOST_SHOWN else ''} hold 0 and 1 in {facts.rows}"
+    if rows is not None:
+        most = int(rows.sum(axis=1).max())
+        why += f": multi-label, a row has up to {most} of {len(flags)}"
+        if (rows.sum(axis=1) == 1).all():
+            why += ", always one: classes that exclude each other are better one column of names, for cross_entropy"
+    (length,) = sample
+    if length not in (None, len(flags)):
+        why += f"; the output has {length} scores"
+    yield Reading(tuple(flags), "bce_with_logits", why, classes=0 if length in (None, len(flags)) else len(flags))
+
+
+def _are_complete(facts: Facts, names: Sequence[str]) -> bool:
+    return not any(facts.missing[name] for name in names)
+
+
+def names_in_cells(facts: Facts, columns: Sequence[str]) -> str:
+    """Return which column has several names in a cell, and how it becomes labels; "" if there is none.
+
+    Such as "red|blue", or lists of texts: neither is one class, and no loss reads them as they are.
+    """
+    for name in columns:
+        cells = facts.cells.get(name, ())
+        if lists := [cell for cell in cells if isinstance(cell, list | tuple) and cell and isinstance(cell[0], str)]:
+            names = {part for cell in lists for part in cell}
+            what = f"lists of names, such as {json.dumps(lists[0][:3])}"
+            return _as_columns(name, what, len(names), '.str.join("|").str.get_dummies("|"))')
+        if (mark := _mark_of_lists(facts, name)) and facts.column(name).dtype == TEXT:
+            names = {part for text in facts.distinct(name) for part in text.split(mark)}
+            shown = next(text for text in facts.distinct(name) if mark in text)
+            what = f"several names in a cell, such as {shown[:40]!r}"
+            return _as_columns(name, what, len(names), f'.str.get_dummies("{mark}"))')
+    return ""
+
+
+def _as_columns(name: str, what: str, count: int, dummies: str) -> str:
+    return (
+        f"column {name!r} holds {what} ({count} names): for a multi-label model write a column of 0 and 1 for each "
+        f'name (table.join(table.pop("{name}"){dummies} in pandas), which bce_with_logits reads'
+    )
+
+
+def _mark_of_lists(facts: Facts, name: str) -> str:
+    """Return what separates names in the cells of a column of texts; "" if each cell is one name."""
+    texts = facts.distinct(name)
+    for mark in MARKS:
+        divided = [text.split(mark) for text in texts]
+        parts = {part for each in divided for part in each}
+        if len(parts) < len(texts) and any(len(each) > 1 for each in divided):
+            return mark
+    return ""
 
 
 def _of_column(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]:
@@ -66,6 +141,8 @@ def _of_column(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]:
 def _of_names(facts: Facts, sample: Dims, name: str) -> Iterator[Reading]:
     """Yield the reading of a column of texts as class names."""
     names = facts.distinct(name)
+    if _mark_of_lists(facts, name):
+        return
     if len(sample) != 1 or len(names) < 2 or len(names) > max(facts.num_rows // 2, 2):
         return
     (length,) = sample

@@ -6,12 +6,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import Array
 from onward.trainer.data.signature import TensorInfo
 from onward.trainer.data.tables.column_patterns import matching
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import Facts
 
+MOST_NAMED = 4
+"""Columns that a reason names."""
 FAR = 10.0
 """Standard deviations or means of columns that differ by more than this factor from 1 are scaled."""
 
@@ -28,14 +31,19 @@ def propose_tables(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo], *, 
     names = [
         name
         for info in inputs
-        if "float" in info.dtype and len(info.sample_shape or (1,)) <= 1
+        if "float" in info.dtype and (len(info.sample_shape or (1,)) <= 1 or facts.data.table.window)
         for name in feeding(draft, facts, info)
         if facts.column(name).holds_numbers and name in facts.values
     ]
-    if missing := [name for name in names if facts.missing[name]]:
+    categories = draft.value("data.table.categories", ())
+    gaps = [name for name in names if facts.missing[name]]
+    unknown = [name for name in categories if facts.missing.get(name)]
+    if missing := [*gaps, *unknown]:
         cells = sum(facts.missing[name] for name in missing)
-        reason = f"{cells} cells of {len(missing)} columns are missing in {facts.rows}"
-        draft.set("data.table.missing", "mean", reason)
+        shown = ", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else "")
+        what = f"{cells} cells of {len(missing)} columns ({shown}) are missing in {facts.rows}"
+        what += "; texts get the id of unknown ones" if unknown else ""
+        draft.set("data.table.missing", "mean", what)
     if trained or not names:
         return
     spreads = np.concatenate([_per_element(facts, name).std(axis=0) for name in names])
@@ -44,6 +52,47 @@ def propose_tables(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo], *, 
     if used.size and (used.max() > FAR or used.min() < 1 / FAR or (middles > FAR).any()):
         reason = f"standard deviations are {used.min():.3g} to {used.max():.3g}, means up to {middles.max():.3g}"
         draft.set("data.table.standardise", "standard", reason)
+
+
+def propose_rows(draft: Draft, facts: Facts) -> None:
+    """Propose to leave out the rows whose label is missing, of which nothing can be learned."""
+    keys = ["data.label", *(key for key in draft.entries if key.startswith("loss.") and key.endswith(".label"))]
+    given = [draft.value(key, "label" if key == "data.label" else ()) for key in keys]
+    names = [name for each in given for name in ([each] if isinstance(each, str) else each)]
+    missing = {name: facts.missing[name] for name in names if facts.missing.get(name)}
+    if missing:
+        shown = ", ".join(f"{count} of {name}" for name, count in missing.items())
+        reason = f"labels are missing or cannot be read in {facts.rows} ({shown}): their rows are left out and counted"
+        draft.set("data.bad_rows", "skip", reason)
+
+
+def propose_split(draft: Draft, facts: Facts) -> None:
+    """Propose which rows are held out for evaluation: a tenth, of classes the same share of each."""
+    if draft.value("data.evaluation_source"):
+        return
+    fraction = draft.value("data.evaluation_fraction", DataConfig.model_fields["evaluation_fraction"].default)
+    count = f"about {max(1, round(fraction * facts.num_rows)):,} of {facts.num_rows:,} rows"
+    reason = count if facts.is_all and facts.format != "text" else "the share of rows, or of files of text"
+    draft.set("data.evaluation_fraction", fraction, f"{reason}: not trained on, but measured")
+    label = draft.value("data.label", "label")
+    if not _holds_classes(draft, facts, label):
+        return
+    values, counts = np.unique(np.asarray(facts.values[label]), return_counts=True)
+    if len(values) > 1 and counts.min() * fraction >= 1:  # of a smaller class there may be no row to evaluate on
+        draft.set("data.split", "stratified", f"each of {len(values)} classes has the same share held out")
+
+
+def _holds_classes(draft: Draft, facts: Facts, label: object) -> bool:
+    """Return whether the label is one column with a class in each row, by which rows can be divided."""
+    if draft.value("model.loss") != "cross_entropy" or not isinstance(label, str) or draft.is_open("data.label"):
+        return False
+    if (
+        facts.data.table.window
+        or facts.format == "text"
+        or draft.value("data.text.task") in ("tokens", "causal", "masked")
+    ):
+        return False
+    return label in facts.values and not facts.column(label).shape
 
 
 def _per_element(facts: Facts, name: str) -> Array:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import onnx
 
 from onward.trainer.data.signature import FLOAT_NAMES, Signature, TensorInfo
+from onward.trainer.data.tables.series_windows import AHEAD
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.outputs import class_labels, score_tensors
 from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.facts import Facts
 from onward.trainer.proposal.inputs import shown
-from onward.trainer.proposal.readings import Reading, readings
+from onward.trainer.proposal.readings import Reading, names_in_cells, readings
 from onward.trainer.rehearsal.data_of_model import LABELS
 
 
@@ -45,12 +46,12 @@ def targets(model: onnx.ModelProto, signature: Signature, given: object = None) 
     if given:
         named = [given] if isinstance(given, str) else list(given)  # type: ignore[call-overload]
         return [Target(info, info.name) for info in signature.outputs if info.name in named]
-    found = []
+    found, known = [], dict(score_tensors(model.graph))
     for info in signature.outputs:
         scores = next(score_tensors(model.graph, [info.name]), None)
         if info.dtype in FLOAT_NAMES and info.shape != ():
-            name, what = scores or (info.name, "")
-            found.append(Target(info, name, what if name != info.name else ""))
+            name, what = scores or (info.name, known.get(info.name, ""))
+            found.append(Target(info, name, what if name != info.name or scores is None else ""))
     if not found:  # labels only: the scores behind them
         found = [
             Target(TensorInfo(name, "float32", (None, None)), name, what)
@@ -73,6 +74,8 @@ def propose_targets(
     """Propose the losses; free: columns that feed no input. Raises ConfigError if no column can be a label."""
     given = draft.value("data.label")
     columns = [given] if isinstance(given, str) else list(given) if given else list(free)
+    if facts.data.table.window and not given:  # what is predicted is the future
+        columns = [name for name in columns if name.endswith(AHEAD)]
     possible = {each.info.name: readings(facts, each.info, columns) for each in found}
     if len(found) > 1:
         possible = {name: [each for each in ways if not each.classes] for name, ways in possible.items()}
@@ -84,15 +87,21 @@ def propose_targets(
         raise ConfigError(
             f"no column of {facts.data.source} can be the labels of an output: the outputs are {shown_outputs}, the "
             f"columns {shown_columns}; name the column (data.label=...) and the loss (model.loss=...)"
+            + (f"; {lists}" if (lists := names_in_cells(facts, columns)) else "")
         )
     unread = [each.info.name for each in found if each not in read]
     if unread:
         draft.notes.append(f"not trained, for want of labels: output {', '.join(unread)}")
     if len(read) == 1:
-        _propose_one(draft, model, facts, read[0], chosen[read[0].info.name], first=read[0].info is found[0].info)
+        _propose_one(draft, model, facts, read[0], chosen[read[0].info.name], first=_is_first(model, read[0]))
     else:
         for place, each in enumerate(read):
             _propose_entry(draft, place, each, chosen[each.info.name])
+
+
+def _is_first(model: onnx.ModelProto, target: Target) -> bool:
+    """Return whether an output is the first of the file, which a loss reads where no setting names another."""
+    return target.info.name == next((value.name for value in model.graph.output), "")
 
 
 def _chosen(possible: dict[str, list[Reading]], *, given: bool) -> dict[str, list[Reading]]:

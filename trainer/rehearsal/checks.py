@@ -43,6 +43,7 @@ from onward.trainer.rehearsal.empty_labels import check_empty_labels
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.guarded_files import ROWS, guard_run
 from onward.trainer.rehearsal.label_checks import label_warnings
+from onward.trainer.rehearsal.longest_rows import remedy_of_length
 from onward.trainer.rehearsal.needs import least_needs
 from onward.trainer.rehearsal.parity import NotCompared, compare_untrained
 from onward.trainer.rehearsal.precision_trial import time_precisions
@@ -140,6 +141,7 @@ def checks(
             lambda: _time(graph, partial(batch, first.rows, "training"), config, findings),
         )
     ]
+    run = partial(_run, graph, batch=batch, findings=findings, too_long=partial(remedy_of_length, graph, config))
     evaluated = [size.rows for size in sizes if size.kind == "evaluation"]
     both: dict[Kind, int] = {"training": first.rows, "evaluation": (evaluated or [config.evaluation_batch_size])[0]}
     compiled = [
@@ -150,7 +152,7 @@ def checks(
     ]
     return [
         ("the warnings of `onward doctor`", lambda: _warn(config, trainable, use, findings)),
-        *((size.what, partial(_run, graph, size, batch, findings, gradients=size is first)) for size in sizes),
+        *((size.what, partial(run, size=size, gradients=size is first)) for size in sizes),
         ("the units of the labels", lambda: _warn_of_labels(config, rows, findings)),
         *(timed if config.precision.compute in ("auto", "bf16") and not _is_on_gpu(config) else ()),
         *(counts if any(loss.count for loss in config.losses) else ()),
@@ -231,7 +233,13 @@ def _numbers_trained(module: ImportedGraph) -> int:
 
 
 def _run(
-    graph: RehearsedGraph, size: Size, batch: Callable[[int, Kind], Batch], findings: Findings, *, gradients: bool
+    graph: RehearsedGraph,
+    size: Size,
+    batch: Callable[[int, Kind], Batch],
+    findings: Findings,
+    *,
+    gradients: bool,
+    too_long: Callable[[Batch, str], str] = lambda batch, why: "",
 ) -> None:
     try:
         rows = batch(size.rows, size.kind)
@@ -253,7 +261,7 @@ def _run(
         if _is_out_of_memory(error):
             findings.not_rehearsed.append(f"{size.what}: it takes more memory than this machine has free")
         else:
-            findings.failures.append((size, graph.error_of(size.kind, rows, error)))
+            findings.add_failure(size, graph.error_of(size.kind, rows, error), too_long(rows, str(error)))
         return
     findings.batches.append(result)
     if gradients:

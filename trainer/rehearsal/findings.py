@@ -26,6 +26,8 @@ class Findings:
     errors: list[Refused] = field(default_factory=list)
     misfit: bool = False
     """Whether a loss does not fit its output at a size that runs, so that no other size is a remedy."""
+    too_long: str = ""
+    """How long rows may be, where an index is out of range in longer ones; else empty."""
     warnings: tuple[ExporterWarning, ...] = ()
     trained: int = 0
     numbers: tuple[int, int] = (0, 0)
@@ -49,6 +51,11 @@ class Findings:
     def refuse(self, problem: str) -> None:
         """Add something that is wrong."""
         self.errors.append(ConfigError(problem))
+
+    def add_failure(self, size: Size, why: str, too_long: str) -> None:
+        """Add a micro-batch that does not run. too_long: how long its rows may be, if their length is the reason."""
+        self.failures.append((size, why))
+        self.too_long = self.too_long or too_long
 
     def record(self, *, elapsed_s: float) -> Rehearsal:
         """Return the record. Raises ConfigError with all that is wrong; a single error is raised as it is."""
@@ -90,6 +97,8 @@ class Findings:
             runs = "do not run" if len(failed) > 1 else "does not run"
             if self.misfit:
                 remedy = "another size is no remedy, because the loss does not fit the output, as is said of other rows"
+            elif self.too_long:
+                remedy = self.too_long
             elif not ran:
                 remedy = "the graph runs at none of the sizes that were tried; `onward doctor` lists its operators"
             elif ran == {"evaluation"} and failed[0].kind == "training":

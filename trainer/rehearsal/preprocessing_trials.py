@@ -28,6 +28,7 @@ from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.columns import Array
 from onward.trainer.data.first_rows import FirstRows, read_first_rows
 from onward.trainer.data.fitted import Fitted
+from onward.trainer.data.losses_from_data import with_losses_from_data
 from onward.trainer.data.permutation import permutation
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.inferred_schema import infer_schema
@@ -114,6 +115,7 @@ class _Experiment:
     def __init__(self, config: RunConfig, signature: Signature, runner: OnnxRunner, rows: int) -> None:
         self._config, self._signature, self._runner = config, signature, runner
         self._loss = Losses(config.losses, runner.outputs).each[0]
+        """Completed from the first rows that are read."""
         self._most = rows
         # to infer it takes a walk over the folder, and no trial changes it
         self._schema = infer_schema(config.data)
@@ -153,7 +155,11 @@ class _Experiment:
     def _rows(self, config: RunConfig) -> FirstRows:
         key = _stored_as(config)
         if key not in self._read:
-            self._read[key] = read_first_rows(config, self._signature, self._most, spread=True, schema=self._schema)
+            rows = read_first_rows(config, self._signature, self._most, spread=True, schema=self._schema)
+            if not self._read:  # no trial changes labels, so the first rows say what they say of the loss
+                losses = with_losses_from_data(self._config, rows, self._signature).losses
+                self._loss = Losses(losses, self._runner.outputs).each[0]
+            self._read[key] = rows
         return self._read[key]
 
     def _run(self, trial: _Trial, config: RunConfig, rows: FirstRows, numbers: Array) -> None:

@@ -23,6 +23,7 @@ WITHOUT_TIME: Mapping[str, frozenset[str]] = {
     "model": frozenset({"path", "accept"}),
     "data": frozenset(
         {"source", "sources", "evaluation_source", "test_source", "evaluation_rows", "evaluation_fraction", "bad_rows"}
+        | {"split"}
     ),
     "parallel": frozenset({"sizes"}),
     "train": frozenset(

@@ -18,6 +18,7 @@ from onward.trainer.bounds import Limit
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import Column, ColumnType, Values
 from onward.trainer.data.reading import sources, tables
+from onward.trainer.data.reading.held_out_rows import held_out
 from onward.trainer.data.storage import arrow_files as arrowfile
 from onward.trainer.data.storage import tensorproto_files as protofile
 from onward.trainer.data.storage.inferred_schema import infer_schema
@@ -130,7 +131,9 @@ def test_formats_are_not_mixed_and_unknown_ones_not_guessed(tmp_path: Path) -> N
     write_npz(tmp_path / "d" / "b.npz")
     assert "several formats (1 csv, 1 npz)" in refusal(tmp_path, tmp_path / "d")
     (tmp_path / "t.xlsx").write_bytes(b"PK")
-    assert "none are text" in refusal(tmp_path, tmp_path / "t.xlsx")
+    assert "of 1 files none can be read as they are: 1 .xlsx: spreadsheets; save" in refusal(
+        tmp_path, tmp_path / "t.xlsx"
+    )
     assert "of 0 files none are csv" in refusal(tmp_path, tmp_path / "*.tsv", format="csv")
 
 
@@ -393,18 +396,18 @@ def test_the_standard_library_is_there_and_leaves_out_what_was_installed() -> No
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.3, 0.5, 0.9])
 def test_the_held_out_share_is_exact_to_a_row(fraction: float) -> None:
     for count in (100, 1797, 100_000):
-        held = sources.held_out("a.csv", np.arange(count), fraction)
+        held = held_out("a.csv", np.arange(count), fraction)
         assert abs(int(held.sum()) - fraction * count) <= 1.5
 
 
 def test_appended_rows_move_no_row_to_the_other_side() -> None:
-    before = sources.held_out("a.csv", np.arange(1000), 0.1)
-    np.testing.assert_array_equal(sources.held_out("a.csv", np.arange(5000), 0.1)[:1000], before)
+    before = held_out("a.csv", np.arange(1000), 0.1)
+    np.testing.assert_array_equal(held_out("a.csv", np.arange(5000), 0.1)[:1000], before)
 
 
 def test_held_out_rows_are_not_the_same_in_every_file_nor_periodic() -> None:
-    rows = np.flatnonzero(sources.held_out("a.csv", np.arange(1000), 0.1))
-    assert not np.array_equal(rows, np.flatnonzero(sources.held_out("b.csv", np.arange(1000), 0.1)))
+    rows = np.flatnonzero(held_out("a.csv", np.arange(1000), 0.1))
+    assert not np.array_equal(rows, np.flatnonzero(held_out("b.csv", np.arange(1000), 0.1)))
     assert set((rows % 10).tolist()) == set(range(10))
 
 

@@ -23,6 +23,9 @@ PROPOSED: dict[str, dict[str, Any]] = {
     "parquet regression": {"data.label": "yield", "model.loss": "mse", "data.table.missing": "mean"},
     "two outputs": {"loss.0.label": "mode", "loss.1.label": ["load_left", "load_right"], "loss.1.name": "mse"},
     "labels are an input": {"model.loss": "output"},
+    "audio folder": {"data.audio.features": "log_mel", "data.audio.mel_bins": 40, "data.split": "stratified"},
+    "categories": {"data.table.categories": ["island"], "data.table.missing": "mean", "data.label": "species"},
+    "series": {"data.table.window.length": 24, "data.table.window.horizon": 3, "data.label": "load_ahead"},
 }
 """What the configuration of each kind says, among other things."""
 

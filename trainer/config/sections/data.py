@@ -62,6 +62,9 @@ class DataConfig(Section):
     evaluation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """The share of rows (of files, for text) set aside for evaluation; which ones depends on the row's
     place in its file (or on the file's name) alone, so appended rows move none to the other side."""
+    split: Literal["random", "stratified"] = "random"
+    """How the rows for evaluation are chosen: `random` = among all rows; `stratified` = among the rows of each class in
+    `label`, so that each class has its share. Both by hashes of a row's place, without a seed."""
     inputs: dict[str, str | tuple[str, ...]] = {}
     """Graph input -> its column, or several columns stacked into one vector. Inputs not named here read
     the column of their own name. A glob pattern, such as "f*", stands for the columns that it matches, in the order of
@@ -119,6 +122,22 @@ class DataConfig(Section):
         if settings.get("source") not in (None, "", first):
             raise ValueError("source and sources exclude each other; put the source among the sources")
         return {**settings, "source": first} if first else settings
+
+    @model_validator(mode="after")
+    def _divides_one_column_of_classes(self) -> DataConfig:
+        """Refuse a stratified split of what has no rows with one class each, or is divided otherwise."""
+        if self.split == "random":
+            return self
+        why = ""
+        if not isinstance(self.label, str):
+            why = f"label has {len(self.label)} columns"
+        elif self.evaluation_source:
+            why = "evaluation_source has the rows for evaluation"
+        elif self.table.window:
+            why = "table.window divides series by time, or by series"
+        if why:
+            raise ValueError(f"split 'stratified' needs one column of classes to divide, but {why}; remove split")
+        return self
 
     @model_serializer(mode="wrap")
     def _without_a_derived_source(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:

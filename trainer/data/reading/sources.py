@@ -1,11 +1,11 @@
-"""Find and read data sources: files by format, directories of text, the digits; choose the rows that are held out."""
+"""Find and read data sources: files by format, directories of text, the digits; say which rows are held out."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import islice
@@ -29,10 +29,11 @@ from onward.trainer.data.images.image_sources import (
     refuse_empty_classes,
     tar_blocks,
 )
-from onward.trainer.data.permutation import hash_key, keyed_hash
 from onward.trainer.data.reading.digits import digits_block
+from onward.trainer.data.reading.held_out_rows import held_out, held_out_files, stratified
 from onward.trainer.data.reading.npz_files import npz_blocks
 from onward.trainer.data.reading.saved_datasets import saved_dataset
+from onward.trainer.data.reading.source_kinds import kinds_found
 from onward.trainer.data.reading.tables import csv_blocks, json_blocks
 from onward.trainer.data.storage.arrow_files import arrow_blocks, parquet_blocks
 from onward.trainer.data.storage.parquet_footers import check_footers
@@ -160,15 +161,25 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
         # data.text_files is by default for code; texts to tokenize usually end in .txt
         names = matching or [name for name in names if data.text and name.endswith(".txt")]
     if not names:
-        pattern = f" that match data.text_files {data.text_files!r}" if wanted == "text" else ""
-        images = sum(path.suffix.lower() in IMAGE_FORMATS for path in found.values()) if data.image is None else 0
-        how = f"{images} are images, which a table [data.image] makes Onward decode" if images else "set data.format"
-        raise DataError(f"{source}: of {len(found)} files none are {wanted}{pattern}; {how}")
+        raise DataError(_nothing_to_read(source, found, wanted, data))
     files = tuple((name, found[name]) for name in names)
     mask_folder = data.image.mask_folder if data.image else ""
     if wanted in COLUMN_OF and not mask_folder:
         refuse_empty_classes(Path(source), files)
     return Source(wanted, files, source)
+
+
+def _nothing_to_read(source: str, found: Mapping[str, Path], wanted: str, data: DataConfig) -> str:
+    """Return why none of the files that were found is read, and what each kind of them needs."""
+    files = {name: path for name, path in found.items() if path.is_file()}
+    if data.format != "auto" or not files:
+        what = f"none are {wanted if data.format != 'auto' else 'data'}"
+    elif data.text_files != DataConfig.model_fields["text_files"].default:
+        what = f"none match data.text_files {data.text_files!r}"
+    else:
+        what = "none can be read as they are"
+    kinds = kinds_found(files)
+    return f"{source}: of {len(found)} files {what}" + (f": {kinds}" if kinds else "; set data.source or data.format")
 
 
 # -- reading
@@ -223,8 +234,12 @@ def _divided(
         blocks = (block for _, block in _blocks(source, data, source_columns(names, window), text))
         yield from windowed(blocks, window, names, data.evaluation_fraction)
         return
+    if data.split == "stratified" and isinstance(data.label, str):
+        read = names if names is None or data.label in names else [*names, data.label]
+        yield from stratified(_blocks(source, data, read, text), data.label, data.evaluation_fraction, names)
+        return
     if source.format == "text" and _text_unit(data) in ("", "file"):
-        chosen = _held_out_files(source, data.evaluation_fraction)
+        chosen = held_out_files([name for name, _ in source.files], data.evaluation_fraction)
         parts = [
             (Source("text", tuple(file for file in source.files if (file[0] in chosen) == held)), held)
             for held in (False, True)
@@ -362,37 +377,3 @@ def _joined(source: Source) -> Iterator[Array]:
                     pieces, size = [], 0
         pieces.append(b"\0")
     yield np.frombuffer(b"".join(pieces), np.uint8)
-
-
-# -- the rows that are held out
-
-
-RESOLUTION = 20
-"""Fractions are counted in 2^-20."""
-
-
-def held_out(file: str, index: Array, fraction: float) -> Array:
-    """Return which rows of a file are for evaluation: bool [n].
-
-    Of each 1 / fraction consecutive rows one is held out, chosen by a hash of the file's name and the group's number.
-    So the fraction is exact to a row, and no row changes sides when rows are appended or files are added:
-
-        fraction 0.25      . . E . | E . . . | . . . E | . E ..
-    """
-    # groups of one row would leave nothing to choose
-    if fraction > 0.5:
-        return ~held_out(file, index, 1.0 - fraction)
-    share = round(fraction * (1 << RESOLUTION))
-    if not share:
-        return np.zeros(len(index), bool)
-    stretch = (index * share) >> RESOLUTION
-    first = -(-(stretch << RESOLUTION) // share)
-    size = -(-((stretch + 1) << RESOLUTION) // share) - first
-    pick = keyed_hash(stretch, hash_key("held out", file)) % size.astype(np.uint64)
-    return np.asarray(index - first == pick.astype(np.int64))
-
-
-def _held_out_files(source: Source, fraction: float) -> set[str]:
-    """Return the files with the smallest hashes of their names: `fraction` of them, at least one if it is not 0."""
-    count = max(1, round(fraction * len(source.files))) if fraction else 0
-    return set(sorted((name for name, _ in source.files), key=lambda name: (hash_key("held out", name), name))[:count])

@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice
@@ -44,6 +44,7 @@ from onward.trainer.data.columns import (
 )
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
+from onward.trainer.data.misfits import remedy_of_missing
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.read_ahead import read_ahead
 from onward.trainer.data.signature import Signature, read_training_signature
@@ -63,6 +64,8 @@ log = logging.getLogger(__name__)
 
 MAX_NAMED_ROWS = 20
 """Bad rows that a message names; the others are counted."""
+MISSING_CELL = " is missing"
+"""The end of the reason of a bad row, behind the name of its column."""
 STALE_S = 86400.0
 """A partial directory that is older than this was left by a process that died."""
 
@@ -80,7 +83,10 @@ def make_training_shards(
     """
     signature = read_training_signature(config.model)
     columns, computers = read_and_computed(config, signature, infer_schema(config.data))
-    directory, manifest, cached = make_shards(config.data, columns, cache, computers=computers, report=report)
+    labels = {name for loss in config.losses for name in loss.columns}
+    directory, manifest, cached = make_shards(
+        config.data, columns, cache, computers=computers, labels=labels, report=report
+    )
     return directory, with_label_statistics(directory, manifest, config, signature), cached
 
 
@@ -136,11 +142,13 @@ def make_shards(
     cache: Path,
     *,
     computers: Sequence[ColumnComputer] = (),
+    labels: Collection[str] = (),
     report: Report | None = None,
 ) -> tuple[Path, ShardManifest, bool]:
     """Shard the data into `cache`, unless the same content is there; return (directory, manifest, was it there).
 
     columns: the columns to read and the types they are read as; None keeps all of numbers. computers: add others.
+    labels: those that losses read, which messages name apart.
     Raises DataError: bad rows (policy `fail`) with file and line, no rows for a split, unreadable files; and as
     `check_space`.
     """
@@ -159,7 +167,7 @@ def make_shards(
     partial.mkdir()
     try:
         fit_to_source(computers, data, stored)
-        manifest = _write(data, stored, key, partial, computers, report).with_digest()
+        manifest = _write(data, stored, key, partial, computers, labels, report).with_digest()
         write_record(partial / "manifest.json", manifest)
         return final, _publish(partial, final) or manifest, False
     finally:
@@ -223,6 +231,8 @@ def cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[C
     content += [each.digest for each in computers]
     if reading := data.table.reading_settings():
         content.append(reading)
+    if data.split != "random" and not data.evaluation_source:
+        content.append([data.split, data.label])
     if data.sources or data.test_source:
         content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])
     if named := naming_columns(data, columns):
@@ -269,6 +279,7 @@ def _write(
     key: str,
     directory: Path,
     computers: Sequence[ColumnComputer],
+    labels: Collection[str],
     report: Report | None = None,
 ) -> ShardManifest:
     """Write all splits in one pass over each source, a block at a time."""
@@ -279,7 +290,7 @@ def _write(
     file_only = frozenset[str]().union(*(each.file_only for each in computers)) - consumed
     own = [column for column in columns if column.name not in consumed]
     kept = [column for column in own if column.name not in file_only]
-    skipped, left_out, skipped_rows = 0, 0, list[str]()
+    skipped, left_out, skipped_rows, missing = 0, 0, list[str](), set[str]()
     ends, progress = [], ShardingProgress(data, report)
     with ExitStack() as opened:
         disk = opened.enter_context(ThreadPoolExecutor(1, "disk"))
@@ -305,6 +316,7 @@ def _write(
                 remaining = MAX_NAMED_ROWS - len(skipped_rows)
                 skipped_rows += [f"{block.where(row)}: {bad[row]}" for row in islice(sorted(bad), remaining)]
                 skipped += len(bad)
+                missing |= {why.removesuffix(MISSING_CELL) for why in bad.values() if why.endswith(MISSING_CELL)}
                 progress.add(len(block.index) + len(block.bad))
             for writer in splits.values():
                 writer.end_source()
@@ -312,14 +324,12 @@ def _write(
         files = {split: tuple(writer.close()) for split, writer in splits.items()}
     if skipped and data.bad_rows == "fail":
         more = [f"... and {skipped - MAX_NAMED_ROWS:,} more"] if skipped > MAX_NAMED_ROWS else []
-        raise DataError(
-            [
-                *skipped_rows,
-                *more,
-                f"{skipped:,} bad row{'s' * (skipped != 1)}: correct {'them' if skipped > 1 else 'it'}, or set "
-                "data.bad_rows = 'skip' to leave such rows out",
-            ]
+        total = (
+            f"{skipped:,} bad row{'s' * (skipped != 1)}: correct {'them' if skipped > 1 else 'it'}, or set "
+            "data.bad_rows = 'skip' to leave such rows out"
         )
+        can_be_filled = {column.name for column in columns if column.holds_numbers or data.table.categories}
+        raise DataError([*skipped_rows, *more, total + remedy_of_missing(missing & can_be_filled - {*labels})])
     of_tokens = f", each a window of {packer.packed_columns[0].shape[0]} tokens" if packer else ""
     if left_out:
         of_tokens += f", and {left_out} without a value (data.table.missing = 'skip')"

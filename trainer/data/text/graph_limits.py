@@ -2,6 +2,8 @@
 
     input_ids [B, L] --(Cast, Identity, ...)--> Gather(axis 0) <-- initializer [V, D]        V ids fit
     Range, or a constant 0, 1, 2, ... --------> Gather(axis 0) <-- initializer [P, D]        P positions fit
+    Range --> Add(k) --> Unsqueeze -----------> Gather(axis 0) <-- initializer [P, D]        P - k: GPT-2 (k = 0)
+    CumSum(mask) --> Mul(mask) --> Add(k) ----> Gather(axis 0) <-- initializer [P, D]        P - 1 - k: RoBERTa, OPT
 
 Only what the graph shows: an embedding that is computed, or positions that are computed from the ids, are not found.
 """
@@ -9,6 +11,7 @@ Only what the graph shows: an embedding that is computed, or positions that are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -16,35 +19,88 @@ import onnx.numpy_helper
 
 PASSES_VALUES = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Transpose", "Expand"}
 """Operators whose result has the values of their first input."""
+INTEGERS = (onnx.TensorProto.INT64, onnx.TensorProto.INT32)
 LEAST_WIDTH = 2
 """Columns of an embedding, and positions, at least."""
 
 
 def embedding_rows(graph: onnx.GraphProto, name: str) -> tuple[int, str] | None:
-    """Return (rows, name) of the smallest embedding that an input indexes, or None if the graph shows none."""
-    return _smallest_table(graph, {name})
+    """Return (rows, name) of the smallest embedding that an input indexes, or None if the graph shows none.
+
+    Where a constant is added to the index, rows are those that are left behind it.
+    """
+    return _smallest_table(graph, {name: 0})
 
 
-def position_rows(graph: onnx.GraphProto) -> tuple[int, str] | None:
-    """Return (rows, name) of the smallest embedding that is indexed by 0, 1, 2, ..., or None."""
-    counted = {tensor.name for tensor in _tensors(graph) if _counts_up(tensor)}
-    return _smallest_table(graph, counted | {node.output[0] for node in graph.node if node.op_type == "Range"})
+def position_rows(graph: onnx.GraphProto, *, with_masks: bool = True) -> tuple[int, str] | None:
+    """Return (rows, name) of the smallest embedding that is indexed by 0, 1, 2, ..., or None.
+
+    with_masks: also where the positions are the running sum of a mask, so that they count tokens, not places.
+    """
+    starts = {tensor.name: 0 for tensor in _tensors(graph) if _counts_up(tensor)}
+    starts |= {node.output[0]: 0 for node in graph.node if node.op_type == "Range"}
+    sums = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "CumSum"} if with_masks else {}
+    return _smallest_table(graph, {**starts, **dict.fromkeys(sums, 1)}, sums)
 
 
-def _smallest_table(graph: onnx.GraphProto, indices: set[str]) -> tuple[int, str] | None:
-    tables, names = _tables(graph), set(indices)
+def _smallest_table(
+    graph: onnx.GraphProto, starts: Mapping[str, int], sums: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, str] | None:
+    """Return the smallest table that one of some tensors indexes. starts: tensor -> its value at the first place.
+
+    sums: tensor that is a running sum -> the mask that it sums, by which it may be multiplied.
+    """
+    tables, offsets, masks = _tables(graph), dict(starts), dict(sums)
+    constants = {tensor.name: tensor for tensor in _tensors(graph)}
+    origin: dict[str, str] = {}
     found: list[tuple[int, str]] = []
     for node in graph.node:  # in topological order
-        if node.op_type in PASSES_VALUES and node.input and node.input[0] in names:
-            names.add(node.output[0])
-        elif _is_lookup(node) and node.input[1] in names and node.input[0] in tables:
-            found.append((tables[node.input[0]], node.input[0]))
+        if not node.input:
+            continue
+        first, result = node.input[0], node.output[0]
+        if node.op_type in PASSES_VALUES:
+            origin[result] = origin.get(first, first)
+        carried, offset = _carried(node, offsets, constants)
+        if node.op_type == "Mul":
+            carried = next((each for each in node.input if each in masks), "")
+            other = next((each for each in node.input if each != carried), "")
+            if not carried or origin.get(other, other) != origin.get(masks[carried], masks[carried]):
+                carried = ""
+        if carried:
+            offsets[result] = offsets[carried] + offset
+            masks |= {result: masks[carried]} if carried in masks else {}
+        elif _is_lookup(node) and node.input[1] in offsets and first in tables:
+            found.append((tables[first] - offsets[node.input[1]], first))
     return min(found, default=None)
+
+
+def _carried(
+    node: onnx.NodeProto, offsets: Mapping[str, int], constants: Mapping[str, onnx.TensorProto]
+) -> tuple[str, int]:
+    """Return the index that a node passes on, "" if it passes on none, and what it adds to it."""
+    first, *others = node.input
+    if node.op_type in PASSES_VALUES and first in offsets:
+        return first, 0
+    if node.op_type not in ("Add", "Sub") or len(others) != 1:
+        return "", 0
+    if first in offsets and (number := _single_integer(constants.get(others[0]))) is not None:
+        return first, number if node.op_type == "Add" else -number
+    if node.op_type == "Add" and others[0] in offsets and (number := _single_integer(constants.get(first))) is not None:
+        return others[0], number
+    return "", 0
+
+
+def _single_integer(tensor: onnx.TensorProto | None) -> int | None:
+    """Return the number that a constant holds; None for several, for floats, and where its bytes are elsewhere."""
+    if tensor is None or tensor.data_type not in INTEGERS or tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return None
+    values = onnx.numpy_helper.to_array(tensor)
+    return int(values.ravel()[0]) if values.size == 1 else None
 
 
 def _counts_up(tensor: onnx.TensorProto) -> bool:
     """Whether a constant holds 0, 1, 2, ... along its last axis, as exporters keep position ids."""
-    if tensor.data_type not in (onnx.TensorProto.INT64, onnx.TensorProto.INT32):
+    if tensor.data_type not in INTEGERS:
         return False
     if tensor.data_location == onnx.TensorProto.EXTERNAL or not tensor.dims or tensor.dims[-1] < LEAST_WIDTH:
         return False

@@ -34,7 +34,9 @@ def _hindrance(columns: TextColumns, graph: onnx.GraphProto) -> str:
     """Return why padding in front would change what the model computes of a text, or ""."""
     if columns.config.task == "causal" and "attention_mask" not in columns.inputs:
         return "the model has no input attention_mask, so that each token would attend to the padding in front of it"
-    table = position_rows(graph) if "position_ids" not in columns.inputs and not columns.fixed_length else None
+    counts_places = "position_ids" not in columns.inputs and not columns.fixed_length
+    # positions that are the running sum of the mask do not count the padding
+    table = position_rows(graph, with_masks=False) if counts_places else None
     if table is None:
         return ""
     return (

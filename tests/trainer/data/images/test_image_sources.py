@@ -109,7 +109,7 @@ def test_a_folder_to_evaluate_on_has_the_same_classes(tmp_path: Path) -> None:
     [
         ("empty", r"1 class folders hold no image: eel; remove or fill them"),
         ("beside", r"1 image files are beside the class folders: stray.jpg; .* as the other 8"),
-        ("none", r"of 1 files none are images; set data.format"),
+        ("none", r"of 1 files none are images: 1 .doc: documents; save their text as .txt"),
     ],
 )
 def test_folders_that_are_no_classes_are_refused_before_anything_starts(
@@ -131,7 +131,7 @@ def test_folders_that_are_no_classes_are_refused_before_anything_starts(
 
 def test_images_without_a_table_data_image_are_refused_with_the_hint(tmp_path: Path) -> None:
     source = write_classes(tmp_path / "images", each=4)
-    with pytest.raises(ConfigError, match=r"8 are images, which a table \[data.image\] makes Onward decode"):
+    with pytest.raises(ConfigError, match=r"8 \.jpg: images; a table \[data.image\] makes Onward decode images"):
         Sharded(tmp_path, source, image=None)
 
 

@@ -293,6 +293,24 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+QUERIES = (
+    *("missing values", "object detection", "class imbalance", "learning rate finder", "normalise labels", "predict"),
+    *("TensorBoard", "multi-label", "regression", "early stopping", "confusion matrix", "mixed precision", "LoRA"),
+    *("transfer learning", "data augmentation", "cross-validation", "hyperparameter", "out of memory", "best model"),
+    *("gradient accumulation", "imputation", "StandardScaler", "custom loss", "semantic segmentation", "time series"),
+    *("embeddings", "docker", "pyfunc", "distillation", "EMA", "warm-up", "profiler", "torch.compile", "Slurm", "NaN"),
+    *("quantization-aware training", "named entities", "audio classification", "S3", "scikit-learn", "overfitting"),
+)
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_words_of_other_tools_lead_to_a_page(query: str) -> None:
+    page = (DOCS / "how-to" / "where-is.md").read_text(encoding="utf-8")
+    rows = [row for row in page.splitlines() if row.startswith("| ") and query in row.split(" | ")[0]]
+    assert rows, f"no row has {query!r}"
+    assert all(re.search(r"\]\([\w./#-]+\) \|$", row) for row in rows)
+
+
 def test_every_test_that_the_page_on_security_names_exists() -> None:
     page = (ROOT / "docs" / "explanation" / "security.md").read_text()
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))

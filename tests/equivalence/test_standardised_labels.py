@@ -210,6 +210,10 @@ def test_what_cannot_be_standardised_is_refused_with_the_setting(tmp_path: Path)
         ConfigError, match=r"output_units 'auto' runs the model on the first rows, but launch\.rehearsal"
     ):
         made(tmp_path / "off", STANDARD | {"output_units": "auto"}, launch={"rehearsal": "off"})
+    with pytest.raises(ConfigError, match=r"quantize\.aware compares it with that of the float file"):
+        made(tmp_path / "quantized", STANDARD, quantize={"aware": True})
+    with pytest.raises(ConfigError, match="the teacher's outputs are in units of their own"):
+        made(tmp_path / "taught", STANDARD, teacher={"path": "teacher.onnx"})
     with pytest.raises(ConfigError, match=r"output_units 'label' needs loss\.standardise_label"):
         made(tmp_path / "alone", {"name": "mse", "output_units": "label"})
 

@@ -18,6 +18,7 @@ from onward.trainer.config.metric_names import has_no_direction
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import MetricConfig, StopConfig, evaluation_names, metric_problems
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.quantize import QuantizeConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
 from onward.trainer.config.sections.teacher import TeacherConfig
@@ -33,12 +34,21 @@ def losses(
     export: ExportConfig,
     teacher: TeacherConfig,
     launch: LaunchConfig,
+    quantize: QuantizeConfig,
 ) -> Iterable[str]:
     yield from contradictions(model, data, loss)
     losses = filled(model, data, loss)
     yield from setting_problems(losses)
     if launch.rehearsal == "off":
         yield from unchosen_units(losses, "launch.rehearsal is 'off'")
+    if any(each.standardise_label != "none" for each in losses):
+        if quantize.aware:
+            yield (
+                "loss.standardise_label changes what the output computes, and quantize.aware compares it with that of "
+                "the float file; train the float file so, and quantize what is exported"
+            )
+        if teacher.path:
+            yield "loss.standardise_label: the teacher's outputs are in units of their own; remove one of both"
     for place, each in enumerate(losses):
         key = key_of(losses, place, "name")
         if each.name == "info_nce" and (train.gradient_accumulation_steps > 1 or parallel.pipeline > 1):

@@ -106,19 +106,20 @@ MOST_READ_BYTES = 4 << 20
 def check_all_rows(config: RunConfig) -> None:
     """Read all rows of small data, so that a bad one is named before anything is started.
 
-    They are sharded into the cache, where the run finds them. Larger data, and what lies behind URLs, is read by the
-    task shard data. Raises DataError, and ConfigError for rows that do not fit the model.
+    Nothing is left of it. Larger data, and what lies behind URLs, is read by the task shard data alone. Raises
+    DataError, and ConfigError for rows that do not fit the model.
     """
+    from onward.infra.temporary_folders import owned_folder
     from onward.trainer.data.completed_settings import completed
     from onward.trainer.data.first_rows import source_bytes
     from onward.trainer.data.storage.sharding import make_training_shards
-    from onward.trainer.run.directory import onward_home
     from onward.trainer.run.local_copies import urls_in
 
     if any(urls_in(dict(config))) or source_bytes(config.data) > MOST_READ_BYTES:
         return
-    with contextlib.suppress(OSError, RuntimeUnavailable):  # the run says what the machine lacks
-        make_training_shards(completed(config), onward_home() / "shards")
+    # the run says what the machine lacks
+    with contextlib.suppress(OSError, RuntimeUnavailable), owned_folder("onward-rows-") as folder:
+        make_training_shards(completed(config), folder)
 
 
 def _is_several(config: object) -> bool:

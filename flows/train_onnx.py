@@ -134,7 +134,7 @@ def train_onnx(
     Prefect's form describes the sections and their settings with the docstrings in trainer/config/sections/.
 
     Args:
-        name: The configuration's name. Its runs are called NAME-1, NAME-2 ... in Prefect, MLflow and the run list.
+        name: The configuration's name, else its model's. Its runs are NAME-1, NAME-2 ... in Prefect, MLflow and lists.
         resume: The id of a run to continue, with the configuration it began with; empty = a new run. A trial of a
             sweep begins in the directory that the sweep has made.
     """

@@ -73,7 +73,7 @@ def test_every_setting_has_a_title_and_a_meaning(schema: dict[str, Any]) -> None
 def test_a_closed_section_is_that_of_a_configuration_without_it() -> None:
     config = build_config({"model": {"path": "m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 3}})
     absent = {name: None for name in RunConfig.model_fields if name not in ("model", "data", "train")}
-    given = {**dict(config), **absent, "metrics": (), "loss": (), "name": "onward"}
+    given = {**dict(config), **absent, "metrics": (), "loss": (), "name": config.name}
     assert RunConfig(**settings_of(given)) == config
     with pytest.raises(KeyError):
         settings_of({name: value for name, value in given.items() if name != "lora"})

@@ -51,7 +51,7 @@ def test_a_report_shows_every_record_of_the_run(tmp_path: Path) -> None:
         "7 steps were made again after a failure.",
         "zero 3 1 one 2 2",  # the confusion matrix
         "the losses of 100 of 120 rows, since the time is over",
-        "loss 3.5 , row 7 one, predicted zero",
+        "loss 3.5 , row 7 of the split one, predicted zero",
         "5 of 8 targets right",
         "conv.weight float32 [3] 0.25 1.5 conv.bias float32 [3] was zero",
         "Only training needs what was removed: 2 x Dropout.",

@@ -28,8 +28,11 @@ class LabelUnits(Section):
     with `log`. One number for all elements of a label, or one for each position of its first axis."""
 
     center: tuple[float, ...]
+    """What is subtracted."""
     scale: tuple[PositiveFloat, ...]
+    """What the difference is divided by."""
     log: bool = False
+    """Whether log(1 + label) is taken before."""
 
 
 class LossConfig(Section):

@@ -33,8 +33,7 @@ class RunConfig(Section):
     """Every setting of one run. The ranks read this and nothing else."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "onward"
-    """The configuration's name. Its runs are called NAME-1, NAME-2 ... in Prefect, MLflow and the run list. Without
-    one: that of the configuration's file, else of the model's."""
+    """The configuration's name, else its model's. Its runs are NAME-1, NAME-2 ... in Prefect, MLflow and lists."""
     model: ModelConfig
     data: DataConfig
     loss: tuple[LossConfig, ...] = ()

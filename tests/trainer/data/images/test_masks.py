@@ -163,7 +163,7 @@ def test_masks_with_a_value_that_is_no_class_are_bad_rows_unless_the_loss_ignore
     with pytest.raises(DataError) as refused:
         batches(tmp_path, source, mask_folder="../masks", cache=cache)
     assert f"{source}/04.jpg: mask holds class 255, but the output has 3 of them, 0..2" in str(refused.value)
-    assert "1 bad rows" in str(refused.value)
+    assert "1 bad row: correct it" in str(refused.value)
     assert list((tmp_path / "cache").iterdir()) == []
     ignoring = batches(tmp_path, source, {"ignore_index": 255}, mask_folder="../masks", cache=cache)
     assert ignoring.num_rows

@@ -148,6 +148,7 @@ def export(
             fp32 = _metrics_of(ModelFile.read(floats), data, staging / "fp32", config) if floats.is_file() else {}
             kernels = integer_kernels(path)
         tested = _metrics_of(written, test, staging / "test", config) if test else {}
+        _say_what_helpers_cost(written, runner)
         changed = len(changed_tensors(written, expected.original, expected.weights))
         # the model is moved last: it names the other files, so it must not appear before them
         files = [_move(path, staging, folder) for path in (*beside, path)]
@@ -173,15 +174,14 @@ def export(
         cuda=cuda,
     )
     write_record(folder / "model.json", exported)
-    _say_what_helpers_cost(exported, runner)
     if examines:
         examine(config, data, exported, samples, folder)
     return exported
 
 
-def _say_what_helpers_cost(exported: ExportedModel, runner: OnnxRunner) -> None:
+def _say_what_helpers_cost(written: ModelFile, runner: OnnxRunner) -> None:
     try:
-        found = costly_helpers(ModelFile.read(exported.path), next(runner.feeds()))
+        found = costly_helpers(written, next(runner.feeds()))
     except Exception as error:  # onnxruntime's errors have no common base class; the file is exported
         log.info("what helper nodes cost is not known: %s", error)
         return

@@ -9,6 +9,7 @@ copy that it writes with its basic optimisations has none of them, and is what q
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ HELPERS = {
 # fmt: on
 """Operators of which exporters make shapes and constants; those that onnxruntime fuses are none. Constant and Identity
 cost nothing."""
+MOST_NUMBERS = 1 << 26
+"""Numbers in the weights of the largest file that is looked at."""
 LEAST_GAIN = 0.1
 """A smaller share of the time is not worth another file."""
 
@@ -63,7 +66,13 @@ def without_helpers(file: ModelFile, folder: Path) -> ModelFile | None:
 
 
 def costly_helpers(file: ModelFile, feed: Mapping[str, Array]) -> HelperNodes | None:
-    """Return the helper nodes of a file if they take more than a tenth of its time; feed: inputs of one batch."""
+    """Return the helper nodes of a file if they take more than a tenth of its time; feed: inputs of one batch.
+
+    None for a large file too: it would be copied in memory, and its products take nearly all of the time.
+    """
+    stored = sum(math.prod(tensor.dims) for tensor in file.proto.graph.initializer)
+    if stored > MOST_NUMBERS or not any(node.op_type in HELPERS for node in file.proto.graph.node):
+        return None
     with tempfile.TemporaryDirectory(prefix="onward-plain-") as folder:
         plain = without_helpers(file, Path(folder))
         if plain is None:

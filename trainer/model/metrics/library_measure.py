@@ -7,12 +7,14 @@ that sums do not depend on how the data was divided.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import os
+import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -136,8 +138,29 @@ class LibraryMeasure:
 def import_torchmetrics() -> Any:
     """Import torchmetrics, which takes 2 s. Raises ConfigError with the command that installs it."""
     import_torchvision()
-    # before matplotlib is imported, which would keep its list of fonts in the user's home
-    os.environ.setdefault("MPLCONFIGDIR", str(onward_home() / "matplotlib"))
+    with _fonts_at_home():
+        return _import_all()
+
+
+@contextlib.contextmanager
+def _fonts_at_home() -> Iterator[None]:
+    """Import matplotlib inside, which else keeps its list of fonts in the user's home.
+
+    Before there is a home of Onward's the list is not kept: a configuration that is refused must leave nothing.
+    """
+    if "MPLCONFIGDIR" in os.environ or onward_home().is_dir():
+        os.environ.setdefault("MPLCONFIGDIR", str(onward_home() / "matplotlib"))
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="onward-fonts-") as folder:
+        os.environ["MPLCONFIGDIR"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["MPLCONFIGDIR"]
+
+
+def _import_all() -> Any:
     try:
         import torchmetrics
         import torchmetrics.classification

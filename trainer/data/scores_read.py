@@ -64,9 +64,11 @@ def with_scores(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
     if not _is_open(config) or url_of(where.model.path):
         return config
     try:
-        first = _outputs(where.model.path)[0]
-        if not any(_fits(first, name, axis) for name, axis in _asked(config)):
+        outputs = _outputs(where.model.path)
+        # a file without outputs is refused elsewhere
+        if not outputs or not any(_fits(outputs[0], name, axis) for name, axis in _asked(config)):
             return config
+        first = outputs[0]
         return _named(config, first, Path(where.teacher.path) if where.teacher.path else None)
     except (Refused, OSError):
         return config
@@ -91,7 +93,9 @@ def scores_said(before: RunConfig, after: RunConfig, local: RunConfig | None = N
 
 def losses_of_scores(model: onnx.ModelProto) -> tuple[str, ...]:
     """Return the losses that would read the scores behind the first output of a file, if nothing names what to read."""
-    first = _outputs_of(model)[0]
+    first = next(iter(_outputs_of(model)), None)
+    if first is None:
+        return ()
     return tuple(name for name in KINDS if name in get_args(LossName) and _fits(first, name, None))
 
 

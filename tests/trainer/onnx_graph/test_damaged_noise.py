@@ -8,6 +8,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.scores_read import losses_of_scores, with_scores
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.stochastic_depth import draws_noise, find_branches, random_nodes
@@ -59,3 +61,14 @@ def test_an_opset_that_no_number_holds_is_refused_with_its_number(tmp_path: Path
 
     with pytest.raises(UnsupportedModel, match=str(2**40)):
         load_model(tmp_path / "model.onnx")
+
+
+def test_a_file_without_outputs_names_no_scores_and_is_refused_elsewhere(tmp_path: Path) -> None:
+    damaged = model(helper.make_node("Mul", ["x", "noise"], ["y"]))
+    del damaged.graph.output[:]
+    assert losses_of_scores(damaged) == ()
+    onnx.save(damaged, tmp_path / "model.onnx")
+    config = RunConfig.model_validate(
+        {"model": {"path": tmp_path / "model.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 1}}
+    )
+    assert with_scores(config) is config

@@ -135,10 +135,9 @@ def mark_best(checkpoints: Iterable[CheckpointInfo], config: CheckpointConfig) -
 
     Only a checkpoint that was evaluated at its own step has the metric.
     """
-    # The sign turns "greatest" into "least"; of equal values the tuple with the smaller place is the minimum.
+    # of equal values the tuple with the smaller place is the minimum
     checkpoints = tuple(checkpoints)
-    sign = -1.0 if config.greatest_is_best else 1.0
-    values = [sign * each.metrics.get(config.best_metric, math.nan) for each in checkpoints]
+    values = [config.rank_of(each.metrics) for each in checkpoints]
     ranked = [(value, place) for place, value in enumerate(values) if not math.isnan(value)]
     best = min(ranked)[1] if ranked else -1
     return tuple(each.model_copy(update={"best": place == best}) for place, each in enumerate(checkpoints))

@@ -43,12 +43,11 @@ class TrainState(Record):
     def evaluated(self, metrics: dict[str, float], config: CheckpointConfig) -> TrainState:
         """Return this position with the metrics of its evaluation. NaN is never the best."""
         evaluated = self.model_copy(update={"metrics": metrics, "evaluated_at": self.step})
-        value = metrics.get(config.best_metric, math.nan)
-        if self.step == 0 or math.isnan(value):  # at step 0 the file is as it came in, and is never saved
+        rank = config.rank_of(metrics)
+        if self.step == 0 or math.isnan(rank):  # at step 0 the file is as it came in, and is never saved
             return evaluated
-        sign = -1.0 if config.greatest_is_best else 1.0
-        if self.best is None or sign * value < sign * self.best:
-            return evaluated.model_copy(update={"best": value, "best_at": self.step})
+        if self.best is None or rank < config.rank_of({config.best_metric: self.best}):
+            return evaluated.model_copy(update={"best": metrics[config.best_metric], "best_at": self.step})
         return evaluated
 
     def counted(self, config: RunConfig) -> TrainState:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -42,6 +44,11 @@ class CheckpointConfig(Section):
     def greatest_is_best(self) -> bool:
         """Whether a larger `best_metric` is better."""
         return bool(is_greatest(self.best_metric)) if self.best_is == "auto" else self.best_is == "greatest"
+
+    def rank_of(self, metrics: Mapping[str, float]) -> float:
+        """Return a number that is smaller the better the `best_metric` among these is; NaN without it."""
+        value = metrics.get(self.best_metric, math.nan)
+        return -value if self.greatest_is_best else value
 
 
 class MonitorConfig(Section):

@@ -121,6 +121,7 @@ def evaluate(
 def _guessed(opened: OpenedModel, data: Any, overrides: Overrides) -> tuple[OpenedModel, tuple[str, ...]]:
     """Return a file without preprocessing.json with a guessed one, and what was guessed in words."""
     from onward.trainer.export.served.predictor import Predictor, UnusableModel
+    from onward.trainer.onnx_graph.onnxruntime_session import guarded_content
     from onward.trainer.rehearsal.guessed_recipe import guess_recipe
 
     if not isinstance(data, str | os.PathLike):
@@ -128,7 +129,7 @@ def _guessed(opened: OpenedModel, data: Any, overrides: Overrides) -> tuple[Open
     changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
     recipe, folder, config, words = guess_recipe(opened.path, os.fspath(data), changes)
     try:
-        predictor = Predictor(opened.path, recipe, folder)
+        predictor = Predictor(opened.path, recipe, folder, content=guarded_content(opened.path))
     except UnusableModel as error:
         raise ConfigError(f"{opened.path}: {error}") from error
     return OpenedModel(opened.path, predictor, recipe, config), words
@@ -183,13 +184,14 @@ def open_model(source: AnyPath, *, inputs: Mapping[str, Sequence[str]] | None = 
     """
     from onward.trainer.export.predictions import recipe_of
     from onward.trainer.export.served.predictor import Predictor, UnusableModel
+    from onward.trainer.onnx_graph.onnxruntime_session import guarded_content
 
     path, config = _file_of(os.fspath(source))
     recipe, folder = recipe_of(path)
     if recipe and inputs:
         raise ConfigError(f"{folder}/preprocessing.json says which columns feed {path.name}; leave out inputs")
     try:
-        predictor = Predictor(path, recipe, folder, inputs=inputs)
+        predictor = Predictor(path, recipe, folder, inputs=inputs, content=guarded_content(path))
     except UnusableModel as error:
         raise ConfigError(f"{source}: {error}") from error
     return OpenedModel(path, predictor, recipe, config)

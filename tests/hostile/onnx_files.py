@@ -413,6 +413,10 @@ def file_case(rng: random.Random, folder: Path, content: bytes) -> Case:
         return Case(("run", "config.toml", "model.path=good.onnx", "loss.name=file", "loss.file=model.onnx"))
     if role < 0.14:
         return Case(("run", "config.toml", "model.path=good.onnx", "teacher.path=model.onnx"))
+    if role < 0.2:
+        return Case(("predict", "model.onnx", "train.csv", "--input", "x=x0,x1,x2,x3"))
+    if role < 0.26:
+        return Case(("evaluate", "model.onnx", "train.csv"))
     commands = (
         ("doctor", "model.onnx"),
         ("doctor", "model.onnx"),

@@ -92,7 +92,7 @@ def import_all() -> None:
     import tokenizers
     import torch
 
-    from onward.flows import cli, local_run
+    from onward.flows import cli, local_run, predictions
     from onward.tasks import configure
     from onward.trainer.diagnostics import doctor
     from onward.trainer.proposal import initialise
@@ -102,6 +102,7 @@ def import_all() -> None:
         initialise,
         cli,
         local_run,
+        predictions,
         configure,
         doctor,
         mlflow,

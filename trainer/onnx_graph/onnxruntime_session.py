@@ -7,6 +7,7 @@ from typing import Literal
 
 import onnx
 import onnxruntime
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from onward.trainer.onnx_graph.integer_division import guard_integer_divisions
 
@@ -14,6 +15,7 @@ Device = Literal["cpu", "cuda"]
 PROVIDERS: dict[Device, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # TF32 has 10 bits of mantissa: with it fp32 products would differ from those of the CPU by 1e-3
 OPTIONS: dict[Device, dict[str, str]] = {"cpu": {}, "cuda": {"use_tf32": "0"}}
+DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 def open_session(
@@ -29,7 +31,6 @@ def open_session(
 ) -> onnxruntime.InferenceSession:
     """Open a session of onnxruntime. Its errors, which have no common base class, are raised only.
 
-    A model that is not opened from its file is guarded against divisions that would end the process.
     base: the directory of the external data of a model that is not opened from its file. save: also write the graph
     that the session runs there, optimised for any machine; standard: with operators of ONNX's own alone. threads: how
     many compute, 1 = the calling one; 0 = as many as there are. share_constants: let it keep one of several equal
@@ -45,9 +46,13 @@ def open_session(
         options.graph_optimization_level = levels.ORT_ENABLE_BASIC if standard else levels.ORT_ENABLE_EXTENDED
         options.optimized_model_filepath = str(save)
     options.intra_op_num_threads = threads
-    if base:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(base))
-    content = str(model) if isinstance(model, Path) else guard_integer_divisions(model).SerializeToString()
+    if isinstance(model, Path):
+        content: str | bytes = guarded_content(model) or str(model)
+        base = base or model.parent
+    else:
+        content = guard_integer_divisions(model).SerializeToString()
+    if base and isinstance(content, bytes):
+        options.add_session_config_entry(DATA_FOLDER, str(base))
     session = onnxruntime.InferenceSession(
         content,
         options,
@@ -58,3 +63,16 @@ def open_session(
     if (found := session.get_providers()[0]) != PROVIDERS[device]:
         raise RuntimeError(f"onnxruntime has {PROVIDERS[device]} but cannot use it; it chose {found}")
     return session
+
+
+def guarded_content(path: Path) -> bytes | None:
+    """Return what to open in place of a file in which a division may end the process; None = the file itself.
+
+    Its external data, if it has some, lies beside the file still. A file that cannot be read is left to onnxruntime.
+    """
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except (DecodeError, OSError):
+        return None
+    guarded = guard_integer_divisions(model)
+    return None if guarded is model else guarded.SerializeToString()

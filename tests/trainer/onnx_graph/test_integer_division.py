@@ -12,10 +12,12 @@ from onnx import parser
 
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import UnsupportedModel
+from onward.trainer.export.served.predictor import Predictor
 from onward.trainer.onnx_graph.integer_division import guard_integer_divisions
-from onward.trainer.onnx_graph.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.onnxruntime_session import guarded_content, open_session
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.ops.elementwise import divide
+from onward.trainer.rehearsal.guarded_files import guard_of_file
 
 
 def of_inputs(operator: str, kind: str, opset: int = 14) -> onnx.ModelProto:
@@ -31,6 +33,24 @@ def of_constants(operator: str, kind: str, divisor: int) -> onnx.ModelProto:
         <{kind}[1] a = {{{np.iinfo(kind).min}}}, {kind}[1] b = {{{divisor}}},
          float[4, 4] w = {{1,0,0,0, 0,1,0,0, 0,0,1,0, 0,0,0,1}}>
         {{
+            c = {operator} (a, b)
+            f = Cast <to = 1> (c)
+            h = MatMul (x, w)
+            y = Add (h, f)
+        }}""")
+
+
+def of_sums(operator: str) -> onnx.ModelProto:
+    """Divide the least integer, which is computed when the file runs: no constant that could be folded has it."""
+    return parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["" : 14]>
+        net (float[batch, 4] x) => (float[batch, 4] y)
+        <int64[1] least = {{{np.iinfo("int64").min}}}, int64[1] b = {{-1}}, int64[1] zero = {{0}},
+         float[4, 4] w = {{1,0,0,0, 0,1,0,0, 0,0,1,0, 0,0,0,1}}>
+        {{
+            i = Cast <to = 7> (x)
+            nothing = Mul (i, zero)
+            a = Add (nothing, least)
             c = {operator} (a, b)
             f = Cast <to = 1> (c)
             h = MatMul (x, w)
@@ -73,6 +93,32 @@ def test_onnxruntime_divides_as_before_but_for_the_quotient_that_there_is_not(ki
 def test_onnxruntime_gives_the_remainder_of_the_least_integer(operator: str) -> None:
     a, b = np.array([-(2**31), -7, 7], np.int32), np.array([-1, -1, 2], np.int32)
     assert open_session(of_inputs(operator, "int32")).run(None, {"a": a, "b": b})[0].tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_a_file_that_is_opened_by_its_path_divides_as_well(external: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save_model(of_sums("Div"), path, save_as_external_data=external, size_threshold=0)
+    x = np.ones((3, 4), np.float32)
+    [found] = open_session(path).run(None, {"x": x})
+    assert found.tolist() == (x + np.float32(np.iinfo("int64").min)).tolist()
+    predictor = Predictor(path, None, tmp_path, content=guarded_content(path))
+    columns = predictor.predict({"x": x})
+    assert np.stack([*columns.values()], axis=1).tolist() == found.tolist()
+
+
+def test_the_guard_of_the_rehearsal_does_not_end_the_process(tmp_path: Path) -> None:
+    onnx.save_model(of_sums("Mod"), tmp_path / "model.onnx")
+    found, _ = guard_of_file(tmp_path / "model.onnx")
+    assert found is not None
+    assert found.sizes
+
+
+def test_a_file_whose_divisors_are_other_constants_is_opened_as_it_is(tmp_path: Path) -> None:
+    onnx.save_model(of_constants("Div", "int64", 2), tmp_path / "model.onnx")
+    assert guarded_content(tmp_path / "model.onnx") is None
+    (tmp_path / "model.onnx").write_bytes(b"no model")
+    assert guarded_content(tmp_path / "model.onnx") is None
 
 
 def test_a_model_whose_divisors_are_other_constants_stays_as_it_is() -> None:

@@ -33,7 +33,8 @@ class Predictor:
     """One ONNX file with its preprocessing.
 
     recipe: the content of its preprocessing.json, in the directory `folder`; None = each input takes the column of its
-    name as it is, unless `inputs` names the columns that are stacked to it. Raises UnusableModel.
+    name as it is, unless `inputs` names the columns that are stacked to it. content: a model to open in place of what
+    the file holds, with the file's external data. Raises UnusableModel.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class Predictor:
         *,
         inputs: Mapping[str, Sequence[str]] | None = None,
         threads: int = 0,
+        content: bytes | None = None,
     ) -> None:
         wanted = [meaning["name"] for meaning in recipe["outputs"]] if recipe else []
         self._stored = {name: name.removesuffix(LOG) for name in wanted if name.endswith(LOG)}
         """Output of training that is the logarithm of probabilities in the file -> these."""
-        self._session = _opened(model, [self._stored.get(name, name) for name in wanted], threads)
+        self._session = _opened(model, content, [self._stored.get(name, name) for name in wanted], threads)
         taken = {value.name: value for value in self._session.get_inputs()}
         if recipe is not None and not _begins_raw(recipe, taken):
             recipe = _checked(recipe, taken)
@@ -143,23 +145,24 @@ def _is_no_window(cells: Sequence[Any], length: int) -> bool:
     return any(np.ndim(cell) != 1 or len(cell) != length for cell in cells)
 
 
-def _opened(model: Path, outputs: Sequence[str], threads: int) -> onnxruntime.InferenceSession:
+def _opened(model: Path, content: bytes | None, outputs: Sequence[str], threads: int) -> onnxruntime.InferenceSession:
     """Open the file, which gives these tensors as outputs, also such as are inside of it. Raises UnusableModel."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what is raised is not printed as well
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.parent))
     # onnxruntime 1.31 overwrites constants that it shares with a BatchNormalization in training form
     how = {"providers": ["CPUExecutionProvider"], "disabled_optimizers": ["ConstantSharing"]}
     try:
-        session = onnxruntime.InferenceSession(str(model), options, **how)
+        session = onnxruntime.InferenceSession(content or str(model), options, **how)
         known = {value.name for value in session.get_outputs()}
         if inner := [name for name in outputs if name not in known]:
             # the loss of training reads scores in front of the file's own output, such as its probabilities
             import onnx
 
-            proto = onnx.load(str(model), load_external_data=False)
+            read = onnx.load_model_from_string
+            proto = read(content) if content else onnx.load(str(model), load_external_data=False)
             proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in inner)
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.parent))
             session = onnxruntime.InferenceSession(proto.SerializeToString(), options, **how)
     except Exception as error:  # onnxruntime's errors have no common base class
         raise UnusableModel(f"onnxruntime cannot open {model}: {error}") from error

@@ -252,6 +252,7 @@ def _printed_traceback() -> Iterator[None]:
 def _own_error(error: Exception) -> OnwardError:
     """Return Onward's error for one that ended a command: a disk's, itself, or one that names the file to report."""
     from onward.trainer.run.storage import storage_cause
+    from onward.trainer.run.this_machine import free_host_memory
 
     if storage := storage_cause(error):
         return storage
@@ -262,6 +263,9 @@ def _own_error(error: Exception) -> OnwardError:
     if isinstance(error, OSError) and error.filename is not None:
         # a path that the user gave, or one below ONWARD_HOME, cannot be read or written
         return RuntimeUnavailable(f"cannot use {shown(error.filename)}: {error.strerror}")
+    if isinstance(error, MemoryError):
+        free = free_host_memory() >> 20
+        return RuntimeUnavailable(f"this command needs more memory than it can get; {free:,} MiB are free")
     return _unexpected(error)
 
 

@@ -210,9 +210,15 @@ def _refuse_large(weights: int) -> None:
 
 
 def _write_model(model: Any, output: Path, *, as_json: bool) -> None:
+    from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
+
     from onward.trainer.run.durable_files import sha256, write_durably
 
-    write_durably(output, model.SerializeToString())
+    try:
+        content = model.SerializeToString()
+    except EncodeError as error:
+        raise MemoryError from error  # its size was checked: protobuf did not get the memory
+    write_durably(output, content)
     inputs = [value.name for value in model.graph.input]
     outputs = [value.name for value in model.graph.output]
     facts = {"path": str(output), "bytes": output.stat().st_size, "sha256": sha256(output)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -517,6 +518,15 @@ def test_a_reference_model_larger_than_a_file_is_refused_before_memory_is_taken(
     result = CliRunner().invoke(cli.app, ["reference", *words, "-o", str(tmp_path / "model.onnx")])
     assert isinstance(result.exception, ConfigError) or result.exit_code == 2
     assert not (tmp_path / "model.onnx").exists()
+
+
+def test_a_command_without_enough_memory_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    limited = f"ulimit -v {900 << 10}; exec {sys.executable} -m onward.flows.cli reference gpt2 -o model.onnx"
+    one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(["bash", "-c", limited], cwd=tmp_path, env=one_thread, capture_output=True, text=True)
+    assert ended.returncode == 3, ended.stderr
+    assert re.search(r"this command needs more memory than it can get; [\d,]+ MiB are free", ended.stderr)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("words", [("config", "a" * 5000), ("run", "a" * 5000), ("doctor", "a" * 5000)])

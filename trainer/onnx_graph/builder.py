@@ -16,8 +16,8 @@ from onward.trainer.onnx_graph.index import all_names
 OPSET = 20
 """The first opset with LayerNormalization and Gelu as single nodes."""
 
-CHECKED_BYTES, SMALL_BYTES = 2_000_000_000, 1024
-"""Weights that the checker reads at once, at most; initializers below the second size may be shapes."""
+SMALL_BYTES = 1024
+"""Initializers below this size may be shapes, axes and the like."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Dims = Sequence[int | str]
@@ -28,8 +28,13 @@ class GraphWriter:
 
     def __init__(self, name: str, *, seed: int = 0, opset: int = OPSET) -> None:
         self.random = np.random.default_rng(seed)
-        self._opset = opset
-        self._graph = onnx.GraphProto(name=name)
+        self.opset = opset
+        opsets = [helper.make_opsetid("", opset)]
+        self._model = onnx.ModelProto(
+            ir_version=helper.find_min_ir_version_for(opsets), producer_name="onward", opset_import=opsets
+        )
+        self._graph = self._model.graph  # in place: weights of some GB are not copied into a model at the end
+        self._graph.name = name
 
     def input(self, name: str, dims: Dims, kind: int = TensorProto.FLOAT) -> str:
         """Declare a graph input; a string in `dims` is a dynamic dimension."""
@@ -56,15 +61,8 @@ class GraphWriter:
 
     def model(self) -> onnx.ModelProto:
         """Return the finished model, checked (shapes and types included). It may be too large for one file."""
-        opsets = [helper.make_opsetid("", self._opset)]
-        model = helper.make_model(
-            self._graph,
-            producer_name="onward",
-            opset_imports=opsets,
-            ir_version=helper.find_min_ir_version_for(opsets),
-        )
-        onnx.checker.check_model(_without_large_weights(self._graph, model), full_check=True)
-        return model
+        onnx.checker.check_model(_without_large_weights(self._model), full_check=True)
+        return self._model
 
     def kaiming_uniform(self, *shape: int) -> Array:
         """Draw from U(-b, b) with b = sqrt(6 / fan_in): unit variance after a ReLU (He et al. 2015).
@@ -79,14 +77,12 @@ class GraphWriter:
         return self.random.standard_normal(shape, np.float32) * np.float32(std)
 
 
-def _without_large_weights(graph: onnx.GraphProto, model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with inputs in place of its large weights, if the checker cannot read it as it is.
+def _without_large_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy with inputs in place of the large weights, whose values the checker copies and does not need.
 
-    The checker reads a serialised message, which holds at most 2 GiB. The shapes of other values depend on small
-    initializers only.
+    The shapes of other values depend on small initializers only.
     """
-    if sum(len(tensor.raw_data) for tensor in graph.initializer) < CHECKED_BYTES:
-        return model
+    graph = model.graph
     small = [tensor for tensor in graph.initializer if len(tensor.raw_data) < SMALL_BYTES]
     large = [tensor for tensor in graph.initializer if len(tensor.raw_data) >= SMALL_BYTES]
     inputs = [helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims) for tensor in large]

@@ -64,7 +64,7 @@ def joined_features(*, source: str) -> onnx.ModelProto:
 def one_feature() -> onnx.ModelProto:
     """A single feature, such as an age, joined with a layer's."""
     g, h = opened()
-    age = g.op("ReduceMax", h, axes=[1], keepdims=1) if g._opset < 18 else g.op("ReduceMax", h, g.weight("one", [1]))
+    age = g.op("ReduceMax", h, axes=[1], keepdims=1) if g.opset < 18 else g.op("ReduceMax", h, g.weight("one", [1]))
     return closed(g, times(g, g.op("Concat", times(g, h, "up", WIDTH, 12), age, axis=-1), "down", 13, WIDTH))
 
 

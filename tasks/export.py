@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
             path=exported.path,
             sha256=exported.sha256,
             beside=exported.beside,
-            documents=exported.preprocessing,
+            documents=(*exported.preprocessing, *_optimized(exported)),
             inputs=tuple(map(_port, signature.inputs)),
             outputs=tuple(map(_port, signature.outputs)),
             step=exported.step,
@@ -214,6 +214,11 @@ def _register_with_retries(tracker: Tracker, file: ModelFile, name: str) -> str:
         except TrackingError as error:
             raise RuntimeUnavailable(f"{error}. The exported file is verified and complete at {file.path}") from error
     raise AssertionError("the last attempt returns or raises")
+
+
+def _optimized(exported: ExportedModel) -> Iterator[Path]:
+    """Yield the variant that runs faster with the same results, if it was made: it is registered with the file."""
+    yield from (each.path for each in exported.variants if each.kind == "optimized" and each.path)
 
 
 def _port(info: TensorInfo) -> Port:
@@ -307,7 +312,8 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
         raise ExportRefused(f"the exporting process {ending or 'left no record'}")
     # The variants are made from the verified file, each in a process with a fresh memory.
     exported = read_record(record, ExportedModel)
-    variants = tuple(_variant(kind, run, folder) for kind in dict.fromkeys(extras.variants))
+    kinds = (*extras.variants, *(("optimized",) if exported.helpers else ()))
+    variants = tuple(_variant(kind, run, folder) for kind in dict.fromkeys(kinds))
     exported = exported.model_copy(update={"variants": variants})
     if extras.training:
         exported = exported.model_copy(update=_training_files(run, checkpoint, folder))

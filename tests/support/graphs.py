@@ -29,6 +29,34 @@ def tiny_conv_net(*, num_classes: int = 4, image_size: int = 8, channels: int = 
     return _classify(g, g.op("Flatten", x), 8 * (image_size // 2) ** 2, num_classes)
 
 
+def with_helpers(layers: int) -> onnx.ModelProto:
+    """Y = relu(x w + b) again and again, with each bias expanded to the shape of the product, as exporters write it."""
+    random = np.random.default_rng(0)
+    nodes, weights, x = [], [], "x"
+    for n in range(layers):
+        weights += [
+            numpy_helper.from_array(random.normal(0, 0.2, (64, 64)).astype(np.float32), f"w{n}"),
+            numpy_helper.from_array(random.normal(0, 0.2, (1,)).astype(np.float16), f"b{n}"),
+            numpy_helper.from_array(np.array([64], np.int64), f"s{n}"),
+        ]
+        nodes += [
+            helper.make_node("MatMul", [x, f"w{n}"], [f"p{n}"]),
+            helper.make_node("CastLike", [f"b{n}", f"w{n}"], [f"c{n}"]),
+            helper.make_node("Expand", [f"c{n}", f"s{n}"], [f"e{n}"]),
+            helper.make_node("Add", [f"p{n}", f"e{n}"], [f"a{n}"]),
+            helper.make_node("Relu", [f"a{n}"], [f"r{n}" if n < layers - 1 else "y"]),
+        ]
+        x = f"r{n}"
+    graph = helper.make_graph(
+        nodes,
+        "helpers",
+        [helper.make_tensor_value_info("x", 1, ["batch", 64])],
+        [helper.make_tensor_value_info("y", 1, ["batch", 64])],
+        weights,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
 def tiny_conv_net_with_batch_norm(*, num_classes: int = 4, image_size: int = 8, seed: int = 0) -> onnx.ModelProto:
     """As `tiny_conv_net`, with a BatchNormalization (inference form) after each convolution."""
     g = GraphWriter("tiny_conv_net_with_batch_norm", seed=seed)

@@ -148,7 +148,7 @@ def export(
             fp32 = _metrics_of(ModelFile.read(floats), data, staging / "fp32", config) if floats.is_file() else {}
             kernels = integer_kernels(path)
         tested = _metrics_of(written, test, staging / "test", config) if test else {}
-        _say_what_helpers_cost(written, runner)
+        helpers = _cost_of_helpers(written, runner)
         changed = len(changed_tensors(written, expected.original, expected.weights))
         # the model is moved last: it names the other files, so it must not appear before them
         files = [_move(path, staging, folder) for path in (*beside, path)]
@@ -167,6 +167,7 @@ def export(
         baselines=baselines.compute(),
         fp32=fp32,
         kernels=kernels,
+        helpers=helpers,
         test=tested,
         changed=changed,
         removed=dict(removed),
@@ -179,14 +180,15 @@ def export(
     return exported
 
 
-def _say_what_helpers_cost(written: ModelFile, runner: OnnxRunner) -> None:
+def _cost_of_helpers(written: ModelFile, runner: OnnxRunner) -> str:
     try:
         found = costly_helpers(written, next(runner.feeds()))
     except Exception as error:  # onnxruntime's errors have no common base class; the file is exported
         log.info("what helper nodes cost is not known: %s", error)
-        return
+        return ""
     if found:
-        log.warning("%s; serve the variant `optimized` (`onward export RUN --variant optimized`)", found)
+        log.warning("%s; the variant `optimized`, beside the file, is the one to serve", found)
+    return str(found or "")
 
 
 def _worst_samples(config: RunConfig, losses: Losses, rows: Shards) -> WorstSamples:

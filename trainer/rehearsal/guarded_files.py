@@ -152,7 +152,7 @@ def helper_warnings(path: Path) -> tuple[ExporterWarning, ...]:
         found = costly_helpers(file, {name: each.numpy() for name, each in zip(fed, rows, strict=True)})
     except Exception:  # whatever a file makes onnxruntime raise; the guard has said what does not run
         return ()
-    remedy = "nothing to do for the training; serve the variant `optimized` (`onward export RUN --variant optimized`)"
+    remedy = "nothing to do: the export writes the variant `optimized` beside the file, which is the one to serve"
     return (ExporterWarning(key="helper_nodes", what=str(found), remedy=remedy),) if found else ()
 
 

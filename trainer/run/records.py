@@ -252,6 +252,8 @@ class ExportedModel(Record):
     """With `quantize.aware`: metrics of the float file. `before` are those of static quantization, without training."""
     kernels: dict[str, int] = {}
     """With `quantize.aware`: the operators on integers that onnxruntime runs for the exported file, with numbers."""
+    helpers: str = ""
+    """What its helper nodes cost (helper_nodes.py), in words; then `optimized` is made beside it. Empty: too little."""
     changed: int
     """Number of initializers whose bytes differ from the original file."""
     removed: dict[str, int] = {}

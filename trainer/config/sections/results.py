@@ -165,7 +165,8 @@ class ExportConfig(Section):
         ],
         ...,
     ] = ()
-    """Further files for deployment: onnxruntime's graph optimisation, half-precision weights (`fp16_compute`: products,
+    """Further files for deployment: onnxruntime's graph optimisation (always made where the file's helper nodes cost
+    more than a tenth of its time), half-precision weights (`fp16_compute`: products,
     too), 8-bit quantization (static: calibrated on evaluation data). Each is evaluated, and refused by
     `variant_tolerance`. `without_loss`: of a graph that computes its own loss, the file without loss and labels.
     `with_preprocessing`: the file behind nodes that compute its inputs of raw columns, and of the pixels of images of

@@ -13,6 +13,8 @@ from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.config.sections.model import FixedBatch
 from onward.trainer.errors import RecordError
 from onward.trainer.run.durable_files import write_durably
+from onward.trainer.run.promotion_records import Comparison as Comparison
+from onward.trainer.run.promotion_records import Promotion as Promotion
 from onward.trainer.run.record_base import Record as Record
 from onward.trainer.run.rehearsal_parts import Guard as Guard
 from onward.trainer.run.rehearsal_parts import Needs as Needs
@@ -196,38 +198,6 @@ class Variant(Record):
     """Of a variant that computes in half precision, on a GPU; None without one."""
 
 
-class Comparison(Record):
-    """The exported file beside the served one: both evaluated on the same rows, under onnxruntime."""
-
-    version: str = ""
-    """The version of the served file in the model registry."""
-    metric: str
-    """The metric that decides."""
-    served: dict[str, float] = {}
-    """All metrics of the served file."""
-    new: dict[str, float] = {}
-    """All metrics of the exported file."""
-    gain: float = math.nan
-    """How much better the exported file is, in the unit of the metric; negative if it is worse."""
-    interval: tuple[float, float] | None = None
-    """The interval of the gain that `export.promote_if.confidence` asks for; None if it asks for none."""
-    differences: tuple[str, ...] = ()
-    """How its inputs and outputs differ from those of the served file."""
-    refused: str = ""
-    """Why the served file could not be evaluated on these rows; else empty."""
-
-
-class Promotion(Record):
-    """Whether the exported file took the place of the served one, and why."""
-
-    alias: str
-    status: Literal["served", "candidate", "waiting"]
-    """`served`: the alias names the new version. `waiting`: it is good enough, and somebody has to agree."""
-    reason: str
-    comparison: Comparison | None = None
-    """None if nothing was compared."""
-
-
 class ExportedModel(Record):
     """The trained ONNX file and the results of its verification."""
 
@@ -261,8 +231,7 @@ class ExportedModel(Record):
     judged_by: str = "onnxruntime"
     """The runtime that evaluated the file."""
     as_given: float = 0.0
-    """How far the graph as it came in, with the trained weights, is off this inference form, of the output's largest
-    value; 0 if it came in in inference form."""
+    """How far its training form is off this inference form, of the output's largest value; 0 = it came in as this."""
     cuda: CudaCheck | None = None
     """The same file on a GPU; None where onnxruntime has no CUDA provider."""
     beside: tuple[Path, ...] = ()

@@ -7,9 +7,11 @@ from typing import Literal
 
 import onnx
 import onnxruntime
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.attribute_bounds import passed_attribute_problems
 from onward.trainer.onnx_graph.integer_division import guard_integer_divisions
+from onward.trainer.onnx_graph.model_files import read_model
 
 Device = Literal["cpu", "cuda"]
 PROVIDERS: dict[Device, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -68,11 +70,15 @@ def open_session(
 def guarded_content(path: Path) -> bytes | None:
     """Return what to open in place of a file in which a division may end the process; None = the file itself.
 
-    Its external data, if it has some, lies beside the file still. A file that cannot be read is left to onnxruntime.
+    Its external data, if it has some, lies beside the file still. Raises as `read_model`, and UnsupportedModel for
+    attributes that end the process as well.
     """
+    model = read_model(path)
     try:
-        model = onnx.load(path, load_external_data=False)
-    except (DecodeError, OSError):
-        return None
+        problems = list(passed_attribute_problems(model))
+    except Exception as error:  # those of onnx's inliner have no common base class
+        raise UnsupportedModel(f"{path}: its functions cannot be read: {error}") from error
+    if problems:
+        raise UnsupportedModel(f"{path}: {problem}" for problem in problems)
     guarded = guard_integer_divisions(model)
     return None if guarded is model else guarded.SerializeToString()

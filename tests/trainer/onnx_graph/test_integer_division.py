@@ -10,6 +10,7 @@ import pytest
 import torch
 from onnx import parser
 
+from onward.flows.predictions import open_model
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.export.served.predictor import Predictor
@@ -117,8 +118,19 @@ def test_the_guard_of_the_rehearsal_does_not_end_the_process(tmp_path: Path) -> 
 def test_a_file_whose_divisors_are_other_constants_is_opened_as_it_is(tmp_path: Path) -> None:
     onnx.save_model(of_constants("Div", "int64", 2), tmp_path / "model.onnx")
     assert guarded_content(tmp_path / "model.onnx") is None
-    (tmp_path / "model.onnx").write_bytes(b"no model")
-    assert guarded_content(tmp_path / "model.onnx") is None
+
+
+def test_an_attribute_that_ends_onnxruntime_is_refused_before_a_file_is_opened_by_its_path(tmp_path: Path) -> None:
+    model = parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 20, "own" : 1]>
+        net (float[batch, 3] x) => (float[] y) <int64[1] i = {1}> { y = own.f <passed = -2> (x, i) }
+        <domain: "own", opset_import: ["" : 20]>
+        f <passed> (x, i) => (c) { c = GatherND <batch_dims: int = @passed> (x, i) }""")
+    onnx.save_model(model, tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModel, match="GatherND has batch_dims = -2"):
+        open_session(tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModel, match="GatherND has batch_dims = -2"):
+        open_model(tmp_path / "model.onnx")
 
 
 def test_a_model_whose_divisors_are_other_constants_stays_as_it_is() -> None:

@@ -356,6 +356,16 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in plain}
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_front_pages_begin_with_init_and_show_a_picture_that_the_browser_tests_make(page: str) -> None:
+    lines = [words for block in blocks(page) if block.language == "sh" for words in commands(block)]
+    assert next(words[1] for words in lines if words[0] == "onward") == "init"
+    shown = [Path(target).stem for target in links((ROOT / page).read_text(encoding="utf-8")) if "screens/" in target]
+    assert shown
+    made = (ROOT / "tests" / "browser" / "test_pages.py").read_text(encoding="utf-8")
+    assert [name for name in shown if f'"{name}"' not in made] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
 

@@ -45,6 +45,8 @@ EXECUTED = (
     "docs/how-to/train-on-images.md",
     "docs/how-to/train-on-tables.md",
     "docs/how-to/predict-numbers.md",
+    "docs/how-to/time-series.md",
+    "docs/how-to/choose-an-optimizer.md",
     "docs/how-to/audio.md",
     "docs/how-to/own-loss.md",
     "docs/how-to/distil.md",
@@ -299,6 +301,7 @@ QUERIES = (
     *("transfer learning", "data augmentation", "cross-validation", "hyperparameter", "out of memory", "best model"),
     *("gradient accumulation", "imputation", "StandardScaler", "custom loss", "semantic segmentation", "time series"),
     *("embeddings", "docker", "pyfunc", "distillation", "EMA", "warm-up", "profiler", "torch.compile", "Slurm", "NaN"),
+    *("bucketing", "padding", "lr_find", "range test"),
     *("quantization-aware training", "named entities", "audio classification", "S3", "scikit-learn", "overfitting"),
 )
 
@@ -309,6 +312,32 @@ def test_words_of_other_tools_lead_to_a_page(query: str) -> None:
     rows = [row for row in page.splitlines() if row.startswith("| ") and query in row.split(" | ")[0]]
     assert rows, f"no row has {query!r}"
     assert all(re.search(r"\]\([\w./#-]+\) \|$", row) for row in rows)
+
+
+HEADINGS = {
+    "learning rate finder": "choose-an-optimizer",
+    "learning rate schedule": "choose-an-optimizer",
+    "class imbalance": "choose-a-loss",
+    "confusion matrix": "choose-metrics",
+    "missing values": "train-on-tables",
+    "multi-label": "train-on-tables",
+    "regression": "predict-numbers",
+    "time series": "time-series",
+    "padding": "lengths",
+    "bucketing": "lengths",
+    "torch.compile": "compile",
+    "object detection": "what-it-does-not-train",
+    "predict": "predict",
+    "LoRA": "fine-tune",
+}
+"""What people search for -> the page of that subject: the search of the site weighs a heading most."""
+
+
+@pytest.mark.parametrize("query", HEADINGS)
+def test_the_page_of_a_subject_has_the_common_words_in_a_heading(query: str) -> None:
+    page = (DOCS / "how-to" / f"{HEADINGS[query]}.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^\s*```.*?^\s*```", "", page, flags=re.S | re.M), re.M)
+    assert [heading for heading in headings if query.lower() in heading.lower()]
 
 
 def test_every_test_that_the_page_on_security_names_exists() -> None:

@@ -98,7 +98,7 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     if trained is not False and can_try:
         is_better = propose_tried(draft)
         if trained is None and is_better is False:
-            trained, why = False, "the file itself is no better than chance on these rows"
+            trained, why = False, "the file as it is predicts no better than a constant"
             propose_tables(draft, facts, others, trained=False)
     is_dense = task in ("causal", "masked") or facts.format == "text" or draft.value("data.label") == "mask"
     propose_training(

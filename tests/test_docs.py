@@ -66,6 +66,10 @@ BASE = {
     "train": {"num_steps": 1, "global_batch_size": 32},
 }
 """What a block that shows only some sections is laid over."""
+WITH_TORCHVISION = (
+    "from onward.trainer.onnx_graph.torchvision_import import import_torchvision; import_torchvision()\n"
+)
+"""Runs before a block that imports torchvision: its wheel may be that of another build of torch than is installed here."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +269,7 @@ def run_page(page: str, folder: Path, *, shell: bool) -> None:
         if block.title:
             (work / block.title).write_text(block.text)
         if block.language == "python" and not block.title:
-            call = [sys.executable, "-c", block.text]
+            call = [sys.executable, "-c", WITH_TORCHVISION + block.text if "torchvision" in block.text else block.text]
         elif block.language == "sh" and shell:
             call = ["bash", "-e", "-c", block.text]
         else:

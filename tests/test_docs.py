@@ -7,8 +7,9 @@ A fenced block of a page is checked by its language:
     python   runs, in the order of the page, in an empty directory
 
 A block with `title="NAME"` is also written to the file NAME for the blocks after it. A line `<!-- not run: REASON -->`
-above a block leaves it out. The pages in EXECUTED are run from top to bottom before a release (`-m slow`), with their
-shell commands and the Python blocks under a line `<!-- slow -->`.
+above a block leaves it out. A block in a fold (`??? note "..."`, indented by four spaces) is a block like any other.
+The pages in EXECUTED are run from top to bottom before a release (`-m slow`), with their shell commands and the Python
+blocks under a line `<!-- slow -->`.
 """
 
 from __future__ import annotations
@@ -66,10 +67,8 @@ BASE = {
     "train": {"num_steps": 1, "global_batch_size": 32},
 }
 """What a block that shows only some sections is laid over."""
-WITH_TORCHVISION = (
-    "from onward.trainer.onnx_graph.torchvision_import import import_torchvision; import_torchvision()\n"
-)
-"""Runs before a block that imports torchvision: its wheel may be that of another build of torch than is installed here."""
+WITH_TORCHVISION = "from onward.trainer.onnx_graph.torchvision_import import import_torchvision; import_torchvision()\n"
+"""Runs before a block that imports torchvision, whose wheel may belong to another build of torch than is installed."""
 
 
 @dataclass(frozen=True)
@@ -387,6 +386,19 @@ def anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", text, re.M)
     plain = [re.sub(r"[`*]|\]\([^)]*\)|\[", "", html.unescape(heading)).lower() for heading in headings]
     return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in plain}
+
+
+BEGIN_WITH_TOML = ("train-on-images", "train-on-tables", "train-on-text", "predict-numbers", "time-series", "audio")
+
+
+@pytest.mark.parametrize("name", BEGIN_WITH_TOML)
+def test_a_page_on_a_kind_of_data_begins_with_a_whole_configuration_and_folds_the_making_of_data(name: str) -> None:
+    page = f"docs/how-to/{name}.md"
+    first = next(blocks(page))
+    assert first.language == "toml"
+    assert {"model", "data", "train"} <= tomllib.loads(first.text).keys()
+    unfolded = re.sub(r"^\?\?\? .*(?:\n(?:    .*)?)*", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M)
+    assert not re.search(r"csv\.writer|parse_model|np\.savez|Image\.fromarray|soundfile\.write", unfolded)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

@@ -335,6 +335,11 @@ HEADINGS = {
     "object detection": "what-it-does-not-train",
     "predict": "predict",
     "LoRA": "fine-tune",
+    "fine-tune": "fine-tune",
+    "overfitting": "fine-tune",
+    "data augmentation": "train-on-images",
+    "normalise labels": "predict-numbers",
+    "hyperparameter": "sweep",
 }
 """What people search for -> the page of that subject: the search of the site weighs a heading most."""
 

@@ -76,7 +76,7 @@ def show_trials(found: PreprocessingTrials, *, everything: bool) -> None:
         guess = "always naming the most frequent class" if found.measure == "accuracy" else "always naming the mean"
         print(
             wrapped(
-                f"none is better than chance: {guess} gives {found.chance:.3f}. The head is not trained for these "
+                f"none is better than a constant: {guess} gives {found.chance:.3f}. The head is not trained for these "
                 "labels, the labels are in another column or order, or the preprocessing is none of these",
                 "  - ",
             )
@@ -107,7 +107,7 @@ def _labels(found: PreprocessingTrials) -> str:
     more = [f"... {len(found.classes) - MAX_ROWS} more"] if len(found.classes) > MAX_ROWS else []
     text = f"labels: {', '.join([*few, *more])}" if few else "labels: the numbers in the data"
     if found.sorted_by_name:
-        text += ", sorted by name, which is assumed (data.classes sets another order)"
+        text += ", in the order of their names (data.classes sets another order)"
     text += f"; the model has {found.model_classes} classes"
     if found.other_order or not found.better_than_chance:
         return f"{text}, which do not fit in this order"

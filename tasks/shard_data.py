@@ -21,6 +21,7 @@ from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.first_rows import source_bytes
 from onward.trainer.data.storage.sharding import make_training_shards
+from onward.trainer.data.storage.sharding_progress import speed
 from onward.trainer.data.storage.shards import ShardManifest, Split
 from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import ConfigError
@@ -49,7 +50,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     stream = sample_stream(manifest.sizes or (manifest.rows("train"),), config)
     _refuse_changes(run, manifest.key)
     _link(run.shards, directory)
-    files, megabytes = len(manifest.train) + len(manifest.evaluation), source_bytes(config.data) / 1e6
+    files, size_bytes = len(manifest.train) + len(manifest.evaluation), source_bytes(config.data)
     log.info(
         "%d rows to train on, %d to evaluate on, %d %s files %s in %.1f s%s: %s",
         manifest.rows("train"),
@@ -58,7 +59,7 @@ def shard_data(run: RunDir) -> ShardManifest:
         manifest.format,
         "found" if cached else "written",
         took_s := time.monotonic() - started_at,
-        "" if cached or megabytes < 1 else f" ({megabytes / took_s:,.0f} MB/s)",
+        "" if cached or size_bytes < 1e6 else f" ({speed(size_bytes, took_s)})",
         directory,
     )
     if config.data.sources:

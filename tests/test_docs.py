@@ -7,8 +7,9 @@ A fenced block of a page is checked by its language:
     python   runs, in the order of the page, in an empty directory
 
 A block with `title="NAME"` is also written to the file NAME for the blocks after it. A line `<!-- not run: REASON -->`
-above a block leaves it out. The pages in EXECUTED are run from top to bottom before a release (`-m slow`), with their
-shell commands and the Python blocks under a line `<!-- slow -->`.
+above a block leaves it out. A block in a fold (`??? note "..."`, indented by four spaces) is a block like any other.
+The pages in EXECUTED are run from top to bottom before a release (`-m slow`), with their shell commands and the Python
+blocks under a line `<!-- slow -->`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ EXECUTED = (
     "docs/how-to/train-on-images.md",
     "docs/how-to/train-on-tables.md",
     "docs/how-to/predict-numbers.md",
+    "docs/how-to/time-series.md",
+    "docs/how-to/choose-an-optimizer.md",
     "docs/how-to/audio.md",
     "docs/how-to/own-loss.md",
     "docs/how-to/distil.md",
@@ -64,6 +67,8 @@ BASE = {
     "train": {"num_steps": 1, "global_batch_size": 32},
 }
 """What a block that shows only some sections is laid over."""
+WITH_TORCHVISION = "from onward.trainer.onnx_graph.torchvision_import import import_torchvision; import_torchvision()\n"
+"""Runs before a block that imports torchvision, whose wheel may belong to another build of torch than is installed."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +268,7 @@ def run_page(page: str, folder: Path, *, shell: bool) -> None:
         if block.title:
             (work / block.title).write_text(block.text)
         if block.language == "python" and not block.title:
-            call = [sys.executable, "-c", block.text]
+            call = [sys.executable, "-c", WITH_TORCHVISION + block.text if "torchvision" in block.text else block.text]
         elif block.language == "sh" and shell:
             call = ["bash", "-e", "-c", block.text]
         else:
@@ -299,6 +304,7 @@ QUERIES = (
     *("transfer learning", "data augmentation", "cross-validation", "hyperparameter", "out of memory", "best model"),
     *("gradient accumulation", "imputation", "StandardScaler", "custom loss", "semantic segmentation", "time series"),
     *("embeddings", "docker", "pyfunc", "distillation", "EMA", "warm-up", "profiler", "torch.compile", "Slurm", "NaN"),
+    *("bucketing", "padding", "lr_find", "range test"),
     *("quantization-aware training", "named entities", "audio classification", "S3", "scikit-learn", "overfitting"),
 )
 
@@ -309,6 +315,40 @@ def test_words_of_other_tools_lead_to_a_page(query: str) -> None:
     rows = [row for row in page.splitlines() if row.startswith("| ") and query in row.split(" | ")[0]]
     assert rows, f"no row has {query!r}"
     assert all(re.search(r"\]\([\w./#-]+\) \|$", row) for row in rows)
+
+
+HEADINGS = {
+    "learning rate finder": "choose-an-optimizer",
+    "learning rate schedule": "choose-an-optimizer",
+    "class imbalance": "choose-a-loss",
+    "confusion matrix": "choose-metrics",
+    "missing values": "train-on-tables",
+    "multi-label": "train-on-tables",
+    "regression": "predict-numbers",
+    "time series": "time-series",
+    "padding": "lengths",
+    "bucketing": "lengths",
+    "torch.compile": "compile",
+    "TensorBoard": "follow-a-run",
+    "early stopping": "choose-metrics",
+    "metric learning": "choose-a-loss",
+    "object detection": "what-it-does-not-train",
+    "predict": "predict",
+    "LoRA": "fine-tune",
+    "fine-tune": "fine-tune",
+    "overfitting": "fine-tune",
+    "data augmentation": "train-on-images",
+    "normalise labels": "predict-numbers",
+    "hyperparameter": "sweep",
+}
+"""What people search for -> the page of that subject: the search of the site weighs a heading most."""
+
+
+@pytest.mark.parametrize("query", HEADINGS)
+def test_the_page_of_a_subject_has_the_common_words_in_a_heading(query: str) -> None:
+    page = (DOCS / "how-to" / f"{HEADINGS[query]}.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^\s*```.*?^\s*```", "", page, flags=re.S | re.M), re.M)
+    assert [heading for heading in headings if query.lower() in heading.lower()]
 
 
 def test_every_test_that_the_page_on_security_names_exists() -> None:
@@ -354,6 +394,29 @@ def anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", text, re.M)
     plain = [re.sub(r"[`*]|\]\([^)]*\)|\[", "", html.unescape(heading)).lower() for heading in headings]
     return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in plain}
+
+
+BEGIN_WITH_TOML = ("train-on-images", "train-on-tables", "train-on-text", "predict-numbers", "time-series", "audio")
+
+
+@pytest.mark.parametrize("name", BEGIN_WITH_TOML)
+def test_a_page_on_a_kind_of_data_begins_with_a_whole_configuration_and_folds_the_making_of_data(name: str) -> None:
+    page = f"docs/how-to/{name}.md"
+    first = next(blocks(page))
+    assert first.language == "toml"
+    assert {"model", "data", "train"} <= tomllib.loads(first.text).keys()
+    unfolded = re.sub(r"^\?\?\? .*(?:\n(?:    .*)?)*", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M)
+    assert not re.search(r"csv\.writer|parse_model|np\.savez|Image\.fromarray|soundfile\.write", unfolded)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_front_pages_begin_with_init_and_show_a_picture_that_the_browser_tests_make(page: str) -> None:
+    lines = [words for block in blocks(page) if block.language == "sh" for words in commands(block)]
+    assert next(words[1] for words in lines if words[0] == "onward") == "init"
+    shown = [Path(target).stem for target in links((ROOT / page).read_text(encoding="utf-8")) if "screens/" in target]
+    assert shown
+    made = (ROOT / "tests" / "browser" / "test_pages.py").read_text(encoding="utf-8")
+    assert [name for name in shown if f'"{name}"' not in made] == []
 
 
 def test_the_readme_is_short() -> None:

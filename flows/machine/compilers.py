@@ -51,4 +51,4 @@ def _compiler(
     said = next((line for line in ended.stderr.splitlines() if "error" in line), ended.stderr.strip()[-200:])
     headers = "Python's headers are missing: install python3-dev, or " if "Python.h" in said else ""
     what = f"{command[0]} does not compile (status {ended.returncode}): {said}"
-    return Finding(check=check, level="note", what=what, fix=f"{NEEDED}; {headers}mend the compiler")
+    return Finding(check=check, level="note", what=what, fix=f"{NEEDED}; {headers}repair the compiler")

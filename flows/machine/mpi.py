@@ -66,7 +66,7 @@ def _alone(folder: Path, program: Path, version: str, hostfile: str) -> Iterator
     ended = _job(folder, ("onward.trainer.distributed.mpi_report", str(folder)), ranks, MPI_S, hostfile)
     reports = [read_record(path, MpiReport) for path in sorted(folder.glob("mpi-*.json"))]
     if ended or not reports:
-        fix = f"run `{program} -n {ranks} hostname`; if that fails, mend MPI, else reinstall mpi4py for this MPI"
+        fix = f"run `{program} -n {ranks} hostname`; if that fails, repair MPI, else reinstall mpi4py for this MPI"
         what = f"{program} ({version or 'unknown version'}) did not start {ranks} ranks: {ended or 'no rank reported'}"
         yield Finding(check="MPI", level="problem", what=what, fix=fix)
         return
@@ -81,7 +81,7 @@ def _alone(folder: Path, program: Path, version: str, hostfile: str) -> Iterator
     expected = ranks * (ranks + 1) // 2
     if wrong := [each for each in reports if each.total != expected]:
         what = f"MPI's all-reduce of {ranks} ranks gave {wrong[0].total} in place of {expected}"
-        yield Finding(check="MPI", level="problem", what=what, fix="mend MPI: a training would be wrong")
+        yield Finding(check="MPI", level="problem", what=what, fix="repair MPI: a training would be wrong")
         return
     where = f"on {', '.join(hosts)}" if hostfile else "on this machine"
     what = f"{program} ({version}) starts {ranks} ranks {where}; mpi4py {reports[0].mpi4py} with {library}"
@@ -119,12 +119,12 @@ def _with_torch(folder: Path, hostfile: str) -> Iterator[Finding]:
         said = f"rank {first.rank} on {first.host}: {first.cause}" if first else ended
         what = f"MPI works, but {ranks} rank{'s' * (ranks > 1)} did not connect through torch: "
         what += said or f"only {len(reports)} reported"
-        yield Finding(check="ranks", level="problem", what=what, fix="mend what is named; a run would end alike")
+        yield Finding(check="ranks", level="problem", what=what, fix="correct what is named; a run would fail, too")
         return
     if wrong := [each for each in reports if each.all_reduce != each.all_reduce_expected]:
         what = f"an all-reduce on {wrong[0].device} by {wrong[0].backend} gave {wrong[0].all_reduce:g} in place of "
         what += f"{wrong[0].all_reduce_expected:g}"
-        yield Finding(check="ranks", level="problem", what=what, fix="a training would be wrong: mend the device")
+        yield Finding(check="ranks", level="problem", what=what, fix="replace the device: a training would be wrong")
         return
     devices = ", ".join(sorted({f"{each.device} ({each.gpu})" if each.gpu else each.device for each in reports}))
     versions = reports[0].versions

@@ -54,7 +54,7 @@ FOUND = """\
 
 27 November 2026, one H100, 14 minutes in all, so most steps were cut off by their limits:
 
-- Recurrent layers whose initial state the graph expands to the batch stopped with "hx is not contiguous". Mended; both
+- Recurrent layers whose initial state the graph expands to the batch stopped with "hx is not contiguous". Fixed; both
   of the tests of the step `operators` were run again on the device and passed. The test of the step `resume` was not.
 - The output layer of GPT-2, with 50,257 classes, took 30 of 87 ms of a step in bf16: rows that are not aligned to 16
   bytes keep cuBLAS from its fast kernels. `trainer/model/aligned_products.py` aligns them: a step went from 0.88 to

@@ -62,8 +62,13 @@ def test_a_task_says_how_far_it_is_and_how_fast_it_was(
     run = configured(tmp_path, np.arange(8000) % 4)
     shard_data.fn(run)
     (note, *_) = [event.fields["text"] for event, _ in read_events(run.phases) if event.kind == "note"]
-    assert re.fullmatch(r"[012] of 2 MB, \d+%, [\d,]+ MB/s, \d:\d\d left", note), note
-    assert any(re.search(r"files written in .* s \([\d,]+ MB/s\)", line) for line in caplog.messages)
+    assert re.fullmatch(r"[012] of 2 MB, \d+%, [\d,.]+ MB/s, \d:\d\d left", note), note
+    assert any(re.search(r"files written in .* s \([\d,.]+ MB/s\)", line) for line in caplog.messages)
+
+
+@pytest.mark.parametrize(("size_bytes", "elapsed_s", "shown"), [(1.52e9, 10, "152 MB/s"), (3e6, 10, "0.3 MB/s")])
+def test_a_slow_disk_has_no_speed_of_0(size_bytes: float, elapsed_s: float, shown: str) -> None:
+    assert sharding_progress.speed(size_bytes, elapsed_s) == shown
 
 
 def test_a_second_run_and_a_retry_share_the_shards(tmp_path: Path) -> None:

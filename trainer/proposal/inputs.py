@@ -86,6 +86,17 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
         draft.set("data.text_files", f"*{suffix}", "the files of text")
 
 
+def propose_digits(draft: Draft, inputs: Sequence[TensorInfo]) -> None:
+    """Propose the size to which scikit-learn's digits are resized, and their channels: those of the input of images."""
+    shapes = [info.shape for info in inputs if info.shape is not None and len(info.shape) == 4]
+    if len(shapes) == 1:
+        _, channels, height, width = shapes[0]
+        if height is not None and height == width:
+            draft.set("data.image_size", height, "the images have 8 x 8 pixels, and are resized to those of the model")
+        if channels is not None:
+            draft.set("data.image_channels", channels, "the grey image, repeated")
+
+
 def _boxes(path: Path) -> str:
     """Return which labels of object detection a source has, in itself or, of a folder of images, beside it."""
     places = [path, *(path.parent / name for name in MASK_FOLDERS if path.name.lower() in IMAGE_FOLDERS)]

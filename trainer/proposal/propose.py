@@ -31,6 +31,7 @@ from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import Facts, read_facts
 from onward.trainer.proposal.inputs import (
     propose_columns,
+    propose_digits,
     propose_image_column,
     propose_image_settings,
     propose_source,
@@ -97,7 +98,7 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     if trained is not False and can_try:
         is_better = propose_tried(draft)
         if trained is None and is_better is False:
-            trained, why = False, "the file itself is no better than chance on these rows"
+            trained, why = False, "the file as it is predicts no better than a constant"
             propose_tables(draft, facts, others, trained=False)
     is_dense = task in ("causal", "masked") or facts.format == "text" or draft.value("data.label") == "mask"
     propose_training(
@@ -161,6 +162,8 @@ def _refuse_trees(model: onnx.ModelProto, path: Path) -> None:
 def _read_data(draft: Draft, path: Path, source: str, signature: Signature) -> tuple[Facts, bool]:
     """Propose the source, and what reads images and texts; return what is in it, and whether a tokenizer reads it."""
     propose_source(draft, source, takes_images=any(len(info.shape or ()) == 4 for info in signature.fed))
+    if source == "digits":
+        propose_digits(draft, signature.fed)
     is_audio = "data.image" not in draft.entries and propose_audio_files(draft, signature.fed)
     facts = read_facts(_data(draft))
     is_text, ids = False, ids_input(signature)
@@ -195,6 +198,8 @@ def _data(draft: Draft) -> DataConfig:
         "table",
         "sequence_length",
         "text_files",
+        "image_size",
+        "image_channels",
     }
     return DataConfig.model_validate({name: value for name, value in settings.items() if name in names})
 

@@ -62,7 +62,8 @@ def targets(model: onnx.ModelProto, signature: Signature, given: object = None) 
 
 def named_labels(facts: Facts, found: Iterable[Target]) -> list[str]:
     """Return the columns that are labels by their names: those of outputs, else one of the usual names."""
-    outputs = [each.info.name for each in found]
+    ending = AHEAD if facts.data.table.window else ""  # what is predicted is the future
+    outputs = [each.info.name + ending for each in found]
     by_output = [name for name in facts.schema if name in outputs]
     usual = [name for name in facts.schema if name.lower() in LABELS]
     return [*by_output, *(name for name in usual[:1] if name not in by_output)]

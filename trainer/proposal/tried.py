@@ -27,9 +27,11 @@ def propose_tried(draft: Draft) -> bool | None:
     best, number = found.trials[0], len(found.trials)
     value = f"{found.measure} {best.accuracy:.3f} on {best.rows} rows before any training"
     if not found.better_than_chance and not found.other_order:
+        constant = "most frequent class" if found.measure == "accuracy" else "mean"
         draft.notes.append(
-            f"under none of {number} preprocessings is the file better than chance ({found.chance:.3f}) on these "
-            "labels; so the preprocessing is a default, not known to be that of its training"
+            f"no preprocessing that was tried ({number}) makes the file better than always naming the {constant} of "
+            f"these labels ({found.measure} {found.chance:.3f}); the proposed one is a default, and may not be that "
+            "of its training"
         )
         return False
     for key, setting in best.settings.items():

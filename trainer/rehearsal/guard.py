@@ -95,7 +95,7 @@ def guard(guarded: Guarded, *, seed: int = 0) -> Guard:
             f"the gradient of a training step is not the derivative of the file's loss: along a random direction of "
             f"the trained weights, the loss by {found.judged_by} changes by {found.derivative:.6g} for each unit, and "
             f"the gradient says {found.gradient:.6g}: {found.error:.2g} of the sum of all parts, above "
-            f"{found.bound:.1g}; report it with the file, and train other weights (model.train) until it is mended"
+            f"{found.bound:.1g}; report it with the file, and train other weights (model.train) until it is fixed"
         )
     return Guard(
         sizes=tuple(sizes),

@@ -165,7 +165,7 @@ def guard_of_file(path: Path, config: RunConfig | None = None) -> tuple[Guard | 
         with tempfile.TemporaryDirectory(prefix="onward-guard-") as folder:
             return guard(_opened(path, config, Path(folder))), ()
     except GuardError as error:
-        remedy = "do not train this file until it is mended; a run of it is refused"
+        remedy = "do not train this file until it is fixed; a run of it is refused"
         return None, (ExporterWarning(key="guard", what=str(error), remedy=remedy),)
     except Exception as error:  # whatever a file makes torch, onnxruntime or onnx raise
         what = (str(error).strip().splitlines() or [""])[0]

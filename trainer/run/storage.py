@@ -39,7 +39,7 @@ TO_DO: Mapping[int, str] = {
     errno.ENOSPC: MAKE_ROOM,
     errno.EDQUOT: f"{MAKE_ROOM}, or ask for a larger quota",
     errno.EROFS: "mount it for writing",
-    errno.EIO: "mend the disk or its connection",
+    errno.EIO: "repair the disk or its connection",
     errno.ESTALE: "mount it again",
     errno.EFBIG: "raise the limit of the size of files (`ulimit -f`)",
 }

@@ -69,7 +69,7 @@ def sharded(config: RunConfig, folder: Path) -> tuple[ShardManifest, dict[int, i
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet", "jsonl"])
-def test_names_are_found_over_all_rows_and_sorted_which_is_said_to_be_a_guess(tmp_path: Path, form: str) -> None:
+def test_names_are_found_over_all_rows_and_sorted_and_the_summary_says_so(tmp_path: Path, form: str) -> None:
     labels = [NAMES[number % 3] for number in range(40)]
     labels[39] = "ant"  # in one row only, whichever split that is in
     config = labelled(tmp_path, labels, form=form)
@@ -79,8 +79,8 @@ def test_names_are_found_over_all_rows_and_sorted_which_is_said_to_be_a_guess(tm
     assert manifest.fitted["label"].classes == tuple(order)
     assert ids == {number: order.index(label) for number, label in enumerate(labels)}
     assert manifest.preprocessing == (
-        "classes of label: 0 = ant, 1 = cat, 2 = cow, 3 = dog, sorted by name, which is a guess: data.classes sets "
-        "another order"
+        "classes of label: 0 = ant, 1 = cat, 2 = cow, 3 = dog, in the order of their names (data.classes "
+        "sets another order)"
     )
     assert manifest.table["label"].extremes == (0, 1, 2, 3)
     assert data_problems(config, manifest.table, fitted=manifest.fitted) == []

@@ -452,3 +452,13 @@ def test_a_file_that_exists_is_replaced_with_force_only(tmp_path: Path) -> None:
     assert load_config(tmp_path / "config.toml").data.label == "label"
     with pytest.raises(ConfigError, match="is a directory"):
         onward.init(tmp_path / "model.onnx", data, output=tmp_path, steps=0)
+
+
+def test_the_bundled_digits_get_the_size_and_the_channels_of_the_model(tmp_path: Path) -> None:
+    model = linear(tmp_path, {"image": (1, 16, 16)}, {"logits": (10,)})
+    proposed = onward.init(model, "digits", output=tmp_path / "config.toml", steps=2)
+    assert proposed.proof is not None
+    config = load_config(tmp_path / "config.toml")
+    assert (config.data.image_size, config.data.image_channels) == (16, 1)
+    with pytest.raises(ConfigError, match=r"takes \[1, 16, 16\] a sample, but column 'image' is float32 \[1, 24, 24\]"):
+        onward.init(model, "digits", {"data.image_size": 24}, output=tmp_path / "other.toml", steps=0)

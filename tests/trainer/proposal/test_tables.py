@@ -106,12 +106,12 @@ def test_no_row_is_left_out_where_every_label_is_there(tmp_path: Path) -> None:
 # -- series
 
 
-def forecaster(folder: Path, *, past: tuple[int, ...], future: int) -> Path:
+def forecaster(folder: Path, *, past: tuple[int, ...], future: int, output: str = "next") -> Path:
     g = GraphWriter("forecaster")
     x = g.op("Flatten", g.input("past", ("batch", *past)))
     x = g.op("MatMul", x, g.weight("w", g.normal(0.1, int(np.prod(past)), future)))
-    g.op("Add", x, g.weight("b", np.zeros(future, np.float32)), outputs="next")
-    g.output("next", ("batch", future))
+    g.op("Add", x, g.weight("b", np.zeros(future, np.float32)), outputs=output)
+    g.output(output, ("batch", future))
     onnx.save(g.model(), folder / "model.onnx")
     return folder / "model.onnx"
 
@@ -147,6 +147,16 @@ def test_several_series_have_times_of_their_own_and_several_columns_are_stacked(
     assert config.data.table.window is not None
     assert config.data.table.window.by == "meter"
     assert config.data.inputs["past"] == ("load", "heat")
+
+
+def test_an_output_with_the_name_of_a_column_predicts_its_future_and_the_past_of_it_stays_an_input(
+    tmp_path: Path,
+) -> None:
+    forecaster(tmp_path, past=(12, 2), future=3, output="heat")
+    found = initialised(tmp_path, days(tmp_path, columns=2))
+    assert not found.questions
+    config = load_config(tmp_path / "config.toml")
+    assert (config.data.inputs["past"], config.data.label) == (("load", "heat"), "heat_ahead")
 
 
 def test_of_several_columns_the_past_and_the_label_are_asked(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Some(Record):
         (OSError(errno.ENOSPC, "No space left on device", "/dev/full"), "the disk of /dev/full has "),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "Disk quota exceeded: the disk of {0} has "),
         (OSError(errno.EROFS, "Read-only file system", "/x"), "the disk of /x is mounted read-only; mount it"),
-        (OSError(errno.EIO, "Input/output error", "/x"), "the disk of /x reports an error of its device; mend"),
+        (OSError(errno.EIO, "Input/output error", "/x"), "the disk of /x reports an error of its device; repair"),
         (OSError(errno.ESTALE, "Stale file handle", "/x"), "the disk of /x was taken away by its server; mount"),
         (OSError(errno.ENOSPC, "No space left on device", "/from", None, "/dev/full"), "the disk of /dev/full has"),
         (RuntimeError("Error while serializing: No space left on device (os error 28)"), "the disk of {0} has"),

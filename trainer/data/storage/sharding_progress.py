@@ -19,6 +19,12 @@ PERIOD_S = 1.0
 """Between two reports."""
 
 
+def speed(size_bytes: float, elapsed_s: float) -> str:
+    """Return how fast bytes were read, in MB/s; below 1 with a decimal, so that a slow disk has no speed of 0."""
+    megabytes_per_s = size_bytes / 1e6 / max(elapsed_s, 1e-9)
+    return f"{megabytes_per_s:,.{0 if megabytes_per_s >= 1 else 1}f} MB/s"
+
+
 @dataclass(frozen=True)
 class Sharded:
     """How much of the source is in shards."""
@@ -45,7 +51,7 @@ class Sharded:
         digits = 1 if unit == "GB" else 0
         return (
             f"{done / size:.{digits}f} of {self.total_bytes / size:.{digits}f} {unit}, {self.share:.0%}, "
-            f"{done / 1e6 / max(self.elapsed_s, 1e-9):,.0f} MB/s, {left_s // 60}:{left_s % 60:02d} left"
+            f"{speed(done, self.elapsed_s)}, {left_s // 60}:{left_s % 60:02d} left"
         )
 
 

@@ -176,10 +176,10 @@ class ClassNames(FittedComputer):
 
 
 def describe_classes(name: str, found: Fitted) -> str:
-    """Return the classes of a column in words, and whether their order is a guess."""
+    """Return the classes of a column in words, and whether they are sorted."""
     numbered = [f"{number} = {each}" for number, each in enumerate(found.classes[:MAX_NAMED])]
     more = [f"... {len(found.classes) - MAX_NAMED:,} more"] if len(found.classes) > MAX_NAMED else []
-    order = ", sorted by name, which is a guess: data.classes sets another order" if found.sorted_by_name else ""
+    order = ", in the order of their names (data.classes sets another order)" if found.sorted_by_name else ""
     return f"classes of {name}: {', '.join([*numbered, *more])}{order}"
 
 
@@ -190,8 +190,8 @@ def class_problems(name: str, found: Fitted, num_classes: int | None, output: st
     where = "the data" if found.sorted_by_name else "data.classes"
     return [
         f"{where} has {len(found.classes):,} class names for column {name!r} ({_listed(found.classes)}), but output "
-        f"{output} has {num_classes} classes; name another column in data.label, mend the names, or give the model a "
-        "new head (model.num_classes)"
+        f"{output} has {num_classes} classes; name another column in data.label, correct the names, or give the model "
+        "a new head (model.num_classes)"
     ]
 
 

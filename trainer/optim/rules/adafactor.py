@@ -39,7 +39,7 @@ class Adafactor(NormedRule):
         r ← β̂r + (1-β̂)·mean of G² along rows [R];  c ← β̂c + (1-β̂)·mean along columns [C];  V = r c' / max(mean r, ε)
         U = G / √max(V, ε²);  w ← (1 - ηλ)w - min(η, 1/√t)·max(ε₂, RMS(w)) · U / max(1, RMS(U)/clip)
 
-    A vector has the unfactored V. So a matrix has R + C numbers of state in place of Adam's 2 R C. The rate is relative
+    For vectors V is not factored. So a matrix has R + C numbers of state in place of Adam's 2 R C. The rate is relative
     to the size of the weight; the usual one is 1e-2.
 
     Means and RMS are those of the full weight: sums over the ranks that hold its parts. Collective.

@@ -118,13 +118,19 @@ def _exists(name: str) -> bool:
         if hasattr(value, part):
             value = getattr(value, part)
             continue
-        if part in getattr(value, "__annotations__", ()):  # set by the instances
+        if part in (*getattr(value, "__annotations__", ()), *_set_by(value)):
             return True
         try:
             value = importlib.import_module(path)
         except ImportError:
             return False
     return True
+
+
+def _set_by(value: Any) -> tuple[str, ...]:
+    """Return the names that a class gives its instances when they are made, among others."""
+    made = getattr(getattr(value, "__init__", None), "__code__", None)
+    return made.co_names if made else ()
 
 
 if __name__ == "__main__":  # for `onward doctor`, which has no torch of its own

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, output_nodes
 from onward.trainer.onnx_import.ops.rnn import Recurrence
@@ -140,9 +140,10 @@ def flop_counter() -> FlopCounterMode:
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    # the arguments are shapes
-    flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
-    return flops
+    # The arguments are shapes, [..., length, width]. Queries may share heads of keys, which the formula of torch 2.11
+    # refuses: each head of the queries is multiplied with one.
+    *heads, length, width = query
+    return int(2 * math.prod(heads) * length * key[-2] * (width + value[-1]))
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

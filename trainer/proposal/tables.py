@@ -75,8 +75,8 @@ def propose_vocabularies(draft: Draft, facts: Facts, graph: onnx.GraphProto, inp
     tables: dict[str, None] = {}
     for info in inputs:
         table = embedding_rows(graph, info.name)
-        for name in feeding(draft, facts, info) if table else ():
-            if name in draft.value("data.table.categories", ()) and table and table[0] == len(facts.distinct(name)):
+        for name in set(draft.value("data.table.categories", ())).intersection(feeding(draft, facts, info)):
+            if table and table[0] == len(facts.distinct(name)) and not facts.missing[name]:
                 found[name] = facts.distinct(name)
                 tables[table[1]] = None
     if found:

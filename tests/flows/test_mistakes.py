@@ -438,9 +438,6 @@ MISTAKES: dict[str, Mistake] = {
     "a negative learning rate": setting(
         classes, "optimizer.learning_rate=-0.1", says=("optimizer.learning_rate", "greater than 0")
     ),
-    "a learning rate of 1000": setting(
-        classes, "optimizer.learning_rate=1e3", says=("optimizer.learning_rate 1000", "1e-5 to 1e-2")
-    ),
     "no epochs": Mistake(classes, ("train.num_epochs",), edited("num_steps = 4", "num_epochs = 0")),
     "steps and epochs": setting(
         classes, "train.num_epochs=3", says=("train.num_steps is 4 and train.num_epochs is 3", "exactly one")

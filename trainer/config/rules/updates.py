@@ -20,9 +20,6 @@ from onward.trainer.config.sections.training import (
 )
 from onward.trainer.config.update_rules import SETTINGS, UPDATE_RULES, rules_that_take, training_files_problems
 
-MOST_RATE = 1.0
-"""The greatest learning rate of rules that divide by the size of the gradient; only sgd does not."""
-
 
 def accumulation(train: TrainConfig, parallel: ParallelConfig) -> Iterable[str]:
     share = parallel.data * train.gradient_accumulation_steps
@@ -61,11 +58,6 @@ def optimizer(optimizer: OptimizerConfig) -> Iterable[str]:
     if optimizer.nesterov and not optimizer.momentum:
         yield "optimizer.nesterov needs optimizer.momentum above 0"
     name, rule = optimizer.name, UPDATE_RULES[optimizer.name]
-    if name != "sgd" and optimizer.learning_rate > MOST_RATE:
-        yield (
-            f"optimizer.learning_rate {optimizer.learning_rate:g} is above {MOST_RATE:g}: an update of {name} changes "
-            "a weight by about the learning rate, whatever its gradient; usual rates are 1e-5 to 1e-2"
-        )
     for setting in SETTINGS:
         value, default = getattr(optimizer, setting), OptimizerConfig.model_fields[setting].default
         shown = f"{setting} {value!r}" if not isinstance(value, Section) else setting

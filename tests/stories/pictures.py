@@ -112,7 +112,7 @@ def _write_masks(folder: Path) -> None:
 
 
 def _masks(folder: Path, part: str) -> list[tuple[Image.Image, Array]]:
-    found = []
+    found: list[tuple[Image.Image, Array]] = []
     for path in sorted((folder / "scans" / part / "images").iterdir()):
         found.append((Image.open(path), np.asarray(Image.open(path.parents[1] / "masks" / path.name)) > 0))
     return found
@@ -255,7 +255,8 @@ def _triplets_by_hand(folder: Path, recipe: Recipe) -> Array:
     columns = [torch.from_numpy(column) for column in _triplets("train")[0].values()]
 
     def loss(outputs: tuple[torch.Tensor, ...], _: torch.Tensor) -> torch.Tensor:
-        return nn.functional.triplet_margin_loss(*outputs)
+        anchor, like, unlike = outputs
+        return nn.functional.triplet_margin_loss(anchor, like, unlike)
 
     module = Triplets()
     fit(module, (*columns, torch.zeros(len(columns[0]))), loss, recipe)

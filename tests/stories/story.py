@@ -83,6 +83,8 @@ def export(module: torch.nn.Module, example: tuple[Any, ...], path: Path, **name
 def fit(module: torch.nn.Module, rows: Sequence[torch.Tensor], loss: Loss, recipe: Recipe) -> None:
     """Train by hand: AdamW, the rate falls by a cosine, shuffled batches. The last of `rows` are the labels."""
     torch.manual_seed(1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several threads on a busy machine wait for each other most of the time
     optimizer = torch.optim.AdamW(module.parameters(), recipe.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.steps)
     loader = DataLoader(TensorDataset(*rows), recipe.batch, shuffle=True)
@@ -90,9 +92,10 @@ def fit(module: torch.nn.Module, rows: Sequence[torch.Tensor], loss: Loss, recip
     module.train()
     for *inputs, labels in itertools.islice(epochs, recipe.steps):
         optimizer.zero_grad()
-        loss(module(*inputs), labels).backward()
+        loss(module(*inputs), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
+    torch.set_num_threads(threads)
     module.eval()
 
 

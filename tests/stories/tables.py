@@ -94,7 +94,7 @@ def _write_diabetes(folder: Path) -> None:
 def _score_diabetes(trained: Trained) -> Array:
     table = pd.read_csv(trained.folder / "diabetes" / "val.csv")
     found = trained.predicted("diabetes/val.csv")["predicted_progression"]
-    return -np.abs(np.asarray(found - table["progression"]))
+    return np.asarray(-np.abs(found - table["progression"]))
 
 
 def _diabetes_by_hand(folder: Path, recipe: Recipe) -> Array:
@@ -110,7 +110,7 @@ def _diabetes_by_hand(folder: Path, recipe: Recipe) -> Array:
     model = make_pipeline(StandardScaler(), TransformedTargetRegressor(network, transformer=StandardScaler()))
     with warnings.catch_warnings(action="ignore"):  # more epochs would fit the training rows still better
         model.fit(train[:, :-1], train[:, -1])
-    return -np.abs(np.asarray(model.predict(held_out[:, :-1]) - held_out[:, -1]))
+    return np.asarray(-np.abs(model.predict(held_out[:, :-1]) - held_out[:, -1]))
 
 
 # -- several labels in a row
@@ -151,7 +151,7 @@ def _traits_by_hand(folder: Path, recipe: Recipe) -> Array:
     )
     module = _traits_module()
     fit(module, (train, labels), nn.functional.binary_cross_entropy_with_logits, recipe)
-    return ((module(held_out) > 0) == (others == 1)).all(1).numpy()
+    return np.asarray(((module(held_out) > 0) == (others == 1)).all(1))
 
 
 # -- a forecast: 28 days of temperatures -> the next 7
@@ -192,7 +192,7 @@ def _windows(table: pd.DataFrame) -> Array:
 def _score_weather(trained: Trained) -> Array:
     found = trained.predicted("weather/val.csv", trained.model.parents[1]).filter(regex="^predicted_").to_numpy()
     future = _windows(pd.read_csv(trained.folder / "weather" / "val.csv"))[:, LENGTH:]
-    return -np.abs(found[: len(future)] - future).mean(1)
+    return np.asarray(-np.abs(found[: len(future)] - future).mean(1))
 
 
 def _weather_by_hand(folder: Path, recipe: Recipe) -> Array:

@@ -1,4 +1,4 @@
-"""Jobs with words: classes of texts with a tokenizer of one's own, a language model, and adapters on it."""
+"""Jobs with words: classes of texts with a tokenizer of one's own, and a language model."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _docstrings_by_hand(folder: Path, recipe: Recipe) -> Array:
     fit(module, rows("train"), nn.functional.cross_entropy, recipe)
     *inputs, labels = rows("val")
     with torch.no_grad():
-        return (module(*inputs).argmax(1) == labels).numpy()
+        return np.asarray(module(*inputs).argmax(1) == labels)
 
 
 # -- a language model on text files

@@ -57,8 +57,7 @@ from onward.trainer.data.storage.shard_space import check_space
 from onward.trainer.data.storage.sharding_progress import Sharded, ShardingProgress
 from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, damaged_files
 from onward.trainer.data.storage.split_writer import SplitWriter
-from onward.trainer.data.tables.class_names import single_classes
-from onward.trainer.errors import ConfigError, DataError, OnwardError
+from onward.trainer.errors import DataError, OnwardError
 from onward.trainer.run.durable_files import fsync, sha256
 from onward.trainer.run.records import read_record, write_record
 
@@ -89,8 +88,6 @@ def make_training_shards(
     directory, manifest, cached = make_shards(
         config.data, columns, cache, computers=computers, labels=labels, report=report
     )
-    if problems := list(single_classes(config, manifest.table, manifest.fitted)):
-        raise ConfigError(problems)
     return directory, with_label_statistics(directory, manifest, config, signature), cached
 
 

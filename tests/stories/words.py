@@ -1,4 +1,4 @@
-"""Jobs with words: classes of texts with a tokenizer of one's own, and a language model."""
+"""Jobs with words: classes of texts with a tokenizer of one's own, a language model, and adapters on it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import numpy as np
 import onnxruntime
 import pandas as pd
 import torch
+from safetensors.torch import load_model, save_model
 from tokenizers import Tokenizer
 from torch import nn
+from torch.nn.utils import parametrize
 
 from tests.stories.story import Array, Recipe, Story, Trained, export, fit, split
 from tests.support.texts import END, bert_tokenizer, gpt2_tokenizer
@@ -172,6 +174,68 @@ def _help_by_hand(folder: Path, recipe: Recipe) -> Array:
         return _likelihoods(module(held_out[:, :-1]), held_out[:, 1:])
 
 
+# -- adapters: a trained language model learns other texts by low-rank pairs beside its weights
+
+
+RANK = 8
+ADAPTED = ("attention", "out", "network.0", "network.2")
+
+
+class LowRank(nn.Module):
+    """A weight and a product of two matrices, which is 0 at first."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(RANK, columns) / RANK), nn.Parameter(torch.zeros(rows, RANK))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + 2 * self.b @ self.a
+
+
+def _pretrained(folder: Path) -> LanguageModel:
+    """Return the model after three epochs of the texts of `help()`."""
+    module = LanguageModel(TOKENS)
+    windows = _windows(folder / "before", "train")
+    fit(module, (windows[:, :-1], windows[:, 1:]), _next_tokens, Recipe(400, 8, 1e-3))
+    return module
+
+
+def _write_other_texts(folder: Path) -> None:
+    (folder / "before").mkdir()
+    _write_help(folder / "before")
+    gpt2_tokenizer(folder / "tokenizer.json", size=TOKENS)
+    for package in PACKAGES:
+        path = folder / "help" / ("val" if package == "asyncio" else "train") / f"{package}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(_docstrings(package)))
+    module = _pretrained(folder)
+    save_model(module, str(folder / "before.safetensors"))
+    names: dict[str, Any] = {"input_names": ["input_ids"], "output_names": ["logits"]}
+    example = (torch.ones(2, 9, dtype=torch.int64),)
+    export(module, example, folder / "model.onnx", dynamic_shapes=({0: "batch", 1: "length"},), **names)
+
+
+def _adapters_by_hand(folder: Path, recipe: Recipe) -> Array:
+    module = LanguageModel(TOKENS)
+    load_model(module, str(folder / "before.safetensors"))
+    module.requires_grad_(False)
+    for block in (module.first, module.second):
+        for name in ADAPTED:
+            layer = block.get_submodule(name)
+            parametrize.register_parametrization(layer, "weight", LowRank(*layer.weight.shape))  # type: ignore[misc]
+    train, held_out = _windows(folder, "train"), _windows(folder, "val")
+    fit(module, (train[:, :-1], train[:, 1:]), _next_tokens, recipe)
+    with torch.no_grad():
+        return _likelihoods(module(held_out[:, :-1]), held_out[:, 1:])
+
+
+ADAPTERS = (
+    'lora.weights=["*.attention.weight", "*.out.weight", "*.network.*.weight"]',
+    f"lora.rank={RANK}",
+    f"lora.alpha={2 * RANK}",
+    "optimizer.learning_rate=2e-3",
+    "train.num_epochs=4",
+)
 WORDS = {
     "texts": Story(
         _write_docstrings,
@@ -184,4 +248,5 @@ WORDS = {
     "a language model": Story(
         _write_help, "help", _score_help, _help_by_hand, given=("train.num_epochs=3",), at_least=-5.0
     ),
+    "adapters": Story(_write_other_texts, "help", _score_help, _adapters_by_hand, given=ADAPTERS, at_least=-4.93),
 }

@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--here", action="store_true", help="do not make a new environment")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # a server may be ending still
         root, binaries, install_s = Path(name), Path(sys.executable).parent, 0.0
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
         environment = {**kept, "ONWARD_HOME": str(root / "home")}
@@ -73,6 +73,7 @@ def main() -> None:
             job_s = timed("onward init", [*onward, "init", "model.onnx", story.data], folder, environment)
             job_s += timed("onward run", [*onward, "run", "config.toml"], folder, environment)
             job_s += timed("onward predict", [*onward, "predict", "last", rows, "-o", "new.csv"], folder, environment)
+            subprocess.run([*onward, "down"], cwd=folder, env=environment, capture_output=True, check=True)
             print(f"{job}: {job_s / 60:.1f} minutes, with the installation {(install_s + job_s) / 60:.1f}", flush=True)
 
 

@@ -106,20 +106,23 @@ MOST_READ_BYTES = 4 << 20
 def check_all_rows(config: RunConfig) -> None:
     """Read all rows of small data, so that a bad one is named before anything is started.
 
-    Nothing is left of it. Larger data, and what lies behind URLs, is read by the task shard data alone. Raises
-    DataError, and ConfigError for rows that do not fit the model.
+    Labels that are one class in all rows are refused as well. Nothing is left of it. Larger data, and what lies behind
+    URLs, is read by the task shard data alone. Raises DataError, and ConfigError for rows that do not fit the model.
     """
     from onward.infra.temporary_folders import owned_folder
     from onward.trainer.data.completed_settings import completed
     from onward.trainer.data.first_rows import source_bytes
     from onward.trainer.data.storage.sharding import make_training_shards
+    from onward.trainer.data.tables.class_names import single_classes
     from onward.trainer.run.local_copies import urls_in
 
     if any(urls_in(dict(config))) or source_bytes(config.data) > MOST_READ_BYTES:
         return
     # the run says what the machine lacks
     with contextlib.suppress(OSError, RuntimeUnavailable), owned_folder("onward-rows-") as folder:
-        make_training_shards(completed(config), folder)
+        _, manifest, _ = make_training_shards(completed(config), folder)
+        if problems := list(single_classes(config, manifest.table, manifest.fitted)):
+            raise ConfigError(problems)
 
 
 def _is_several(config: object) -> bool:

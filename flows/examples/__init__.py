@@ -79,6 +79,8 @@ def find_config(text: str) -> Path | Example:
             f"the example {text} has files of its own: `onward example {text}` writes them into the folder {text}, and "
             f"then `onward run {text}/{text}.toml` trains it"
         )
+    if Path(text).is_dir():
+        raise ConfigError(f"{text} is a folder; give the path of a TOML file in it")
     raise ConfigError(
         f"no config file {text}; give the path of a TOML file, or the name of an example: {', '.join(MODELS)}"
     )

@@ -199,10 +199,11 @@ def _read_toml(path: Path) -> tuple[dict[str, Any], str]:
         raw = parsed(text)
     except FileNotFoundError:
         raise ConfigError(f"no config file {path}; give the path of a TOML file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error}") from None
-    except ValueError as error:  # TOMLDecodeError, and Python's own of a number with thousands of digits
-        raise ConfigError(f"{path} is not TOML: {error}") from None
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, Python's own of a number of thousands of digits
+        how = "" if path.suffix == ".toml" else "; `onward init MODEL.onnx DATA` writes a configuration"
+        raise ConfigError(f"{path} is not TOML: {error}{how}") from None
     except RecursionError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if (depth := depth_of(raw)) > CONFIG_DEPTH.most:

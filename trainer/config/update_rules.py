@@ -30,6 +30,9 @@ RATIOS = ("ratio_min", "ratio_max")
 SETTINGS = (*ADAM, *RATIOS, "moments", "weight_decay_mode", "momentum", "nesterov", "adafactor", "muon")
 """All settings of [optimizer] that only some rules take."""
 
+BELOW_1 = (0.0, 1.0)
+"""Of rules that divide by the size of the gradient: an update changes a weight by about the learning rate."""
+
 
 @dataclass(frozen=True)
 class UpdateRule:
@@ -52,13 +55,13 @@ class UpdateRule:
 
 
 UPDATE_RULES: dict[str, UpdateRule] = {
-    "adam": UpdateRule((*ADAM, "moments", "weight_decay_mode"), ignores=RATIOS, in_onnx=True),
-    "adamw": UpdateRule((*ADAM, "moments"), ignores=RATIOS, in_onnx=True),
-    "lamb": UpdateRule((*ADAM, *RATIOS, "moments"), in_onnx=True),
+    "adam": UpdateRule((*ADAM, "moments", "weight_decay_mode"), ignores=RATIOS, rates=BELOW_1, in_onnx=True),
+    "adamw": UpdateRule((*ADAM, "moments"), ignores=RATIOS, rates=BELOW_1, in_onnx=True),
+    "lamb": UpdateRule((*ADAM, *RATIOS, "moments"), rates=BELOW_1, in_onnx=True),
     "sgd": UpdateRule(("momentum", "nesterov"), ignores=(*ADAM, *RATIOS), in_onnx=True),
-    "nadam": UpdateRule(("alpha", "beta", "epsilon", "moments")),
-    "radam": UpdateRule(("alpha", "beta", "epsilon", "moments")),
-    "rmsprop": UpdateRule(("beta", "epsilon", "moments"), defaults={"beta": 0.99}),
+    "nadam": UpdateRule(("alpha", "beta", "epsilon", "moments"), rates=BELOW_1),
+    "radam": UpdateRule(("alpha", "beta", "epsilon", "moments"), rates=BELOW_1),
+    "rmsprop": UpdateRule(("beta", "epsilon", "moments"), defaults={"beta": 0.99}, rates=BELOW_1),
     "adagrad": UpdateRule(("epsilon",), defaults={"epsilon": 1e-10}),
     "lion": UpdateRule(("alpha", "beta", "moments"), defaults={"beta": 0.99}, rates=(0.0, 4e-4)),
     "adafactor": UpdateRule(("epsilon", "adafactor"), defaults={"epsilon": 2.0**-23}, rates=(2.5e-3, math.inf)),

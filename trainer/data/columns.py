@@ -30,6 +30,9 @@ WORDS = "words"
 BYTES = "bytes"
 """The dtype of a column of encoded content, such as JPEG images; its values are an array of Python bytes."""
 
+NOT_UTF8 = "bytes that are not UTF-8"
+"""What a cell of text holds in a table of another encoding."""
+
 
 class Column(Record):
     """Type and shape of the rows of one column."""
@@ -192,7 +195,7 @@ def _fit_text(cells: Cells) -> tuple[Array, dict[int, str]]:
         elif isinstance(cell, str):
             bad[at] = "holds half of a surrogate pair, which is no character of Unicode"
         else:
-            what = "bytes that are not UTF-8" if isinstance(cell, bytes) else f"{str(cell)[:40]}, not text"
+            what = NOT_UTF8 if isinstance(cell, bytes) else f"{str(cell)[:40]}, not text"
             bad[at] = "is missing" if cell is None else f"holds {what}"
     return values, bad
 

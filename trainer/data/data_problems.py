@@ -13,6 +13,7 @@ import numpy as np
 
 from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data import misfits
 from onward.trainer.data.class_axis import find_class_axis
 from onward.trainer.data.columns import BYTES, TEXT, Column, Schema
 from onward.trainer.data.fitted import Fitted
@@ -29,7 +30,6 @@ from onward.trainer.data.input_columns import (
 )
 from onward.trainer.data.label_axes import fits
 from onward.trainer.data.label_axes import remedy as remedy_of_axes
-from onward.trainer.data.misfits import remedy, remedy_of_absence
 from onward.trainer.data.reading import sources
 from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.data.tables.class_names import class_problems
@@ -92,6 +92,8 @@ def data_problems(
         else:
             problems += type_problems(feed, [schema[name] for name in feed.columns])
     problems += _doubly_read(config, signature)
+    targets = {name for feed in labels(config, signature) for name in feed.columns}
+    problems += misfits.label_as_input(file_feeds(config, signature).values(), targets)
     problems += _balance_problems(config, signature, schema)
     problems += _vocabulary_problems(config, signature, fitted)
     mask_names = config.data.image.mask_columns if config.data.image else ()
@@ -124,9 +126,13 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _missing_column(feed: Feed, name: str, schema: Schema, signature: Signature) -> str:
+    if undivided := misfits.undivided_header(name, schema):
+        return undivided
     key = feed.target if feed.is_label else f"data.inputs.{feed.target.removeprefix('input ')}"
     missing = f"{feed.target} reads column {name!r}, which the data does not have{_nearest(name, schema)}; set {key}"
-    if not feed.is_label and (found := remedy_of_absence(feed, schema.values())):
+    if numbers := misfits.numbers_for(feed, schema.values()):
+        return f"{missing} to {numbers}"
+    if not feed.is_label and (found := misfits.remedy_of_absence(feed, schema.values())):
         return f"{missing}, or: {found}"
     # the only input of a model is what the samples are fed to
     if feed.is_label or feed.stacked or feed.image or feed.dtype not in NUMERIC or not signature.fed[1:]:
@@ -178,7 +184,8 @@ def type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
     for column in columns:
         if column.dtype == TEXT:
             how = "number the classes from 0 on, in the model's order"
-            how = how if feed.dtype == "int64" else "only a cross-entropy takes class names"
+            of_names = 'only a cross-entropy takes class names (model.loss = "cross_entropy")'
+            how = how if feed.dtype == "int64" else of_names
             how = f"; {how}" if feed.is_label else _advice(feed, column)
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds text{how}"
         elif column.dtype == BYTES:
@@ -186,7 +193,7 @@ def type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
         elif not _castable(column.dtype, feed.dtype):
             numbers = feed.target.endswith("label") and feed.dtype == "int64"
             key = "model.loss" if feed.target == "data.label" else feed.target.replace(".label", ".name")
-            hint = f": the loss compares with classes 0, 1, 2, ...; {_loss_of_numbers(key)}" if numbers else ""
+            hint = f": the loss compares with classes 0, 1, 2, ...; {misfits.loss_of_numbers(key)}" if numbers else ""
             yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds {column.dtype}{hint}"
         elif feed.stacked and len(feed.sample_shape or ()) == 2 and not column.variable:
             if column.shape != columns[0].shape:
@@ -209,11 +216,6 @@ def type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
             )
     elif columns[0].holds_numbers and (problem := _shape_problem(feed, columns[0])):
         yield problem
-
-
-def _loss_of_numbers(key: str) -> str:
-    """Return how to choose a loss of numbers. key: the setting that names the loss, `model.loss` or `loss.1.name`."""
-    return f'to predict numbers, set {key} = "mse" (or "l1", "huber", "quantile")'
 
 
 def _image_problems(feed: Feed, column: Column, dtype: str, shape: tuple[int, ...]) -> Iterator[str]:
@@ -257,7 +259,7 @@ def _doubly_read(config: RunConfig, signature: Signature) -> Iterator[str]:
 
 def _advice(feed: Feed, column: Column) -> str:
     """Return, behind a semicolon, the setting that makes a column fit; "" if there is none."""
-    found = remedy(feed, column)
+    found = misfits.remedy(feed, column)
     return f"; {found}" if found else ""
 
 
@@ -384,7 +386,7 @@ def _label_range_problems(
         classes = f'for two classes set {key} = "bce_with_logits"; ' if values == [0, 1] else ""
         yield (
             f"{key} is {loss.name!r}, but output {output.name} has one score a sample, which cannot tell the classes "
-            f"of column {column.name!r} ({values[0]:d}..{values[-1]:d}) apart; {classes}{_loss_of_numbers(key)}"
+            f"of column {column.name!r} ({values[0]:d}..{values[-1]:d}) apart; {classes}{misfits.loss_of_numbers(key)}"
         )
         return
     if values[0] < 0 or (num_classes is not None and values[-1] >= num_classes):

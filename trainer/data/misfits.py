@@ -6,12 +6,15 @@ it, and docs/how-to/own-data.md shows it row by row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from onward.trainer.data.columns import BYTES, TEXT, Column
 from onward.trainer.data.input_columns import Feed
 
+MAX_NAMED = 10
+"""Columns that a sentence names."""
 LONG = 256
 """Numbers in a vector from which on it may be a waveform."""
 
@@ -89,8 +92,9 @@ TOKENS = Misfit(
 ONE_HOT = Misfit(
     "single floats, or a vector of them",
     "texts such as names of cities",
-    "none: write a column of 0 and 1 for each text",
-    "(pandas.get_dummies does), or give the model an input of integers for data.table.categories",
+    "no setting: write a column of 0 and 1 for each text",
+    "(pandas.get_dummies does) and of dates their numbers, or give the model an input of integers for "
+    "data.table.categories",
     lambda feed, column: _is_float(feed) and (_takes_single(feed) or _rank(feed) == 1) and column.dtype == TEXT,
 )
 WINDOW = Misfit(
@@ -154,6 +158,37 @@ def remedy_of_absence(feed: Feed, columns: Iterable[Column]) -> str:
         if _is_encoded(column) and not feed.stacked and (found := remedy(feed, column)):
             return f"{found} (column {column.name!r} holds {column.kind})"
     return ""
+
+
+def numbers_for(feed: Feed, columns: Iterable[Column]) -> str:
+    """Return the columns of numbers that a vector input may stack, in words; "" where they are too few."""
+    shape = feed.sample_shape or ()
+    if not _is_float(feed) or feed.stacked or len(shape) != 1 or shape[0] in (None, 1):
+        return ""
+    numbers = [column.name for column in columns if column.holds_numbers and not column.shape]
+    shown = ", ".join(numbers[:MAX_NAMED]) + (", ..." if len(numbers) > MAX_NAMED else "")
+    return f"a list of {shape[0]} columns of numbers ({shown})" if len(numbers) >= (shape[0] or 0) else ""
+
+
+def undivided_header(name: str, columns: Collection[str]) -> str:
+    """Return what to do with a table whose only column has the name of another one inside its own; "" for others."""
+    only = next(iter(columns), "")
+    if len(columns) != 1 or name not in re.split(r"[,;|\s]", only):
+        return ""
+    return f"the data has a single column, {only!r}; set data.table.separator to the mark between its columns"
+
+
+def label_as_input(feeds: Iterable[Feed], targets: Collection[str]) -> Iterator[str]:
+    """Yield the inputs that stack other columns with the only one that they are to predict."""
+    for feed in feeds:
+        if feed.stacked and len(targets) == 1 and set(targets) < set(feed.columns):
+            (name,) = targets
+            yield f"{feed.target} reads column {name!r}, the label; leave it out of data.inputs, or change data.label"
+
+
+def loss_of_numbers(key: str) -> str:
+    """Return how to choose a loss of numbers. key: the setting that names the loss, `model.loss` or `loss.1.name`."""
+    return f'to predict numbers, set {key} = "mse" (or "l1", "huber", "quantile")'
 
 
 def remedy_of_missing(inputs: Collection[str]) -> str:

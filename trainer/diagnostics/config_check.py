@@ -91,7 +91,7 @@ def check_local_files(sections: Sections) -> list[str]:
             made = frozenset[str]().union(*(each.makes for each in open_fitted(config, signature, schema)))
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
             misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
-            misfits += [*_quantizing(config), *_patterns(config), *_cuts(config)]
+            misfits += [*_quantizing(config), *_patterns(config), *_cuts(config), *_absent_weights(config)]
             if misfits:
                 misfits += _selected(config)
             else:
@@ -114,6 +114,14 @@ def _selected(config: RunConfig) -> Iterator[str]:
         what, remedy = selected_output(model, output)
         if what:
             yield f"{what}; {remedy}"
+
+
+def _absent_weights(config: RunConfig) -> Iterator[str]:
+    """Yield the files of weights that belong to the model and are not beside it."""
+    folder = config.model.path.parent
+    for name in locations(read_model(config.model.path)):
+        if not (folder / name).exists():
+            yield f"model.path: there is no file {folder / name}, which has weights of {config.model.path.name}"
 
 
 def _training_files(config: RunConfig, signature: Signature) -> list[str]:
@@ -233,6 +241,8 @@ def _metrics(sections: Sections) -> list[str]:
 def _model(model: ModelConfig) -> list[str]:
     if url_of(model.path):  # why it could not be fetched is known
         return []
+    if model.path.is_dir():
+        return [f"model.path: {model.path} is a folder; name the ONNX file in it"]
     if not model.path.is_file():
         return [
             f"model.path: there is no file {model.path}; `onward reference --help` lists the models that Onward can "

@@ -57,10 +57,12 @@ def read_model(path: Path) -> onnx.ModelProto:
             raise UnsupportedModel(f"{path} is not an ONNX file that can be read: it has {size}")
         version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
         content = file.read() or b""  # None: a file of the kernel that has nothing just now
+    if not content:
+        raise UnsupportedModel(f"{path} is an empty file, not an ONNX file")
     try:
         model = onnx.load_model_from_string(content)
     except (DecodeError, ValueError) as error:
-        raise UnsupportedModel(f"{path} is not an ONNX file: {_why(error)}") from None
+        raise UnsupportedModel(f"{path} is not an ONNX file: {other_kind(content) or _why(error)}") from None
     if version not in _CHECKED:
         if problems := model_problems(model):
             more = [f"... and {len(problems) - MAX_NAMED} more"] if len(problems) > MAX_NAMED else []
@@ -75,6 +77,31 @@ def node_of_output(path: Path, tensor: str) -> tuple[str, str] | None:
         if tensor in node.output:
             return node.name or tensor, node.op_type
     return None
+
+
+EXPORT = "export the network to ONNX (docs/how-to/prepare-a-model.md)"
+OTHER_KINDS: tuple[tuple[bytes, str], ...] = (
+    (b"PK\x03\x04", f"a zip archive, as torch.save and Keras write; {EXPORT}"),
+    (b"\x80\x02", f"a pickle, as earlier versions of torch.save write; {EXPORT}"),
+    (b"\x80\x03", f"a pickle, as joblib writes; {EXPORT}"),
+    (b"\x80\x04", f"a pickle, as joblib writes; {EXPORT}"),
+    (b"\x80\x05", f"a pickle, as joblib writes; {EXPORT}"),
+    (b"\x89HDF\r\n", f"HDF5, as Keras writes; {EXPORT}"),
+    (b"GGUF", f"GGUF, the weights of llama.cpp; {EXPORT}"),
+    (b"version https://git-lfs", "a pointer of Git LFS in place of the file; `git lfs pull` gets it"),
+    (b"<", "a page of HTML or XML; the download gave something else than the file"),
+)
+"""First bytes of a file -> what it is, and what to do."""
+SAFETENSORS, TFLITE = slice(8, 10), slice(4, 8)
+
+
+def other_kind(content: bytes) -> str:
+    """Return what a file is in place of ONNX, by its first bytes, and what to do; "" where they do not show it."""
+    if content[SAFETENSORS] == b'{"':
+        return f"safetensors, which hold weights without a network; {EXPORT}"
+    if content[TFLITE] == b"TFL3":
+        return "TensorFlow Lite; convert the TensorFlow model with tf2onnx"
+    return next((what for start, what in OTHER_KINDS if content.startswith(start)), "")
 
 
 def _why(error: Exception) -> str:

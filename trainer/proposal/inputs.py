@@ -1,7 +1,7 @@
 """Propose how the inputs of a model read the data: where the samples are, and which column feeds which input.
 
 DATA is                                                     proposed
-a folder with train/ and val/                               source, evaluation_source
+a folder with train/ and val/                               source, evaluation_source; images/ and masks/ in each
 image files in a folder for each class                      [data.image]
 image files beside a folder of masks                        [data.image] mask_folder
 texts, or a table with a column of texts, and a tokenizer   [data.text]
@@ -70,14 +70,17 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
         ]
         training, evaluation, test = found
         if training and (evaluation or test):
+            if takes_images:
+                training, evaluation, test = (part and _images_in(part) for part in (training, evaluation, test))
             source = str(training)
         else:
             evaluation = test = None
-            images = next((splits[name] for name in IMAGE_FOLDERS if name in splits), None) if takes_images else None
-            source = str(images) if images else source
+            source = str(_images_in(path)) if takes_images else source
     draft.set("data.source", source, "")
     if evaluation:
-        draft.set("data.evaluation_source", str(evaluation), f"{evaluation.name} is beside {Path(source).name}")
+        draft.set(
+            "data.evaluation_source", str(evaluation), f"{evaluation.relative_to(path)} is beside the training data"
+        )
     if test:
         draft.set("data.test_source", str(test), "measured once, at the end")
     if takes_images:
@@ -95,6 +98,12 @@ def propose_digits(draft: Draft, inputs: Sequence[TensorInfo]) -> None:
             draft.set("data.image_size", height, "the images have 8 x 8 pixels, and are resized to those of the model")
         if channels is not None:
             draft.set("data.image_channels", channels, "the grey image, repeated")
+
+
+def _images_in(folder: Path) -> Path:
+    """Return the folder inside of a folder that is named after its images, as beside masks; else the folder itself."""
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    return next((each for each in inside if each.is_dir() and each.name.lower() in IMAGE_FOLDERS), folder)
 
 
 def _boxes(path: Path) -> str:

@@ -39,7 +39,7 @@ from onward.trainer.proposal.inputs import (
 from onward.trainer.proposal.masks import propose_masks
 from onward.trainer.proposal.readings import Reading, readings
 from onward.trainer.proposal.series import propose_windows
-from onward.trainer.proposal.tables import feeding, propose_rows, propose_split, propose_tables
+from onward.trainer.proposal.tables import feeding, propose_rows, propose_split, propose_tables, propose_vocabularies
 from onward.trainer.proposal.targets import Target
 from onward.trainer.proposal.texts import (
     ids_input,
@@ -93,13 +93,14 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     propose_rows(draft, facts)
     propose_split(draft, facts)
     trained, why = trained_before(with_numeric_outputs(model), path.parent)
-    propose_tables(draft, facts, others, trained=trained is not False)
+    propose_vocabularies(draft, facts, model.graph, others)
+    propose_tables(draft, facts, model.graph, others, trained=trained is not False)
     can_try = not draft.questions and not _declared_batch(signature) and task not in ("causal", "masked", "tokens")
     if trained is not False and can_try:
         is_better = propose_tried(draft)
         if trained is None and is_better is False:
             trained, why = False, "the file as it is predicts no better than a constant"
-            propose_tables(draft, facts, others, trained=False)
+            propose_tables(draft, facts, model.graph, others, trained=False)
     is_dense = task in ("causal", "masked") or facts.format == "text" or draft.value("data.label") == "mask"
     propose_training(
         draft,

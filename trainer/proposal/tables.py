@@ -1,15 +1,18 @@
-"""Propose how columns of numbers are prepared: missing cells, and scales that differ."""
+"""Propose how columns of tables are prepared: missing cells, scales that differ, and the numbers of categories."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import onnx
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import Array
 from onward.trainer.data.signature import TensorInfo
 from onward.trainer.data.tables.column_patterns import matching
+from onward.trainer.data.text.graph_limits import embedding_rows
+from onward.trainer.onnx_graph.index import Index
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import Facts
 
@@ -26,15 +29,35 @@ def feeding(draft: Draft, facts: Facts, info: TensorInfo) -> list[str]:
     return [name for name in names if name in facts.schema]
 
 
-def propose_tables(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo], *, trained: bool) -> None:
+def propose_tables(
+    draft: Draft, facts: Facts, graph: onnx.GraphProto, inputs: Sequence[TensorInfo], *, trained: bool
+) -> None:
     """Propose [data.table] for the columns of numbers that feed inputs of floats."""
-    names = [
+    _propose_missing(draft, facts, inputs)
+    own = [info for info in inputs if not scales_itself(graph, info.name)]
+    if trained or not (names := _columns_of_floats(draft, facts, own)):
+        return
+    spreads = np.concatenate([_per_element(facts, name).std(axis=0) for name in names])
+    middles = np.concatenate([np.abs(_per_element(facts, name).mean(axis=0)) for name in names])
+    used = spreads[spreads > 0]
+    if used.size and (used.max() > FAR or used.min() < 1 / FAR or (middles > FAR).any()):
+        reason = f"standard deviations are {used.min():.3g} to {used.max():.3g}, means up to {middles.max():.3g}"
+        draft.set("data.table.standardise", "standard", reason)
+
+
+def _columns_of_floats(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo]) -> list[str]:
+    """Return the columns of numbers that feed single numbers, or vectors of them."""
+    return [
         name
         for info in inputs
         if "float" in info.dtype and (len(info.sample_shape or (1,)) <= 1 or facts.data.table.window)
         for name in feeding(draft, facts, info)
         if facts.column(name).holds_numbers and name in facts.values
     ]
+
+
+def _propose_missing(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo]) -> None:
+    names = _columns_of_floats(draft, facts, inputs)
     categories = draft.value("data.table.categories", ())
     gaps = [name for name in names if facts.missing[name]]
     unknown = [name for name in categories if facts.missing.get(name)]
@@ -44,14 +67,42 @@ def propose_tables(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo], *, 
         what = f"{cells} cells of {len(missing)} columns ({shown}) are missing in {facts.rows}"
         what += "; texts get the id of unknown ones" if unknown else ""
         draft.set("data.table.missing", "mean", what)
-    if trained or not names:
-        return
-    spreads = np.concatenate([_per_element(facts, name).std(axis=0) for name in names])
-    middles = np.concatenate([np.abs(_per_element(facts, name).mean(axis=0)) for name in names])
-    used = spreads[spreads > 0]
-    if used.size and (used.max() > FAR or used.min() < 1 / FAR or (middles > FAR).any()):
-        reason = f"standard deviations are {used.min():.3g} to {used.max():.3g}, means up to {middles.max():.3g}"
-        draft.set("data.table.standardise", "standard", reason)
+
+
+def propose_vocabularies(draft: Draft, facts: Facts, graph: onnx.GraphProto, inputs: Iterable[TensorInfo]) -> None:
+    """Propose the order of the categories whose embedding has a row for each text and none for unknown ones."""
+    found: dict[str, list[str]] = {}
+    tables: dict[str, None] = {}
+    for info in inputs:
+        table = embedding_rows(graph, info.name)
+        for name in set(draft.value("data.table.categories", ())).intersection(feeding(draft, facts, info)):
+            if table and table[0] == len(facts.distinct(name)) and not facts.missing[name]:
+                found[name] = facts.distinct(name)
+                tables[table[1]] = None
+    if found:
+        reason = f"{', '.join(tables)} has a row for each of these texts, and none for unknown ones"
+        draft.set("data.table.vocabularies", found, f"{reason}; sorted, which is right for fresh weights alone")
+
+
+RESCALES = ("Sub", "Div", "Mul", "Add")
+PASSES = ("Cast", "Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Concat", "FeatureVectorizer", "Imputer")
+"""Operators behind which an input has its own scale still."""
+
+
+def scales_itself(graph: onnx.GraphProto, name: str) -> bool:
+    """Return whether a file rescales each column of an input before a layer reads it, as a pipeline of scikit-learn."""
+    stored, reached = Index(graph).stored, {name}
+    for node in graph.node:  # in topological order
+        if not reached.intersection(node.input):
+            continue
+        others = [stored[each] for each in node.input if each in stored]
+        if node.op_type in ("Scaler", "Normalizer", "BatchNormalization"):
+            return True
+        if node.op_type in RESCALES and any(max(each.dims, default=1) > 1 for each in others):
+            return True
+        if node.op_type in PASSES:
+            reached.update(node.output)
+    return False
 
 
 def propose_rows(draft: Draft, facts: Facts) -> None:

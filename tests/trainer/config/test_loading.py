@@ -408,7 +408,7 @@ def test_an_override_that_is_not_an_assignment_is_refused(tmp_path: Path, line: 
         load_config(tmp_path / "a.toml", [line])
 
 
-@pytest.mark.parametrize(("content", "expected"), [(b"[model\n", "not TOML"), (b"\xff", "cannot read")])
+@pytest.mark.parametrize(("content", "expected"), [(b"[model\n", "not TOML"), (b"\xff", "not TOML")])
 def test_a_file_that_is_not_a_config_is_refused(tmp_path: Path, content: bytes, expected: str) -> None:
     (tmp_path / "a.toml").write_bytes(content)
     with pytest.raises(ConfigError, match=expected):

@@ -39,7 +39,7 @@ def feed(dtype: str, shape: Dims, *, stacked: bool = False, is_label: bool = Fal
         (feed("int64", ()), TEXT, 'data.table.categories = ["city"] makes ids of texts'),
         (feed("int64", (4,), stacked=True), TEXT, 'data.table.categories = ["city"] makes ids of texts'),
         (feed("int64", (None,)), TEXT, '[data.text] tokenizer = "tokenizer.json" makes token ids'),
-        (feed("float32", (4,), stacked=True), TEXT, "none: write a column of 0 and 1 for each text"),
+        (feed("float32", (4,), stacked=True), TEXT, "no setting: write a column of 0 and 1 for each text"),
         (feed("float32", (28,)), NUMBER, "if the rows follow each other in time, [data.table.window] length = 28"),
         (feed("float32", (28, 2)), NUMBER, "[data.table.window] length = 28 makes windows of so many rows"),
         (feed("int64", (), stacked=True, is_label=True), NUMBER, 'model.loss = "bce_with_logits" compares each column'),
@@ -97,6 +97,6 @@ def test_missing_cells_of_inputs_name_the_setting_that_fills_them(tmp_path: Path
 def test_the_page_on_data_has_each_row_of_the_table() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for each in MISFITS:
-        setting = each.setting if each.setting.startswith("none: ") else f"`{each.setting}`"
+        setting = each.setting if each.setting.startswith("no setting: ") else f"`{each.setting}`"
         line = f"| {each.wants} | {each.has} | {setting} | {each.why} |"
         assert line in page, line

@@ -395,6 +395,27 @@ def test_masks_of_255_mean_the_second_class_or_no_label(tmp_path: Path) -> None:
         assert config.model.num_classes == (3 if classes == 2 and len(values) == 3 else 0)
 
 
+def test_masks_beside_their_images_in_folders_of_splits_are_found(tmp_path: Path) -> None:
+    from onward.trainer.onnx_graph.small_models import build_unet
+
+    onnx.save(build_unet(num_classes=2, image_size=8, width=2), tmp_path / "model.onnx")
+    for part in ("train", "val"):
+        for name in ("images", "masks"):
+            (tmp_path / "scans" / part / name).mkdir(parents=True)
+        for at in range(12):
+            scan = tmp_path / "scans" / part
+            (scan / "images" / f"{at}.png").write_bytes(encoded(picture(at, 8, 8), "PNG"))
+            mask = Random(at).integers(0, 2, (8, 8)).astype(np.uint8)
+            (scan / "masks" / f"{at}.png").write_bytes(encoded(Image.fromarray(mask), "PNG"))
+    config = _config(tmp_path, tmp_path / "scans")
+    assert (config.data.label, config.data.image.mask_folder) == ("mask", "../masks")
+    sources = config.data.source, config.data.evaluation_source
+    assert [Path(each).relative_to(tmp_path) for each in sources] == [
+        Path("scans/train/images"),
+        Path("scans/val/images"),
+    ]
+
+
 def test_a_range_test_chooses_the_rate_and_says_from_what(tmp_path: Path) -> None:
     onnx.save(graphs.tiny_mlp(), tmp_path / "model.onnx")
     x = X.astype(np.float32)

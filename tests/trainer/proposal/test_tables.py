@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
 import onward
 from onward.trainer.config.loading import load_config
+from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.proposal.initialise import Proposed
@@ -85,6 +86,36 @@ def test_a_text_column_of_another_name_is_the_category_if_it_is_the_only_one(tmp
     config = load_config(tmp_path / "config.toml")
     assert config.data.inputs["island"] == "place"
     assert config.data.table.categories == ("place",)
+
+
+def test_an_embedding_with_a_row_for_each_text_and_no_more_gets_their_order(tmp_path: Path) -> None:
+    model = onnx.load(penguins(tmp_path, sexes=False))
+    (places,) = (each for each in model.graph.initializer if each.name == "island.weight")
+    places.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(places)[:3].copy(), places.name))
+    onnx.save(model, tmp_path / "model.onnx")
+    found = initialised(tmp_path, measured(tmp_path))
+    assert found.proof is not None, found.refused
+    table = load_config(tmp_path / "config.toml", check=check_files_and_data).data.table
+    assert table.vocabularies == {"island": ISLANDS}
+
+
+def test_a_file_that_scales_its_columns_itself_gets_them_as_they_are(tmp_path: Path) -> None:
+    random = Random(0)
+    kinds = random.integers(0, 3, 120)
+    rows = [[*(1000 * (random.normal(size=4) + kind)).round(1), f"kind {kind}"] for kind in kinds]
+    data = write(tmp_path / "data.csv", (*(f"m{at}" for at in range(4)), "species"), rows)
+    for scaled in (True, False):
+        g = GraphWriter("scaled")
+        x = g.input("measures", ("batch", 4))
+        if scaled:
+            x = g.op("Sub", x, g.weight("mean", np.full(4, 1000, np.float32)))
+            x = g.op("Div", x, g.weight("deviation", np.full(4, 1200, np.float32)))
+        g.op("MatMul", x, g.weight("w", g.normal(0.3, 4, 3)), outputs="scores")
+        g.output("scores", ("batch", 3))
+        onnx.save(g.model(), tmp_path / "model.onnx")
+        found = onward.init(tmp_path / "model.onnx", data, output=tmp_path / "config.toml", steps=0, force=True)
+        proposed = {guess.setting for guess in found.guesses}
+        assert ("data.table.standardise" in proposed) is not scaled
 
 
 def test_rows_without_a_label_are_left_out_and_counted(tmp_path: Path) -> None:

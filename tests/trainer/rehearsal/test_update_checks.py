@@ -57,6 +57,9 @@ def test_the_default_rate_is_said_to_be_unusual_where_the_rule_needs_another(
     module = to_module(graphs.tiny_llama())
     assert said in next(iter(update_warnings(config(**settings), module))).what
     assert "learning_rate" not in [warning.key for warning in update_warnings(config(name="adamw"), module)]
+    (large,) = update_warnings(config(name="adamw", learning_rate=1e3), module)
+    assert "learning_rate 1000 is unusual for adamw, which is used with rates from 0 to 1" in large.what
+    assert not list(update_warnings(config(name="sgd", learning_rate=16.0), module))
 
 
 def test_wrong_patterns_are_refused_together_before_the_launch() -> None:

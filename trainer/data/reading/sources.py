@@ -172,6 +172,8 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
 def _nothing_to_read(source: str, found: Mapping[str, Path], wanted: str, data: DataConfig) -> str:
     """Return why none of the files that were found is read, and what each kind of them needs."""
     files = {name: path for name, path in found.items() if path.is_file()}
+    if not found:
+        return f"{source} is a folder without files; put the data into it, or set data.source"
     if data.format != "auto" or not files:
         what = f"none are {wanted if data.format != 'auto' else 'data'}"
     elif data.text_files != DataConfig.model_fields["text_files"].default:

@@ -32,6 +32,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.column_computers import ColumnComputer, computed_chunks, describe_all, packer_of, stored_of
 from onward.trainer.data.columns import (
     BYTES,
+    NOT_UTF8,
     TEXT,
     WORDS,
     Column,
@@ -328,6 +329,8 @@ def _write(
             f"{skipped:,} bad row{'s' * (skipped != 1)}: correct {'them' if skipped > 1 else 'it'}, or set "
             "data.bad_rows = 'skip' to leave such rows out"
         )
+        if any(why.endswith(NOT_UTF8) for why in skipped_rows):
+            total += "; data.table.encoding = 'latin-1' (or 'cp1252', ...) reads a table in another encoding"
         can_be_filled = {column.name for column in columns if column.holds_numbers or data.table.categories}
         raise DataError([*skipped_rows, *more, total + remedy_of_missing(missing & can_be_filled - {*labels})])
     of_tokens = f", each a window of {packer.packed_columns[0].shape[0]} tokens" if packer else ""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from onward.trainer.config.losses import key_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.columns import BYTES, TEXT, Array, Column, ColumnType, Schema, Values
 from onward.trainer.data.fitted import Fitted, FittedComputer
@@ -193,6 +194,22 @@ def class_problems(name: str, found: Fitted, num_classes: int | None, output: st
         f"{output} has {num_classes} classes; name another column in data.label, correct the names, or give the model "
         "a new head (model.num_classes)"
     ]
+
+
+def single_classes(config: RunConfig, table: Schema, fitted: Mapping[str, Fitted]) -> Iterator[str]:
+    """Yield the labels of a cross-entropy that are the same class in all rows, of which `table` has the extremes."""
+    for loss in config.losses:
+        column = table.get(loss.label) if isinstance(loss.label, str) else None
+        if loss.name != "cross_entropy" or column is None or column.shape or column.variable:
+            continue
+        classes = fitted[column.name].classes if column.name in fitted else ()
+        only = column.extremes[:1] if column.extremes and column.extremes[0] == column.extremes[-1] else ()
+        if len(classes) == 1 or (only and not classes):
+            key = key_of(config.losses, config.losses.index(loss), "label") if config.loss else "data.label"
+            yield (
+                f"every row has the class {[*classes, *only][0]!r} in column {column.name!r}, so there is nothing to "
+                f"learn; add rows of other classes, or name another column in {key}"
+            )
 
 
 def _listed(names: Sequence[str]) -> str:

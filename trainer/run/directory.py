@@ -48,7 +48,7 @@ Flow, tasks and ranks exchange files in this directory and nothing else. After e
         classes/                classes.json, classes.csv, confusion.csv: the classes in the last evaluation    monitor
         packages.txt            the Python packages with their versions        init runtime
         cursor.json             how much of the event log is in MLflow          monitor
-        tensorboard/            a view of the event log        monitor
+        tensorboard/, wandb/    views of the event log (`monitor.report_to`)    monitor
         export/                 the trained ONNX file, model.json (ExportedModel), example.npz, export.log; or
                                 refused.json (Refusal)         export
         export/preprocessing.json     Preprocessing: what raw data became before the graph; tokenizer.json   export

@@ -299,7 +299,15 @@ QUERIES = (
     *("transfer learning", "data augmentation", "cross-validation", "hyperparameter", "out of memory", "best model"),
     *("gradient accumulation", "imputation", "StandardScaler", "custom loss", "semantic segmentation", "time series"),
     *("embeddings", "docker", "pyfunc", "distillation", "EMA", "warm-up", "profiler", "torch.compile", "Slurm", "NaN"),
-    *("quantization-aware training", "Weights and Biases", "named entities", "audio classification", "S3", "scikit-learn", "overfitting"),
+    *(
+        "quantization-aware training",
+        "Weights and Biases",
+        "named entities",
+        "audio classification",
+        "S3",
+        "scikit-learn",
+        "overfitting",
+    ),
 )
 
 

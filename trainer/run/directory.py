@@ -52,6 +52,7 @@ Flow, tasks and ranks exchange files in this directory and nothing else. After e
         export/                 the trained ONNX file, model.json (ExportedModel), example.npz, export.log; or
                                 refused.json (Refusal)         export
         export/preprocessing.json     Preprocessing: what raw data became before the graph; tokenizer.json   export
+        export/README.md        the model card                 export
         export/variant-int8_static.json   Variant, beside its file     export
         export/samples.json     Samples: the evaluation rows on which the exported file is worst      export
         export/changes.json     Difference: what distinguishes it from the original     export

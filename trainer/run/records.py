@@ -259,8 +259,7 @@ class ExportedModel(Record):
     judged_by: str = "onnxruntime"
     """The runtime that evaluated the file."""
     as_given: float = 0.0
-    """How far the graph as it came in, with the trained weights, is off this inference form, of the output's largest
-    value; 0 if it came in in inference form."""
+    """How far the graph as given is off this inference form, of the output's largest value; 0 if it had that form."""
     cuda: CudaCheck | None = None
     """The same file on a GPU; None where onnxruntime has no CUDA provider."""
     beside: tuple[Path, ...] = ()
@@ -275,6 +274,7 @@ class ExportedModel(Record):
     """preprocessing.json, and the tokenizer if there is one."""
     preprocessing_refused: str = ""
     """The reason if they could not be written; else empty."""
+    card: Path | None = None  # the model card; an earlier version wrote none
     registered_as: str = ""
     version: str = ""
     promotion: Promotion | None = None

@@ -44,9 +44,10 @@ def login_problem() -> str:
     import wandb
 
     try:
-        session = wandb.setup(wandb.Settings(silent=True))
-        if session.settings.mode in WITHOUT_SERVER or wandb.login(prompt=False, verify=False):
-            return ""
+        with _hooks_kept():
+            session = wandb.setup(wandb.Settings(silent=True))
+            if session.settings.mode in WITHOUT_SERVER or wandb.login(prompt=False, verify=False):
+                return ""
         why = f"no login for {session.settings.base_url} on this machine"
     except Exception as error:  # such as a key that is none
         why = str(error)

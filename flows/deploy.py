@@ -7,8 +7,10 @@ import logging
 import os
 from collections.abc import Sequence
 from typing import Any, cast
+from uuid import UUID
 
 from onward.flows.deployment_limits import Limits, limits_of, record
+from onward.flows.form import short_form
 from onward.flows.work_pool import START, pool_of, problem_of_pool
 from onward.infra.mlflow_store import without_password
 from onward.infra.service_definitions import CLIENT_SETTINGS, POOL
@@ -22,7 +24,7 @@ log = logging.getLogger(__name__)
 DESCRIPTION = """\
 Trains `{model}` on `{data}` with {ranks} ranks and writes the same ONNX file with trained weights.
 
-- **Run** starts it now; the form shows the configuration and the meaning of every setting.
+- **Run** starts it now; the form shows the configuration and the settings that most runs change.
 - **Retry** of a failed run continues from its newest checkpoint, in the same run directory and MLflow run.
 - **Suspend** saves a checkpoint and frees the ranks within seconds; **Resume** continues from it, to the same weights.
 - **Cancel** saves a checkpoint and stops; **Retry** or `onward resume RUN` continues.
@@ -49,6 +51,8 @@ def deploy(
     Prefect server. Raises RuntimeUnavailable when the server has no work pool for it, ConfigError for an invalid `cron`
     and for directories that cannot be allowed.
     """
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import DeploymentUpdate
     from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
     from prefect.deployments.runner import RunnerDeployment
     from prefect.schedules import Cron, Interval, Schedule
@@ -86,6 +90,9 @@ def deploy(
         job_variables=job_variables,
     )
     deployment_id = str(cast(RunnerDeployment, deployment).apply())
+    form = short_form(train_onnx.parameters.model_dump(exclude_unset=True), parameters)
+    with get_client(sync_client=True) as client:
+        client.update_deployment(UUID(deployment_id), DeploymentUpdate(parameter_openapi_schema=form))
     record(deployment_id, limits)
     return deployment_id, limits
 

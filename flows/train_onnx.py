@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import datetime
 import logging
+import signal
 import uuid
 from pathlib import Path
 from typing import Any, cast
 
 from prefect import State, flow, runtime
 from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import TerminationSignal
 from prefect.flows import Flow
 from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -39,6 +41,7 @@ from onward.tasks.export import export as export_model
 from onward.tasks.init_runtime import init_runtime
 from onward.tasks.monitor import monitor as monitor_training
 from onward.tasks.shard_data import shard_data
+from onward.tasks.train import BY_SIGTERM
 from onward.tasks.train import train as train_model
 from onward.trainer.checkpoint.retention import announced
 from onward.trainer.config.losses import LossConfig
@@ -179,6 +182,8 @@ def train_onnx(
                 "the monitor failed, and MLflow lacks the newest metrics; `%s` sends them: %s: %s",
                 *(command_to_continue(run), type(error).__name__, error),
             )
+        if trained.is_cancelled() and trained.message == BY_SIGTERM:
+            raise TerminationSignal(signal.SIGTERM)
         if trained.is_cancelled() and run.pruned.exists():
             raise Stopped(read_record(run.pruned, Pruned).reason)
         if trained.is_cancelled():

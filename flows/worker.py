@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import runpy
 import shlex
@@ -41,7 +42,14 @@ def work() -> None:
 
 def run() -> None:
     """Execute the flow run that Prefect's worker names in the environment."""
+    from prefect.exceptions import CancelledRun
+
+    def is_no_cancellation(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], CancelledRun))
+
     _keep_login()
+    # Prefect's engine logs the end of a flow that returns a Cancelled state as an "unexpected exception"
+    logging.getLogger("prefect.flow_runs").addFilter(is_no_cancellation)
     _as_program("prefect.engine")
 
 

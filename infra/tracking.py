@@ -32,6 +32,14 @@ MAX_TAG_CHARACTERS = 5000
 """Longest text of a tag that every MLflow store keeps."""
 TRAINING_PAGES = "workflowType=machine_learning"
 """The part of an address, behind its `#`, without which MLflow shows its pages for language models."""
+VIEW = "onward"
+"""The name of a view of each experiment that `table_of` opens: MLflow's table of runs begins without any metric."""
+VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
+COLUMNS = (
+    *("tags.`onward.result`", "metrics.`evaluation/loss`", "metrics.`evaluation/accuracy`", "metrics.`evaluation/f1`"),
+    *("metrics.`evaluation/mean_iou`", "metrics.`evaluation/mae`", "metrics.`evaluation/r2`", "metrics.`train/loss`"),
+)
+"""The columns of the view; MLflow leaves out the metrics that no run of the experiment has."""
 BATCH = 1000
 """MLflow's limit of metric points per call."""
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
@@ -59,6 +67,11 @@ def page_on_own_server(tracking_uri: str, run_id: str) -> str:
     if home is None or local_store(home) != tracking_uri or not (server := healthy_url(home, "mlflow")):
         return ""
     return Tracker(tracking_uri, run_id).page(server)
+
+
+def table_of(page: str) -> str:
+    """Return the address of the table of runs with columns of metrics, from that of a run of the experiment."""
+    return f"{page.partition('/runs/')[0]}/runs?viewStateShareKey={VIEW}&{TRAINING_PAGES}"
 
 
 def metric_name(key: str) -> str:
@@ -117,16 +130,19 @@ class Tracker(Store):
         return f"{base}/#/experiments/{experiment_id}/runs/{self.run_id}?{TRAINING_PAGES}"
 
     def _experiment(self, name: str) -> str:
-        """Return the id of an experiment; create it, or restore a deleted one, if needed."""
+        """Return the id of an experiment; create it, restore a deleted one, or give it its view, if needed."""
+        view = json.dumps({"selectedColumns": COLUMNS})
         if (known := self._client.get_experiment_by_name(name)) is None:
             beside = self._database and (self._database.parent / "artifacts").as_uri()
             try:
-                return self._client.create_experiment(name, artifact_location=beside or None)
+                return self._client.create_experiment(name, artifact_location=beside or None, tags={VIEW_TAG: view})
             except Exception:
                 if (known := self._client.get_experiment_by_name(name)) is None:  # else another process has created it
                     raise
         if known.lifecycle_stage == "deleted":
             self._client.restore_experiment(known.experiment_id)
+        if known.tags.get(VIEW_TAG) != view:
+            self._client.set_experiment_tag(known.experiment_id, VIEW_TAG, view)
         return str(known.experiment_id)
 
     def _log_params(self, params: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from onward.tasks.markdown import table
 from onward.trainer.config.losses import titles
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.events import Event
@@ -90,11 +91,11 @@ class ClassTable(Record):
             [
                 f"Evaluation at step {self.step}{f', loss of {self.loss}' if self.loss else ''}",
                 "",
-                *_markdown([self.of, "precision", "recall", "F1", "targets"], rows),
+                *table([self.of, "precision", "recall", "F1", "targets"], rows),
                 "",
                 heading,
                 "",
-                *_markdown(columns, counts),
+                *table(columns, counts),
             ]
         )
 
@@ -149,8 +150,8 @@ def class_names(run: RunDir, title: str, *, are_labels: bool = False) -> Sequenc
 def write_tables(run: RunDir, tables: Iterable[ClassTable]) -> list[Path]:
     """Write the files of each table into the run directory; return their paths."""
     found = []
-    for table in tables:
-        for name, content in table.files().items():
+    for each in tables:
+        for name, content in each.files().items():
             run.classes.mkdir(exist_ok=True)
             write_durably(run.classes / name, content.encode())
             found.append(run.classes / name)
@@ -161,11 +162,6 @@ def _csv(rows: Iterable[Sequence[object]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
-
-
-def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    cells = [heads, ["---"] * len(heads), *rows]
-    return [f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in cells]
 
 
 def _share(value: float | None) -> str:

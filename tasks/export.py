@@ -1,6 +1,7 @@
 """export: write a checkpoint's weights into an ONNX file in a process of its own, and register the verified file.
 
-    checkpoint -> process `export` -> export/model.onnx, model.json, example.npz, preprocessing.json   (or refused.json)
+    checkpoint -> process `export` -> export/model.onnx, model.json, example.npz, preprocessing.json
+                  (or refused.json), and README.md, the model card
                   process `variant`, one per export.variants -> variant-KIND.json and its file
                   process `training`, if export.training -> training/
                   -> MLflow's model registry, and a copy at export.path
@@ -28,9 +29,10 @@ from onward.infra.temporary_folders import owned_folder
 from onward.infra.tracking import Tracker
 from onward.tasks.explained_errors import problems_of
 from onward.tasks.metric_points import Evaluations, only_of_file, points_of_file
+from onward.tasks.model_card import CARD, write_card
 from onward.tasks.prefect_results import show_result
 from onward.tasks.promotion import promote
-from onward.tasks.raw_prediction import raw_prediction
+from onward.tasks.raw_prediction import raw_prediction_of
 from onward.tasks.shown_in_mlflow import result_tags, version_tags
 from onward.tasks.subprocesses import run_module
 from onward.tasks.task_logger import IN_RESULT
@@ -49,7 +51,6 @@ from onward.trainer.errors import (
     RuntimeUnavailable,
     StorageUnavailable,
 )
-from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.run.delivered import remember
 from onward.trainer.run.directory import (
     RunDir,
@@ -163,7 +164,7 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
             path=exported.path,
             sha256=exported.sha256,
             beside=exported.beside,
-            documents=(*exported.preprocessing, *_optimized(exported)),
+            documents=(*exported.preprocessing, *([exported.card] if exported.card else []), *_optimized(exported)),
             inputs=tuple(map(_port, signature.inputs)),
             outputs=tuple(map(_port, signature.outputs)),
             step=exported.step,
@@ -171,12 +172,7 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
             metrics={**only_of_file(exported.after, sent, average=average), **exported.test, **parity},
             points=sent,
             tags=version_tags(run, exported) | tags,
-            raw=raw_prediction(
-                exported.preprocessing,
-                [info.name for info in signature.inputs],
-                {info.name: info.shape for info in signature.outputs},
-                {name for node in read_model(exported.path).graph.node for name in node.output},
-            ),
+            raw=raw_prediction_of(exported),
         )
     name = config.export.register_as or config.name
     tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
@@ -192,7 +188,7 @@ def _show_result(run: RunDir, exported: ExportedModel, tracker: Tracker) -> None
     """Write the result to the page of the run in MLflow. An outage leaves the page as it is."""
     try:
         tracker.set_tags(result_tags(run, exported))
-        for record in (run.exported, exported.path.with_name("preprocessing.json")):
+        for record in (run.exported, exported.path.with_name("preprocessing.json"), exported.path.with_name(CARD)):
             if record.exists():
                 tracker.log_file(record, "export")
     except TrackingError as error:
@@ -270,6 +266,7 @@ def copy_to(
     copies |= {variant.path: places[variant.kind] for variant in written if variant.path}
     copies |= {file: target.with_name(f"{target.stem}.training") / file.name for file in exported.training}
     copies |= {file: target.with_name(f"{target.stem}.preprocessing") / file.name for file in exported.preprocessing}
+    copies |= {exported.card: target.with_name(f"{target.stem}.{CARD}")} if exported.card else {}
     if not overwrite and (problems := files_in_the_way(target, others=copies.values())):
         raise RuntimeUnavailable(f"the exported file stays at {exported.path}: {why}" for why in problems)
     # The model itself last: when it is there, all its files are.
@@ -289,6 +286,7 @@ def copy_to(
         "beside": tuple(copies[file] for file in exported.beside),
         "training": tuple(copies[file] for file in exported.training),
         "preprocessing": tuple(copies[file] for file in exported.preprocessing),
+        "card": copies[exported.card] if exported.card else None,
         "variants": tuple(
             variant.model_copy(update={"path": places.get(variant.kind)}) for variant in exported.variants
         ),
@@ -302,7 +300,8 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
     record, refusal = folder / "model.json", refusal_in(folder)
     # the records of an earlier export would be taken for those of this one
     partial = folder.glob(".*.partial")  # of a killed process
-    for former in (record, refusal, folder / "preprocessing.json", samples_in(folder), changes_in(folder), *partial):
+    named = (folder / "preprocessing.json", folder / CARD, samples_in(folder), changes_in(folder))
+    for former in (record, refusal, *named, *partial):
         former.unlink(missing_ok=True)
     # Native code of onnxruntime may crash; in a process of its own it ends only the export.
     ending = _run_trainer("export", run, str(checkpoint.absolute()), folder)
@@ -317,6 +316,7 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
     exported = exported.model_copy(update={"variants": variants})
     if extras.training:
         exported = exported.model_copy(update=_training_files(run, checkpoint, folder))
+    exported = exported.model_copy(update={"card": write_card(run, exported, folder)})
     write_record(record, exported)
     return exported
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from onward.infra import mpirun
+from onward.infra import mpirun, weights_and_biases
 from onward.infra.hosts import read_hostfile
 from onward.tasks.disk_space import shares, space_problems
 from onward.tasks.registered_models import store_of
@@ -53,6 +53,7 @@ def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
         return problems
     if monitor := sections.get("monitor"):
         problems += store_problems(store_of(monitor))
+        problems += reporting_problems(monitor.report_to)
     if {"model", "train", "checkpoint", "monitor", "export", "parallel", "launch"} <= sections.keys():
         problems += _space_problems(RunConfig.model_construct(**dict(sections)))
     return problems
@@ -120,6 +121,16 @@ def store_problems(uri: str) -> Iterator[str]:
                 f"the MLflow server {redacted(uri)} does not answer ({error}); start it, or set MLFLOW_TRACKING_URI or "
                 "monitor.tracking_uri (empty = Onward's own store)"
             )
+
+
+def reporting_problems(report_to: Iterable[str]) -> Iterator[str]:
+    """Yield why nothing could be reported to Weights & Biases."""
+    if "wandb" not in report_to:
+        return
+    if not weights_and_biases.is_installed():
+        yield f'monitor.report_to has "wandb", whose package is not installed here: {how_to_install("wandb")}'
+    elif problem := weights_and_biases.login_problem():
+        yield f"monitor.report_to: {problem}"
 
 
 def _space_problems(config: RunConfig) -> Iterator[str]:

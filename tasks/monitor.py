@@ -1,4 +1,4 @@
-"""monitor: beside the training, send the event log to MLflow, TensorBoard, Prefect and the terminal.
+"""monitor: beside the training, send the event log to the reporters (MLflow, ...), Prefect and the terminal.
 
 The event log stays on disk, so nothing is lost: MLflow may be unavailable for hours, this process may be killed at any
 moment, and the next monitor continues at the cursor. Training never waits for this task.
@@ -17,22 +17,17 @@ from prefect.artifacts import create_markdown_artifact, create_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 
-from onward.infra.tensorboard import TensorBoard
-from onward.infra.tracking import Tracker
-from onward.tasks.attempt_reports import EndingReports
 from onward.tasks.class_tables import ClassTable, class_table, write_tables
-from onward.tasks.event_shipping import RetryingShipper
-from onward.tasks.metric_points import values_of
 from onward.tasks.prefect_events import emit
 from onward.tasks.prefect_results import show_curve
 from onward.tasks.prefect_server import prefect_answers
 from onward.tasks.pruning import MedianRule
+from onward.tasks.reporters import Reader, reporters_of
 from onward.tasks.task_logger import IN_TRAIN_LOG, Log, task_logger
 from onward.tasks.training_progress import Periodic, Progress
 from onward.trainer.events import Event, read_events
-from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.records import AttemptResult, MetricsSummary, RunIdentity, read_record, write_record
-from onward.trainer.run.storage import storage_problem
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import AttemptResult, MetricsSummary, read_record, write_record
 
 LOG_PERIOD_S = 10.0
 ARTIFACT_PERIOD_S = 5.0
@@ -47,61 +42,36 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     to the next monitor of this run (`onward resume`).
     """
     log = task_logger(__name__)
-    identity = read_record(run.identity, RunIdentity)
-    shipping = RetryingShipper(run, Tracker(identity.tracking_uri, identity.mlflow_run_id), log)
-    board = TensorBoard(run.tensorboard, wanted=read_config(run).monitor.tensorboard)
-    progress, lines, announcer, confusions = Progress(), LogLines(log), Announcer(run), dict[str, Event]()
-    artifact, pruning, reports = ProgressArtifact(), MedianRule(run), EndingReports(run)
-    for file in (run.packages, run.runtime, run.rehearsal):
-        shipping.file(file, "environment")
+    progress, lines, announcer, pruning = Progress(), LogLines(log), Announcer(run), MedianRule(run)
+    artifact, confusions = ProgressArtifact(), dict[str, Event]()
+    reporters = reporters_of(run, log, patience_s=patience_s)
+    readers: list[Reader] = [progress, lines, announcer, pruning, *reporters]
     offset, closed = 0, False
     while not closed:
         # Read first, so that the last pass reads everything that was written before the log was closed.
         closed = run.wait_for_end()
         for event, after in read_events(run.events, offset):
-            progress.add(event)
-            add_to_tensorboard(board, event)
-            lines.add(event)
-            announcer.add(event)
-            pruning.add(event)
+            for reader in readers:
+                reader.add(event)
             confusions |= {event.fields["loss"]: event} if event.kind == "confusion" else {}
-            if resumed := event.fields.get("resumed"):
-                shipping.tag("onward.resumed", resumed)
             offset = after
-        board.flush()
-        for name, text in reports.new_tags(now=closed).items():
-            shipping.tag(name, text)
-        shipping.tick()
+        for reporter in reporters:
+            reporter.flush(last=closed)
         artifact.show(progress, now=closed)
         announcer.is_new = True
         if not closed:
             lines.tick(progress)
             pruning.poll()
             run.wait_for_end(tick_s)
-    board.close()
     summary = progress.summary(_outcome(run))
     tables = [class_table(event, run) for event in confusions.values()]
     show_tables(tables)
     show_curve(run)
-    for file in write_tables(run, tables):
-        shipping.file(file, "classes")
-    for file in sorted(run.profile.glob("rank-*")):
-        shipping.file(file, "profile")
-    shipping.finish(
-        summary.status,
-        patience_s=0 if storage_problem(run.root) else patience_s,
-        ended_early=summary.ended_early,
-    )
+    write_tables(run, tables)
+    for reporter in reporters:
+        reporter.close(summary)
     write_record(run.metrics, summary)
     return summary
-
-
-def add_to_tensorboard(board: TensorBoard, event: Event) -> None:
-    """Write an event's metrics under the names that MLflow shows, or its histogram under its own."""
-    if event.kind == "histogram":
-        board.histogram(**event.fields, step=event.step, at_ms=event.at_ms)
-    elif values := values_of(event):
-        board.scalars(values, step=event.step, at_ms=event.at_ms)
 
 
 def _outcome(run: RunDir) -> Literal["FINISHED", "FAILED", "KILLED"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 from prefect import runtime
 from prefect.artifacts import create_image_artifact, create_table_artifact
@@ -34,8 +33,22 @@ def show_result(run: RunDir, exported: ExportedModel, result: TrainResult) -> No
             )
 
 
-def result_rows(exported: ExportedModel, result: TrainResult, *, first: str) -> list[dict[str, Any]]:
+def result_rows(exported: ExportedModel, result: TrainResult, *, first: str) -> list[dict[str, str]]:
     """Return the rows of the table: each metric before and after the training, the deciding one first; then facts."""
+    facts = {
+        "step of the exported checkpoint": exported.step,
+        "steps": result.step,
+        "attempts": result.attempts,
+        "minutes of training": f"{result.elapsed_s / 60:.1f}",
+        "changed tensors": exported.changed,
+        "difference of onnxruntime": f"{exported.parity:.2g}",
+    }
+    rows = metric_rows(exported, first)
+    return rows + [{"what": name, "before": "", "after": str(value)} for name, value in facts.items()]
+
+
+def metric_rows(exported: ExportedModel, first: str) -> list[dict[str, str]]:
+    """Return a row of each metric before and after the training, that named `first` first; then those of the test."""
     names = sorted(exported.after, key=lambda name: (name != first, name))
     rows = [
         {
@@ -45,16 +58,7 @@ def result_rows(exported: ExportedModel, result: TrainResult, *, first: str) -> 
         }
         for name in names
     ]
-    rows += [{"what": name, "before": "", "after": _rounded(value)} for name, value in exported.test.items()]
-    facts = {
-        "step of the exported checkpoint": exported.step,
-        "steps": result.step,
-        "attempts": result.attempts,
-        "minutes of training": f"{result.elapsed_s / 60:.1f}",
-        "changed tensors": exported.changed,
-        "difference of onnxruntime": f"{exported.parity:.2g}",
-    }
-    return rows + [{"what": name, "before": "", "after": str(value)} for name, value in facts.items()]
+    return rows + [{"what": name, "before": "", "after": _rounded(value)} for name, value in exported.test.items()]
 
 
 def _about(run: RunDir, exported: ExportedModel) -> str:

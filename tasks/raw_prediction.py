@@ -10,9 +10,12 @@ from typing import Any, Literal
 import numpy as np
 
 from onward.infra.model_package import RawColumn, RawPrediction
+from onward.trainer.data.signature import read_signature
 from onward.trainer.export import served
 from onward.trainer.export.served.raw_inputs import LOG, RECORD, raw_columns, read_recipe, unusable
 from onward.trainer.export.served.result_columns import NoColumns, result_columns
+from onward.trainer.onnx_graph.model_files import read_model
+from onward.trainer.run.records import ExportedModel
 
 Outputs = Mapping[str, tuple[int | None, ...] | None]
 """Output of the file -> the shape that it declares, None for a length that is not known."""
@@ -27,6 +30,17 @@ KINDS: dict[str, Literal["number", "text", "content"]] = {
 """What a raw column holds -> how MLflow describes it."""
 PACKAGES = {"image": ("pillow",), "audio": ("soundfile", "scipy"), "tokens": ("tokenizers",), "columns": ()}
 """Kind of an input -> the packages that compute it."""
+
+
+def raw_prediction_of(exported: ExportedModel) -> RawPrediction | None:
+    """Return how an exported file predicts from raw rows; None if what is beside it does not say."""
+    signature = read_signature(exported.path)
+    return raw_prediction(
+        exported.preprocessing,
+        [info.name for info in signature.inputs],
+        {info.name: info.shape for info in signature.outputs},
+        {name for node in read_model(exported.path).graph.node for name in node.output},
+    )
 
 
 def raw_prediction(

@@ -14,6 +14,7 @@ from typing import Any
 from prefect import State, Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import TaskRun
+from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled
 
 from onward.infra import mpirun
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 RANK = ("onward.trainer", "train")
 """Module and command that every rank runs."""
+BY_SIGTERM = "stopped by SIGTERM"
+"""The message of the Cancelled state after SIGTERM, which Prefect's worker sends, too."""
 
 
 def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
@@ -50,10 +53,10 @@ def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -
 def train(run: RunDir) -> TrainResult | State[Any]:
     """Run the next attempt and write `train.json`; return the record at once if training is done already.
 
-    Returns a Cancelled state when the job was stopped; the next `train` continues from its last checkpoint. Raises
-    TrainingFailed with the error of the first rank that failed, after which a retry makes sense. Raises the rank's own
-    error where it does not: Refused, Diverged, Fenced, CheckpointError, OutOfMemory, DeviceAssertion;
-    RuntimeUnavailable without mpirun. How the attempt ended is in its AttemptEnding in every case.
+    Returns a Cancelled state when the job was stopped, also by SIGTERM; the next `train` continues from its last
+    checkpoint. Raises TrainingFailed with the error of the first rank that failed, after which a retry makes sense.
+    Raises the rank's own error where it does not: Refused, Diverged, Fenced, CheckpointError, OutOfMemory,
+    DeviceAssertion; RuntimeUnavailable without mpirun. How the attempt ended is in its AttemptEnding in every case.
     """
     config = read_config(run)
     # A retry of the flow after training was done repeats this task.
@@ -73,6 +76,9 @@ def train(run: RunDir) -> TrainResult | State[Any]:
             outcome = mpi_job(run, config, attempt=attempt.number).run()
     except mpirun.LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
+    except TerminationSignal:
+        # Prefect would take it for a crash of the task; the flow raises it again
+        return Cancelled(message=BY_SIGTERM)
     ending = attempt.end(outcome, config)
     # Only the result file counts: mpirun exits with 0 when a remote host has failed.
     result = result_of(run, attempt.number)

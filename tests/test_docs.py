@@ -304,7 +304,7 @@ QUERIES = (
     *("transfer learning", "data augmentation", "cross-validation", "hyperparameter", "out of memory", "best model"),
     *("gradient accumulation", "imputation", "StandardScaler", "custom loss", "semantic segmentation", "time series"),
     *("embeddings", "docker", "pyfunc", "distillation", "EMA", "warm-up", "profiler", "torch.compile", "Slurm", "NaN"),
-    *("bucketing", "padding", "lr_find", "range test"),
+    *("Weights and Biases", "bucketing", "padding", "lr_find", "range test"),
     *("quantization-aware training", "named entities", "audio classification", "S3", "scikit-learn", "overfitting"),
 )
 
@@ -329,7 +329,7 @@ HEADINGS = {
     "padding": "lengths",
     "bucketing": "lengths",
     "torch.compile": "compile",
-    "TensorBoard": "follow-a-run",
+    "TensorBoard": "mlflow-and-prefect",
     "early stopping": "choose-metrics",
     "metric learning": "choose-a-loss",
     "object detection": "what-it-does-not-train",

@@ -111,7 +111,7 @@ def ui(as_json: Json = False) -> None:
     api.require_flow("onward ui")
     from onward.flows.runs import all_runs, identity_of
     from onward.infra.mlflow_store import TrackingError
-    from onward.infra.tracking import page_on_own_server
+    from onward.infra.tracking import page_on_own_server, table_of
 
     links = _start_services("prefect", "mlflow")
     if (known := all_runs()[:1]) and (identity := identity_of(known[0])):
@@ -119,7 +119,7 @@ def ui(as_json: Json = False) -> None:
             links["last run"] = links["prefect"].removesuffix("/v2/runs") + urlsplit(identity.prefect_url).path
         with contextlib.suppress(TrackingError):  # a damaged database must not hide the other links
             if page := identity.mlflow_url or page_on_own_server(identity.tracking_uri, identity.mlflow_run_id):
-                links["last run in mlflow"] = page
+                links["last run in mlflow"], links["runs in mlflow"] = page, table_of(page)
     _show(links, as_json=as_json)
 
 

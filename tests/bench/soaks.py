@@ -40,7 +40,7 @@ SETTINGS = (
     "train.log_period=10",
     "train.evaluation_period=500",
     "checkpoint.period=100",
-    "monitor.tensorboard=false",
+    "monitor.report_to=[]",
 )
 
 

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from onward.infra.login import login
+from onward.infra.tracking import table_of
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.browser import browser, driver, shot, shows
@@ -182,6 +183,8 @@ def test_prefects_form_begins_with_the_common_settings_and_says_what_is_wrong_be
     closed = labels[labels.index("lora") : labels.index("lora") + 5]
     assert closed == ["lora", "average", "teacher", "quantize", "graph"], "sections with their defaults are closed"
     assert "Field" not in labels, "every setting has its name"
+    height = page.evaluate("Math.max(...[...document.querySelectorAll('*')].map(each => each.scrollHeight))")
+    assert height < 8000, "pixels, with two open metrics; with every setting of the open sections it was over 20,000"
 
     wrong = page.get_by_label("Learning Rate (Optional)").first
     wrong.fill("-1")
@@ -194,7 +197,12 @@ def test_prefects_form_begins_with_the_common_settings_and_says_what_is_wrong_be
 
 
 def test_mlflow_shows_the_table_of_runs(page: Any, shop: Shop, tmp_path: Path) -> None:
-    opened_in_mlflow(page, shop, "/experiments/1/runs", "onward", "shapes-1", "shapes-2", "2 matching runs", "Training")
+    address = table_of(f"{shop.mlflow}/#/experiments/1/runs/{shop.identity.mlflow_run_id}")  # as `onward ui` prints it
+    opened(page, address, "onward", "shapes-1", "shapes-2", "2 matching runs", "Training", "evaluation/loss")
+    for close in page.get_by_role("button", name="Close").all():
+        close.click()
+    heads = {head.inner_text() for head in page.get_by_role("columnheader").all()}
+    assert {"evaluation/accuracy", "evaluation/loss"} <= heads
     shot(page, "mlflow-runs", tmp_path)
 
 

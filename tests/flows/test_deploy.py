@@ -158,5 +158,11 @@ def test_a_deployed_run_that_is_cancelled_saves_ends_as_cancelled_and_can_be_res
     ending = ending_of(run)
     assert ending is not None
     assert ending.status == "cancelled"
+    asked = {"flow_runs": {"id": {"any_": [begun]}}}
+    states = {each["name"]: each["state"]["type"] for each in api(server, "/task_runs/filter", asked)}
+    assert states["train"] == "CANCELLED", states
+    said = [each["message"] for each in api(server, "/logs/filter", {"logs": {"flow_run_id": {"any_": [begun]}}})]
+    assert not [line for line in said if "Crash" in line or "Traceback" in line]
+    assert "Crash" not in (run.root / "flow.log").read_text()
     assert workshop.onward("resume", begun)["step"] == 3000
     assert [found.info.status for found in workshop.mlflow_runs(run)] == ["FINISHED"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from prefect.utilities.schema_tools.validation import is_valid_schema, validate
 
-from onward.flows.form import settings_of
+from onward.flows.form import settings_of, short_form
 from onward.flows.train_onnx import train_onnx
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
@@ -77,3 +78,51 @@ def test_a_closed_section_is_that_of_a_configuration_without_it() -> None:
     assert RunConfig(**settings_of(given)) == config
     with pytest.raises(KeyError):
         settings_of({name: value for name, value in given.items() if name != "lora"})
+
+
+GIVEN = {
+    "model": {"path": "/m.onnx", "loss": "cross_entropy"},
+    "data": {"source": "/d.csv", "label": "y", "table": {"missing": "skip"}},
+    "train": {"num_steps": 9, "seed": 1},
+    "launch": {"device": "cpu"},
+    "name": "m",
+}
+
+
+def test_the_form_of_a_deployment_shows_the_common_settings_and_its_own(schema: dict[str, Any]) -> None:
+    short = short_form(schema, GIVEN)
+    shown = {name: set(definition["properties"]) for name, definition in short["definitions"].items()}
+    assert shown["ModelConfig"] == {"path", "loss"}
+    assert shown["DataConfig"] == {"source", "label", "table"}
+    assert shown["TableConfig"] == {"missing"}
+    assert shown["TrainConfig"] == {"global_batch_size", "num_steps", "num_epochs", "seed"}
+    assert shown["OptimizerConfig"] == {"name", "learning_rate"}
+    assert shown["LaunchConfig"] == {"device"}
+    assert short["definitions"]["ExportConfig"] == schema["definitions"]["ExportConfig"], "a closed section has all"
+    assert set(short["properties"]) == set(schema["properties"])
+    assert "Use JSON input" in short["definitions"]["TrainConfig"]["description"]
+    assert "patternProperties" not in schema["definitions"]["TrainConfig"], "the schema of the flow stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("train", "clip_norm", 1.0, ""),
+        ("train", "clip_norm", -1, "-1 is less than"),
+        ("train", "clip_norms", 1.0, "does not match any of the regexes"),
+        ("data", "evaluation_source", 3, "3 is not of type 'string'"),
+        ("launch", "retries", 2, ""),
+        ("launch", "retries", "two", "is not valid under any"),
+    ],
+)
+def test_prefect_checks_a_setting_that_the_short_form_does_not_show(
+    schema: dict[str, Any], section: str, key: str, value: object, message: str
+) -> None:
+    short = short_form(schema, GIVEN)
+    is_valid_schema(short)
+    assert validate(GIVEN, short) == []
+    given: dict[str, Any] = {**GIVEN, section: {**GIVEN[section], key: value}}  # type: ignore[dict-item]
+    found = [error.message for error in validate(given, short)]
+    assert bool(found) == bool(message), found
+    assert not message or message in found[0]
+    assert bool(validate(given, schema)) == bool(message), "as without it"

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 SETTINGS = (
     *("launch.rehearsal='off'", "launch.heartbeat_timeout_s=15", "launch.collective_timeout_s=10"),
-    *("monitor.tensorboard=false", "train.log_period=5", "train.evaluation_period=0"),
+    *("monitor.report_to=[]", "train.log_period=5", "train.evaluation_period=0"),
 )
 
 

@@ -27,7 +27,7 @@ from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.phases import phases
 from onward.trainer.run.preprocessing_record import Preprocessing
-from onward.trainer.run.records import RunIdentity, read_record
+from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
 from onward.trainer.run.time_account import time_account
 from tests.support.report_runs import Page
 from tests.support.terminals import Terminal
@@ -114,6 +114,17 @@ def test_a_run_writes_the_same_graph_with_better_weights(workshop: Workshop, und
     )
     recipe = read_record(Path(undisturbed["model"]).with_name("preprocessing.json"), Preprocessing)
     assert (recipe.model, recipe.sha256) == (Path(undisturbed["model"]).name, undisturbed["sha256"])
+    card = Path(undisturbed["model"]).with_name("README.md").read_text()
+    for name, value in undisturbed["after"].items():
+        before = undisturbed["before"][name]
+        assert f"| `{name.removeprefix('evaluation/')}` | {before:.4g} | {value:.4g} |" in card
+    assert f"| SHA-256 | `{undisturbed['sha256']}` |" in card
+    exported = read_record(RunDir(Path(undisturbed["directory"])).exported, ExportedModel)
+    assert (exported.card, exported.sha256) == (
+        Path(undisturbed["model"]).with_name("README.md"),
+        undisturbed["sha256"],
+    )
+    assert f"exported at step {exported.step}." in card
     until(lambda: gone(workshop), limit_s=15)
 
 

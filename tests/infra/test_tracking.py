@@ -36,7 +36,16 @@ from onward.infra.mlflow_store import (
 )
 from onward.infra.model_package import ModelFile, Point, Port
 from onward.infra.registry import Registry
-from onward.infra.tracking import DataSplit, Tracker, metric_name, page_on_own_server
+from onward.infra.tracking import (
+    COLUMNS,
+    TRAINING_PAGES,
+    VIEW_TAG,
+    DataSplit,
+    Tracker,
+    metric_name,
+    page_on_own_server,
+    table_of,
+)
 from tests.support.stores import client, free_port, new_run, new_store, points, tracking_store
 
 
@@ -44,6 +53,23 @@ def test_importing_tracking_does_not_import_mlflow() -> None:
     subprocess.run(
         [sys.executable, "-c", "import onward.infra.tracking, sys; assert 'mlflow' not in sys.modules"], check=True
     )
+
+
+def test_each_experiment_has_the_view_that_the_address_of_its_table_names() -> None:
+    tracker = new_run()
+    experiment = client(tracker).get_run(tracker.run_id).info.experiment_id
+
+    def columns() -> list[str]:
+        found: list[str] = json.loads(client(tracker).get_experiment(experiment).tags[VIEW_TAG])["selectedColumns"]
+        return found
+
+    assert columns() == list(COLUMNS)
+    client(tracker).set_experiment_tag(experiment, VIEW_TAG, "{}")  # as an earlier version had none
+    new_run()
+    assert columns() == list(COLUMNS)
+    page = tracker.page("http://127.0.0.1:5000")
+    expected = f"http://127.0.0.1:5000/#/experiments/{experiment}/runs?viewStateShareKey=onward&{TRAINING_PAGES}"
+    assert table_of(page) == expected
 
 
 def test_a_run_is_found_by_its_key_and_set_to_running() -> None:

@@ -123,7 +123,9 @@ def test_a_verified_file_is_registered_with_signature_example_and_alias(tmp_path
     assert (tags["onward.result"], tags["onward.version"]) == ("loss 2 -> 0.5", "exports 1")
     assert tags["mlflow.note.content"].startswith("**loss 2 -> 0.5**\n")
     assert "Trained from `" in version.description
-    assert [file.path for file in client(tracker).list_artifacts(tracker.run_id, "export")] == ["export/model.json"]
+    artifacts = client(tracker).list_artifacts(tracker.run_id, "export")
+    assert [file.path for file in artifacts] == ["export/README.md", "export/model.json"]
+    assert (folder / "README.md").read_bytes() == (run.export / "README.md").read_bytes(), "the card is with the model"
 
 
 def test_a_repeated_task_neither_exports_nor_registers_again(tmp_path: Path, process: Process) -> None:
@@ -188,7 +190,7 @@ def test_an_export_to_a_path_does_not_change_the_run_directory(tmp_path: Path, p
     exported = task.export_file(run, run.checkpoint(7), tmp_path / "out" / "seven.onnx")
     assert exported.path == tmp_path / "out" / "seven.onnx"
     assert exported.step == 7
-    assert list((tmp_path / "out").iterdir()) == [exported.path]
+    assert sorted((tmp_path / "out").iterdir()) == [tmp_path / "out" / "seven.README.md", exported.path]
     assert not run.export.exists()
 
 
@@ -286,6 +288,8 @@ def test_external_data_is_copied_into_the_same_subdirectory_and_what_describes_i
     copied = task.copy_to(tmp_path / "out" / "seven.onnx", exported, source=tmp_path / "model.onnx")
     assert copied.beside == (tmp_path / "out" / "below" / "weights.bin",)
     assert copied.beside[0].read_bytes() == b"weights"
+    assert copied.card == tmp_path / "out" / "seven.README.md", "the folder may have a README of its own"
+    assert copied.card.read_text() == (run.export / "README.md").read_text()
     assert copied.preprocessing == (tmp_path / "out" / "seven.preprocessing" / "preprocessing.json",)
     assert copied.preprocessing[0].read_text() == "{}"
 

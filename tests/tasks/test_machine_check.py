@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,40 @@ def problems(tmp_path: Path, *, resumed: bool = False, **sections: Any) -> list[
     onnx.save(tiny_mlp(), tmp_path / "m.onnx")
     given = {"model": {"path": tmp_path / "m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 1}}
     return machine_problems(dict(build_config({**given, **sections})), resumed=resumed)
+
+
+def test_weights_and_biases_needs_its_package_and_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(mode: str = "online", *, key: str = "") -> list[str]:
+        """What a new process says, because wandb reads its environment and its login once."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+        environment |= {"WANDB_MODE": mode, "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+        environment |= {"WANDB_CONFIG_DIR": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"}
+        environment |= {"WANDB_API_KEY": key} if key else {}
+        code = (
+            "from onward.tasks.machine_check import reporting_problems\n"
+            "import json; print(json.dumps(list(reporting_problems(['wandb']))))"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert "wandb:" not in ended.stderr, "nothing of wandb is in the terminal"
+        found: list[str] = json.loads(ended.stdout)
+        return found
+
+    assert said("offline") == said("disabled") == said(key="0" * 40) == []
+    assert said() == [
+        "monitor.report_to: Weights & Biases has no login for http://127.0.0.1:9 on this machine: run `wandb login`, "
+        "or set WANDB_API_KEY; with WANDB_MODE=offline the run writes files, which `wandb sync` sends later"
+    ]
+    assert "WANDB_API_KEY invalid" in said(key="too-short")[0]
+
+    assert problems(tmp_path, monitor={"report_to": []}) == []
+    monkeypatch.setattr("onward.infra.weights_and_biases.is_installed", lambda: False)
+    (problem,) = problems(tmp_path, monitor={"report_to": ["tensorboard", "wandb"]})
+    assert problem.startswith('monitor.report_to has "wandb", whose package is not installed here: pip install ')
+    assert "[wandb]" in problem
+    assert problems(tmp_path, monitor={"report_to": ["wandb"]}, resumed=True) == []
 
 
 @pytest.fixture

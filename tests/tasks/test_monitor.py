@@ -7,12 +7,16 @@ import json
 import logging
 import math
 import shutil
+import socket
+import struct
+import sys
 import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -25,6 +29,7 @@ from onward.infra.model_package import Point
 from onward.infra.tracking import Tracker
 from onward.tasks.event_shipping import Cursor, Shipper
 from onward.tasks.monitor import monitor
+from onward.tasks.shown_in_mlflow import parameters
 from onward.tasks.training_progress import Progress
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
@@ -270,7 +275,7 @@ def test_a_full_disk_is_logged_once_and_only_tensorboard_files_stop(
         assert monitor.fn(run).status == "FINISHED"
     assert points(tracker, "train/loss") == [loss(step, 1) for step in range(1, 11)]
     assert caplog.text.count("metrics stay in the event log until MLflow can be reached again: [Errno 28]") == 1
-    assert caplog.text.count("no more TensorBoard files are written") == 1
+    assert caplog.text.count("nothing more goes to TensorBoard until this run is resumed") == 1
 
 
 # -- shipping
@@ -416,16 +421,144 @@ def test_tensorboard_has_every_step_once_after_two_attempts_and_two_monitors(tmp
     assert shapes == [(5, buckets), (10, buckets)]
 
 
-def test_monitor_tensorboard_false_writes_no_tensorboard_files(tmp_path: Path) -> None:
+def test_an_empty_report_to_writes_no_tensorboard_files(tmp_path: Path) -> None:
     run = make_run(tmp_path, new_run())
-    config = RunConfig.model_validate_json(run.config.read_bytes())
-    write_record(
-        run.config, config.model_copy(update={"monitor": config.monitor.model_copy(update={"tensorboard": False})})
-    )
+    report_to(run)
     attempt(run, first=1, last=2, status="done")
     run.close_log()
     monitor.fn(run)
     assert not run.tensorboard.exists()
+
+
+# -- Weights & Biases
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Real wandb that writes files, with a login that must not be in them."""
+    import wandb
+
+    wandb.teardown()  # it reads its environment once
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", "5ec4e7" * 7)
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "of-wandb"))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "of-wandb"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "of-wandb"))
+    yield
+    wandb.teardown()
+
+
+def report_to(run: RunDir, *places: str) -> None:
+    config = RunConfig.model_validate_json(run.config.read_bytes())
+    monitored = config.monitor.model_copy(update={"report_to": places})
+    write_record(run.config, config.model_copy(update={"monitor": monitored}))
+
+
+def written_by_wandb(run: RunDir) -> list[Any]:
+    """The records in wandb's offline files: blocks of 32 KiB with (checksum, length, kind) before each part."""
+    from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
+
+    records = []
+    for path in sorted((run.root / "wandb").glob("offline-run-*/run-*.wandb")):
+        data, place, whole = path.read_bytes(), 7, b""
+        while place + 7 <= len(data):
+            if (left := 32768 - place % 32768) < 7:
+                place += left
+                continue
+            _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+            part, place = data[place + 7 : place + 7 + length], place + 7 + length
+            whole = part if kind in (1, 2) else whole + part  # 1: a record; 2, 3, 4: its first, middle, last part
+            if kind in (1, 4):
+                records.append(WandbRecord.FromString(whole))
+    return records
+
+
+def rows_in_wandb(run: RunDir) -> list[dict[str, Any]]:
+    rows = [record.history.item for record in written_by_wandb(run) if record.HasField("history")]
+    return [{"/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
+
+
+@pytest.mark.usefixtures("offline")
+def test_weights_and_biases_has_every_step_once_after_two_attempts_and_two_monitors(tmp_path: Path) -> None:
+    run = make_run(tmp_path, new_run())
+    report_to(run, "wandb")
+    hooks = sys.exit, sys.excepthook
+    attempt(run, first=1, last=7)
+    run.close_log()
+    monitor.fn(run)
+    attempt(run, first=6, last=10, status="done")
+    monitor.fn(run)
+
+    rows = rows_in_wandb(run)
+    losses = [(row["_step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert losses == [loss(step, 1) for step in range(1, 8)] + [loss(step, 2) for step in range(8, 11)]
+    evaluations = [(row["_step"], row["evaluation/loss"]) for row in rows if "evaluation/loss" in row]
+    assert evaluations == [(0, 2.0), (5, 0.2), (10, 0.1)]
+    assert [row["_step"] for row in rows if "weight/w/values" in row] == [5, 10]
+    assert all(abs(row["_timestamp"] - time.time()) < 600 for row in rows)
+    assert not run.tensorboard.exists()
+    assert (sys.exit, sys.excepthook) == hooks
+    (begun,) = (record.run for record in written_by_wandb(run) if record.HasField("run"))
+    assert (begun.run_id, begun.project, begun.display_name, begun.resume) == ("r", "onward", "r", True)
+    assert begun.notes == f"Report: {run.report}"
+
+
+@pytest.mark.usefixtures("offline")
+def test_weights_and_biases_gets_metrics_and_the_parameters_of_mlflow_and_no_more(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path, new_run())
+    report_to(run, "wandb")
+    attempt(run, first=1, last=2, status="done")
+    run.close_log()
+    monitor.fn(run)
+
+    records = written_by_wandb(run)
+    assert {record.WhichOneof("record_type") for record in records} == {
+        *("header", "run", "telemetry", "summary", "history", "exit")
+    }
+    (begun,) = (record.run for record in records if record.HasField("run"))
+    sent = {entry.key: json.loads(entry.value_json) for entry in begun.config.update}
+    config = RunConfig.model_validate_json(run.config.read_bytes())
+    assert sent == {"_wandb": {}, **parameters(config)}
+    folder = run.root / "wandb"
+    files = b"".join(file.read_bytes() for file in folder.glob("offline-run-*/run-*.wandb"))
+    for secret in ("5ec4e7", socket.gethostname(), "wandb_internal"):
+        assert secret.encode() not in files, secret
+    assert not [file for file in folder.glob("offline-run-*/files/*") if file.is_file()], "no packages, no code"
+
+
+def test_a_server_of_weights_and_biases_that_cannot_be_reached_ends_nothing_and_the_run_is_in_files(
+    tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    run = make_run(tmp_path, new_run())
+    report_to(run, "wandb", "tensorboard")
+    attempt(run, first=1, last=3, status="done")
+    run.close_log()
+    with caplog.at_level(logging.INFO):
+        assert monitor.fn(run).status == "FINISHED"
+    assert "cannot be reached ([Errno 111] Connection refused): this run is written to files" in caplog.text
+    assert "offline-run-*` sends what is written there" in caplog.text
+    assert [row["_step"] for row in rows_in_wandb(run) if "train/loss" in row] == [1, 2, 3]
+    assert list(run.tensorboard.iterdir())
+
+
+def test_an_error_of_a_board_is_logged_once_and_ends_that_board_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("onward.infra.weights_and_biases.login_problem", lambda: "the login is gone")
+    tracker = new_run()
+    run = make_run(tmp_path, tracker)
+    report_to(run, "wandb", "tensorboard")
+    attempt(run, first=1, last=3, status="done")
+    run.close_log()
+    assert monitor.fn(run).status == "FINISHED"
+    said = "nothing more goes to Weights & Biases until this run is resumed: the login is gone"
+    assert caplog.text.count(said) == 1
+    assert len(points(tracker, "train/loss")) == 3
+    assert list(run.tensorboard.iterdir())
 
 
 # -- how far it is

@@ -75,6 +75,10 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "average.decay": ("ema", "ema_decay"),
     "lora.rank": ("lora_r", "lora_rank", "r"),
     "monitor.experiment": ("experiment_name", "project"),
+    "monitor.report_to": (
+        *("tensorboard", "tensor_board", "wandb", "weights_and_biases", "weights_&_biases", "w&b"),
+        *("logger", "loggers", "log_with", "trackers"),
+    ),
     "export.path": ("output_dir", "output_path", "save_path", "save_to"),
 }
 """A setting -> the names that other tools and most people use for it."""

@@ -48,10 +48,11 @@ Flow, tasks and ranks exchange files in this directory and nothing else. After e
         classes/                classes.json, classes.csv, confusion.csv: the classes in the last evaluation    monitor
         packages.txt            the Python packages with their versions        init runtime
         cursor.json             how much of the event log is in MLflow          monitor
-        tensorboard/            a view of the event log        monitor
+        tensorboard/, wandb/    views of the event log (`monitor.report_to`)    monitor
         export/                 the trained ONNX file, model.json (ExportedModel), example.npz, export.log; or
                                 refused.json (Refusal)         export
         export/preprocessing.json     Preprocessing: what raw data became before the graph; tokenizer.json   export
+        export/README.md        the model card                 export
         export/variant-int8_static.json   Variant, beside its file     export
         export/samples.json     Samples: the evaluation rows on which the exported file is worst      export
         export/changes.json     Difference: what distinguishes it from the original     export

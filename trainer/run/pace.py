@@ -35,7 +35,7 @@ WITHOUT_TIME: Mapping[str, frozenset[str]] = {
         | {"on_host_lost", "storage_wait_s", "start_timeout_s", "heartbeat_timeout_s", "collective_timeout_s"}
         | {"compile_timeout_s", "stop_grace_s"}
     ),
-    "monitor": frozenset({"experiment", "tracking_uri", "tensorboard", "report"}),
+    "monitor": frozenset({"experiment", "tracking_uri", "report_to", "report"}),
 }
 """Section -> its settings that do not change the time of a step. A new setting counts until it is listed here."""
 NO_SECTIONS = frozenset({"name", "schedule", "checkpoint", "stop", "export"})

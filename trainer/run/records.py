@@ -246,6 +246,7 @@ class ExportedModel(Record):
     """preprocessing.json, and the tokenizer if there is one."""
     preprocessing_refused: str = ""
     """The reason if they could not be written; else empty."""
+    card: Path | None = None  # the model card; an earlier version wrote none
     registered_as: str = ""
     version: str = ""
     promotion: Promotion | None = None

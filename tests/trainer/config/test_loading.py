@@ -13,6 +13,7 @@ from onward.trainer.config import rules
 from onward.trainer.config.loading import build_config, layered, load_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.errors import ConfigError
 
@@ -449,6 +450,16 @@ def test_horizontal_is_the_former_name_of_tensor(tmp_path: Path) -> None:
     assert load_config(path).parallel.tensor == 2
     assert load_config(path, ["parallel.tensor=4"]).parallel.tensor == 4
     assert load_config(path, ["parallel.horizontal=4"]).world_size == 4
+
+
+def test_tensorboard_is_the_former_name_of_report_to(tmp_path: Path) -> None:
+    assert MonitorConfig.model_validate({"tensorboard": False}).report_to == ()
+    assert MonitorConfig.model_validate({"tensorboard": True}).report_to == ("tensorboard",)
+    assert build_config(GOOD, check=lambda sections: ()).monitor.report_to == ("tensorboard",)
+    message = r'tensorboard is the former name of report_to: set report_to = \["tensorboard"\] or \[\]'
+    for given in ({"tensorboard": True, "report_to": ["wandb"]}, {"tensorboard": "yes"}):
+        with pytest.raises(ConfigError, match=message):
+            build_config({**GOOD, "monitor": given})
 
 
 def test_the_rules_are_checked_once_per_build(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def settings(section: type[Section] = RunConfig, name: str = "") -> list[str]:
         ("data.workers=2", "unknown key data.workers; did you mean data.image.workers or launch.num_ranks?"),
         ("train.learning_rate=1", "unknown key train.learning_rate; did you mean optimizer.learning_rate?"),
         ("optimizer.lerning_rate=1", "unknown key optimizer.lerning_rate; did you mean optimizer.learning_rate?"),
-        ("export.tensorboard=true", "unknown key export.tensorboard; did you mean monitor.tensorboard?"),
+        ("export.tensorboard=true", "unknown key export.tensorboard; did you mean monitor.report_to?"),
         ("optimizer.qqq=1", "unknown key optimizer.qqq; known: optimizer.name, optimizer.learning_rate, "),
     ],
 )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.section import Length, NonNegativeInt, PositiveInt, SecondsOrZero, Section
@@ -58,8 +58,9 @@ class MonitorConfig(Section):
     """The MLflow experiment."""
     tracking_uri: str = ""
     """The MLflow store; empty = MLFLOW_TRACKING_URI, else Onward's own under its home directory."""
-    tensorboard: bool = True
-    """Write TensorBoard files from the event log."""
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    """Where else than MLflow the metrics are shown: TensorBoard files in the run directory, Weights & Biases (`wandb`:
+    the package wandb and its login, or WANDB_MODE=offline; its project is `experiment`)."""
     cpu_peak: bool = True
     """Measure at the start of each attempt, for a tenth of a second, how fast the ranks' CPUs multiply matrices: the
     peak that the MFU of a training on CPUs is relative to. false = no MFU there. The peak of GPUs is a data sheet's."""
@@ -77,6 +78,18 @@ class MonitorConfig(Section):
     memory_snapshot: bool = False
     """Write down what is in the memory of a rank when it runs out: its largest tensors by name, and on a GPU the record
     of its allocations for pytorch.org/memory_viz, whose recording costs a little time in every step."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accepts_the_former_name_of_report_to(cls, settings: Any) -> Any:
+        """Read `tensorboard` as `report_to`: run directories, deployments and files of earlier versions have it."""
+        if not isinstance(settings, Mapping) or "tensorboard" not in settings:
+            return settings
+        wanted = settings["tensorboard"]
+        if "report_to" in settings or not isinstance(wanted, bool):
+            raise ValueError('tensorboard is the former name of report_to: set report_to = ["tensorboard"] or []')
+        others = {key: value for key, value in settings.items() if key != "tensorboard"}
+        return others | {"report_to": ("tensorboard",) if wanted else ()}
 
     @field_validator("profile_steps")
     @classmethod

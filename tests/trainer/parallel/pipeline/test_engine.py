@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining import _backward as pipelining_backward
 
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.failures import lost_a_peer
@@ -255,6 +256,9 @@ def test_every_schedule_on_two_ranks_computes_the_gradients_of_the_uncut_graph()
     cases = [["gpipe", 1, 3], ["1f1b", 1, 4], ["1f1b", 1, 5], ["interleaved", 2, 4], ["interleaved", 2, 5]]
     cases += [["zero_bubble", 1, 4], ["zero_bubble", 2, 4], ["1f1b", 1, 4, "bf16"], ["1f1b", 1, 4, "frozen"]]
     cases += [["zero_bubble", 2, 4, "bf16"], ["1f1b", 1, 2, "integers carried as floats"]]
+    if not hasattr(pipelining_backward, "_autograd_grad_for_inputs"):
+        # torch 2.11 cannot split a backward pass where a value without a gradient crosses; the engine refuses it
+        cases = [case for case in cases if case[0] != "zero_bubble"]
     for differences in run_ranks(2, "tests.trainer.parallel.pipeline.test_engine:every_schedule", cases):
         assert len(differences) == len(cases)
         assert max(differences.values()) < 2e-6, differences

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from onward.trainer.diagnostics.audit_input import AuditInput
-from onward.trainer.onnx_graph.index import dims_of, known_types
+from onward.trainer.onnx_graph.index import dims_of, known_types, nodes_inside
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_graph.training_norms import training_norms
 from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
@@ -185,7 +185,22 @@ def _conv_biases(audit: AuditInput) -> Iterator[ExporterWarning]:
         )
 
 
+def _unread_inputs(audit: AuditInput) -> Iterator[ExporterWarning]:
+    graph = audit.model.graph
+    stored, given = {tensor.name for tensor in graph.initializer}, {value.name for value in graph.output}
+    read = {name for node in nodes_inside(graph.node) for name in node.input} | given
+    if unread := [value.name for value in graph.input if value.name not in read | stored]:
+        yield ExporterWarning(
+            key="unread_inputs",
+            what=f"no node reads the input{'s' * (len(unread) > 1)} {', '.join(unread[:5])}",
+            remedy=(
+                "nothing to do if the model needs none; exporters also merge inputs that were given the same tensor: "
+                "export with a tensor of its own for each"
+            ),
+        )
+
+
 GRAPH_WARNINGS = (
     _random_nodes, _training_mode, _frozen_statistics, _fixed_batch, _runtime_nodes, _lengths, _trees, _squeezed_batch,
-    _beyond_onnx, _conv_biases,
+    _beyond_onnx, _conv_biases, _unread_inputs,
 )  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper, numpy_helper, parser
 from typer.testing import CliRunner
 
 import onward
@@ -337,3 +337,17 @@ def test_a_run_says_why_an_integer_or_integers_inside_a_branch_are_not_trained(t
         }
     )
     assert [*_patterns(config)] == [], "the import gives the reason"
+
+
+def test_an_input_that_no_node_reads_is_named(tmp_path: Path) -> None:
+    model = parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        net (float[batch, 4] x, int64[batch] ids, bool c) => (float[batch, 4] y)
+        <float[4, 4] w = {1,0,0,0, 0,1,0,0, 0,0,1,0, 0,0,0,1}> {
+            h = MatMul (x, w)
+            y = If (c) <then_branch = t () => (float[batch, 4] p) { p = Relu (h) },
+                        else_branch = e () => (float[batch, 4] q) { q = Neg (h) }>
+        }""")
+    onnx.save_model(model, tmp_path / "model.onnx")
+    (found,) = [each for each in diagnose(tmp_path / "model.onnx").warnings if each.key == "unread_inputs"]
+    assert found.what == "no node reads the input ids"

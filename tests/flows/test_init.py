@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_what_is_guessed_and_the_next_command_are_printed(tmp_path: Path) -> Non
 def test_the_page_shows_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "write-a-config.md").read_text()
     monkeypatch.chdir(tmp_path)
-    exec(page.split("```python\n")[1].split("```")[0], {})
+    exec(textwrap.dedent(page.split("```python\n")[1].split("```")[0]), {})
     ended = CliRunner().invoke(app, ["init", "machine.onnx", "machine.csv", "-o", "machine.toml"])
     assert ended.exit_code == 0, ended.output
     assert Path("machine.toml").read_text() == page.split("```toml\n")[1].split("```")[0]

@@ -6,19 +6,25 @@ like a run that was configured so.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from pydantic import NonNegativeInt, PositiveInt, ValidationError
+
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.run.records import Record
+from onward.trainer.errors import RecordError
+from onward.trainer.run.records import Record, read_record
+from onward.trainer.run.validation import first_problem
 
 
 class Adjustments(Record):
     """Changes of a configuration."""
 
-    micro_batch_divisor: int = 1
+    micro_batch_divisor: PositiveInt = 1
     """A micro-batch has so many times fewer samples, and accumulation so many more micro-batches
     (`launch.on_out_of_memory`)."""
     skip_steps: tuple[int, ...] = ()
     """Steps that are added to `train.skip_steps` (`train.on_non_finite`)."""
-    data: int = 0
+    data: NonNegativeInt = 0
     """Replicas, fewer than configured (`launch.on_host_lost`); 0 = as configured."""
     hostfile: str = ""
     """The hosts that are left; "" = as configured."""
@@ -27,8 +33,11 @@ class Adjustments(Record):
 def with_adjustments(config: RunConfig, changes: Adjustments) -> RunConfig:
     """Return a configuration with changes. The global batch, and so the samples of every step, stay the same.
 
-    Raises pydantic's ValidationError where the changed configuration is refused.
+    Raises ValueError, or pydantic's ValidationError, where the changed configuration is refused.
     """
+    if changes.micro_batch_divisor > config.micro_batch_size:
+        micro_batch, divisor = config.micro_batch_size, changes.micro_batch_divisor
+        raise ValueError(f"micro_batch_divisor {divisor} is above the {micro_batch} samples of a micro-batch")
     train, parallel, launch = config.train, config.parallel, config.launch
     micro_batch, data = config.micro_batch_size // changes.micro_batch_divisor, changes.data or parallel.data
     steps = train.gradient_accumulation_steps
@@ -51,6 +60,15 @@ def with_adjustments(config: RunConfig, changes: Adjustments) -> RunConfig:
     )
     # validated anew: a copy is not
     return RunConfig.model_validate_json(changed.model_dump_json())
+
+
+def adjusted(config: RunConfig, path: Path) -> RunConfig:
+    """Return a configuration with the changes of a file. Raises RecordError if it is damaged or does not fit."""
+    try:
+        return with_adjustments(config, read_record(path, Adjustments))
+    except ValueError as error:
+        why = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise RecordError(f"{path} does not fit the run's configuration: {why}") from None
 
 
 def smaller_micro_batches(config: RunConfig, changes: Adjustments) -> Adjustments | None:

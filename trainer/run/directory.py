@@ -75,7 +75,7 @@ from pydantic import ValidationError
 from onward.trainer.bounds import RECORD_BYTES, NotAFile, read_bounded
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, Fenced, RecordError
-from onward.trainer.run.adjustments import Adjustments, with_adjustments
+from onward.trainer.run.adjustments import adjusted
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.home import onward_home as onward_home  # from here for whoever reads run directories
 from onward.trainer.run.local_copies import LocalCopies, with_copies
@@ -384,7 +384,7 @@ def read_config_as_given(run: RunDir) -> RunConfig:
     """Return `read_config` with the model that the user gave, also where `quantize.aware` has made another of it."""
     config = read_settings(run)
     if run.adjusted.exists():
-        config = with_adjustments(config, read_record(run.adjusted, Adjustments))
+        config = adjusted(config, run.adjusted)
     return with_copies(config, read_record(run.remote, LocalCopies)) if run.remote.exists() else config
 
 

@@ -29,6 +29,7 @@ LABEL = Column(name="label", dtype="int64", extremes=(0, 1, 2, 3))
 TOKENS = Column(name="input_ids", dtype="int64", shape=(16,), extremes=(0, 31))
 HIDDEN = Column(name="hidden", dtype="float32", shape=(16,))
 FLOATS = [Column(name=name, dtype="float32") for name in "abcd"]
+TARGET = Column(name="target", dtype="float32")
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_a_file_that_is_not_onnx_is_refused(tmp_path: Path, content: bytes) -> N
         (graphs.tiny_conv_net, columns(IMAGE, LABEL.model_copy(update={"extremes": (0, 3, 255)})), {"ignore_index": 255}),
         (graphs.tiny_conv_net, columns(IMAGE, LABEL.model_copy(update={"shape": (1,)})), {}),
         (graphs.tiny_transformer, columns(TOKENS, TOKENS.model_copy(update={"name": "label"})), {}),
-        (graphs.tiny_mlp, columns(*FLOATS), {"inputs": {"features": tuple("abcd")}, "label": "a", "loss": "mse"}),
+        (graphs.tiny_mlp, columns(*FLOATS, TARGET), {"inputs": {"features": tuple("abcd")}, "label": "target", "loss": "mse"}),
         (graphs.tiny_conv_net, columns(IMAGE, LABEL.model_copy(update={"extremes": (0, 99)})), {"num_classes": 100}),
         (graphs.tiny_mlp, columns(HIDDEN, LABEL), {"start": ["Relu_1"], "inputs": {"Relu_1": "hidden"}, "loss": "mse"}),
         (graphs.tiny_loss_model, columns(*FLOATS, LABEL), {"inputs": {"features": tuple("abcd"), "labels": "label"}, "loss": "output"}),

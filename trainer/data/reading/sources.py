@@ -172,7 +172,7 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
 def _nothing_to_read(source: str, found: Mapping[str, Path], wanted: str, data: DataConfig) -> str:
     """Return why none of the files that were found is read, and what each kind of them needs."""
     files = {name: path for name, path in found.items() if path.is_file()}
-    if not found:
+    if not found and Path(source).is_dir():
         return f"{source} is a folder without files; put the data into it, or set data.source"
     if data.format != "auto" or not files:
         what = f"none are {wanted if data.format != 'auto' else 'data'}"

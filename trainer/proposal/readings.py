@@ -98,16 +98,20 @@ def names_in_cells(facts: Facts, columns: Sequence[str]) -> str:
     """
     for name in columns:
         cells = facts.cells.get(name, ())
-        if lists := [cell for cell in cells if isinstance(cell, list | tuple) and cell and isinstance(cell[0], str)]:
+        if lists := [cell for cell in cells if cell and isinstance(cell, list | tuple) and _are_texts(cell)]:
             names = {part for cell in lists for part in cell}
             what = f"lists of names, such as {json.dumps(lists[0][:3])}"
             return _as_columns(name, what, len(names), '.str.join("|").str.get_dummies("|"))')
-        if (mark := _mark_of_lists(facts, name)) and facts.column(name).dtype == TEXT:
+        if facts.column(name).dtype == TEXT and (mark := _mark_of_lists(facts, name)):
             names = {part for text in facts.distinct(name) for part in text.split(mark)}
             shown = next(text for text in facts.distinct(name) if mark in text)
             what = f"several names in a cell, such as {shown[:40]!r}"
             return _as_columns(name, what, len(names), f'.str.get_dummies("{mark}"))')
     return ""
+
+
+def _are_texts(cell: Sequence[object]) -> bool:
+    return all(isinstance(part, str) for part in cell)
 
 
 def _as_columns(name: str, what: str, count: int, dummies: str) -> str:

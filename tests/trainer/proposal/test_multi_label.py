@@ -114,3 +114,11 @@ def test_a_list_of_labels_without_a_loss_for_it_names_the_loss(tmp_path: Path) -
     }
     with pytest.raises(ConfigError, match=r'stacks 5 columns; model\.loss = "bce_with_logits" compares each column'):
         load_config(settings, check=check_files_and_data)
+
+
+@pytest.mark.parametrize("target", [np.linspace(0, 1, 120), np.array([[0.5]] * 120)])
+def test_numbers_that_no_loss_reads_are_refused_in_a_sentence(target: Any, tmp_path: Path) -> None:
+    scorer(tmp_path, 6)
+    np.savez(tmp_path / "data.npz", x=X.astype(np.float32), target=target)
+    with pytest.raises(ConfigError, match="target"):
+        initialised(tmp_path, tmp_path / "data.npz")

@@ -32,7 +32,6 @@ import math
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -219,6 +218,8 @@ class Heartbeat:
         """The current step, for the error record."""
         self.new_shapes = False
         """Whether the next step has other shapes than those before it, for which a rank compiles again."""
+        self.longest_step_s = 0.0
+        """What a step took at most, of the last ones."""
         self.step_before = last_beat(path).step
         """The step that the former attempt was last in; 0 without one."""
         self._path = path
@@ -226,8 +227,6 @@ class Heartbeat:
         self._timeout_s = self._start_timeout_s = self._compile_timeout_s = 0.0
         self._compiles = False
         self._first_step: int | None = None
-        self._step_at = 0.0
-        self._steps_s: deque[float] = deque(maxlen=3)
         self._traceback: IO[str] = sys.stderr
         self._touched_at, self._touched_limit_s = -math.inf, 0.0
 
@@ -252,10 +251,6 @@ class Heartbeat:
     def beat(self, step: int | None = None) -> None:
         """Call at least once in every step, evaluation batch and checkpoint file."""
         if step is not None:
-            if step != self.step and self._first_step is not None:
-                self._steps_s.append(time.monotonic() - self._step_at)
-            if step != self.step or self._first_step is None:
-                self._step_at = time.monotonic()
             self.step = step
             self._first_step = step if self._first_step is None else self._first_step
         limit_s = self._limit_s()
@@ -266,7 +261,7 @@ class Heartbeat:
         self._touched_at, self._touched_limit_s = time.monotonic(), limit_s
         faulthandler.dump_traceback_later(limit_s, exit=True, file=self._traceback)
         if self._writes:
-            beat = Beat(self.step, limit_s + self.MARGIN_S, max(self._steps_s, default=0.0))
+            beat = Beat(self.step, limit_s + self.MARGIN_S, self.longest_step_s)
             self._path.write_text(json.dumps(asdict(beat)))
 
     def _limit_s(self) -> float:

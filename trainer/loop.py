@@ -10,20 +10,19 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
 
+from onward.trainer.attempt.agreement import agree
+from onward.trainer.attempt.evaluation import Evaluation
+from onward.trainer.attempt.restore import Trained, restore
 from onward.trainer.checkpoint.background import CheckpointWriter
-from onward.trainer.checkpoint.consistency import check_copies
-from onward.trainer.checkpoint.load import load, verify_together
-from onward.trainer.checkpoint.resume import find_resume_point
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches.batches import Batches, evaluation_batches
+from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.losses_from_data import with_losses_from_data
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
@@ -31,33 +30,25 @@ from onward.trainer.data.text.byte_counts import with_bytes_of_targets
 from onward.trainer.distributed.arithmetic import set_arithmetic
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.distributed.weights import check_fit
-from onward.trainer.errors import Diverged, ReplicasDiffer
+from onward.trainer.errors import Diverged
 from onward.trainer.events import EventWriter, Heartbeat
 from onward.trainer.model.compile import compiled_s, why_compiled
-from onward.trainer.model.metrics.measures import Counts
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
-from onward.trainer.model.precision import autocast
 from onward.trainer.model.soft_labels import with_soft_labels
 from onward.trainer.model.summaries import summarise
 from onward.trainer.model.teacher import open_with_teacher
-from onward.trainer.optim.averages import Averages, average_shapes
-from onward.trainer.optim.loss_scaler import LossScaler
-from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
+from onward.trainer.optim.optimizers import clip_factor, set_learning_rate
 from onward.trainer.optim.schedules import learning_rate
-from onward.trainer.optim.state import load_optimizer_parts, optimizer_parts, optimizer_shapes
 from onward.trainer.parallel.memory_snapshot import keep_graph_frames
 from onward.trainer.parallel.nonfinite.replay import BadValues
 from onward.trainer.parallel.peak import peak_of_ranks
-from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.profiling.step_profiler import StepProfiler
-from onward.trainer.parallel.rank_model import build_rank_model
+from onward.trainer.parallel.rank_model import build_pipeline, build_rank_model
 from onward.trainer.parallel.sample_flops import count_sample_flops
+from onward.trainer.parallel.step_clock import StepClock
 from onward.trainer.parallel.throughput import Throughput
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult
 from onward.trainer.run.stopping import is_out_of_time, reason_to_end
-from onward.trainer.run.time_spent import TimeSpent
 
 
 def train(
@@ -76,7 +67,9 @@ def train(
     Raises Diverged when the loss or a gradient is not finite at every allowed loss scale. Any other error of one rank
     ends the job. Checkpoints that were saved before stay in both cases.
     """
-    started_at = time.monotonic()
+    counts_hours = mpi.rank == 0 and config.stop.max_hours > 0
+    clock = StepClock(began_at=time.monotonic(), compiled_s=compiled_s, counts_hours=counts_hours)
+    beat = heartbeat.beat
 
     # -- 1. Ranks: who computes what, and in which arithmetic
     config = set_arithmetic(config, mpi)
@@ -84,182 +77,116 @@ def train(
     mesh = make_mesh(mpi, dims, timeout_s=config.collective_timeout_s)
     here = dims.coordinate(mpi.rank)
     events = EventWriter(run.events, attempt=attempt, rank=mpi.rank)
-    spent = TimeSpent(events, since=started_at, compiled_s=compiled_s)
 
     # -- 2. Data: this replica's share, the same for all ranks of one replica
     signature = read_training_signature(config.model)
-    share = {"replica": here.data, "num_replicas": dims.data}
     rows = open_shards(run.shards, "train")
     held_out = open_shards(run.shards, "evaluation", most=config.data.evaluation_rows)
-    rows, held_out = with_soft_labels((rows, held_out), config, signature, run.teacher, mpi, beat=heartbeat.beat)
+    rows, held_out = with_soft_labels((rows, held_out), config, signature, run.teacher, mpi, beat=beat)
     config = with_losses_from_data(config, rows, signature)
-    batches = Batches(rows, config, signature, **share, device=mpi.device)
+    batches = Batches(rows, config, signature, replica=here.data, num_replicas=dims.data, device=mpi.device)
     config = with_bytes_of_targets(config, held_out, signature)
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
-    example, one_shape, beat = batches.example().inputs, batches.one_shape, heartbeat.beat
+    example, one_shape = batches.example().inputs, batches.one_shape
     trainable = open_with_teacher(config, cached=bool(rows.soft_labels), by_parts=True)
     flops = count_sample_flops(trainable.module, config, example, batches, mpi, beat=beat)  # before it is divided
     model = build_rank_model(trainable, config, mesh, mpi, example=example, one_shape=one_shape, beat=beat)
     keep_graph_frames(model.stages, config.monitor)
     del trainable  # what the graph still refers to would be kept
-    reducer, trained = model.reducer, model.trained
-    pipeline = Pipeline(
-        model.stages,
-        model.losses,
-        schedule=config.parallel.schedule,
-        stages_for=model.shapes_of,
-        autocast=partial(autocast, config.precision, mpi.device),
-        device=mpi.device,
-        group_pipeline=stage_group(mesh, timeout_s=config.collective_timeout_s),
-        group_data=mesh.get_group("data"),
-        counts_loss=here.tensor == 0,
-    )
-    profiler = StepProfiler(config, run, model, pipeline, mpi, attempt=attempt, num_steps=num_steps, beat=beat)
+    reducer = model.reducer
+    pipeline = build_pipeline(model, config, mesh, mpi)
 
-    # -- 4. What changes the weights
-    optimizer = build_optimizer(
-        config.optimizer,
-        trained,
-        seed=config.train.seed,
-        elsewhere=model.trained_names,
-        parts=model.part_sums,
-        layer_scales=model.layer_scales,
-    )
-    scaler = LossScaler(config.precision)
-    averages = Averages(
-        config.average, model.averaged, num_steps=num_steps, device=mpi.device, swapped=reducer.regather
-    )
-
-    bad_values = BadValues(config, signature, model, pipeline, mpi, heartbeat.beat)
-    new_totals = partial(EvaluationMetrics, model.losses, config.metrics, device=mpi.device, counts=here.tensor == 0)
-    own_part = partial(evaluation_batches, held_out, config, signature, **share, device=mpi.device)
-
-    def evaluate(step: int) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        confusion: Mapping[str, Counts] = {}
-        for prefixes in averages.in_turn():  # first the weights themselves, then their averages in their place
-            totals, part = new_totals(), own_part()
-            with heartbeat.compiling():
-                values = pipeline.evaluate(part, totals, heartbeat.beat)
-            if not math.isfinite(values.get("loss", 0.0)) and not bad_values.explained_evaluation:
-                why = bad_values.explain_evaluation(own_part(), new_totals(), held_out)
-                events.emit("bad_values", step, text=f"the evaluation loss is {values['loss']:g}. {why}")
-            metrics |= {f"{prefix}/{name}": value for prefix in prefixes for name, value in values.items()}
-            confusion = confusion or totals.confusion
-        events.emit("evaluation", step, values=metrics)
-        for loss, counts in confusion.items():
-            events.emit("confusion", step, loss=loss, counts=counts)
-        return metrics
-
-    # the tensors themselves, which training changes in place: what is saved is always their present value
-    parts = model.parts() | optimizer_parts(optimizer, trained) | averages.parts()
+    # -- 4. What changes the weights; resume, or start at zero
+    trained = Trained.begin(model, config, num_steps=num_steps, device=mpi.device)
+    optimizer, averages, scaler = trained.optimizer, trained.averages, trained.scaler
+    restored = restore(trained, run, config, num_rows=batches.num_rows, mpi=mpi, heartbeat=heartbeat)
+    state, parts = restored.state, trained.parts()
     checkpoints = CheckpointWriter(run, config, attempt=attempt, mpi=mpi, events=events)
+    checkpoints.previous = restored.certificate
+    checkpoints.compare_copies(parts, step=state.step, beat=beat)
 
-    def compare_copies(step: int) -> None:
-        try:
-            check_copies(parts, mpi, step=step, beat=heartbeat.beat)
-        except ReplicasDiffer:
-            checkpoints.wait(heartbeat.beat)  # for the one before, from which a retry resumes
-            raise
-        bad_values.remember_weights(step)
-
-    def save_checkpoint(*, last: bool) -> None:
-        # a copy that has diverged must not get into a checkpoint, from which every resume would start
-        compare_copies(state.step)
-        events.sync()  # before the checkpoint: a resumed run does not emit the events of earlier steps again
-        checkpoints.save(state, parts, beat=heartbeat.beat, last=last)
-
-    # -- 5. Resume, or start at zero
-    state = TrainState(step=0, samples_seen=0, scaler=scaler.state(), metrics={})
-    checkpoint, damaged, resumed = find_resume_point(
-        run, mpi=mpi, step_before=heartbeat.step_before, beat=heartbeat.beat
-    )
-    of_this_run = checkpoint is not None
-    if checkpoint is None and config.checkpoint.load:
-        checkpoint = verify_together(Path(config.checkpoint.load).resolve(), mpi=mpi, beat=heartbeat.beat)
-        resumed = f"begins with checkpoint {checkpoint.path} of another run, at step {checkpoint.info.step}"
-    if checkpoint is not None:
-        name = f"checkpoint {checkpoint.path}"
-        found, averaged = average_shapes(config.average, model.averaged_shapes, name, checkpoint.shapes)
-        expected = (
-            model.checkpoint_shapes
-            | optimizer_shapes(config.optimizer, model.trained_shapes, model.matrices)
-            | averaged
-        )
-        check_fit(name, found, expected)
-        checkpoint.manifest.state.check_reachable(name, config, num_rows=batches.num_rows)
-        placements = {key: placement for key, (_, placement) in parts.items() if key in expected}
-        state, tensors = load(checkpoint, placements, beat=heartbeat.beat)
-        state = state if of_this_run else state.as_start()
-        model.load(tensors)
-        load_optimizer_parts(optimizer, trained, tensors)
-        averages.load(tensors)
-        scaler.restore(state.scaler)
-        checkpoints.previous = checkpoint.certificate
-    compare_copies(state.step)  # nothing is broadcast: every rank has read its own parts
+    # -- 5. What watches the training
+    profiler = StepProfiler(config, run, model, pipeline, mpi, attempt=attempt, num_steps=num_steps, beat=beat)
+    bad_values = BadValues(config, signature, model, pipeline, rows, batches, mpi, beat)
+    bad_values.remember_weights(state.step)
+    evaluate = Evaluation(held_out, config, signature, trained, pipeline, bad_values, events, heartbeat, mpi)
     peak = peak_of_ranks(config, mpi)
-    sizes = {"num_samples": num_samples, "num_rows": batches.num_rows, "num_parameters": model.num_parameters}
-    costs = {"flops_per_sample": flops.mean if flops else None, "peak_flops_per_s": peak}
-    shown = sizes | costs | {"compute": config.precision.compute, "compile": why_compiled(run)}
-    from_where = {"resumed": resumed, "damaged": damaged, "certificate": checkpoints.previous}
-    events.emit("start", state.step, num_steps=num_steps, **shown, **from_where)
-    spent.lap("setup")
-    spent.emit(state.step)
+    events.emit(
+        "start",
+        state.step,
+        num_steps=num_steps,
+        num_samples=num_samples,
+        num_rows=batches.num_rows,
+        num_parameters=model.num_parameters,
+        flops_per_sample=flops.mean if flops else None,
+        peak_flops_per_s=peak,
+        compute=config.precision.compute,
+        compile=why_compiled(run),
+        resumed=restored.resumed,
+        damaged=restored.damaged,
+        certificate=restored.certificate,
+    )
+    clock.begin_steps(trained_before_s=state.stop.trained_s)
+    clock.emit(events, state.step)
     if state.step == 0:
-        state = state.evaluated(evaluate(0), config.checkpoint).counted(config)
-        spent.lap("evaluation")
-        spent.emit(0)
-
-    def trained_s() -> float:
-        # by the clock of one rank: what the ranks decide depends on the sum, which they all have
-        counts = mpi.rank == 0 and config.stop.max_hours > 0
-        return trained_before_s + time.monotonic() - started_at if counts else 0.0
+        with clock("evaluation"):
+            state = state.evaluated(evaluate(0), config.checkpoint).counted(config)
+        clock.emit(events, 0)
+    counts_work = here.tensor == here.pipeline == 0  # one rank of each replica
+    pace = Throughput(flops, peak, mpi, clock, counts=counts_work, is_text=batches.counts.is_text, step=state.step)
 
     # -- 6. One iteration is one weight update; after an fp16 overflow the same step is tried at half the scale
-    is_first = here.tensor == here.pipeline == 0  # of the ranks of its replica
-    pace = Throughput(flops, peak, mpi, counts=is_first, is_text=batches.counts.is_text, step=state.step)
-    trained_before_s = state.stop.trained_s
     stopping, reason = False, reason_to_end(state.stop, config)  # an attempt may have ended before it could say so
     while state.step < num_steps and not stopping and not reason:
         step = state.step + 1
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)
         heartbeat.new_shapes = size < config.train.global_batch_size
+        heartbeat.longest_step_s = clock.begin_step()
         heartbeat.beat(step)
-        checkpoints.poll()  # of the one that is being written in the background
+        checkpoints.poll()  # the one that is being written in the background
         # equal on tensor-parallel ranks, which compute the same activations between regions and must drop the same ones
         reseed = partial(torch.manual_seed, dropout_seed(config.train.seed, step, mpi.rank // dims.tensor))
         reseed()
         rate = learning_rate(step, optimizer=config.optimizer, schedule=config.schedule, num_steps=num_steps)
         set_learning_rate(optimizer, rate)
 
-        profiler.begin(step)  # it ends before evaluation and checkpoint
-        micro_batches = batches.take(state.samples_seen, size)
-        profiler.phase("pipeline")
-        part = pipeline.run(micro_batches, reducer, scale=scaler.scale, beat=heartbeat.beat)
-        profiler.phase("gradient reduction")
-        own_squares = reducer.reduce()  # whatever overlap did not already do
-        # one all-reduce and one read of the device for all: ranks must take the same branch and stop at the same step;
-        # whole numbers are ranks that were asked to stop, and the half is that of rank 0, whose clock says "save"
-        asked = stop_requested() + 0.5 * checkpoints.is_due()
-        sums = reducer.sum(own_squares, part, asked, batches.wait_s, trained_s(), *pace.work_of(micro_batches))
-        squares, loss, asked, waits_s, seconds, *work = sums
-        profiler.phase("optimizer")
-        pace.wait_s += waits_s / mpi.world_size
-        norm = math.sqrt(squares) / scaler.scale
-        passed_over = step in config.train.skip_steps
-        overflowed = passed_over or not math.isfinite(norm + loss)
-        bad_values.note(step, norm, state.samples_seen, size)
-
-        if overflowed:
-            reducer.undo()  # of BatchNorm's running statistics, which the forward passes have updated
-            remedy = "skip" if passed_over else scaler.overflow()
-            if remedy == "none":
-                checkpoints.wait(heartbeat.beat)
-                why = bad_values.explain_step(
-                    micro_batches, rows, scale=scaler.scale, reseed=reseed, rows_at=batches.rows
+        with profiler.step(step):
+            with clock("data wait"):
+                micro_batches = batches.take(state.samples_seen, size)
+            with clock("pipeline"):
+                loss_share = pipeline.run(micro_batches, reducer, scale=scaler.scale, beat=beat)
+            with clock("gradient reduction"):
+                agreed = agree(
+                    mpi.device,
+                    squares=reducer.reduce(),  # whatever overlap did not already do
+                    loss=loss_share,
+                    wait_s=batches.wait_s,
+                    trained_s=clock.trained_s,
+                    stop=stop_requested(),
+                    save=checkpoints.is_due(),
+                    work=pace.work_of(micro_batches),
                 )
+            loss, norm = agreed.loss, math.sqrt(agreed.squares) / scaler.scale
+            clock.waited(agreed.wait_s / mpi.world_size)
+            bad_values.note(step, norm, state.samples_seen, size)
+            skipped = step in config.train.skip_steps or not math.isfinite(norm + loss)
+            if not skipped:
+                with clock("optimizer"):
+                    # `norm` is that of the unscaled gradients, so unscaling and clipping are one multiplication
+                    reducer.multiply(clip_factor(norm, config.train.clip_norm) / scaler.scale)
+                    summarise(events, step, model, config=config.monitor)
+                    optimizer.step()
+                    averages.update(step)
+                    scaler.grow()
+
+        if skipped:
+            reducer.undo()  # BatchNorm's running statistics, which the forward passes have updated
+            remedy = "skip" if step in config.train.skip_steps else scaler.overflow()
+            if remedy == "none":
+                checkpoints.wait(beat)
+                why = bad_values.explain_step(micro_batches, scale=scaler.scale, reseed=reseed)
                 raise Diverged(
                     f"step {step}: loss {loss:g}, gradient norm {norm:g} at learning rate {rate:g} and loss scale "
                     f"{scaler.scale:g}; lower the learning rate, lengthen the warm-up, or compute in bf16 or fp32. "
@@ -268,51 +195,43 @@ def train(
             events.scalars(step, skipped=1, loss_scale=scaler.scale)
             if remedy == "again":
                 continue
-        else:
-            # `norm` is that of the unscaled gradients, so unscaling and clipping are one multiplication
-            reducer.multiply(clip_factor(norm, config.train.clip_norm) / scaler.scale)
-            summarise(events, step, model, config=config.monitor)
-            optimizer.step()
-            averages.update(step)
-            scaler.grow()
-        profiler.phase("other")
-        state = state.advance(size, scaler.state(), trained_s=seconds)
-        stopping, due = asked >= 1, asked % 1 > 0
+
+        state = state.advance(size, scaler.state(), trained_s=agreed.trained_s)
+        stopping = agreed.stop
         ending = is_out_of_time(state.stop, config) or step == num_steps
         if every(config.train.desync_check_period, step):
-            compare_copies(step)
-
-        pace.add(size, *work)
-        if not overflowed and (every(config.train.log_period, step) or stopping or ending):
+            checkpoints.compare_copies(parts, step=step, beat=beat)
+            bad_values.remember_weights(step)
+        pace.add(size, agreed.work)
+        if not skipped and (every(config.train.log_period, step) or stopping or ending):
             cost = pace.values(step)
             events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **cost)
-        profiler.end(step)
-        spent.lap("steps", wait_s=waits_s / mpi.world_size)
+        if every(config.train.log_period, step):
+            pace.begin(step)
+
         evaluates = evaluation_is_due(config.train.evaluation_period, state, size, num_rows=batches.num_rows)
         if evaluates or ending:
-            state = state.evaluated(evaluate(step), config.checkpoint)
-            spent.lap("evaluation")
+            with clock("evaluation"):
+                state = state.evaluated(evaluate(step), config.checkpoint)
         if evaluates:
             state = state.counted(config)
         reason = reason_to_end(state.stop, config)
         last = stopping or ending or bool(reason)
         is_best = state.is_best and config.export.checkpoint == "best"
-        if every(config.checkpoint.period, step) or due or last or is_best:
-            save_checkpoint(last=last)
-            spent.lap("checkpoint")
-        spent.emit(step)
-        # after evaluation and checkpoint, whose time does not count as training time
-        if every(config.train.log_period, step):
-            pace.begin(step)
+        if every(config.checkpoint.period, step) or agreed.save or last or is_best:
+            with clock("checkpoint"):
+                checkpoints.save(state, parts, beat=beat, last=last)
+            bad_values.remember_weights(step)
+        clock.emit(events, step)
 
     # -- 7. Leave nothing half-written
-    profiler.close()
-    checkpoints.close(heartbeat.beat)
-    batches.close()
-    reducer.close()
-    heartbeat.stop()
-    spent.lap("checkpoint")
-    spent.emit(state.step, now=True)
+    with clock("checkpoint"):
+        profiler.close()
+        checkpoints.close(beat)
+        batches.close()
+        reducer.close()
+        heartbeat.stop()
+    clock.emit(events, state.step, now=True)
     status: Literal["done", "stopped"] = "done" if reason or state.step == num_steps else "stopped"
     ended_early = reason if state.step < num_steps else ""
     events.emit("end", state.step, status=status, ended_early=ended_early)
@@ -323,7 +242,7 @@ def train(
         step=state.step,
         samples_seen=state.samples_seen,
         metrics=state.metrics,
-        elapsed_s=time.monotonic() - started_at,
+        elapsed_s=clock.elapsed_s,
         ended_early=ended_early,
         stop=state.stop,
     )

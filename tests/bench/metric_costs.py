@@ -27,7 +27,8 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.events import EventWriter, Heartbeat
 from onward.trainer.loop import train
 from onward.trainer.parallel.sample_flops import Lengths, SampleFlops
-from onward.trainer.parallel.throughput import Throughput
+from onward.trainer.parallel.step_clock import StepClock
+from onward.trainer.parallel.throughput import Throughput, Work
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support.graphs import tiny_transformer
 from tests.support.ranks import run_ranks
@@ -46,7 +47,7 @@ def without() -> contextlib.AbstractContextManager[Any]:
         known = values(self, step)
         return {name: known[name] for name in ("samples_per_s", "data_wait", "step_s")}
 
-    return mock.patch.multiple(Throughput, work_of=lambda self, batches: (0.0, 0.0, 0.0), values=former)
+    return mock.patch.multiple(Throughput, work_of=lambda self, batches: Work(0.0, 0.0, 0.0), values=former)
 
 
 def train_in_turn(mpi: MPIContext, roots: list[str]) -> list[Times]:
@@ -75,13 +76,16 @@ def _times(mpi: MPIContext, run: RunDir, *, plain: bool) -> Times:
 def alone_us(calls: int = 3000) -> float:
     """Return the processor time of what is called for a line without messages, in microseconds: the least of seven."""
     mpi = MPIContext(0, 1, 0, 1, "host", torch.device("cpu"))
-    pace = Throughput(SampleFlops(Lengths((), ()), (1e9,), 1e9), 1e9, mpi, counts=True, is_text=True, step=0)
+    clock = StepClock(began_at=time.monotonic(), compiled_s=lambda: 0.0)
+    clock.begin_steps()
+    each = SampleFlops(Lengths((), ()), (1e9,), 1e9)
+    pace = Throughput(each, 1e9, mpi, clock, counts=True, is_text=True, step=0)
     batches = [Batch((), (), 8, (8.0,), lengths=np.empty((8, 0), np.int64), num_tokens=96)]
     found = []
     for _ in range(7):
         began = time.process_time()
         for _ in range(calls):
-            pace.add(8, *pace.work_of(batches))
+            pace.add(8, pace.work_of(batches))
             pace.values(1)
         found.append(1e6 * (time.process_time() - began) / calls)
     return min(found)

@@ -49,6 +49,7 @@ from onward.trainer.parallel.compile_stages import compile_stages
 from onward.trainer.parallel.pipeline.engine import Pipeline
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import build_stages
+from onward.trainer.parallel.replicas.norms import sum_over_world
 from onward.trainer.parallel.replicas.reducer import Reducer
 from tests.bench.handwritten import gpt2_from, gpt2_model
 from tests.support.losses import loss_of
@@ -128,7 +129,7 @@ def onward_update(
 
     def update() -> float:
         part = pipeline.run([batch], reducer, scale=1.0)
-        squares, loss, _ = reducer.sum(reducer.reduce(), part, False)
+        squares, loss, _ = sum_over_world([reducer.reduce(), part, False], part.device)
         reducer.multiply(clip_factor(math.sqrt(squares), 1.0))
         optimizer.step()
         return loss

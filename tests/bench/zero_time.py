@@ -40,6 +40,7 @@ from onward.trainer.optim.optimizers import build_optimizer, clip_factor
 from onward.trainer.parallel.pipeline.engine import Pipeline
 from onward.trainer.parallel.rank_model import build_rank_model
 from onward.trainer.parallel.replicas import zero
+from onward.trainer.parallel.replicas.norms import sum_over_world
 from tests.bench.handwritten import gpt2_from, gpt2_model
 from tests.support.ranks import run_ranks
 
@@ -86,7 +87,7 @@ def onward_update(config: RunConfig, mpi: MPIContext, batch: Batch) -> Callable[
 
     def update() -> float:
         part = pipeline.run([batch], reducer, scale=1.0)
-        squares, loss = reducer.sum(reducer.reduce(), part)
+        squares, loss = sum_over_world([reducer.reduce(), part], part.device)
         reducer.multiply(clip_factor(math.sqrt(squares), 1.0))
         optimizer.step()
         return loss

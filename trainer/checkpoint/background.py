@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from onward.trainer.checkpoint.certificate import NO_DIGEST
+from onward.trainer.checkpoint.consistency import check_copies
 from onward.trainer.checkpoint.manifest import Beat
 from onward.trainer.checkpoint.rank_file import RankFile, chunks
 from onward.trainer.checkpoint.save import Saved, write
@@ -38,6 +39,7 @@ from onward.trainer.checkpoint.write_plan import TensorPart, make_write_plan
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.errors import ReplicasDiffer
 from onward.trainer.events import EventWriter
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.priority import lower_priority
@@ -82,11 +84,22 @@ class CheckpointWriter:
         limit_s = 60 * self._config.checkpoint.minutes
         return self._mpi.rank == 0 and 0 < limit_s <= time.monotonic() - self._began
 
+    def compare_copies(self, parts: Mapping[str, TensorPart], *, step: int, beat: Beat) -> None:
+        """Raise ReplicasDiffer unless all ranks that hold a piece hold the same bits of it. Collective: every rank."""
+        try:
+            check_copies(parts, self._mpi, step=step, beat=beat)
+        except ReplicasDiffer:
+            self.wait(beat)  # for the checkpoint before, from which a retry resumes
+            raise
+
     def save(self, state: TrainState, parts: Mapping[str, TensorPart], *, beat: Beat, last: bool = False) -> None:
         """Save what `parts` hold now, and raise as `save.save`, or at a later call what goes wrong in the background.
 
-        Waits for the checkpoint before. last: training does not go on, so this one is not copied, and is waited for.
+        Raises ReplicasDiffer rather than save copies that differ: every resume would start from them. Waits for the
+        checkpoint before. last: training does not go on, so this one is not copied, and is waited for.
         """
+        self.compare_copies(parts, step=state.step, beat=beat)
+        self._events.sync()  # first: a resumed run does not emit the events of earlier steps again
         self.wait(beat)
         plan = make_write_plan(parts, self._mpi)
         file = RankFile(plan.by_rank[self._mpi.rank])

@@ -45,6 +45,7 @@ from onward.trainer.parallel.cost import Autocast, estimate_costs
 from onward.trainer.parallel.device import typical
 from onward.trainer.parallel.layout import Layout, build_layout, drop_data, recompute_units
 from onward.trainer.parallel.part_sums import PartSums
+from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.replicas.norms import gradient
 from onward.trainer.parallel.replicas.reducer import Reducer, is_statistic
@@ -219,6 +220,21 @@ def build_rank_model(
         reported_weights=_reported_weights(weights, reducer.weights, mesh),
         part_sums=PartSums(weights, reducer.weights, mesh, layout.placements),
         matrices=layout.matrices,
+    )
+
+
+def build_pipeline(model: RankModel, config: RunConfig, mesh: DeviceMesh, mpi: MPIContext) -> Pipeline:
+    """Return the engine that runs this rank's stages. Collective: every rank of the world."""
+    return Pipeline(
+        model.stages,
+        model.losses,
+        schedule=config.parallel.schedule,
+        stages_for=model.shapes_of,
+        autocast=partial(precision.autocast, config.precision, mpi.device),
+        device=mpi.device,
+        group_pipeline=stage_group(mesh, timeout_s=config.collective_timeout_s),
+        group_data=mesh.get_group("data"),
+        counts_loss=ParallelDims.of(config.parallel).coordinate(mpi.rank).tensor == 0,
     )
 
 

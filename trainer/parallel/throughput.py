@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.parallel.sample_flops import SampleFlops
+from onward.trainer.parallel.step_clock import StepClock
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +33,18 @@ MEMORY_PERIOD_S = 1.0
 """Longest time between two looks at the memory, which cost a message between the ranks."""
 
 
+class Work(NamedTuple):
+    """What a rank, or all of them together, have done in a step."""
+
+    flops: float
+    num_tokens: float
+    """Without padding."""
+    memory_is_due: float
+    """Whether the ranks look at their memory after this step: 1 on a rank that wants it."""
+
+
 class Throughput:
-    """Adds up the work of updates by the clock of this rank.
+    """Adds up the work of updates, and divides it by the time that the clock counts as steps.
 
     flops: None if they cannot be counted. peak_flops_per_s: of all ranks; None if it is not known. counts: whether this
     rank counts its micro-batches, as one rank of each replica does. is_text: whether the data has tokens.
@@ -43,12 +55,13 @@ class Throughput:
         flops: SampleFlops | None,
         peak_flops_per_s: float | None,
         mpi: MPIContext,
+        clock: StepClock,
         *,
         counts: bool,
         is_text: bool,
         step: int,
     ) -> None:
-        self._flops, self._peak, self._mpi = flops, peak_flops_per_s, mpi
+        self._flops, self._peak, self._mpi, self._clock = flops, peak_flops_per_s, mpi, clock
         self._counts, self._is_text = counts, is_text
         self._memory, self._memory_at = 0.0, -math.inf
         self._warned = False
@@ -56,37 +69,40 @@ class Throughput:
 
     def begin(self, step: int) -> None:
         """Begin anew after a step."""
-        self._since, self._step = time.monotonic(), step
-        self._samples = self._done = self._tokens = self.wait_s = 0.0
+        self._clock.mark()
+        self._since_s, self._waited_s = self._clock.in_steps_s, self._clock.seconds["data_wait"]
+        self._step = step
+        self._samples = self._done = self._tokens = 0.0
 
-    def work_of(self, batches: Sequence[Batch]) -> tuple[float, float, float]:
-        """Return FLOPs and tokens of this rank's micro-batches, and whether memory is due, to be summed over all ranks.
+    def work_of(self, batches: Sequence[Batch]) -> Work:
+        """Return the work of this rank's micro-batches, and whether memory is due, to be summed over all ranks.
 
         By the clock of rank 0, as all ranks must decide alike.
         """
         due = float(self._mpi.rank == 0 and time.monotonic() - self._memory_at >= MEMORY_PERIOD_S)
         if not self._counts:
-            return 0.0, 0.0, due
+            return Work(0.0, 0.0, due)
         num_tokens = sum(batch.num_tokens for batch in batches)
-        return self._flops.of(batches) if self._flops else 0.0, float(num_tokens), due
+        return Work(self._flops.of(batches) if self._flops else 0.0, float(num_tokens), due)
 
-    def add(self, num_samples: int, flops: float, num_tokens: float, memory_is_due: float) -> None:
+    def add(self, num_samples: int, work: Work) -> None:
         """Add the work of one update, of all ranks, and look at the memory if it is due.
 
         Collective: every rank of the world, with the same numbers.
         """
         self._samples += num_samples
-        self._done += flops
-        self._tokens += num_tokens
-        if memory_is_due:
+        self._done += work.flops
+        self._tokens += work.num_tokens
+        if work.memory_is_due:
             self._memory, self._memory_at = self._greatest(peak_memory(self._mpi.device)), time.monotonic()
 
     def values(self, step: int) -> dict[str, float]:
         """Return the scalars of the line of a step."""
-        elapsed_s = time.monotonic() - self._since
+        self._clock.mark()
+        elapsed_s = self._clock.in_steps_s - self._since_s
         found = {
             "samples_per_s": self._samples / elapsed_s,
-            "data_wait": self.wait_s / elapsed_s,
+            "data_wait": (self._clock.seconds["data_wait"] - self._waited_s) / elapsed_s,
             "step_s": elapsed_s / (step - self._step),
         }
         if self._is_text:

@@ -17,7 +17,8 @@ from onward.trainer.parallel import peak, throughput
 from onward.trainer.parallel.device import GPUS, peak_flops_per_s
 from onward.trainer.parallel.peak import measure_cpu, peak_of_ranks
 from onward.trainer.parallel.sample_flops import Lengths, SampleFlops
-from onward.trainer.parallel.throughput import Throughput, peak_memory
+from onward.trainer.parallel.step_clock import StepClock
+from onward.trainer.parallel.throughput import Throughput, Work, peak_memory
 
 CPU = MPIContext(0, 1, 0, 1, "host", torch.device("cpu"))
 GPU = MPIContext(0, 1, 0, 1, "host", torch.device("cuda"))
@@ -31,10 +32,14 @@ def configured(compute: str = "fp32", **sections: dict[str, object]) -> RunConfi
 # -- the scalars of a line
 
 
-class Clock:
+class Clock(StepClock):
+    """A clock that the test sets, of an attempt in its steps."""
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(throughput.time, "monotonic", lambda: self.now)
+        super().__init__(began_at=self.now, compiled_s=lambda: 0.0)
+        self.begin_steps()
 
 
 def of(size: int, num_tokens: int = 0) -> Batch:
@@ -48,11 +53,13 @@ EACH = SampleFlops(Lengths((), ()), (3e9,), 3e9)
 
 def test_a_line_says_what_was_done_since_the_line_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    pace = Throughput(EACH, 50e9, CPU, counts=True, is_text=True, step=10)
+    pace = Throughput(EACH, 50e9, CPU, clock, counts=True, is_text=True, step=10)
     for _ in range(2):
-        pace.wait_s += 0.5
-        pace.add(8, *pace.work_of([of(4, 30), of(4, 20)]))
-    clock.now += 4.0
+        clock.now += 2.0
+        clock.waited(0.5)
+        pace.add(8, pace.work_of([of(4, 30), of(4, 20)]))
+    with clock("evaluation"):
+        clock.now += 90.0  # which is no time of a step
     found = pace.values(12)
     memory = found.pop("memory_bytes")
     assert found == {
@@ -65,7 +72,7 @@ def test_a_line_says_what_was_done_since_the_line_before_it(monkeypatch: pytest.
     }
     assert memory == pytest.approx(peak_memory(CPU.device), rel=0.01)
     pace.begin(12)
-    pace.add(8, 0.0, 0.0, 0.0)
+    pace.add(8, Work(0.0, 0.0, 0.0))
     clock.now += 1.0
     found = pace.values(13)
     assert (found["samples_per_s"], found["tflops"], found["tokens_per_s"]) == (8.0, 0.0, 0.0)
@@ -75,9 +82,9 @@ def test_a_peak_that_the_training_exceeds_is_called_measured_too_low_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock(monkeypatch)
-    pace = Throughput(EACH, 1e9, CPU, counts=True, is_text=False, step=0)
+    pace = Throughput(EACH, 1e9, CPU, clock, counts=True, is_text=False, step=0)
     for step in (1, 2):
-        pace.add(8, *pace.work_of([of(8)]))
+        pace.add(8, pace.work_of([of(8)]))
         clock.now += 1.0
         assert pace.values(step)["mfu"] == 1.0
     (record,) = caplog.records
@@ -93,7 +100,7 @@ def test_what_is_not_known_is_left_out_and_one_rank_of_a_replica_counts(monkeypa
         (None, None, True, {"tokens_per_s"}),
         (EACH, 1e9, True, {"tflops", "mfu", "tokens_per_s"}),
     ):
-        pace = Throughput(flops, rate, CPU, counts=False, is_text=is_text, step=0)
+        pace = Throughput(flops, rate, CPU, clock, counts=False, is_text=is_text, step=0)
         assert pace.work_of([of(4, 30)]) == (0.0, 0.0, 1.0)
         clock.now += 1.0
         assert pace.values(1).keys() == keys | more
@@ -102,10 +109,10 @@ def test_what_is_not_known_is_left_out_and_one_rank_of_a_replica_counts(monkeypa
 def test_the_memory_is_looked_at_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, looks = Clock(monkeypatch), iter([5e9, 7e9])
     monkeypatch.setattr(throughput, "peak_memory", lambda device: next(looks))
-    pace, found = Throughput(EACH, None, CPU, counts=True, is_text=False, step=0), []
+    pace, found = Throughput(EACH, None, CPU, clock, counts=True, is_text=False, step=0), []
     for step in range(1, 6):
         clock.now += 0.4
-        pace.add(4, *pace.work_of([of(4)]))
+        pace.add(4, pace.work_of([of(4)]))
         found.append(pace.values(step)["memory_bytes"])
     assert found == [5e9, 5e9, 5e9, 7e9, 7e9]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from onward.trainer.checkpoint.exchange import gather_bytes
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches.batches import Batch
+from onward.trainer.data.batches.batches import Batch, Batches
 from onward.trainer.data.columns import Array
 from onward.trainer.data.signature import Signature
 from onward.trainer.data.storage.row_origins import row_origins
@@ -63,6 +63,9 @@ class BadValues:
     signature: Signature
     model: RankModel
     pipeline: Pipeline
+    rows: Shards
+    """Of the training."""
+    batches: Batches
     mpi: MPIContext
     beat: Callable[[], None]
     explained_evaluation: bool = False
@@ -81,19 +84,8 @@ class BadValues:
         if norm > self._worst[0] and math.isfinite(norm):
             self._worst = (norm, step, position, size)
 
-    def explain_step(
-        self,
-        micro_batches: Sequence[Batch],
-        rows: Shards,
-        *,
-        scale: float,
-        reseed: Callable[[], object],
-        rows_at: Callable[[int, int], Array],
-    ) -> str:
-        """Replay a training step, and return sentences about the first bad value.
-
-        reseed: what was done before the step. rows_at: position in the sample stream and number -> rows.
-        """
+    def explain_step(self, micro_batches: Sequence[Batch], *, scale: float, reseed: Callable[[], object]) -> str:
+        """Replay a training step, and return sentences about the first bad value. reseed: called before the step."""
         try:
             probes = self._replay(micro_batches, scale, reseed)
         except Exception as error:  # such as out of memory: that the step has diverged is what matters
@@ -101,8 +93,8 @@ class BadValues:
                 raise
             return f"Where it began is not known, because the step could not be replayed: {error}"
         norm, step, position, size = self._worst
-        largest_step = Update(norm, step, rows_at(position, size)) if size else None
-        return self._explain(probes, "train", rows, len(micro_batches), largest_step)
+        largest_step = Update(norm, step, self.batches.rows(position, size)) if size else None
+        return self._explain(probes, "train", self.rows, len(micro_batches), largest_step)
 
     def _replay(self, micro_batches: Sequence[Batch], scale: float, reseed: Callable[[], object]) -> Probes:
         probes, reducer = Probes(self.beat), self.model.reducer

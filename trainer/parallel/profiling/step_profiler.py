@@ -1,10 +1,10 @@
 """Profile the steps of `monitor.profile_steps`: a trace, and a table by node of the ONNX file, for each rank.
 
-    loop      begin(step)  phase("pipeline")  phase("gradient reduction")  phase("optimizer")      end(step)
+    loop      with profiler.step(step):      the blocks of the clock (step_clock.py) are ranges in it, the rest is other
               |- data wait -|-- pipeline ------|-- gradient reduction ------|-- optimizer -- other --|
     nodes                      conv1 relu ... loss ... conv1 backward
 
-Outside of these steps nothing is measured and nothing is put in between: each call returns at once.
+Outside of these steps nothing is measured and nothing is put in between.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -44,7 +43,6 @@ from onward.trainer.run.step_profile import (
 
 log = logging.getLogger(__name__)
 
-LoopPhase = Literal["data wait", "pipeline", "gradient reduction", "optimizer", "other"]
 COMPILED = (
     "graph.compile fuses the nodes into other kernels, so none has a time of its own, and `between nodes` has all of "
     "theirs: the trace has the kernels; profile with graph.compile = false for the nodes"
@@ -52,7 +50,7 @@ COMPILED = (
 
 
 class StepProfiler:
-    """Profiles the chosen steps of one rank. `begin` and `end` of the last step are collective: every rank.
+    """Profiles the chosen steps of one rank. The end of the last one is collective: every rank.
 
     num_steps: of the whole run. Raises ConfigError, on every rank, for steps that the run does not have.
     """
@@ -79,48 +77,41 @@ class StepProfiler:
         self._wanted = range(first, last + 1)
         self._profile: profile | None = None
         self._ranges = NodeRanges()
-        self._step = contextlib.ExitStack()
-        self._phase = contextlib.ExitStack()
-        self._is_open = False
-        self._began_at = 0.0
         self._seconds: list[float] = []
         self._steps: list[int] = []
 
-    def begin(self, step: int) -> None:
-        """Begin a step, with the phase `data wait`; one that is tried again at another loss scale counts twice."""
-        if self._is_open:
-            self._leave()
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Profile a block if it is one of the chosen steps; after the last of them, write what was recorded.
+
+        Of a step that overflows and is tried again at another loss scale, each try counts as a step, but for those
+        after the first try of the last step.
+        """
         if step not in self._wanted:
+            yield
             return
+        self._start()
+        losses = TimedLosses(self._model.losses, self._ranges)
+        with self._ranges.installed(self._model.stages), self._pipeline.with_losses(losses):
+            self._synchronize()
+            began_at = time.perf_counter()
+            with record_function(f"{STEP}{step}"):
+                yield
+                self._synchronize()
+            self._seconds.append(time.perf_counter() - began_at)
+        self._steps.append(step)
+        if step == self._wanted[-1]:
+            self.close()
+
+    def _start(self) -> None:
         if self._profile is None:
-            cuda = [ProfilerActivity.CUDA] * (self._mpi.device.type == "cuda")
-            self._profile = profile(activities=[ProfilerActivity.CPU, *cuda])
+            activities = [ProfilerActivity.CPU]
+            if self._mpi.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profile = profile(activities=activities)
             self._profile.start()
             with record_function("first range"):  # which takes longer than all others
                 pass
-        self._is_open = True
-        self._steps.append(step)
-        self._step.enter_context(self._ranges.installed(self._model.stages))
-        losses = TimedLosses(self._model.losses, self._ranges)
-        self._step.enter_context(self._pipeline.with_losses(losses))
-        self._synchronize()
-        self._step.enter_context(record_function(f"{STEP}{step}"))
-        self._began_at = time.perf_counter()
-        self.phase("data wait")
-
-    def phase(self, what: LoopPhase) -> None:
-        """End a phase of the step and begin the next one."""
-        if self._is_open:
-            self._phase.close()
-            self._phase.enter_context(record_function(what))
-
-    def end(self, step: int) -> None:
-        """End a step; after the last of the chosen ones, write what was recorded. Collective then: every rank."""
-        if not self._is_open:
-            return
-        self._leave()
-        if step == self._wanted[-1]:
-            self.close()
 
     def close(self) -> None:
         """Write what was recorded, if it is not written yet. Collective: every rank."""
@@ -131,13 +122,6 @@ class StepProfiler:
         self._write(self._profile)
         self._profile, self._wanted = None, range(0)
         self._beat()
-
-    def _leave(self) -> None:
-        self._synchronize()
-        self._seconds.append(time.perf_counter() - self._began_at)
-        self._phase.close()
-        self._step.close()
-        self._is_open = False
 
     def _synchronize(self) -> None:
         if self._mpi.device.type == "cuda":

@@ -40,7 +40,7 @@ from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.replicas.adasum import Adasum
 from onward.trainer.parallel.replicas.channels import check_device, open_channel
 from onward.trainer.parallel.replicas.copies import ReplicatedWeights, TiedGradients
-from onward.trainer.parallel.replicas.norms import gradient, local_squares, sum_over_world
+from onward.trainer.parallel.replicas.norms import gradient, local_squares
 from onward.trainer.parallel.replicas.transport import Carrier, Direct, Job, Summed
 
 log = logging.getLogger(__name__)
@@ -179,10 +179,6 @@ class Reducer:
         gradients = flat + [gradient(weight) for weight in (self._trained if self._adopts else self._other_copies)]
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
-
-    def sum(self, *numbers: float | Tensor) -> list[float]:
-        """Sum a few numbers over all ranks. Collective: every rank of the world."""
-        return sum_over_world(numbers, self._device)
 
     def _gradient_hook(self, bucket: _Bucket, place: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:

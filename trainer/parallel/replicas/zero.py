@@ -48,7 +48,7 @@ from onward.trainer.parallel.pipeline.stage import Chain, Stage
 from onward.trainer.parallel.replicas.background_scatter import BackgroundScatter
 from onward.trainer.parallel.replicas.copies import ReplicatedWeights, TiedGradients
 from onward.trainer.parallel.replicas.fsdp_groups import gather_in_background, scatter_with, shard_chain, shard_dim
-from onward.trainer.parallel.replicas.norms import gradient, local_squares, sum_over_world
+from onward.trainer.parallel.replicas.norms import gradient, local_squares
 from onward.trainer.parallel.replicas.recast import recast_in_backward
 from onward.trainer.parallel.replicas.reducer import Reducer
 
@@ -182,10 +182,6 @@ class Sharded:
     def close(self) -> None:
         """End the background communication. Collective: every rank of the world."""
         self._unsharded.close()
-
-    def sum(self, *numbers: float | Tensor) -> list[float]:
-        """Sum a few numbers over all ranks. Collective: every rank of the world."""
-        return sum_over_world(numbers, self._device)
 
 
 class _BackwardPasses:

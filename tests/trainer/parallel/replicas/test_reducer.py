@@ -141,7 +141,12 @@ def replicas_with_rows(mpi: MPIContext) -> dict[str, Any]:
         gradients = [parameter.grad.flatten().tolist() for parameter in module.parameters()]
         reducer.multiply(0.5)
         halved = [parameter.grad.flatten().tolist() for parameter in module.parameters()]
-        found[str(bucket_bytes)] = [gradients, halved, norm, reducer.sum(mpi.rank, torch.tensor(0.5))]
+        found[str(bucket_bytes)] = [
+            gradients,
+            halved,
+            norm,
+            norms.sum_over_world([mpi.rank, torch.tensor(0.5)], mpi.device),
+        ]
     return found | {
         "sent": sent_before_the_end_of_backward(mpi),
         "overflow": overflow_on_rank_one(mpi),

@@ -28,6 +28,7 @@ from onward.trainer.parallel.pipeline.balance import choose_unit_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import find_cut_points
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
+from onward.trainer.parallel.replicas.norms import sum_over_world
 from onward.trainer.parallel.replicas.zero import Sharded
 from onward.trainer.parallel.stage_weights import is_trained, running_statistic_retention
 from tests.support import graphs
@@ -180,7 +181,7 @@ class Training:
         self.engine.begin(3, 1.0, len(batches))
         loss = accumulate(self.chain, batches, 3)
         norm = reduced_norm(self.engine)
-        (total,) = self.engine.sum(loss)
+        (total,) = sum_over_world([loss], torch.device("cpu"))
         gradients = self.whole({w.name: (w.tensor.grad, w.placement) for w in self.trained})
         self.optimizer.step()
         self.steps += 1

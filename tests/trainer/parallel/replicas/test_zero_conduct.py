@@ -25,7 +25,7 @@ from onward.trainer.parallel.dry_run import MemoryCounter
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
 from onward.trainer.parallel.recompute import recompute
 from onward.trainer.parallel.replicas import fsdp_groups
-from onward.trainer.parallel.replicas.norms import gradient
+from onward.trainer.parallel.replicas.norms import gradient, sum_over_world
 from onward.trainer.parallel.replicas.zero import Sharded
 from tests.support.ranks import run_ranks
 from tests.support.reducing import reduced_norm
@@ -122,7 +122,7 @@ def overflow(training: Training) -> list[float]:
     if training.replica:
         batches = [(inputs * math.inf, labels) for inputs, labels in batches]
     accumulate(training.chain, batches, 3)
-    return [reduced_norm(training.engine), *training.engine.sum(1.0, training.replica)]
+    return [reduced_norm(training.engine), *sum_over_world([1.0, training.replica], torch.device("cpu"))]
 
 
 def halved(training: Training) -> bool:
@@ -301,7 +301,7 @@ def branches(mpi: MPIContext) -> dict[str, list[float]]:
         for _ in range(2):
             chain(torch.full((1, 4), 1.0 + mpi.rank), torch.tensor(mpi.rank == 0))[0].sum().backward()
         engine.reduce()
-        found[str(zero)] = engine.sum(*(gradient(weight).sum() for weight in engine.weights))
+        found[str(zero)] = sum_over_world([gradient(weight).sum() for weight in engine.weights], torch.device("cpu"))
     return found
 
 

@@ -1,0 +1,55 @@
+"""What the ranks agree on in a step: sums and decisions, after one all-reduce and one read of the device.
+
+rank 0    squares 3.1   loss 0.2   stop 0   save 1   ...
+rank 1    squares 2.9   loss 0.3   stop 1   save 0   ...
+agreed    squares 6.0   loss 0.5   stop yes save yes ...      the same on both: they take the same branch
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onward.trainer.parallel.replicas.norms import sum_over_world
+from onward.trainer.parallel.throughput import Work
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know after the backward passes of a step."""
+
+    squares: float
+    """Square of the L2 norm of all gradients."""
+    loss: float
+    wait_s: float
+    """Seconds that the ranks waited for their samples, added up."""
+    trained_s: float
+    """Seconds of training of all attempts, by the clock of the rank that counts them."""
+    stop: bool
+    """Whether any rank was asked to stop."""
+    save: bool
+    """Whether any rank says that a checkpoint is due."""
+    work: Work
+    """Of all ranks."""
+
+
+def agree(
+    device: torch.device,
+    *,
+    squares: Tensor,
+    loss: Tensor,
+    wait_s: float,
+    trained_s: float,
+    stop: bool,
+    save: bool,
+    work: Work,
+) -> Agreed:
+    """Add up the numbers of all ranks, and take each decision that any rank takes. Collective: every rank.
+
+    squares, loss: scalars; the sum over the ranks counts each gradient and each target once.
+    """
+    numbers = (squares, loss, wait_s, trained_s, stop, save, *work)
+    squares_sum, loss_sum, waits_s, trained, stops, saves, *works = sum_over_world(numbers, device)
+    return Agreed(squares_sum, loss_sum, waits_s, trained, stops > 0, saves > 0, Work(*works))

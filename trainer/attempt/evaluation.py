@@ -1,0 +1,77 @@
+"""Evaluate the model on the held-out rows: the weights, then their moving average in their place, if there is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from onward.trainer.attempt.restore import Trained
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.batches.batches import Batch, evaluation_batches
+from onward.trainer.data.signature import Signature
+from onward.trainer.data.storage.shards import Shards
+from onward.trainer.distributed.mesh import ParallelDims
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.events import EventWriter, Heartbeat
+from onward.trainer.model.metrics.measures import Counts
+from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.parallel.nonfinite.replay import BadValues
+from onward.trainer.parallel.pipeline.engine import Pipeline
+
+
+class Evaluation:
+    """Evaluates on all rows of `held_out`, of which this rank's replica reads its share.
+
+    Collective: every rank of the world, each time it is called.
+    """
+
+    def __init__(
+        self,
+        held_out: Shards,
+        config: RunConfig,
+        signature: Signature,
+        trained: Trained,
+        pipeline: Pipeline,
+        bad_values: BadValues,
+        events: EventWriter,
+        heartbeat: Heartbeat,
+        mpi: MPIContext,
+    ) -> None:
+        self._held_out, self._config, self._signature = held_out, config, signature
+        self._losses, self._averages = trained.model.losses, trained.averages
+        self._pipeline, self._bad_values, self._events = pipeline, bad_values, events
+        self._heartbeat, self._device = heartbeat, mpi.device
+        self._dims = ParallelDims.of(config.parallel)
+        self._coordinate = self._dims.coordinate(mpi.rank)
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return the metrics after a step, such as evaluation/loss, and write them as events."""
+        metrics: dict[str, float] = {}
+        confusion: Mapping[str, Counts] = {}
+        for prefixes in self._averages.in_turn():  # first the weights themselves, then their averages in their place
+            totals = self._new_totals()
+            with self._heartbeat.compiling():
+                values = self._pipeline.evaluate(self._batches(), totals, self._heartbeat.beat)
+            if not math.isfinite(values.get("loss", 0.0)) and not self._bad_values.explained_evaluation:
+                why = self._bad_values.explain_evaluation(self._batches(), self._new_totals(), self._held_out)
+                self._events.emit("bad_values", step, text=f"the evaluation loss is {values['loss']:g}. {why}")
+            metrics |= {f"{prefix}/{name}": value for prefix in prefixes for name, value in values.items()}
+            confusion = confusion or totals.confusion
+        self._events.emit("evaluation", step, values=metrics)
+        for loss, counts in confusion.items():
+            self._events.emit("confusion", step, loss=loss, counts=counts)
+        return metrics
+
+    def _new_totals(self) -> EvaluationMetrics:
+        counts = self._coordinate.tensor == 0
+        return EvaluationMetrics(self._losses, self._config.metrics, device=self._device, counts=counts)
+
+    def _batches(self) -> Iterator[Batch]:
+        return evaluation_batches(
+            self._held_out,
+            self._config,
+            self._signature,
+            replica=self._coordinate.data,
+            num_replicas=self._dims.data,
+            device=self._device,
+        )

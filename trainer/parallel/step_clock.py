@@ -52,7 +52,7 @@ class StepClock:
         self.mark()
         outer = self._sum
         self._sum = part if part in OUTSIDE_OF_STEPS else "steps"
-        profiled = torch.autograd._profiler_enabled()
+        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         with record_function(part) if profiled else contextlib.nullcontext():
             yield
         self.mark()

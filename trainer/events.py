@@ -13,8 +13,8 @@ in a sentence, else ""; `damaged`: newer checkpoints that were not used; `certif
 output if there are several, else ""; `counts`: targets by [class][predicted class], of yes-or-no labels by
 [label][is][predicted]), `histogram` (`name`, `counts`, `edges`), `bad_values` (`text`: where an evaluation loss became
 NaN or infinite), `checkpoint` (`path`; `certificate`: its digests), `times` (`seconds`: what the attempt has spent its
-time on so far, see parallel/step_clock.py), `end` (`status`; `ended_early`: why, if [stop] ended the run before its last
-step, else "").
+time on so far, see parallel/step_clock.py), `end` (`status`; `ended_early`: why, if [stop] ended the run before its
+last step, else "").
 Among the scalars is what training has cost since the line before (parallel/throughput.py): `train/samples_per_s`,
 `train/step_s`, `train/data_wait`, the share of the time in which ranks waited for their next samples, the mean over the
 ranks; and, where they are known, `train/tokens_per_s`, `train/tflops`, `train/mfu`, `train/memory_bytes`.

@@ -6,8 +6,8 @@
 
 X: the attempt dies. Its steps behind the checkpoint that the next attempt resumes from are lost work, since they are
 made again; from its death until that attempt begins its first step it is recovery. Inside of an attempt the laps of
-rank 0's clock are counted (parallel/step_clock.py), outside of it the beginnings of the flow's phases (phases.py). What the laps
-do not add up to, compared with the time between their events, stands by itself.
+rank 0's clock are counted (parallel/step_clock.py), outside of it the beginnings of the flow's phases (phases.py).
+What the laps do not add up to, compared with the time between their events, stands by itself.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from onward.flows.deployment_limits import waits_for_all
 from onward.flows.ending import SIGNALLED
 from onward.flows.runs import how_to_continue
 from onward.flows.waiting_runs import cancel_superseded
-from onward.infra import mpirun
+from onward.infra.job import mpirun
 from onward.tasks.prefect_server import prefect_answers
 from onward.trainer.errors import Stopped
 from onward.trainer.run.directory import RunDir

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 import psutil
 
 from onward.flows.runs import holder_of, how_to_continue
-from onward.infra.mpirun import boot_id
+from onward.infra.job.mpirun import boot_id
 from onward.tasks.classification import HOST
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.infra import mpirun
-from onward.infra.hosts import read_hostfile, silence, silent_hosts
-from onward.infra.rank_endings import num_oom_kills
+from onward.infra.job import mpirun
+from onward.infra.job.hosts import read_hostfile, silence, silent_hosts
+from onward.infra.job.rank_endings import num_oom_kills
 from onward.tasks.attempt_failure import describe, log_tail, record_first_ending
 from onward.tasks.classification import Evidence, classify, sentence_of
 from onward.tasks.hang import record_hang

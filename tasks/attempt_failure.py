@@ -6,8 +6,8 @@ import re
 import socket
 import time
 
-from onward.infra import mpirun
-from onward.infra.rank_endings import RankEnding, first_ending
+from onward.infra.job import mpirun
+from onward.infra.job.rank_endings import RankEnding, first_ending
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.failures import PEER_LOST
 from onward.trainer.errors import OnwardError, OutOfMemory, TrainingFailed

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from onward.infra.rank_endings import first_ending, signal_name
+from onward.infra.job.rank_endings import first_ending, signal_name
 from onward.trainer.run.attempt_endings import EndingKind
 from onward.trainer.run.records import AttemptResult, RankError
 from onward.trainer.run.storage import says_storage

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import time
 
-from onward.infra.mpirun import Outcome
-from onward.infra.rank_endings import first_ending
-from onward.infra.rank_stacks import RankStack, explain_hang, parse_exception, parse_stacks
+from onward.infra.job.mpirun import Outcome
+from onward.infra.job.rank_endings import first_ending
+from onward.infra.job.rank_stacks import RankStack, explain_hang, parse_exception, parse_stacks
 from onward.tasks.attempt_failure import host_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.events import last_beat

@@ -17,7 +17,7 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from onward.infra import mpirun
+from onward.infra.job import mpirun
 from onward.tasks.disk_space import shares, space_problems
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.signature import model_bytes

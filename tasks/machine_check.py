@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from onward.infra import mpirun, weights_and_biases
-from onward.infra.hosts import read_hostfile
+from onward.infra import weights_and_biases
+from onward.infra.job import mpirun
+from onward.infra.job.hosts import read_hostfile
 from onward.tasks.disk_space import shares, space_problems
 from onward.tasks.registered_models import store_of
 from onward.trainer.config.rules import Sections

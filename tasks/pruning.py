@@ -15,7 +15,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from onward.infra import mpirun
+from onward.infra.job import mpirun
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import read_record, write_record

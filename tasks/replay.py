@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from onward.infra import mpirun
+from onward.infra.job import mpirun
 from onward.tasks.attempt import Attempt
 from onward.tasks.attempt_failure import describe, failure
 from onward.tasks.train import mpi_job

@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled
 
-from onward.infra import mpirun
+from onward.infra.job import mpirun
 from onward.tasks.attempt import Attempt, result_of
 from onward.tasks.attempt_failure import describe, failure
 from onward.tasks.readiness import wait_until_ready

@@ -6,9 +6,9 @@
                           | fork
                         program   `python -m MODULE ARGUMENTS` with the client's environment, directory and output
 
-A client (infra/fork_client.py) sends a line with its words, environment and working directory, and its output; it gets
-a line with the process id of the program, and at last a line with its exit status. While the program runs, the client
-is what others see of it, so the keeper carries over what the client cannot: its end by SIGKILL, and its stop by
+A client (infra/job/fork_client.py) sends a line with its words, environment and working directory, and its output; it
+gets a line with the process id of the program, and at last a line with its exit status. While the program runs, the
+client is what others see of it, so the keeper carries over what the client cannot: its end by SIGKILL, and its stop by
 SIGSTOP. The kernel ends a keeper with the server, and a program with its keeper.
 
 LISTENER is the file descriptor of a socket, ALIVE that of the reading end of a pipe, which closes when the process that

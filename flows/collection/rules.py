@@ -16,8 +16,8 @@ from pathlib import Path
 from onward.flows.run_index import State, listed_runs
 from onward.flows.run_status import state_of
 from onward.flows.runs import is_running
-from onward.infra import mpirun
-from onward.infra.job_guard import living_tags
+from onward.infra.job import mpirun
+from onward.infra.job.job_guard import living_tags
 from onward.infra.mlflow_store import TrackingError
 from onward.infra.registry import Registry
 from onward.trainer.checkpoint.retention import list_checkpoints

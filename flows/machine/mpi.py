@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from onward.flows.machine.findings import Finding
-from onward.infra import mpirun
-from onward.infra.hosts import read_hostfile
+from onward.infra.job import mpirun
+from onward.infra.job.hosts import read_hostfile
 from onward.trainer.config.loading import build_config
 from onward.trainer.distributed.mpi_report import MpiReport
 from onward.trainer.errors import OnwardError

@@ -23,7 +23,7 @@ from onward.flows.run_table import ago, duration, rows_of
 from onward.flows.runs import holder_of, is_running
 from onward.flows.stop import stop
 from onward.flows.stop_signals import acknowledged_interrupt
-from onward.infra.mpirun import MpiJob
+from onward.infra.job.mpirun import MpiJob
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.events import EventWriter, Heartbeat, last_beat

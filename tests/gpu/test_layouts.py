@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra.mpirun import LaunchError, find_mpirun
+from onward.infra.job.mpirun import LaunchError, find_mpirun
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RankReport, read_record
 from tests.equivalence import layouts

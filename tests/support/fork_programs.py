@@ -1,4 +1,4 @@
-"""Programs that tests/infra/test_forks.py starts as forks, and a fork server that imports no torch."""
+"""Programs that tests/infra/job/test_forks.py starts as forks, and a fork server that imports no torch."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ ENDINGS: dict[str, Callable[[], object]] = {
 
 def parent(place: Path) -> None:
     """Start a fork as the flow does, and wait."""
-    from onward.infra import forks
+    from onward.infra.job import forks
     from onward.tasks.subprocesses import run_module
 
     forks.SERVER = SERVER

@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 
-from onward.infra import fork_client, forks
+from onward.infra.job import fork_client, forks
 
 SHARED = "ONWARD_RANK_SERVER"
 """Environment: the socket of a server that a parent process has started."""

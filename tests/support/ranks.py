@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.infra import mpirun
+from onward.infra.job import mpirun
 from tests.support import rank_server
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra.mpirun import Outcome
+from onward.infra.job.mpirun import Outcome
 from onward.tasks.attempt import Attempt
 from onward.tasks.classification import Evidence, classify
 from onward.trainer.run.directory import read_config

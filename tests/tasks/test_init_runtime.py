@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 import pytest
 
-from onward.infra import mpirun
+from onward.infra.job import mpirun
 from onward.tasks.init_runtime import devices, init_runtime, memory_warnings, needs_of, problems
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig

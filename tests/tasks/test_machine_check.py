@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 import pytest
 
-from onward.infra import mpirun
+from onward.infra.job import mpirun
 from onward.tasks import disk_space, machine_check
 from onward.tasks.machine_check import machine_problems
 from onward.trainer.config.loading import build_config

@@ -17,7 +17,7 @@ import pytest
 from prefect import State
 from prefect.states import Failed
 
-from onward.infra import mpirun
+from onward.infra.job import mpirun
 from onward.tasks.train import train, worth_retrying
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import (

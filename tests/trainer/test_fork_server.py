@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onward.infra import forks
+from onward.infra.job import forks
 from onward.tasks.subprocesses import start_module
 from tests.support.fork_programs import ENDINGS, MODULE, SERVER
 from tests.support.workshop import until

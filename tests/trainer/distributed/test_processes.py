@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onward.infra import mpirun
+from onward.infra.job import mpirun
 from onward.trainer.config.loading import build_config
 from onward.trainer.distributed import processes
 from onward.trainer.distributed.failures import _exit_status, install_excepthook, lost_a_peer

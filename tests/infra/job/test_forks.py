@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from onward.infra import forks, job_guard
-from onward.infra.job_guard import members
-from onward.infra.mpirun import MpiJob, find_mpirun
+from onward.infra.job import forks, job_guard
+from onward.infra.job.job_guard import members
+from onward.infra.job.mpirun import MpiJob, find_mpirun
 from onward.tasks.subprocesses import how_it_ended, run_module, start_module
 from onward.trainer import fork_server
 from tests.support import fork_programs

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from onward.infra.mpirun import boot_id
+from onward.infra.job.mpirun import boot_id
 
 
 def this_process() -> dict[str, Any]:

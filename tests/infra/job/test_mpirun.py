@@ -18,10 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
-from onward.infra import job_guard, mpirun
-from onward.infra.mpirun import LaunchError, MpiJob, Outcome, running_job, stop_running
+from onward.infra.job import job_guard, mpirun
+from onward.infra.job.mpirun import LaunchError, MpiJob, Outcome, running_job, stop_running
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def job(folder: Path, program: str, **limits: Any) -> MpiJob:

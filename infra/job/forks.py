@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.infra import fork_client
-from onward.infra.job_guard import NO_TAG, TAG
-from onward.infra.temporary_folders import lock_of, make, remove, remove_abandoned
+from onward.infra.job import fork_client
+from onward.infra.job.job_guard import NO_TAG, TAG
+from onward.infra.job.temporary_folders import lock_of, make, remove, remove_abandoned
 
 SERVER = ("onward.trainer.fork_server",)
 """The module of the server."""

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.infra.mpirun import environment_of_ranks
+from onward.infra.job.mpirun import environment_of_ranks
 
 MOST_BYTES = 4 << 20
 """Of a hostfile: it would name over a hundred thousand hosts."""

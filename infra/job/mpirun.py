@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from onward.infra import forks, job_guard
-from onward.infra.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
-from onward.infra.parent_death import signalled_with_parent
-from onward.infra.stopped_ranks import StoppedRanks
-from onward.infra.temporary_folders import make, remove
+from onward.infra.job import forks, job_guard
+from onward.infra.job.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
+from onward.infra.job.parent_death import signalled_with_parent
+from onward.infra.job.stopped_ranks import StoppedRanks
+from onward.infra.job.temporary_folders import make, remove
 
 POLL_S = 0.1
 SUSPENDED_S = 2.0

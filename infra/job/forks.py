@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,22 +56,23 @@ class Server:
         return [sys.executable, "-I", "-S", fork_client.__file__, str(self.path)]
 
 
-_running: list[Server] = []
-"""The server of this process, if it has one."""
+_server: ContextVar[Server | None] = ContextVar("fork server", default=None)
+"""The server inside `fork_server`. The command line starts it, and the tasks use it; between them is a Prefect flow,
+whose parameters are settings only, so it is not passed as an argument."""
 
 
 @contextlib.contextmanager
 def fork_server() -> Iterator[None]:
     """Let `python` use a fork server inside. Within another one, or where it cannot be started, do nothing."""
-    if _running:
+    if _server.get() is not None:
         yield
         return
     with started() as server:
-        _running.extend(filter(None, [server]))
+        token = _server.set(server)
         try:
             yield
         finally:
-            _running.clear()
+            _server.reset(token)
 
 
 @contextlib.contextmanager
@@ -97,9 +99,10 @@ def started() -> Iterator[Server | None]:
 
 def python() -> list[str]:
     """Return the words that run Python: as a fork if a server runs, else the interpreter itself."""
-    if _running and _running[0].process.poll() is None:
-        return _running[0].python()
-    return [sys.executable]
+    server = _server.get()
+    if server is None or server.process.poll() is not None:
+        return [sys.executable]
+    return server.python()
 
 
 def _start(folder: Path, alive: int) -> Server | None:

@@ -134,7 +134,9 @@ def parent(place: Path) -> None:
 
     forks.SERVER = SERVER
     with forks.fork_server():
-        place.with_suffix(".server").write_text(str(forks._running[0].process.pid))
+        server = forks._server.get()
+        assert server is not None
+        place.with_suffix(".server").write_text(str(server.process.pid))
         run_module(MODULE, "wait", str(place), folder=place.parent, log=place.with_suffix(".log"))
 
 

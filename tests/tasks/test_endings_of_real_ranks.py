@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from onward.infra.job import forks
+from onward.infra.job.job import running_job
 from onward.infra.job.job_guard import members
-from onward.infra.job.mpirun import running_job
 from onward.tasks.train import train
 from onward.trainer.errors import Diverged
 from onward.trainer.run.attempt_endings import endings

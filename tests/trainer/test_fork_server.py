@@ -32,7 +32,8 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(forks, "SERVER", SERVER)
         with forks.fork_server():
-            (running,) = forks._running
+            running = forks._server.get()
+            assert running is not None
             yield running.process
 
 

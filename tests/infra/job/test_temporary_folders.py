@@ -34,7 +34,7 @@ import time
 from onward.infra.job import forks
 forks.SERVER = {server!r}
 with forks.fork_server():
-    (server,) = forks._running
+    server = forks._server.get()
     print(server.path.parent, server.process.pid, flush=True)
     time.sleep(600)
 """

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onward.infra.job import mpirun
+from onward.infra.job import job, mpirun
 from onward.trainer.config.loading import build_config
 from onward.trainer.distributed import processes
 from onward.trainer.distributed.failures import _exit_status, install_excepthook, lost_a_peer
@@ -348,7 +348,7 @@ def wait_to_be_orphaned(mpi: MPIContext, folder: str) -> None:
 
 @pytest.mark.mpi
 def test_ranks_end_with_mpirun_even_if_nothing_else_kills_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpirun, "kill_job", lambda tag: None)
+    monkeypatch.setattr(job, "kill_job", lambda tag: None)
     with ThreadPoolExecutor() as threads:
         orphans = "tests.trainer.distributed.test_processes:wait_to_be_orphaned"
         running = threads.submit(run_ranks, 2, orphans, str(tmp_path), forked=False)

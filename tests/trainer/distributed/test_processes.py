@@ -24,7 +24,8 @@ from onward.trainer.distributed import processes
 from onward.trainer.distributed.failures import _exit_status, install_excepthook, lost_a_peer
 from onward.trainer.distributed.mesh import AXES, ParallelDims, make_mesh
 from onward.trainer.distributed.preflight import preflight
-from onward.trainer.distributed.processes import MPIContext, Place, assign_gpus, threads_of_rank
+from onward.trainer.distributed.processes import MPIContext, assign_gpus, threads_of_rank
+from onward.trainer.distributed.world import Place
 from onward.trainer.errors import ConfigError, Fenced, RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import write_record

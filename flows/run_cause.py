@@ -113,7 +113,7 @@ def _class_of_error(ending: RunEnding, sentence: str) -> str:
         return "storage"
     if kind != "machine":
         return kind
-    lost_host = any(launcher.read_ending(sentence).lost_host for launcher in LAUNCHERS.values())
+    lost_host = any(launcher.read_ending(sentence).lost_host is not None for launcher in LAUNCHERS.values())
     if lost_host or "not answer:" in sentence:
         return "host_lost"
     return "server" if any(f"{name} " in sentence and "cannot be reached" in sentence for name in SERVERS) else kind

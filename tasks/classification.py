@@ -89,7 +89,7 @@ RULES: Sequence[Rule] = (
     ("preempted", lambda e: e.error_class in KILLED_FROM_OUTSIDE or e.launcher_signal.startswith(KILLED_FROM_OUTSIDE)),
     ("hang", lambda e: HANG.search(e.cause)),
     ("rank_lost", lambda e: e.error_class.startswith("SIG")),
-    ("host_lost", lambda e: (e.error is None or e.error.secondary) and e.said.lost_host),
+    ("host_lost", lambda e: (e.error is None or e.error.secondary) and e.said.lost_host is not None),
     ("server", lambda e: SERVER.match(e.cause)),
     # of the ranks that are left, each has only lost its connection to another one
     ("rank_lost", lambda e: e.error is not None and e.error.secondary),
@@ -116,9 +116,9 @@ def sentence_of(evidence: Evidence) -> str:
     if evidence.launcher_signal:
         return f"{evidence.said.launcher} was ended by {evidence.launcher_signal}"
     if error is None:
-        if evidence.said.host:
-            return f"{evidence.said.launcher} cannot reach host {evidence.said.host}, or has lost it; {evidence.ending}"
-        return evidence.ending
+        said = evidence.said
+        lost = f"{said.launcher} cannot reach host {said.lost_host}, or has lost it; " if said.lost_host else ""
+        return f"{lost}{evidence.ending}"
     silent = sorted({*range(evidence.world_size)} - {*evidence.answered})
     if error.secondary and HANG.search(error.cause) and silent:
         named = ", ".join(map(str, silent))

@@ -2,8 +2,8 @@
 
     flow process --- pipe ---> fork server (trainer/fork_server.py): imports torch and the trainer once
          |                          | fork
-         +--- client (fork_client.py) ... the rehearsal, the export, a report
-         +--- mpirun --- client ......... a rank of the preflight, of an attempt, of the next attempt
+         +--- client (child_program.py) .. the rehearsal, the export, a report
+         +--- mpirun --- client ............ a rank of the preflight, of an attempt, of the next attempt
 
 The client is what is started, waited for and signalled. The server ends when the flow process has ended, however that
 was, and all of its forks have; without a server each program is started as ever.
@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.infra.job import fork_client
+from onward.infra.job.child_program import python_of
 from onward.infra.job.job_guard import NO_TAG, TAG
 from onward.infra.job.temporary_folders import lock_of, make, remove, remove_abandoned
 
@@ -53,7 +53,7 @@ class Server:
 
     def python(self) -> list[str]:
         """Return the words that run Python as a fork of this server."""
-        return [sys.executable, "-I", "-S", fork_client.__file__, str(self.path)]
+        return python_of(str(self.path))
 
 
 _server: ContextVar[Server | None] = ContextVar("fork server", default=None)

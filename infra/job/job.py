@@ -25,10 +25,10 @@ from types import MappingProxyType
 from typing import Literal
 
 from onward.infra.job import job_guard
+from onward.infra.job.child_program import signalled_with_parent
 from onward.infra.job.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
 from onward.infra.job.launcher import Launcher, LaunchError, Ranks
 from onward.infra.job.mpirun import Mpirun
-from onward.infra.job.parent_death import signalled_with_parent
 from onward.infra.job.process_identity import boot_id
 from onward.infra.job.stopped_ranks import StoppedRanks
 from onward.infra.job.temporary_folders import make, remove

@@ -4,8 +4,8 @@
         -- SIGUSR1: save and exit; SIGTERM ----> launcher -- signals -> ranks
         <- output, exit status: read_ending ---- launcher
 
-An implementation is one file beside this one (mpirun.py) and one line in LAUNCHERS of job.py. All that it prints is
-parsed in that file.
+An implementation is one file beside this one, such as mpirun.py, and one line in LAUNCHERS of job.py. What the launcher
+prints is parsed in its own file.
 """
 
 from __future__ import annotations
@@ -64,10 +64,8 @@ class LauncherEnding:
     """The rank that ended first."""
     signal: str = ""
     """The signal that ended the launcher itself, or several that it may have been; empty if none did."""
-    lost_host: bool = False
-    """Whether it cannot reach a host, or has lost one."""
-    host: str = ""
-    """That host, if it says which."""
+    lost_host: str | None = None
+    """The host that it cannot reach, or has lost; "" if it does not say which."""
 
 
 class Launcher(Protocol):

@@ -101,8 +101,10 @@ class Mpirun:
 
     def read_ending(self, output: str, returncode: int | None = None) -> LauncherEnding:
         """Return what mpirun says about the end of a job."""
-        lost_host = _LOST_HOST.search(output) is not None
-        host = _HOST_NAME.search(output) if lost_host else None
+        lost_host = None
+        if _LOST_HOST.search(output):
+            named = _HOST_NAME.search(output)
+            lost_host = named["host"] if named else ""
         first_rank = _first_rank(output)
         ended_by = ""
         if returncode is not None and returncode < 0:
@@ -110,7 +112,7 @@ class Mpirun:
         # Asked to end, it ends its ranks and says nothing; of a rank that ended by itself it always names the status.
         elif returncode == 1 and first_rank is None and "\n-----" not in f"\n{output}":
             ended_by = "SIGTERM, SIGINT or SIGHUP"
-        return LauncherEnding(self.name, first_rank, ended_by, lost_host, host["host"] if host else "")
+        return LauncherEnding(self.name, first_rank, ended_by, lost_host)
 
 
 def _first_rank(output: str) -> RankEnding | None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from onward.infra.job import forks, job_guard
+from onward.infra.job.child_program import python_of
 from onward.infra.job.job_guard import members
 from onward.infra.job.launcher import Ranks
 from onward.infra.job.mpirun import Mpirun
@@ -125,7 +126,7 @@ def test_a_job_of_other_hosts_or_of_a_scheduler_is_not_forked(server: subprocess
     def argv(hostfile: str = "", **environment: str) -> list[str]:
         return Mpirun().arguments(Ranks(module=("onward.trainer",), num_ranks=2, hostfile=hostfile), environment)
 
-    assert argv()[-7:] == [*forks.python(), "-m", "onward.trainer"]
+    assert argv()[-10:] == [*forks.python(), "-m", "onward.trainer"]
     assert argv("/etc/hosts.mpi")[-3:] == [sys.executable, "-m", "onward.trainer"]
     assert argv(SLURM_JOB_ID="7")[-3:] == [sys.executable, "-m", "onward.trainer"]
 
@@ -177,7 +178,7 @@ def test_a_killed_server_ends_its_forks_and_the_next_program_runs_by_itself(
 
 
 def test_a_client_whose_server_has_gone_runs_the_program_itself(tmp_path: Path) -> None:
-    words = [sys.executable, "-I", "-S", forks.fork_client.__file__, str(tmp_path / "absent")]
+    words = python_of(str(tmp_path / "absent"))
     done = subprocess.run([*words, "-m", MODULE, "say", "4"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 4
     assert json.loads(done.stdout)["name"] == "__main__"

@@ -18,10 +18,11 @@ import psutil
 import pytest
 
 from onward.infra.job import job_guard
-from onward.infra.job.job import Job, Outcome, running_job, stop_running
+from onward.infra.job.job import LAUNCHERS, Job, Outcome, running_job, stop_running
 from onward.infra.job.job_guard import temporary_directory
 from onward.infra.job.launcher import Ranks
 from onward.infra.job.mpirun import Mpirun
+from onward.trainer.distributed.launched import RANK_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -77,6 +78,10 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Future[Outcome]]]:
         stop_running(tmp_path)
     assert processes(tmp_path) == []
     assert psutil.Process().children() == before  # the guard has ended too
+
+
+def test_the_trainer_knows_the_variable_in_which_each_launcher_names_the_rank() -> None:
+    assert {launcher.rank_variable for launcher in LAUNCHERS.values()} <= {*RANK_VARIABLES}
 
 
 # -- how it ends

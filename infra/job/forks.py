@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -25,6 +24,8 @@ from pathlib import Path
 
 from onward.infra.job.child_program import python_of
 from onward.infra.job.job_guard import NO_TAG, TAG
+from onward.infra.job.launcher import LaunchError
+from onward.infra.job.mpirun import Mpirun
 from onward.infra.job.temporary_folders import lock_of, make, remove, remove_abandoned
 
 SERVER = ("onward.trainer.fork_server",)
@@ -130,10 +131,11 @@ def _start(folder: Path, alive: int) -> Server | None:
 
 def _libraries() -> dict[str, str]:
     """Return the variable in which mpirun names its libraries to the ranks; their forks need it from the beginning."""
-    path = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)])
-    mpirun = shutil.which("mpirun", path=path)
-    given = os.environ.get("LD_LIBRARY_PATH", "")
-    return {"LD_LIBRARY_PATH": f"{Path(mpirun).absolute().parent.parent / 'lib'}:{given}"} if mpirun else {}
+    try:
+        libraries = Mpirun().program().parent.parent / "lib"
+    except LaunchError:
+        return {}
+    return {"LD_LIBRARY_PATH": f"{libraries}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Collection, Mapping
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from onward.infra.job import job_guard
+from onward.infra.job import forks, job_guard
 from onward.infra.job.child_program import signalled_with_parent
 from onward.infra.job.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
 from onward.infra.job.launcher import Launcher, LaunchError, Ranks
@@ -90,6 +91,13 @@ class Job:
     cwd: Path | None = None
     """Working directory of the ranks; None = `run_dir`, where no module of the user can hide one of Onward's."""
 
+    def arguments(self, environment: Mapping[str, str]) -> list[str]:
+        """Return the command line of the launcher. environment: of this process. Raises LaunchError."""
+        # the fork server is on this host
+        elsewhere = self.launcher.uses_other_hosts(self.ranks.hostfile, environment)
+        python = [sys.executable] if elsewhere else forks.python()
+        return self.launcher.arguments(self.ranks, python, environment)
+
     def run(self) -> Outcome:
         """Run the job and return when no process of it is left. Call from the main thread.
 
@@ -98,7 +106,7 @@ class Job:
         """
         # two jobs of one run directory would write the same checkpoints
         wait_until_free(self.run_dir)
-        argv = self.launcher.arguments(self.ranks, os.environ)
+        argv = self.arguments(os.environ)
         tag, started_at = uuid.uuid4().hex, time.monotonic()
         guard = Guard(tag, min(self.grace_s, job_guard.GRACE_S))
         with contextlib.closing(guard), self.log.open("ab") as log:

@@ -11,7 +11,7 @@ prints is parsed in its own file.
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -86,8 +86,11 @@ class Launcher(Protocol):
     def uses_other_hosts(self, hostfile: str, environment: Mapping[str, str]) -> bool:
         """Return whether it may start ranks on other hosts than this one."""
 
-    def arguments(self, ranks: Ranks, environment: Mapping[str, str]) -> list[str]:
-        """Return the command line. environment: of this process. Raises LaunchError without the program."""
+    def arguments(self, ranks: Ranks, python: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+        """Return the command line. Raises LaunchError without the program.
+
+        python: the words that run Python. environment: of this process.
+        """
 
     def environment(self, ranks: Ranks, users: Mapping[str, str], folder: Path) -> dict[str, str]:
         """Return its environment, which reaches the ranks of this host; variables that the user has set stay.

@@ -13,10 +13,10 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from onward.infra.job import forks, launcher
+from onward.infra.job import launcher
 from onward.infra.job.job_guard import TAG
 from onward.infra.job.launcher import LauncherEnding, LaunchError, RankEnding, Ranks, signal_name, with_settings
 
@@ -77,14 +77,12 @@ class Mpirun:
         """Return whether a hostfile or a scheduler names hosts."""
         return bool(hostfile) or any(name in environment for name in ALLOCATIONS)
 
-    def arguments(self, ranks: Ranks, environment: Mapping[str, str]) -> list[str]:
-        """Return the command line. environment: of this process. Raises LaunchError without mpirun."""
+    def arguments(self, ranks: Ranks, python: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+        """Return the command line. Raises LaunchError without mpirun."""
         hosts = ["--hostfile", ranks.hostfile] if ranks.hostfile else ["--map-by", ":OVERSUBSCRIBE"]
         # A login over ssh starts with an empty environment.
         names = sorted({*environment_of_ranks(environment), TAG}) if ranks.hostfile else []
         exports = [word for name in names if name.startswith(CARRIED) for word in ("-x", name)]
-        # the fork server is on this host
-        python = [sys.executable] if self.uses_other_hosts(ranks.hostfile, environment) else forks.python()
         started = [*hosts, *exports, *python, "-m", *ranks.module]
         return [str(self.program()), "-n", str(ranks.num_ranks), "--bind-to", "none", *started]
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,8 @@ SETTINGS = {**mpirun.SETTINGS, "PRTE_MCA_rmaps_default_mapping_policy": ":oversu
 class MpirunOfForks(mpirun.Mpirun):
     """Starts ranks as forks of one process that has imported torch."""
 
-    def arguments(self, ranks: Ranks, environment: Mapping[str, str]) -> list[str]:
-        words = super().arguments(ranks, environment)
-        start = words.index("-m")
-        return [*words[: start - 1], *rank_server.command(), *words[start:]]
+    def arguments(self, ranks: Ranks, python: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+        return super().arguments(ranks, rank_server.command(), environment)
 
 
 def run_ranks(num_ranks: int, function: str, *arguments: Any, timeout_s: float = 60, forked: bool = True) -> list[Any]:

@@ -19,6 +19,7 @@ import pytest
 
 from onward.infra.job import forks, job_guard
 from onward.infra.job.child_program import python_of
+from onward.infra.job.job import Job
 from onward.infra.job.job_guard import members
 from onward.infra.job.launcher import Ranks
 from onward.infra.job.mpirun import Mpirun
@@ -122,9 +123,10 @@ def test_the_ranks_of_mpirun_are_forks() -> None:
         assert json.loads(done.stdout)["session"] == running.process.pid
 
 
-def test_a_job_of_other_hosts_or_of_a_scheduler_is_not_forked(server: subprocess.Popen[bytes]) -> None:
+def test_a_job_of_other_hosts_or_of_a_scheduler_is_not_forked(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
     def argv(hostfile: str = "", **environment: str) -> list[str]:
-        return Mpirun().arguments(Ranks(module=("onward.trainer",), num_ranks=2, hostfile=hostfile), environment)
+        ranks = Ranks(module=("onward.trainer",), num_ranks=2, hostfile=hostfile)
+        return Job(ranks=ranks, launcher=Mpirun(), run_dir=tmp_path, log=tmp_path / "log").arguments(environment)
 
     assert argv()[-10:] == [*forks.python(), "-m", "onward.trainer"]
     assert argv("/etc/hosts.mpi")[-3:] == [sys.executable, "-m", "onward.trainer"]

@@ -17,14 +17,9 @@ WIDE = Ranks(module=("onward.trainer",), num_ranks=8, hostfile="/etc/hosts.mpi")
 FOLDER = Path("/tmp/onward-0")
 
 
-@pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
-
-
 def command_line(ranks: Ranks, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(Mpirun, "program", lambda launcher: Path("/venv/bin/mpirun"))
-    return shlex.join(Mpirun().arguments(ranks, environment))
+    return shlex.join(Mpirun().arguments(ranks, ["/venv/bin/python"], environment))
 
 
 def test_the_command_line_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def _train(
     from onward.flows.local_run import close_flow_run, create_flow_run, prefect_server, run_to_end
     from onward.flows.run_status import outcome_of
     from onward.flows.runs import has_begun, how_to_continue, may_continue
-    from onward.infra.forks import fork_server
+    from onward.infra.job.forks import fork_server
     from onward.infra.mlflow_store import made_ahead
     from onward.tasks.registered_models import store_of
     from onward.tasks.rehearsing import begun_ahead
@@ -210,7 +210,7 @@ def examine(hostfile: AnyPath = "") -> MachineReport:
     Starts ranks under mpirun, and takes some seconds. Call from the main thread. Raises ConfigError when there is no
     such hostfile; what else is wrong is in the record.
     """
-    from onward.infra.hosts import read_hostfile
+    from onward.infra.job.hosts import read_hostfile
 
     path = os.fspath(hostfile) and Path(hostfile).resolve()
     if path:

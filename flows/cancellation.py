@@ -36,7 +36,7 @@ from onward.flows.deployment_limits import waits_for_all
 from onward.flows.ending import SIGNALLED
 from onward.flows.runs import how_to_continue
 from onward.flows.waiting_runs import cancel_superseded
-from onward.infra import mpirun
+from onward.infra.job import job
 from onward.tasks.prefect_server import prefect_answers
 from onward.trainer.errors import Stopped
 from onward.trainer.run.directory import RunDir
@@ -182,13 +182,13 @@ class StopRequest:
             return self._suspend()
         if suspended or any(map(self._cancelled, states)):
             self.seen = True
-            return mpirun.stop_running(self._run.root) or self._signal()
+            return job.stop_running(self._run.root) or self._signal()
         # a paused flow run waits for an answer, unless its ranks train
-        return any(state.is_paused() for state in states) and mpirun.stop_running(self._run.root)
+        return any(state.is_paused() for state in states) and job.stop_running(self._run.root)
 
     def _suspend(self) -> bool:
         self.suspended = self.seen = True
-        return mpirun.stop_running(self._run.root) or self._signal()
+        return job.stop_running(self._run.root) or self._signal()
 
     def _cancel_instead(self, client: SyncPrefectClient, flow_run: UUID) -> None:
         """Cancel a run that somebody has suspended although Prefect could not resume it."""

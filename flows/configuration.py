@@ -109,7 +109,7 @@ def check_all_rows(config: RunConfig) -> None:
     Labels that are one class in all rows are refused as well. Nothing is left of it. Larger data, and what lies behind
     URLs, is read by the task shard data alone. Raises DataError, and ConfigError for rows that do not fit the model.
     """
-    from onward.infra.temporary_folders import owned_folder
+    from onward.infra.job.temporary_folders import owned_folder
     from onward.trainer.data.completed_settings import completed
     from onward.trainer.data.first_rows import source_bytes
     from onward.trainer.data.storage.sharding import make_training_shards

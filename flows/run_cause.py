@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 import psutil
 
 from onward.flows.runs import holder_of, how_to_continue
-from onward.infra.mpirun import boot_id
-from onward.tasks.classification import HOST
+from onward.infra.job.job import LAUNCHERS
+from onward.infra.job.process_identity import boot_id
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import RunEnding, ending_of
@@ -113,7 +113,8 @@ def _class_of_error(ending: RunEnding, sentence: str) -> str:
         return "storage"
     if kind != "machine":
         return kind
-    if HOST.search(sentence) or "not answer:" in sentence:
+    lost_host = any(launcher.read_ending(sentence).lost_host is not None for launcher in LAUNCHERS.values())
+    if lost_host or "not answer:" in sentence:
         return "host_lost"
     return "server" if any(f"{name} " in sentence and "cannot be reached" in sentence for name in SERVERS) else kind
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
 from onward.flows.run_index import listed_runs
+from onward.infra.job.process_identity import this_process
+from onward.infra.job.temporary_folders import owned_folder
 from onward.infra.mlflow_store import TrackingError
-from onward.infra.process_identity import this_process
 from onward.infra.service_state import try_lock
-from onward.infra.temporary_folders import owned_folder
 from onward.infra.tracking import Status, Tracker
 from onward.trainer import bounds
 from onward.trainer.bounds import NotAFile
@@ -138,7 +138,7 @@ def sign(lock: IO[bytes]) -> None:
 
 
 def holder_of(run: RunDir) -> dict[str, Any] | None:
-    """Return the process (infra/process_identity.py) that holds the lock, or was the last to; None if not known."""
+    """Return the process (infra/job/process_identity.py) that holds the lock, or was the last to; None if not known."""
     try:
         found = json.loads(bounds.read_bounded(run.lock, bounds.RECORD_BYTES))
         known = {"host": str(found["host"]), "boot": str(found["boot"])}

@@ -10,7 +10,7 @@ import time
 
 from onward.flows.run_status import RunStatus, describe
 from onward.flows.runs import find_run, holder_of, is_running, reference_to
-from onward.infra.process_identity import is_gone
+from onward.infra.job.process_identity import is_gone
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir, read_config

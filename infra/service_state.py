@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from onward.infra.mpirun import boot_id
+from onward.infra.job.process_identity import boot_id
 from onward.infra.port_owner import is_ours
 from onward.infra.service_definitions import SERVICES
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.infra import mpirun
-from onward.infra.hosts import read_hostfile, silence, silent_hosts
-from onward.infra.rank_endings import num_oom_kills
+from onward.infra.job.hosts import read_hostfile, silence, silent_hosts
+from onward.infra.job.job import Outcome, now_ms, num_oom_kills
+from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempt_failure import describe, log_tail, record_first_ending
 from onward.tasks.classification import Evidence, classify, sentence_of
 from onward.tasks.hang import record_hang
+from onward.tasks.jobs import launcher_of
 from onward.tasks.readiness import wait_for_storage
 from onward.tasks.retrying import newest_checkpoint, plan_next
 from onward.trainer.config.run_config import RunConfig
@@ -52,15 +53,15 @@ class Attempt:
         reserve(run.reserved_for(number))
         run.heartbeat.unlink(missing_ok=True)  # its step is that of the attempt before
         events_at = run.events.stat().st_size if run.events.exists() else 0
-        return cls(run, number, mpirun.now_ms(), events_at, newest_checkpoint(run), num_oom_kills())
+        return cls(run, number, now_ms(), events_at, newest_checkpoint(run), num_oom_kills())
 
     @contextlib.contextmanager
     def recorded_if_interrupted(self, config: RunConfig) -> Iterator[None]:
         """Write the record of an attempt that an exception ends: Ctrl-C, a cancellation, a job that cannot start."""
         try:
             yield
-        except mpirun.LaunchError as error:
-            now = mpirun.now_ms()
+        except LaunchError as error:
+            now = now_ms()
             self._write("user_error", str(error), config, detected_ms=now)
             raise
         except OSError as error:
@@ -69,10 +70,10 @@ class Attempt:
             self._write(kind, f"the job could not be started: {storage or error}", config, by_itself=False)
             raise
         except BaseException:
-            self.end(mpirun.Outcome(None, "stopped", 0.0, mpirun.now_ms()), config)
+            self.end(Outcome(None, "stopped", 0.0, now_ms()), config)
             raise
 
-    def end(self, outcome: mpirun.Outcome, config: RunConfig) -> AttemptEnding:
+    def end(self, outcome: Outcome, config: RunConfig) -> AttemptEnding:
         """Find out how the attempt ended and what follows; write its record, and log it in one line."""
         oom_kills = num_oom_kills() - self.oom_kills
         result, output = result_of(self.run, self.number), log_tail(self.run, self.number)
@@ -88,7 +89,7 @@ class Attempt:
             returncode=outcome.returncode,
             error=error,
             oom_kills=oom_kills,
-            output=output,
+            said=launcher_of(config.launch).read_ending(output, outcome.returncode),
             ending=describe(outcome, config),
             disk=storage_problem(self.run.root) if result is None else "",
             hosts=_silent_hosts(config, error) if result is None and outcome.reason != "stopped" else "",
@@ -135,8 +136,8 @@ class Attempt:
             resumed_from=next((event.step for event in own if event.kind == "start"), self.checkpoint),
             checkpoint=newest_checkpoint(self.run),
             began_ms=self.began_ms,
-            detected_ms=detected_ms or mpirun.now_ms(),
-            ended_ms=mpirun.now_ms(),
+            detected_ms=detected_ms or now_ms(),
+            ended_ms=now_ms(),
         )
         if by_itself:
             ending = plan_next(self.run, ending, config)

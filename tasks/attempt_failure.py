@@ -1,4 +1,4 @@
-"""Turn a failed attempt into the error to raise, from the records of its ranks, its log and what mpirun said."""
+"""Turn a failed attempt into the error to raise, from the records of its ranks, its log and what the launcher said."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import re
 import socket
 import time
 
-from onward.infra import mpirun
-from onward.infra.rank_endings import RankEnding, first_ending
+from onward.infra.job.job import Outcome
+from onward.infra.job.launcher import RankEnding
+from onward.tasks.jobs import launcher_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.failures import PEER_LOST
 from onward.trainer.errors import OnwardError, OutOfMemory, TrainingFailed
@@ -39,14 +40,14 @@ _SIGNALS = {
 }
 
 
-def describe(outcome: mpirun.Outcome, config: RunConfig) -> str:
+def describe(outcome: Outcome, config: RunConfig) -> str:
     """Describe how the job ended, for a failure without an error record of a rank."""
     start, silence = config.launch.start_timeout_s, config.launch.heartbeat_timeout_s
     compiling = f"; while compiling {config.compile_timeout_s:g} s, launch.compile_timeout_s" * config.graph.compiles
     if start > silence:
         compiling = f"; until the first step is complete {start:g} s, launch.start_timeout_s{compiling}"
     return {
-        "exited": f"mpirun ended with status {outcome.returncode} without a result",
+        "exited": f"{launcher_of(config.launch).name} ended with status {outcome.returncode} without a result",
         "stopped": "it was stopped",
         "silent": f"killed after {silence:g} s without a heartbeat (launch.heartbeat_timeout_s{compiling})",
         "start_timeout": f"killed after {start:g} s without a first heartbeat (launch.start_timeout_s)",
@@ -77,7 +78,7 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
 
     output: the end of the log. oom_kills: processes that the out-of-memory killer ended on this host meanwhile.
     """
-    ending = first_ending(output)
+    ending = launcher_of(config.launch).read_ending(output).first_rank
     if ending is None or not ending.signal:
         _record_printed(run, attempt, config, output)
     if ending is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from onward.infra.rank_endings import first_ending, signal_name
+from onward.infra.job.launcher import LauncherEnding
 from onward.trainer.run.attempt_endings import EndingKind
 from onward.trainer.run.records import AttemptResult, RankError
 from onward.trainer.run.storage import says_storage
@@ -16,14 +16,6 @@ KILLED_FROM_OUTSIDE = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP", "SIG
 """Signals by which a scheduler or a person asks a process to end."""
 
 SERVER = re.compile(r"(ConnectionError|ConnectionRefusedError|ConnectTimeout|ReadTimeout|HTTPError|URLError)\b")
-HOST = re.compile(
-    r"lost communication with a remote daemon|unable to reliably start one or more daemons|ssh: connect to host|"
-    r"daemon has unexpectedly failed|daemon failed to report back|unable to establish a communication connection|"
-    r"Connection closed by \S+ port \d+"
-)
-"""What mpirun and ssh print when a host, its network or its daemon is gone."""
-HOST_NAME = re.compile(r"Remote (?:host|daemon)\s*:\s+(?:\[\S+\] on node )?(?P<host>\S+)")
-"""Where mpirun names that host."""
 HANG = re.compile(r"it made no progress for|a collective timed out|[Tt]imed out (waiting|after)|[Ww]ait timeout")
 
 
@@ -36,13 +28,13 @@ class Evidence:
     reason: Literal["exited", "stopped", "silent", "start_timeout"]
     """How the launcher saw the end; `stopped`: the flow has asked for it."""
     returncode: int | None
-    """Exit status of mpirun, negative for a signal."""
+    """Exit status of the launcher, negative for a signal."""
     error: RankError | None
     """The error of the rank that failed first, written by the rank, or by the flow if a signal ended it."""
     oom_kills: int
     """Processes that the kernel's out-of-memory killer ended meanwhile."""
-    output: str
-    """The end of the log."""
+    said: LauncherEnding
+    """What the launcher says about the end."""
     ending: str
     """How the job ended, in words."""
     disk: str = ""
@@ -66,20 +58,18 @@ class Evidence:
 
     @property
     def launcher_signal(self) -> str:
-        """The signal that ended mpirun, if no rank has failed by itself; else ""."""
+        """The signal that ended the launcher, if no rank has failed by itself; else ""."""
         if self.error is not None and not self.error.secondary:
             return ""
-        if self.returncode is not None and self.returncode < 0:
-            return signal_name(-self.returncode)
-        # Asked to end, it ends its ranks and says nothing; of a rank that ended by itself it always names the status.
-        asked = self.reason == "exited" and self.returncode == 1 and first_ending(self.output) is None
-        return "SIGTERM, SIGINT or SIGHUP" if asked and "\n-----" not in f"\n{self.output}" else ""
+        killed = self.returncode is not None and self.returncode < 0
+        # the watch of the job asks it to end in other cases
+        return self.said.signal if killed or self.reason == "exited" else ""
 
 
 Rule = tuple[EndingKind, Callable[[Evidence], object]]
 
 RULES: Sequence[Rule] = (
-    # in this order: the first that holds decides. What a rank wrote is better evidence than how mpirun saw its end.
+    # in this order: the first that holds decides. What a rank wrote is better evidence than what its launcher says.
     ("done", lambda e: e.result and e.result.status == "done"),
     ("stopped", lambda e: e.reason == "stopped" or e.error_class in ("Stopped", "Fenced")),
     # ranks that saved and left although this flow has not asked for it
@@ -99,7 +89,7 @@ RULES: Sequence[Rule] = (
     ("preempted", lambda e: e.error_class in KILLED_FROM_OUTSIDE or e.launcher_signal.startswith(KILLED_FROM_OUTSIDE)),
     ("hang", lambda e: HANG.search(e.cause)),
     ("rank_lost", lambda e: e.error_class.startswith("SIG")),
-    ("host_lost", lambda e: (e.error is None or e.error.secondary) and HOST.search(e.output)),
+    ("host_lost", lambda e: (e.error is None or e.error.secondary) and e.said.lost_host is not None),
     ("server", lambda e: SERVER.match(e.cause)),
     # of the ranks that are left, each has only lost its connection to another one
     ("rank_lost", lambda e: e.error is not None and e.error.secondary),
@@ -124,12 +114,11 @@ def sentence_of(evidence: Evidence) -> str:
     if evidence.hosts or evidence.disk:
         return evidence.hosts or evidence.disk
     if evidence.launcher_signal:
-        return f"mpirun was ended by {evidence.launcher_signal}"
+        return f"{evidence.said.launcher} was ended by {evidence.launcher_signal}"
     if error is None:
-        lost = HOST.search(evidence.output) and HOST_NAME.search(evidence.output)
-        return (
-            f"mpirun cannot reach host {lost['host']}, or has lost it; {evidence.ending}" if lost else evidence.ending
-        )
+        said = evidence.said
+        lost = f"{said.launcher} cannot reach host {said.lost_host}, or has lost it; " if said.lost_host else ""
+        return f"{lost}{evidence.ending}"
     silent = sorted({*range(evidence.world_size)} - {*evidence.answered})
     if error.secondary and HANG.search(error.cause) and silent:
         named = ", ".join(map(str, silent))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import time
 
-from onward.infra.mpirun import Outcome
-from onward.infra.rank_endings import first_ending
-from onward.infra.rank_stacks import RankStack, explain_hang, parse_exception, parse_stacks
+from onward.infra.job.job import Outcome
+from onward.infra.job.launcher import RankEnding
+from onward.infra.job.rank_stacks import RankStack, explain_hang, parse_exception, parse_stacks
 from onward.tasks.attempt_failure import host_of
+from onward.tasks.jobs import launcher_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir
@@ -25,7 +26,8 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
     It hung if it was silent, or if ranks only report that others did not answer in time. A rank with an error of its
     own, or that a signal ended first, is the cause in any other case. output: the end of the log.
     """
-    if outcome.reason == "exited" and _signal_ended_it(output):
+    first_rank = launcher_of(config.launch).read_ending(output).first_rank
+    if outcome.reason == "exited" and first_rank is not None and _signal_ended_it(first_rank, output):
         return  # also if another rank was stopped at that time
     dumps = {rank: _read(run, attempt, rank) for rank in range(config.world_size)}
     errors = {rank: _error(run, attempt, rank) for rank in dumps}
@@ -56,12 +58,11 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
     write_record(run.rank_error(attempt, hang.rank), error)
 
 
-def _signal_ended_it(output: str) -> bool:
+def _signal_ended_it(first_rank: RankEnding, output: str) -> bool:
     """Return whether the first rank that ended was ended by a signal, and not because it had waited for too long."""
-    ending = first_ending(output)
     # NCCL's watchdog aborts its rank when a collective has timed out
-    gave_up = ending is not None and ending.signal == "SIGABRT" and _TIMED_OUT.search(output) is not None
-    return ending is not None and bool(ending.signal) and not gave_up
+    gave_up = first_rank.signal == "SIGABRT" and _TIMED_OUT.search(output) is not None
+    return bool(first_rank.signal) and not gave_up
 
 
 def _stack(dump: str, error: RankError | None) -> RankStack:

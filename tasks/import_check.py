@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from pathlib import Path
 
-from onward.infra.temporary_folders import owned_folder
+from onward.infra.job.temporary_folders import owned_folder
 from onward.tasks.subprocesses import run_module
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig

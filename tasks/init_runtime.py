@@ -17,8 +17,9 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from onward.infra import mpirun
+from onward.infra.job.launcher import LaunchError
 from onward.tasks.disk_space import shares, space_problems
+from onward.tasks.jobs import job_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
@@ -85,17 +86,11 @@ def needs_of(run: RunDir, config: RunConfig) -> Needs:
 
 def _launch(run: RunDir, config: RunConfig, *, log: Path) -> float:
     """Run the preflight on all ranks; return the seconds it took."""
-    job = mpirun.MpiJob(
-        module=("onward.trainer", "preflight", str(run.root)),
-        num_ranks=config.world_size,
-        run_dir=run.root,
-        log=log,
-        start_timeout_s=config.launch.start_timeout_s,
-        hostfile=config.launch.hostfile,
-    )
+    module = ("onward.trainer", "preflight", str(run.root))
+    job = job_of(config.launch, module, num_ranks=config.world_size, run_dir=run.root, log=log)
     try:
         outcome = job.run()
-    except mpirun.LaunchError as error:
+    except LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
     if (first := run.first_error(0)) is not None:
         sentence = first.cause.removeprefix("RuntimeUnavailable: ")
@@ -108,8 +103,8 @@ def _launch(run: RunDir, config: RunConfig, *, log: Path) -> float:
         limit = f" within {config.launch.start_timeout_s:g} s" if outcome.reason == "start_timeout" else ""
         tail = "\n  | ".join(log.read_text(errors="replace").splitlines()[-20:])
         raise RuntimeUnavailable(
-            f"{config.world_size} ranks did not start{limit}: mpirun ended with status {outcome.returncode}; "
-            f"the end of {log}:\n  | {tail}"
+            f"{config.world_size} ranks did not start{limit}: {job.launcher.name} ended with status "
+            f"{outcome.returncode}; the end of {log}:\n  | {tail}"
         )
     return outcome.elapsed_s
 

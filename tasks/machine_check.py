@@ -13,9 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from onward.infra import mpirun, weights_and_biases
-from onward.infra.hosts import read_hostfile
+from onward.infra import weights_and_biases
+from onward.infra.job.hosts import read_hostfile
+from onward.infra.job.launcher import LaunchError
 from onward.tasks.disk_space import shares, space_problems
+from onward.tasks.jobs import launcher_of
 from onward.tasks.registered_models import store_of
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
@@ -41,8 +43,8 @@ def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
     """
     if broken := broken_storage():
         raise broken  # whatever else is wrong would have to be looked for on that disk
-    problems = [*_mpi_problems()]
     launch, parallel = sections.get("launch"), sections.get("parallel")
+    problems = [*_launcher_problems(launch if isinstance(launch, LaunchConfig) else LaunchConfig())]
     if isinstance(launch, LaunchConfig) and isinstance(parallel, ParallelConfig):
         problems += _device_problems(launch, parallel)
         problems += _hostfile_problems(launch, num_ranks(parallel, launch))
@@ -64,17 +66,16 @@ def num_ranks(parallel: ParallelConfig, launch: LaunchConfig) -> int:
     return launch.num_ranks or parallel.data * parallel.tensor * parallel.pipeline
 
 
-def _mpi_problems() -> Iterator[str]:
+def _launcher_problems(launch: LaunchConfig) -> Iterator[str]:
     try:
-        mpirun.find_mpirun()
-    except mpirun.LaunchError as error:
+        launcher_of(launch).program()
+    except LaunchError as error:
         yield f"{error}: {how_to_install('mpi')}"
 
 
 def _device_problems(launch: LaunchConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield why the ranks of this machine have no GPU each. Those of other hosts are not known."""
-    elsewhere = launch.hostfile or any(name in os.environ for name in mpirun.ALLOCATIONS)
-    if launch.device != "cuda" or elsewhere:
+    if launch.device != "cuda" or launcher_of(launch).uses_other_hosts(launch.hostfile, os.environ):
         return
     found, why = most_gpus()
     ranks = num_ranks(parallel, launch)

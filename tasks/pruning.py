@@ -15,7 +15,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from onward.infra import mpirun
+from onward.infra.job.job import stop_running
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import read_record, write_record
@@ -65,7 +65,7 @@ class MedianRule:
     def poll(self) -> None:
         """Let the job save and stop if the trial is pruned. Again at every call: the job may not have begun."""
         if self._sweep is not None and self._run.pruned.exists():
-            mpirun.stop_running(self._run.root)
+            stop_running(self._run.root)
 
 
 def reason_to_prune(

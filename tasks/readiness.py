@@ -9,7 +9,7 @@ import logging
 import time
 from pathlib import Path
 
-from onward.infra.hosts import read_hostfile, silence, silent_hosts, write_hostfile
+from onward.infra.job.hosts import read_hostfile, silence, silent_hosts, write_hostfile
 from onward.tasks.retrying import adjustments
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.config.run_config import RunConfig

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.infra.temporary_folders import owned_folder
+from onward.infra.job.temporary_folders import owned_folder
 from onward.tasks.subprocesses import how_it_ended, start_module
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig

@@ -9,17 +9,16 @@ The run directory is only read. The scratch directory is under ONWARD_HOME, wher
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from onward.infra import mpirun
+from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempt import Attempt
 from onward.tasks.attempt_failure import describe, failure
-from onward.tasks.train import mpi_job
+from onward.tasks.train import job_of_attempt
 from onward.trainer.checkpoint.certificate import NO_DIGEST, Certificate
 from onward.trainer.checkpoint.chain import COMPUTED
 from onward.trainer.checkpoint.retention import list_checkpoints, step_in
@@ -120,10 +119,9 @@ def train_until(run: RunDir, step: int) -> Path:
     """Train to the end of a step and save; return the checkpoint. Raises the error of the ranks."""
     config = read_config(run)
     attempt = Attempt.begin(run, config)
-    job = mpi_job(run, config, attempt=attempt.number)
     try:
-        outcome = dataclasses.replace(job, module=(*job.module, "--until", str(step))).run()
-    except mpirun.LaunchError as error:
+        outcome = job_of_attempt(run, config, attempt.number, "--until", str(step)).run()
+    except LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
     if outcome.reason == "stopped":
         raise Stopped("the replay was stopped; the run is unchanged")

@@ -16,12 +16,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from onward.infra import mpirun
+from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempt import Attempt
 from onward.tasks.attempt_failure import describe, failure
 from onward.tasks.machine_check import machine_problems
 from onward.tasks.rehearsing import quantize, rehearse
-from onward.tasks.train import mpi_job
+from onward.tasks.train import job_of_attempt
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import StopConfig
 from onward.trainer.config.sections.training import ScheduleConfig
@@ -114,8 +114,8 @@ def _train(run: RunDir) -> None:
     config = read_config(run)
     attempt = Attempt.begin(run, config)
     try:
-        outcome = mpi_job(run, config, attempt=attempt.number).run()
-    except mpirun.LaunchError as error:
+        outcome = job_of_attempt(run, config, attempt.number).run()
+    except LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
     if outcome.reason == "stopped":
         raise Stopped("the measurement was stopped; nothing of it is kept")

@@ -6,8 +6,8 @@ import signal
 import subprocess
 from pathlib import Path
 
-from onward.infra import forks
-from onward.infra.parent_death import signalled_with_parent
+from onward.infra.job import forks
+from onward.infra.job.child_program import signalled_with_parent
 from onward.trainer.run.refusals import refusal_in
 from onward.trainer.run.storage import storage_cause
 

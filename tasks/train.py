@@ -1,7 +1,7 @@
 """train: start attempts under mpirun, one after the other, until the training is done or the job is stopped.
 
 The task runs in the flow's main thread, which alone receives signals: a cancellation or Ctrl-C raises an exception
-inside `MpiJob.run`, which lets the ranks save a checkpoint and then passes the exception on. Each attempt resumes from
+inside `Job.run`, which lets the ranks save a checkpoint and then passes the exception on. Each attempt resumes from
 the newest complete checkpoint. An attempt has succeeded when rank 0 has written its result file; an exit status of 0
 proves nothing.
 """
@@ -17,13 +17,14 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled
 
-from onward.infra import mpirun
+from onward.infra.job.job import Job, wait_until_free
+from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempt import Attempt, result_of
 from onward.tasks.attempt_failure import describe, failure
+from onward.tasks.jobs import job_of
 from onward.tasks.readiness import wait_until_ready
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable, TrainingFailed
-from onward.trainer.events import Heartbeat
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import refuse_edited
 from onward.trainer.run.records import AttemptResult, TrainResult, write_record
@@ -65,7 +66,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         return _write_record(run, before)
     try:
         # Before an attempt begins, which would take the run directory away from a job that is still running.
-        mpirun.wait_until_free(run.root)
+        wait_until_free(run.root)
         wait_until_ready(run, config)
         refuse_edited(run)
         config = read_config(run)  # a retry may have changed it
@@ -73,8 +74,8 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
         log.info("attempt %d: %s, log: %s", attempt.number, ranks, run.log(attempt.number))
         with attempt.recorded_if_interrupted(config):
-            outcome = mpi_job(run, config, attempt=attempt.number).run()
-    except mpirun.LaunchError as error:
+            outcome = job_of_attempt(run, config, attempt.number).run()
+    except LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
     except TerminationSignal:
         # Prefect would take it for a crash of the task; the flow raises it again
@@ -98,18 +99,15 @@ def may_go_on(result: AttemptResult, config: RunConfig) -> bool:
     return bool(result.ended_early) and not reason_to_end(result.stop, config)
 
 
-def mpi_job(run: RunDir, config: RunConfig, *, attempt: int) -> mpirun.MpiJob:
-    """Return the job that mpirun starts for an attempt."""
-    return mpirun.MpiJob(
-        module=(*RANK, str(run.root)),
+def job_of_attempt(run: RunDir, config: RunConfig, attempt: int, *options: str) -> Job:
+    """Return the job of an attempt. options: further words for the command `train` of the trainer."""
+    return job_of(
+        config.launch,
+        (*RANK, str(run.root), *options),
         num_ranks=config.world_size,
         run_dir=run.root,
         log=run.log(attempt),
         heartbeat=run.heartbeat,
-        start_timeout_s=config.launch.start_timeout_s,
-        silence_timeout_s=config.launch.heartbeat_timeout_s + Heartbeat.MARGIN_S,
-        grace_s=config.launch.stop_grace_s,
-        hostfile=config.launch.hostfile,
     )
 
 

@@ -32,7 +32,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Each import takes four seconds. The tests in tests/flows start these processes as users do.
     """
-    from onward.infra import forks
+    from onward.infra.job import forks
     from tests.support import rank_server
 
     monkeypatch.setattr(forks, "python", lambda: list(rank_server.command()))

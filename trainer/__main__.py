@@ -160,7 +160,6 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
 
     `training`: write the ONNX graphs that continue training without torch instead.
     """
-    die_with_parent()
     from onward.trainer.checkpoint.load import load
     from onward.trainer.checkpoint.verification import verify
     from onward.trainer.export import export
@@ -194,7 +193,6 @@ def with_preprocessing(run: RunDir, exported: ExportedModel, folder: Path) -> Ex
 
 def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
     """Write one variant of the exported file in `folder`, and its record."""
-    die_with_parent()
     from onward.trainer.export import variants
 
     exported = read_record(folder / "model.json", ExportedModel)
@@ -214,7 +212,6 @@ def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
 
 def compare_with_served(run: RunDir, served: Path, *, folder: Path) -> int:
     """Compare the exported file in `folder` with the served one, and write comparison.json there."""
-    die_with_parent()
     from onward.trainer.export.comparison import compare
 
     config, exported = read_config(run), read_record(folder / "model.json", ExportedModel)
@@ -225,7 +222,6 @@ def compare_with_served(run: RunDir, served: Path, *, folder: Path) -> int:
 
 def make_plan(folder: RunDir) -> int:
     """Estimate the layout for `config.json` in `folder`, and write plan.json there."""
-    die_with_parent()
     with quick_imports():
         from onward.trainer.model.fixed_batch import choose_fixed_batch
         from onward.trainer.model.output_units import with_first_units
@@ -245,7 +241,6 @@ def make_plan(folder: RunDir) -> int:
 
 def make_quantized(folder: RunDir) -> int:
     """Insert QuantizeLinear into the model of `config.json` in `folder`; write quantized/ there."""
-    die_with_parent()
     from onward.trainer.export import quantize_aware
     from onward.trainer.run.refusals import exit_with_refusal
 
@@ -258,7 +253,6 @@ def make_quantized(folder: RunDir) -> int:
 
 def make_rehearsal(folder: RunDir) -> int:
     """Rehearse the run of `config.json` in `folder`, and write rehearsal.json there."""
-    die_with_parent()
     from onward.trainer.rehearsal.rehearse import rehearse
 
     rehearse(folder)
@@ -267,7 +261,6 @@ def make_rehearsal(folder: RunDir) -> int:
 
 def make_import(folder: RunDir) -> int:
     """Try what import.json in `folder` asks for, and write imported.json there."""
-    die_with_parent()
     from onward.trainer.rehearsal.try_import import try_import
 
     try_import(folder)

@@ -6,9 +6,9 @@
                           | fork
                         program   `python -m MODULE ARGUMENTS` with the client's environment, directory and output
 
-A client (infra/fork_client.py) sends a line with its words, environment and working directory, and its output; it gets
-a line with the process id of the program, and at last a line with its exit status. While the program runs, the client
-is what others see of it, so the keeper carries over what the client cannot: its end by SIGKILL, and its stop by
+A client (infra/job/child_program.py) sends a line with its words, environment and working directory, and its output; it
+gets a line with the process id of the program, and at last a line with its exit status. While the program runs, the
+client is what others see of it, so the keeper carries over what the client cannot: its end by SIGKILL, and its stop by
 SIGSTOP. The kernel ends a keeper with the server, and a program with its keeper.
 
 LISTENER is the file descriptor of a socket, ALIVE that of the reading end of a pipe, which closes when the process that
@@ -40,7 +40,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from onward.trainer.distributed.launched import JOB_TAG
+import psutil
+
+from onward.trainer.distributed.launched import JOB_TAG, killed_with
 from onward.trainer.run.this_machine import spin_briefly_if_busy
 
 LOOK_S = 0.2
@@ -81,8 +83,7 @@ def in_a_fork(role: Callable[[], int]) -> int:
         return pid
     status = 1
     try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() == parent:
+        if killed_with(parent):
             status = role()
     finally:
         try:
@@ -110,9 +111,9 @@ def keep(connection: socket.socket, listener: socket.socket, alive: int) -> int:
     connection.sendall(b"%d\n" % pid)
     ended, is_stopped = os.pidfd_open(pid), False
     while not select.select([ended, connection.fileno()], [], [], LOOK_S)[0]:
-        with contextlib.suppress(OSError):  # the client has ended
+        with contextlib.suppress(OSError, psutil.Error):  # the client has ended
             # whichever of both is stopped or goes on, the other does so, too: mpirun and its watch see the client alone
-            if any((_state(each) == "T") != is_stopped for each in (client, pid)):
+            if any(_is_stopped(each) != is_stopped for each in (client, pid)):
                 is_stopped = not is_stopped
                 for each in (client, pid):
                     os.kill(each, signal.SIGSTOP if is_stopped else signal.SIGCONT)
@@ -131,9 +132,8 @@ def _libraries(environment: Mapping[str, str]) -> set[str]:
 _LIBRARIES = _libraries(os.environ)
 
 
-def _state(pid: int) -> str:
-    # after the name, which is in parentheses and may contain anything
-    return (Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+def _is_stopped(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
 # -- the program

@@ -18,7 +18,7 @@ from onward.flows.chaos import process_faults as processes
 from onward.flows.chaos import refused_commands as refused
 from onward.flows.chaos.file_faults import OUTAGE_S
 from onward.flows.chaos.scene import Phase, Scene
-from onward.infra.stopped_ranks import STOPPED_S
+from onward.infra.job.stopped_ranks import STOPPED_S
 
 Inject: TypeAlias = Callable[[Scene, float], str]
 Ends: TypeAlias = Literal["nothing", "attempt", "flow"]

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import psutil
 
-from onward.infra import job_guard
+from onward.infra.job import job_guard
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, last_beat, read_events
 from onward.trainer.run.directory import RunDir

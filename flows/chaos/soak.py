@@ -20,7 +20,7 @@ from onward.flows.chaos.account import Command, Fault
 from onward.flows.chaos.kinds import KINDS
 from onward.flows.chaos.plan import PlannedFault
 from onward.flows.chaos.scene import NoTarget, Progress, Scene, described, until_gone
-from onward.infra.parent_death import signalled_with_parent
+from onward.infra.job.child_program import signalled_with_parent
 from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
 

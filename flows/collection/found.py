@@ -11,8 +11,8 @@ from onward.flows.collection.rules import Facts, Rules, age_days, gather, linked
 from onward.flows.runs import is_running
 from onward.infra import prefect_database
 from onward.infra.checkpoint_records import CheckpointRecord, CheckpointRecords
+from onward.infra.job.temporary_folders import abandoned
 from onward.infra.mlflow_store import TrackingError, database_of, local_store
-from onward.infra.temporary_folders import abandoned
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.records import Record
 

@@ -20,9 +20,10 @@ from onward.flows.collection.found import (
 )
 from onward.flows.collection.rules import Facts, Rules, gather, linked_shards, reason_to_keep
 from onward.flows.runs import locked
-from onward.infra import mpirun, prefect_database
+from onward.infra import prefect_database
+from onward.infra.job.job import running_job
+from onward.infra.job.temporary_folders import remove_if_abandoned
 from onward.infra.mlflow_store import TrackingError
-from onward.infra.temporary_folders import remove_if_abandoned
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, onward_home
 
@@ -57,7 +58,7 @@ def _remove(item: Item, rules: Rules, facts: Facts, doomed: set[str]) -> tuple[s
     if item.kind == "checkpoint":
         run = RunDir(path.parents[1])
         with locked(run, timeout_s=0.0):
-            return ("it is running" if mpirun.running_job(run.root) else _delete(path)), item.bytes
+            return ("it is running" if running_job(run.root) else _delete(path)), item.bytes
     if item.kind == "temporary":
         return ("" if remove_if_abandoned(path) else "it is in use"), item.bytes
     if item.kind == "mlflow":

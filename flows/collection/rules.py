@@ -16,8 +16,8 @@ from pathlib import Path
 from onward.flows.run_index import State, listed_runs
 from onward.flows.run_status import state_of
 from onward.flows.runs import is_running
-from onward.infra import mpirun
-from onward.infra.job_guard import living_tags
+from onward.infra.job.job import running_job
+from onward.infra.job.job_guard import living_tags
 from onward.infra.mlflow_store import TrackingError
 from onward.infra.registry import Registry
 from onward.trainer.checkpoint.retention import list_checkpoints
@@ -94,7 +94,7 @@ def reason_to_keep(run: RunDir, rules: Rules, facts: Facts, *, is_ours: bool = F
     """Return why a run stays; "" if it may go. is_ours: whether this process holds its lock."""
     state = facts.states.get(run)
     # while this process holds the lock no job can begin, so that it is looked for once more
-    if (not is_ours and is_running(run)) or mpirun.running_job(run.root, among=None if is_ours else facts.working):
+    if (not is_ours and is_running(run)) or running_job(run.root, among=None if is_ours else facts.working):
         return "it is running"
     if state is None:
         return "it has neither identity.json nor config.json, so it is not known to be a run"

@@ -130,7 +130,7 @@ def down(as_json: Json = False) -> None:
     were killed are removed.
     """
     from onward.infra import services
-    from onward.infra.temporary_folders import remove_abandoned
+    from onward.infra.job.temporary_folders import remove_abandoned
     from onward.trainer.run.directory import onward_home
 
     stopped, left = services.down(onward_home())

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from onward.flows.machine.findings import Finding
-from onward.infra.hosts import clock_skews, read_hostfile, silent_hosts
+from onward.infra.job.hosts import clock_skews, read_hostfile, silent_hosts
 from onward.trainer.run.directory import onward_home
 
 EARLIEST = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)

@@ -12,9 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from onward.flows.machine.findings import Finding
-from onward.infra import mpirun
-from onward.infra.hosts import read_hostfile
+from onward.infra.job.hosts import read_hostfile
+from onward.infra.job.launcher import LaunchError
+from onward.infra.job.mpirun import Mpirun
+from onward.tasks.jobs import job_of
 from onward.trainer.config.loading import build_config
+from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.distributed.mpi_report import MpiReport
 from onward.trainer.errors import OnwardError
 from onward.trainer.extras import how_to_install
@@ -31,8 +34,8 @@ MOST_GPUS = 8
 def mpi(hostfile: str = "") -> Iterator[Finding]:
     """Start two ranks (with a hostfile one on each host) by MPI alone, and then ranks that connect through torch."""
     try:
-        program = mpirun.find_mpirun()
-    except mpirun.LaunchError as error:
+        program = Mpirun().program()
+    except LaunchError as error:
         yield Finding(check="MPI", level="problem", what=str(error), fix=how_to_install("mpi"))
         return
     version = _version(program)
@@ -141,12 +144,12 @@ def _job(folder: Path, module: Sequence[str], ranks: int, limit_s: float, hostfi
     """Run a module on ranks; return how they ended if they did not end well, with the last lines of their output."""
     log = folder / "ranks.log"
     log.unlink(missing_ok=True)
-    job = mpirun.MpiJob(
-        module=tuple(module), num_ranks=ranks, run_dir=folder, log=log, start_timeout_s=limit_s, hostfile=hostfile
+    job = job_of(
+        LaunchConfig(hostfile=hostfile, start_timeout_s=limit_s), module, num_ranks=ranks, run_dir=folder, log=log
     )
     try:
         outcome = job.run()
-    except (mpirun.LaunchError, OSError) as error:
+    except (LaunchError, OSError) as error:
         return str(error)
     if outcome.reason == "exited" and outcome.returncode == 0:
         return ""

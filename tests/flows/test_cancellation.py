@@ -90,7 +90,7 @@ def test_while_ranks_train_they_save_and_then_nothing_further_is_begun(
     failed: bool, run: RunDir, show: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped: list[Path] = []
-    monkeypatch.setattr("onward.infra.mpirun.stop_running", lambda root: not stopped.append(root))
+    monkeypatch.setattr("onward.infra.job.job.stop_running", lambda root: not stopped.append(root))
     show(Cancelling())
     said = "meanwhile: ValueError: of something else" if failed else "cancelled in Prefect"
     with pytest.raises(Stopped, match=said), stopped_from_prefect(run) as request:
@@ -112,7 +112,7 @@ def test_a_suspended_run_of_a_deployment_stops_whatever_it_does_and_stays_suspen
     doing: str, seen_by: str, run: RunDir, show: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = threading.Event()
-    monkeypatch.setattr("onward.infra.mpirun.stop_running", lambda root: doing != "exporting" and not ranks.set())
+    monkeypatch.setattr("onward.infra.job.job.stop_running", lambda root: doing != "exporting" and not ranks.set())
     monkeypatch.setattr(cancellation, "waits_for_all", lambda _: True)
     show(Suspended() if seen_by == "the run" else Running())
     start = StopRequest.start
@@ -152,7 +152,7 @@ def test_a_paused_run_ends_while_it_trains_and_may_wait_for_an_answer(
     show(Paused())
     with stopped_from_prefect(run):
         time.sleep(0.3)
-    monkeypatch.setattr("onward.infra.mpirun.stop_running", lambda root: not asked.append(root))
+    monkeypatch.setattr("onward.infra.job.job.stop_running", lambda root: not asked.append(root))
     with stopped_from_prefect(run):
         time.sleep(0.3)
     assert asked == [run.root]

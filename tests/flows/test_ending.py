@@ -19,8 +19,7 @@ from onward.flows.flow_log import flow_log
 from onward.flows.local_run import CREATOR, mark_orphaned_runs_crashed
 from onward.flows.run_status import describe
 from onward.flows.runs import how_to_continue, may_continue
-from onward.infra.mpirun import boot_id
-from onward.infra.process_identity import is_gone, this_process
+from onward.infra.job.process_identity import boot_id, is_gone, this_process
 from onward.trainer.errors import (
     ConfigError,
     Diverged,

@@ -12,7 +12,7 @@ from onward.flows.resuming import checked_run, outcome_if_finished
 from onward.flows.run_cause import cause_of
 from onward.flows.run_status import describe
 from onward.flows.runs import locked
-from onward.infra.process_identity import this_process
+from onward.infra.job.process_identity import this_process
 from onward.trainer.errors import ConfigError, DataError, OnwardError, RuntimeUnavailable, TrainingFailed
 from onward.trainer.run.attempt_endings import AttemptEnding
 from onward.trainer.run.directory import RunDir

@@ -23,7 +23,9 @@ from onward.flows.run_table import ago, duration, rows_of
 from onward.flows.runs import holder_of, is_running
 from onward.flows.stop import stop
 from onward.flows.stop_signals import acknowledged_interrupt
-from onward.infra.mpirun import MpiJob
+from onward.infra.job.job import Job
+from onward.infra.job.launcher import Ranks
+from onward.infra.job.mpirun import Mpirun
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.events import EventWriter, Heartbeat, last_beat
@@ -194,9 +196,9 @@ def test_the_first_ctrl_c_says_what_follows_and_the_second_that_it_stops_at_once
 
 def test_ranks_get_two_of_their_own_steps_beside_the_configured_grace_to_save(tmp_path: Path) -> None:
     heartbeat = Heartbeat(tmp_path / "heartbeat")
-    job = MpiJob(
-        module=("m",),
-        num_ranks=1,
+    job = Job(
+        ranks=Ranks(module=("m",), num_ranks=1),
+        launcher=Mpirun(),
         run_dir=tmp_path,
         log=tmp_path / "log",
         heartbeat=tmp_path / "heartbeat",

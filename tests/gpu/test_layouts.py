@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra.mpirun import LaunchError, find_mpirun
+from onward.infra.job.launcher import LaunchError
+from onward.infra.job.mpirun import Mpirun
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RankReport, read_record
 from tests.equivalence import layouts
@@ -42,7 +43,7 @@ def needs_mpi() -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("this Python has no package mpi4py")
     try:
-        find_mpirun()
+        Mpirun().program()
     except LaunchError as error:
         pytest.skip(str(error))
 
@@ -52,7 +53,7 @@ def under_mpirun(command: str, run: RunDir, *, num_ranks: int = 1) -> subprocess
     python = rank_server.command() if REHEARSAL else (sys.executable,)
     words = ["-n", str(num_ranks), "--bind-to", "none", *python, "-m", "onward.trainer", command, str(run.root)]
     return subprocess.run(
-        [str(find_mpirun()), *words],
+        [str(Mpirun().program()), *words],
         env=os.environ | SETTINGS,
         cwd=ROOT,
         capture_output=True,

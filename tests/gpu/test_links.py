@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from onward.infra.mpirun import environment_of_ranks
+from onward.infra.job.mpirun import environment_of_ranks
 from onward.trainer.parallel.replicas.transport import CommunicationStream
 from onward.trainer.run.records import RankReport, read_record
 from tests.gpu import ranks

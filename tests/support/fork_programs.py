@@ -1,4 +1,4 @@
-"""Programs that tests/infra/test_forks.py starts as forks, and a fork server that imports no torch."""
+"""Programs that tests/infra/job/test_forks.py starts as forks, and a fork server that imports no torch."""
 
 from __future__ import annotations
 
@@ -129,12 +129,14 @@ ENDINGS: dict[str, Callable[[], object]] = {
 
 def parent(place: Path) -> None:
     """Start a fork as the flow does, and wait."""
-    from onward.infra import forks
+    from onward.infra.job import forks
     from onward.tasks.subprocesses import run_module
 
     forks.SERVER = SERVER
     with forks.fork_server():
-        place.with_suffix(".server").write_text(str(forks._running[0].process.pid))
+        server = forks._server.get()
+        assert server is not None
+        place.with_suffix(".server").write_text(str(server.process.pid))
         run_module(MODULE, "wait", str(place), folder=place.parent, log=place.with_suffix(".log"))
 
 

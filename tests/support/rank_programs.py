@@ -73,7 +73,7 @@ def ends(folder: Path) -> None:
 
 def supervise(folder: Path) -> None:
     """Not a rank: a flow, so to say, that runs two behaved (or other) ranks."""
-    from tests.infra.test_mpirun import job
+    from tests.infra.job.test_job import job
 
     job(folder, sys.argv[3], grace_s=3.0).run()
 

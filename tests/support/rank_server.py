@@ -10,9 +10,9 @@ import atexit
 import contextlib
 import functools
 import os
-import sys
 
-from onward.infra import fork_client, forks
+from onward.infra.job import forks
+from onward.infra.job.child_program import python_of
 
 SHARED = "ONWARD_RANK_SERVER"
 """Environment: the socket of a server that a parent process has started."""
@@ -25,7 +25,7 @@ def command() -> tuple[str, ...]:
     A process with SHARED in its environment starts none: it uses the server that is named there.
     """
     if shared := os.environ.get(SHARED):
-        return (sys.executable, "-I", "-S", fork_client.__file__, shared)
+        return tuple(python_of(shared))
     kept = contextlib.ExitStack()
     server = kept.enter_context(forks.started())
     assert server is not None, "a fork server cannot be started"

@@ -16,11 +16,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onward.infra import mpirun
+from onward.infra.job import mpirun
+from onward.infra.job.job import Job
+from onward.infra.job.launcher import Ranks
 from tests.support import rank_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,13 +30,11 @@ SETTINGS = {**mpirun.SETTINGS, "PRTE_MCA_rmaps_default_mapping_policy": ":oversu
 """Environment for a mpirun that a test starts by hand."""
 
 
-class JobOfForks(mpirun.MpiJob):
-    """A job whose ranks are forks of one process that has imported torch."""
+class MpirunOfForks(mpirun.Mpirun):
+    """Starts ranks as forks of one process that has imported torch."""
 
-    def argv(self, environment: Mapping[str, str] = os.environ) -> list[str]:
-        words = super().argv(environment)
-        start = words.index("-m")
-        return [*words[: start - 1], *rank_server.command(), *words[start:]]
+    def arguments(self, ranks: Ranks, python: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+        return super().arguments(ranks, rank_server.command(), environment)
 
 
 def run_ranks(num_ranks: int, function: str, *arguments: Any, timeout_s: float = 60, forked: bool = True) -> list[Any]:
@@ -45,9 +45,9 @@ def run_ranks(num_ranks: int, function: str, *arguments: Any, timeout_s: float =
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        job = (JobOfForks if forked else mpirun.MpiJob)(
-            module=("tests.support.ranks", name, function, json.dumps(arguments)),
-            num_ranks=num_ranks,
+        job = Job(
+            ranks=Ranks(module=("tests.support.ranks", name, function, json.dumps(arguments)), num_ranks=num_ranks),
+            launcher=MpirunOfForks() if forked else mpirun.Mpirun(),
             run_dir=folder,
             log=folder / "log",
             start_timeout_s=timeout_s,

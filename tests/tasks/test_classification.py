@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra.mpirun import Outcome
+from onward.infra.job.job import Outcome
+from onward.infra.job.launcher import LauncherEnding
 from onward.tasks.attempt import Attempt
 from onward.tasks.classification import Evidence, classify
 from onward.trainer.run.directory import read_config
@@ -21,7 +22,8 @@ from tests.support.runs import make_run, tiny_images
 def test_what_cannot_be_written_is_a_matter_of_the_storage_and_not_of_the_user(what: str, why: str) -> None:
     known = {"attempt": 1, "rank": 0, "host": "h0", "step": 7, "traceback": "", "at_ms": 0}
     error = RankError.model_validate(known | {"cause": f"{what}: {why}: /r/c"})
-    left = {"result": None, "reason": "exited", "returncode": 4, "oom_kills": 0, "output": "", "ending": ""}
+    said = LauncherEnding("mpirun")
+    left = {"result": None, "reason": "exited", "returncode": 4, "oom_kills": 0, "said": said, "ending": ""}
     assert classify(Evidence(**left, error=error)) == "storage"  # type: ignore[arg-type]
 
 

@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 import pytest
 
-from onward.infra import forks
-from onward.infra.job_guard import members
-from onward.infra.mpirun import running_job
+from onward.infra.job import forks
+from onward.infra.job.job import running_job
+from onward.infra.job.job_guard import members
 from onward.tasks.train import train
 from onward.trainer.errors import Diverged
 from onward.trainer.run.attempt_endings import endings

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from onward.infra import forks
-from onward.infra.job_guard import members
-from onward.infra.mpirun import running_job
+from onward.infra.job import forks
+from onward.infra.job.job import running_job
+from onward.infra.job.job_guard import members
 from onward.tasks import rehearsing
 from onward.tasks.train import train
 from onward.trainer.errors import ConfigError, TrainingFailed
@@ -57,7 +57,7 @@ def test_forked_ranks_that_are_killed_or_abort_are_named_and_the_next_attempt_re
     step = {"global_batch_size": 8, "num_steps": 600, "evaluation_period": 0}
     run = make_run(tmp_path, tiny_conv_net(), tiny_images(80), train=step, **sections)
     with forks.fork_server():
-        assert forks.python()[-1].endswith("socket")
+        assert forks.python()[-2].endswith("socket")
         config = read_config(run)
         absent = config.model_copy(update={"model": config.model.model_copy(update={"output": "absent"})})
         with pytest.raises(ConfigError, match="absent"):

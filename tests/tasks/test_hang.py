@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onward.infra.mpirun import Outcome
+from onward.infra.job.job import Outcome
 from onward.tasks.attempt import Attempt
 from onward.tasks.attempt_failure import host_of
 from onward.tasks.train import train

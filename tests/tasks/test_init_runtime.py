@@ -9,7 +9,8 @@ from typing import Any
 import onnx
 import pytest
 
-from onward.infra import mpirun
+from onward.infra.job.job import Job, Outcome
+from onward.infra.job.mpirun import Mpirun
 from onward.tasks.init_runtime import devices, init_runtime, memory_warnings, needs_of, problems
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
@@ -77,12 +78,12 @@ def test_each_line_of_a_refusal_names_the_rank_that_it_is_about(run: RunDir, mon
     """One rank reports for all; its own number does not stand in front of what is said of another."""
     cause = "RuntimeUnavailable: no GPU for rank 0: it has none\nno GPU for rank 1: it has none\nthe clock is wrong"
 
-    def refused(job: mpirun.MpiJob) -> mpirun.Outcome:
+    def refused(job: Job) -> Outcome:
         error = RankError(attempt=0, rank=1, host="h1", step=0, cause=cause, traceback="", at_ms=1)
         write_record(run.rank_error(0, 1), error)
-        return mpirun.Outcome(1, "exited", 0.0, 1)
+        return Outcome(1, "exited", 0.0, 1)
 
-    monkeypatch.setattr(mpirun.MpiJob, "run", refused)
+    monkeypatch.setattr(Job, "run", refused)
     write_record(run.config, config(run.root / "model.onnx"))
     with pytest.raises(RuntimeUnavailable) as found:
         init_runtime.fn(run)
@@ -98,7 +99,7 @@ def test_a_launcher_that_starts_another_number_of_ranks_is_refused(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A script in place of mpirun, which starts one rank in any case."""
-    real = mpirun.find_mpirun()
+    real = Mpirun().program()
     _put_mpirun(tmp_path, monkeypatch, f'#!/bin/sh\nshift 2\nexec {real} -n 1 "$@"\n')
     with pytest.raises(
         RuntimeUnavailable, match="the job needs 2 ranks, but MPI sees a world of 1 in the process launched as rank 0"

@@ -12,7 +12,8 @@ from typing import Any
 import onnx
 import pytest
 
-from onward.infra import mpirun
+from onward.infra.job.launcher import LaunchError
+from onward.infra.job.mpirun import ALLOCATIONS, Mpirun
 from onward.tasks import disk_space, machine_check
 from onward.tasks.machine_check import machine_problems
 from onward.trainer.config.loading import build_config
@@ -26,7 +27,7 @@ CUDA_BUILD = "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optiona
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
-    for name in (*mpirun.ALLOCATIONS, "MLFLOW_TRACKING_URI", "CUDA_VISIBLE_DEVICES"):
+    for name in (*ALLOCATIONS, "MLFLOW_TRACKING_URI", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -151,10 +152,10 @@ def test_the_installed_torch_says_what_it_was_built_for() -> None:
 
 
 def test_a_missing_mpirun_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent() -> Path:
-        raise mpirun.LaunchError("no MPI")
+    def absent(launcher: Mpirun) -> Path:
+        raise LaunchError("no MPI")
 
-    monkeypatch.setattr(mpirun, "find_mpirun", absent)
+    monkeypatch.setattr(Mpirun, "program", absent)
     (problem,) = problems(tmp_path)
     assert problem.startswith("no MPI: pip install -e '")
     assert problem.endswith("[mpi]'")

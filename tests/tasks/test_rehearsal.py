@@ -15,7 +15,7 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from onward.infra import forks
+from onward.infra.job import forks
 from onward.tasks import rehearsing, subprocesses
 from onward.tasks.configure import configure
 from onward.trainer.config.loading import ENTRIES, build_config

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from onward.infra.job.mpirun import Mpirun
 from onward.tasks import readiness
 from onward.tasks.attempt import Attempt
 from onward.tasks.classification import Evidence, classify, sentence_of
@@ -48,7 +49,7 @@ def evidence(cause: str = "", *, result: str = "", secondary: bool = False, outp
             "returncode": 70,
             "error": error if cause else None,
             "oom_kills": 0,
-            "output": output,
+            "said": Mpirun().read_ending(output, known.get("returncode", 70)),
             "ending": "mpirun ended with status 70 without a result",
             "world_size": 2,
             "answered": (0,),

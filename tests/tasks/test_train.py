@@ -17,7 +17,7 @@ import pytest
 from prefect import State
 from prefect.states import Failed
 
-from onward.infra import mpirun
+from onward.infra.job import job
 from onward.tasks.train import train, worth_retrying
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import (
@@ -304,7 +304,7 @@ def test_without_mpirun_it_raises_runtime_unavailable(
 
 def test_a_second_job_in_the_same_run_is_refused(run: RunDir, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks("waits")
-    monkeypatch.setattr(mpirun.wait_until_free, "__defaults__", (0.2,))
+    monkeypatch.setattr(job.wait_until_free, "__defaults__", (0.2,))
     with ThreadPoolExecutor() as threads:
         first = threads.submit(train.fn, run)
         _until_moving(run)
@@ -313,7 +313,7 @@ def test_a_second_job_in_the_same_run_is_refused(run: RunDir, ranks: Any, monkey
                 train.fn(run)
             assert run.current_attempt == 1  # the first one still owns the directory
         finally:
-            mpirun.stop_running(run.root)
+            job.stop_running(run.root)
         assert first.result(15).is_cancelled()
 
 
@@ -336,7 +336,7 @@ def _stop_when_moving(run: RunDir) -> State[Any]:
     with ThreadPoolExecutor() as threads:
         running = threads.submit(train.fn, run)
         _until_moving(run)
-        assert mpirun.stop_running(run.root)
+        assert job.stop_running(run.root)
         state = running.result(15)
     assert isinstance(state, State)
     return state

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onward.infra import forks
+from onward.infra.job import forks
 from onward.tasks.subprocesses import start_module
 from tests.support.fork_programs import ENDINGS, MODULE, SERVER
 from tests.support.workshop import until
@@ -32,7 +32,8 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(forks, "SERVER", SERVER)
         with forks.fork_server():
-            (running,) = forks._running
+            running = forks._server.get()
+            assert running is not None
             yield running.process
 
 

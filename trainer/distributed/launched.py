@@ -24,7 +24,12 @@ def die_with_parent() -> None:
     never the parent in a job of a flow, and else by MPI_Init, which cannot reach it.
     """
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    # the parent may have ended between the two calls, and then no signal comes
-    if os.getppid() != parent or (parent == 1 and JOB_TAG in os.environ):
+    if not killed_with(parent) or (parent == 1 and JOB_TAG in os.environ):
         os._exit(70)
+
+
+def killed_with(parent: int) -> bool:
+    """Let the kernel kill this process when its parent ends; return False if that has ended already."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # the parent may have ended before the call, and then no signal comes
+    return os.getppid() == parent

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import platform
 
-import mpi4py
 import torch
 import torch.distributed as dist
 
+from onward.trainer.distributed import mpi_world
 from onward.trainer.distributed.failures import install_excepthook
 from onward.trainer.distributed.mesh import backend_of
 from onward.trainer.distributed.processes import MPIContext, connect, disconnect
@@ -45,15 +45,8 @@ def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
     dist.all_reduce(total)
     world = dist.group.WORLD
     assert world is not None
-    from mpi4py import MPI
-
     on_gpu = mpi.device.type == "cuda"
-    versions = {
-        "torch": torch.__version__,
-        "mpi4py": mpi4py.__version__,
-        "MPI": MPI.Get_library_version().splitlines()[0].strip("\0 "),
-        "Python": platform.python_version(),
-    }
+    versions = {"torch": torch.__version__, **mpi_world.versions(), "Python": platform.python_version()}
     if on_gpu:
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl))}

@@ -20,7 +20,7 @@ Flow, tasks and ranks exchange files in this directory and nothing else. After e
         runtime.json            RuntimeReport                  init runtime
         quantized/              the model with QuantizeLinear, quantized.json (Quantized)  configure
         preflight/              preflight.log, one RankReport per rank          init runtime
-        job.json                the newest job: its tag, command and start time (infra/mpirun.py)
+        job.json                the newest job: its tag, command and start time (infra/job/job.py)
         shards/manifest.json    ShardManifest (a link into the shard cache)     shard data
         teacher/                what the teacher computes of each row (teacher.cache)    all ranks
         attempt                 the number of the attempt that owns the directory (the fence)   train

@@ -18,13 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onward.infra import mpirun
+from onward.infra.job import job, mpirun
 from onward.trainer.config.loading import build_config
 from onward.trainer.distributed import processes
 from onward.trainer.distributed.failures import _exit_status, install_excepthook, lost_a_peer
 from onward.trainer.distributed.mesh import AXES, ParallelDims, make_mesh
 from onward.trainer.distributed.preflight import preflight
-from onward.trainer.distributed.processes import MPIContext, Place, assign_gpus, threads_of_rank
+from onward.trainer.distributed.processes import MPIContext, assign_gpus, threads_of_rank
+from onward.trainer.distributed.world import Place
 from onward.trainer.errors import ConfigError, Fenced, RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import write_record
@@ -348,7 +349,7 @@ def wait_to_be_orphaned(mpi: MPIContext, folder: str) -> None:
 
 @pytest.mark.mpi
 def test_ranks_end_with_mpirun_even_if_nothing_else_kills_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpirun, "kill_job", lambda tag: None)
+    monkeypatch.setattr(job, "kill_job", lambda tag: None)
     with ThreadPoolExecutor() as threads:
         orphans = "tests.trainer.distributed.test_processes:wait_to_be_orphaned"
         running = threads.submit(run_ranks, 2, orphans, str(tmp_path), forked=False)

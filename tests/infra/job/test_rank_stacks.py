@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra.rank_stacks import RankStack, explain_hang, parse_exception, parse_stacks
+from onward.infra.job.rank_stacks import RankStack, explain_hang, parse_exception, parse_stacks
 
 ENTRY = '  File "/x/onward/trainer/__main__.py", line 60 in train_rank\n  File "<frozen runpy>", line 88 in _run_code\n'
 C10D = '  File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3 in all_reduce\n'

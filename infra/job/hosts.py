@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shlex
 import socket
 import subprocess
 import time
@@ -14,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.infra.mpirun import environment_of_ranks
+from onward.infra.job.mpirun import environment_of_ranks, remote_shell
 
 MOST_BYTES = 4 << 20
 """Of a hostfile: it would name over a hundred thousand hosts."""
@@ -114,9 +113,7 @@ def _is_here(host: str) -> bool:
 def _ask(host: str, users: Mapping[str, str], question: str) -> tuple[str, str]:
     """Return what a command on a host printed, and why it could not be run; "" if it could."""
     environment = environment_of_ranks(users)
-    # several agents are separated by colons, and mpirun takes the first that it finds
-    agent = shlex.split(environment.get("PRTE_MCA_plm_ssh_agent", "ssh").split(":")[0])
-    command = [*agent, *shlex.split(environment["PRTE_MCA_plm_ssh_args"]), host, question]
+    command = [*remote_shell(environment), host, question]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S, env=environment

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onward.infra.parent_death import signalled_with_parent
+from onward.infra.job.child_program import signalled_with_parent
 
 PARENT = """
 import signal, subprocess, sys
-from onward.infra.parent_death import signalled_with_parent
+from onward.infra.job.child_program import signalled_with_parent
 child = subprocess.Popen(signalled_with_parent(["sleep", "60"], signal.SIGKILL))
 print(child.pid, flush=True)
 child.wait()

@@ -17,9 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
-from onward.infra import forks, job_guard
-from onward.infra.job_guard import members
-from onward.infra.mpirun import MpiJob, find_mpirun
+from onward.infra.job import forks, job_guard
+from onward.infra.job.child_program import python_of
+from onward.infra.job.job import Job
+from onward.infra.job.job_guard import members
+from onward.infra.job.launcher import Ranks
+from onward.infra.job.mpirun import Mpirun
 from onward.tasks.subprocesses import how_it_ended, run_module, start_module
 from onward.trainer import fork_server
 from tests.support import fork_programs
@@ -46,7 +49,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]
     """A fork server that imports no torch. It has ended afterwards."""
     monkeypatch.setattr(forks, "SERVER", fork_programs.SERVER)
     with forks.fork_server():
-        (running,) = forks._running
+        running = forks._server.get()
+        assert running is not None
         yield running.process
     assert running.process.poll() is not None
     assert not running.path.parent.exists()
@@ -112,18 +116,19 @@ def test_a_program_that_needs_other_libraries_than_the_server_is_no_fork(
 def test_the_ranks_of_mpirun_are_forks() -> None:
     with forks.fork_server():
         environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        words = [str(find_mpirun()), "-n", "1", *forks.python(), "-m", MODULE, "say", "0"]
+        words = [str(Mpirun().program()), "-n", "1", *forks.python(), "-m", MODULE, "say", "0"]
         done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120, check=True)
-        (running,) = forks._running
+        running = forks._server.get()
+        assert running is not None
         assert json.loads(done.stdout)["session"] == running.process.pid
 
 
 def test_a_job_of_other_hosts_or_of_a_scheduler_is_not_forked(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
     def argv(hostfile: str = "", **environment: str) -> list[str]:
-        places = {"run_dir": tmp_path, "log": tmp_path / "log", "hostfile": hostfile}
-        return MpiJob(module=("onward.trainer",), num_ranks=2, **places).argv(environment)  # type: ignore[arg-type]
+        ranks = Ranks(module=("onward.trainer",), num_ranks=2, hostfile=hostfile)
+        return Job(ranks=ranks, launcher=Mpirun(), run_dir=tmp_path, log=tmp_path / "log").arguments(environment)
 
-    assert argv()[-7:] == [*forks.python(), "-m", "onward.trainer"]
+    assert argv()[-10:] == [*forks.python(), "-m", "onward.trainer"]
     assert argv("/etc/hosts.mpi")[-3:] == [sys.executable, "-m", "onward.trainer"]
     assert argv(SLURM_JOB_ID="7")[-3:] == [sys.executable, "-m", "onward.trainer"]
 
@@ -175,7 +180,7 @@ def test_a_killed_server_ends_its_forks_and_the_next_program_runs_by_itself(
 
 
 def test_a_client_whose_server_has_gone_runs_the_program_itself(tmp_path: Path) -> None:
-    words = [sys.executable, "-I", "-S", forks.fork_client.__file__, str(tmp_path / "absent")]
+    words = python_of(str(tmp_path / "absent"))
     done = subprocess.run([*words, "-m", MODULE, "say", "4"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 4
     assert json.loads(done.stdout)["name"] == "__main__"

@@ -1,10 +1,9 @@
-"""MPI jobs are watched, stopped and killed: real mpirun, real processes."""
+"""Jobs are watched, stopped and killed: real mpirun, real processes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,17 +17,21 @@ from typing import Any
 import psutil
 import pytest
 
-from onward.infra import job_guard, mpirun
-from onward.infra.mpirun import LaunchError, MpiJob, Outcome, running_job, stop_running
+from onward.infra.job import job_guard
+from onward.infra.job.job import LAUNCHERS, Job, Outcome, running_job, stop_running
+from onward.infra.job.job_guard import temporary_directory
+from onward.infra.job.launcher import Ranks
+from onward.infra.job.mpirun import Mpirun
+from onward.trainer.distributed.launched import RANK_VARIABLES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
-def job(folder: Path, program: str, **limits: Any) -> MpiJob:
+def job(folder: Path, program: str, **limits: Any) -> Job:
     """Two ranks of a program from rank_programs.py."""
-    return MpiJob(
-        module=("tests.support.rank_programs", program, str(folder)),
-        num_ranks=2,
+    return Job(
+        ranks=Ranks(module=("tests.support.rank_programs", program, str(folder)), num_ranks=2),
+        launcher=Mpirun(),
         run_dir=folder,
         log=folder / "train.log",
         heartbeat=folder / "heartbeat",
@@ -77,57 +80,8 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Future[Outcome]]]:
     assert psutil.Process().children() == before  # the guard has ended too
 
 
-# -- what is started
-
-
-def test_the_command_line_on_one_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpirun, "find_mpirun", lambda: Path("/venv/bin/mpirun"))
-    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
-    alone = MpiJob(module=("onward.trainer", "train", "/run"), num_ranks=2, run_dir=tmp_path, log=tmp_path / "log")
-    assert shlex.join(alone.argv({"HOME": "/root", "NCCL_DEBUG": "INFO"})) == (
-        "/venv/bin/mpirun -n 2 --bind-to none --map-by :OVERSUBSCRIBE /venv/bin/python -m onward.trainer train /run"
-    )
-
-
-def test_other_hosts_get_only_the_environment_variables_that_they_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mpirun, "find_mpirun", lambda: Path("/venv/bin/mpirun"))
-    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
-    wide = MpiJob(
-        module=("onward.trainer",), num_ranks=8, run_dir=tmp_path, log=tmp_path / "log", hostfile="/etc/hosts.mpi"
-    )
-    assert shlex.join(wide.argv({"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "NCCL_DEBUG": "INFO"})) == (
-        "/venv/bin/mpirun -n 8 --bind-to none --hostfile /etc/hosts.mpi -x NCCL_DEBUG -x ONWARD_RUN_TAG "
-        "-x PYTHONFAULTHANDLER -x PYTHONUNBUFFERED -x PYTORCH_ALLOC_CONF /venv/bin/python -m onward.trainer"
-    )
-
-
-def test_what_the_user_has_set_of_gpu_memory_is_kept_by_either_name() -> None:
-    name, former = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-    assert mpirun.environment_of_ranks({})[name] == "expandable_segments:True"
-    assert mpirun.environment_of_ranks({name: "backend:native"})[name] == "backend:native"
-    found = mpirun.environment_of_ranks({former: "backend:native"})
-    assert name not in found
-    assert found[former] == "backend:native"
-
-
-def test_ranks_of_one_host_send_nothing_over_a_network_unless_a_scheduler_or_the_user_says_so() -> None:
-    alone = mpirun.environment_of_mpirun({}, one_host=True)
-    assert alone["OMPI_MCA_btl"].split(",")[-1] == "tcp"
-    assert alone["OMPI_MCA_btl"].startswith("^")
-    for users in ({"SLURM_JOB_ID": "7"}, {"OMPI_MCA_btl": "tcp,self"}):
-        found = mpirun.environment_of_mpirun(users, one_host=True)
-        assert found["OMPI_MCA_btl"] == mpirun.environment_of_ranks(users)["OMPI_MCA_btl"]
-    several = mpirun.environment_of_mpirun({}, one_host=False)
-    assert several["OMPI_MCA_btl"] == mpirun.SETTINGS["OMPI_MCA_btl"]
-
-
-def test_without_mpirun_the_error_says_where_it_was_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match=rf"neither {tmp_path}/bin/mpirun nor in PATH; install Open MPI"):
-        mpirun.find_mpirun()
+def test_the_trainer_knows_the_variable_in_which_each_launcher_names_the_rank() -> None:
+    assert {launcher.rank_variable for launcher in LAUNCHERS.values()} <= {*RANK_VARIABLES}
 
 
 # -- how it ends
@@ -202,10 +156,10 @@ def test_after_mpirun_was_killed_no_process_and_no_file_is_left(
     running = started("deaf")
     record = running_job(tmp_path)
     assert record is not None
-    assert list(mpirun.temporary_directory(record.tag).iterdir()) != []
+    assert list(temporary_directory(record.tag).iterdir()) != []
     leader(tmp_path).kill()
     assert running.result(15).returncode == -signal.SIGKILL
-    assert not mpirun.temporary_directory(record.tag).exists()
+    assert not temporary_directory(record.tag).exists()
 
 
 @pytest.mark.mpi

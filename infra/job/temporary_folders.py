@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from onward.infra.job_guard import living_tags
+from onward.infra.job.job_guard import living_tags
 
 LOCK = "owner.lock"
 MOST_TRIES = 5

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra import forks
-from onward.infra.job_guard import TAG
-from onward.infra.temporary_folders import LOCK, abandoned, make, owned_folder, remove, remove_abandoned
+from onward.infra.job import forks
+from onward.infra.job.job_guard import TAG
+from onward.infra.job.temporary_folders import LOCK, abandoned, make, owned_folder, remove, remove_abandoned
 from tests.support import fork_programs
 from tests.support.workshop import until
 
 OWNS = """
 import sys, time
-from onward.infra.temporary_folders import owned_folder
+from onward.infra.job.temporary_folders import owned_folder
 with owned_folder("onward-rehearse-") as folder:
     (folder / "below").mkdir()
     (folder / "below" / "file").write_text("x" * 1000)
@@ -31,10 +31,10 @@ with owned_folder("onward-rehearse-") as folder:
 """
 SERVES = """
 import time
-from onward.infra import forks
+from onward.infra.job import forks
 forks.SERVER = {server!r}
 with forks.fork_server():
-    (server,) = forks._running
+    server = forks._server.get()
     print(server.path.parent, server.process.pid, flush=True)
     time.sleep(600)
 """

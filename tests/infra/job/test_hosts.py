@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra.hosts import MOST_BYTES, Skew, clock_skews, read_hostfile, silence, silent_hosts, write_hostfile
+from onward.infra.job.hosts import MOST_BYTES, Skew, clock_skews, read_hostfile, silence, silent_hosts, write_hostfile
 
 AGENT = """#!/bin/sh
 # stands in for ssh: agent -o option... host command

@@ -2,8 +2,8 @@
 
     flow process --- pipe ---> fork server (trainer/fork_server.py): imports torch and the trainer once
          |                          | fork
-         +--- client (fork_client.py) ... the rehearsal, the export, a report
-         +--- mpirun --- client ......... a rank of the preflight, of an attempt, of the next attempt
+         +--- client (child_program.py) .. the rehearsal, the export, a report
+         +--- mpirun --- client ............ a rank of the preflight, of an attempt, of the next attempt
 
 The client is what is started, waited for and signalled. The server ends when the flow process has ended, however that
 was, and all of its forks have; without a server each program is started as ever.
@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.infra import fork_client
-from onward.infra.job_guard import NO_TAG, TAG
-from onward.infra.temporary_folders import lock_of, make, remove, remove_abandoned
+from onward.infra.job.child_program import python_of
+from onward.infra.job.job_guard import NO_TAG, TAG
+from onward.infra.job.launcher import LaunchError
+from onward.infra.job.mpirun import Mpirun
+from onward.infra.job.temporary_folders import lock_of, make, remove, remove_abandoned
 
 SERVER = ("onward.trainer.fork_server",)
 """The module of the server."""
@@ -52,25 +54,26 @@ class Server:
 
     def python(self) -> list[str]:
         """Return the words that run Python as a fork of this server."""
-        return [sys.executable, "-I", "-S", fork_client.__file__, str(self.path)]
+        return python_of(str(self.path))
 
 
-_running: list[Server] = []
-"""The server of this process, if it has one."""
+_server: ContextVar[Server | None] = ContextVar("fork server", default=None)
+"""The server inside `fork_server`. The command line starts it, and the tasks use it; between them is a Prefect flow,
+whose parameters are settings only, so it is not passed as an argument."""
 
 
 @contextlib.contextmanager
 def fork_server() -> Iterator[None]:
     """Let `python` use a fork server inside. Within another one, or where it cannot be started, do nothing."""
-    if _running:
+    if _server.get() is not None:
         yield
         return
     with started() as server:
-        _running.extend(filter(None, [server]))
+        token = _server.set(server)
         try:
             yield
         finally:
-            _running.clear()
+            _server.reset(token)
 
 
 @contextlib.contextmanager
@@ -97,9 +100,10 @@ def started() -> Iterator[Server | None]:
 
 def python() -> list[str]:
     """Return the words that run Python: as a fork if a server runs, else the interpreter itself."""
-    if _running and _running[0].process.poll() is None:
-        return _running[0].python()
-    return [sys.executable]
+    server = _server.get()
+    if server is None or server.process.poll() is not None:
+        return [sys.executable]
+    return server.python()
 
 
 def _start(folder: Path, alive: int) -> Server | None:
@@ -127,10 +131,11 @@ def _start(folder: Path, alive: int) -> Server | None:
 
 def _libraries() -> dict[str, str]:
     """Return the variable in which mpirun names its libraries to the ranks; their forks need it from the beginning."""
-    path = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)])
-    mpirun = shutil.which("mpirun", path=path)
-    given = os.environ.get("LD_LIBRARY_PATH", "")
-    return {"LD_LIBRARY_PATH": f"{Path(mpirun).absolute().parent.parent / 'lib'}:{given}"} if mpirun else {}
+    try:
+        libraries = Mpirun().program().parent.parent / "lib"
+    except LaunchError:
+        return {}
+    return {"LD_LIBRARY_PATH": f"{libraries}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

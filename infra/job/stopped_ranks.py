@@ -13,8 +13,11 @@ import logging
 import os
 import signal
 import time
-from pathlib import Path
 from typing import NamedTuple
+
+import psutil
+
+from onward.infra.job.job_guard import is_suspended
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +32,14 @@ RECENT_S = 5.0
 
 
 class StoppedRanks:
-    """The ranks below mpirun that are stopped (SIGSTOP, SIGTSTP; not by a debugger).
+    """The ranks below the launcher that are stopped (SIGSTOP, SIGTSTP; not by a debugger).
 
     Where all of them are stopped, the job was suspended on purpose, as some schedulers do, and nobody waits.
     """
 
-    def __init__(self, mpirun: int) -> None:
-        self._mpirun = mpirun
+    def __init__(self, launcher: int, rank_variable: str) -> None:
+        """launcher: its process. rank_variable: the environment variable with the number of a rank."""
+        self._launcher, self._rank_variable = launcher, rank_variable
         self._stops: dict[int, _Stop] = {}
         self._ranks: dict[int, int] = {}
         """Rank -> process, of this host."""
@@ -46,9 +50,9 @@ class StoppedRanks:
         now = time.monotonic()
         if now - self._looked_at >= LOOK_S:
             if now - self._scanned_at >= SCAN_S:
-                self._ranks, self._scanned_at = _ranks_below(self._mpirun), now
+                self._ranks, self._scanned_at = _ranks_below(self._launcher, self._rank_variable), now
             ranks = self._ranks
-            stopped = {rank: pid for rank, pid in ranks.items() if _is_stopped(pid)}
+            stopped = {rank: pid for rank, pid in ranks.items() if is_suspended(pid)}
             for rank, pid in stopped.items() if len(stopped) < max(2, len(ranks)) else ():
                 before = self._stops.get(rank)
                 since = before.since if before and before.until == self._looked_at else now
@@ -82,28 +86,11 @@ class _Stop(NamedTuple):
     """When it was last seen stopped."""
 
 
-def _ranks_below(mpirun: int) -> dict[int, int]:
-    children = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    children = [pid for pid in children if (fields := _stat(pid)) and fields[1] == str(mpirun)]
-    return {rank: pid for pid in children if (rank := _rank(pid)) is not None}
-
-
-def _rank(pid: int) -> int | None:
-    """Return the rank that mpirun has given to a process; None for other processes."""
-    with contextlib.suppress(OSError, ValueError):
-        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if entry.startswith(b"PMIX_RANK="):
-                return int(entry.partition(b"=")[2])
-    return None
-
-
-def _is_stopped(pid: int) -> bool:
-    return _stat(pid)[:1] == ["T"]  # "t" is a debugger
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the state, the parent and more of a process; [] if it is gone."""
-    with contextlib.suppress(OSError):
-        # after the name in brackets, which may hold anything
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return []
+def _ranks_below(launcher: int, rank_variable: str) -> dict[int, int]:
+    """Return rank -> process, of the children of the launcher."""
+    ranks: dict[int, int] = {}
+    with contextlib.suppress(psutil.Error):  # the launcher has ended
+        for child in psutil.Process(launcher).children():
+            with contextlib.suppress(psutil.Error, KeyError, ValueError):  # no rank, or one that has ended
+                ranks[int(child.environ()[rank_variable])] = child.pid
+    return ranks

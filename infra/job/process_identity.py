@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
-
-from onward.infra.mpirun import boot_id
 
 
 def this_process() -> dict[str, Any]:
@@ -27,3 +27,9 @@ def is_gone(process: Mapping[str, Any] | None) -> bool:
         return bool(psutil.Process(process["pid"]).create_time() != process["started"])
     except psutil.NoSuchProcess:
         return True
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return an id that is new at every start of this machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,38 @@
+"""Build the jobs that run commands of the trainer on ranks: the one place that turns [launch] into a launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from onward.infra.job.job import LAUNCHERS, Job
+from onward.infra.job.launcher import Launcher, Ranks
+from onward.trainer.config.sections.ranks import LaunchConfig
+from onward.trainer.events import Heartbeat
+
+
+def launcher_of(launch: LaunchConfig) -> Launcher:
+    """Return what starts the ranks."""
+    return LAUNCHERS["mpirun"]
+
+
+def job_of(
+    launch: LaunchConfig,
+    module: Sequence[str],
+    *,
+    num_ranks: int,
+    run_dir: Path,
+    log: Path,
+    heartbeat: Path | None = None,
+) -> Job:
+    """Return the job that runs a module with its arguments on ranks. heartbeat, log: as of `Job`."""
+    return Job(
+        ranks=Ranks(module=tuple(module), num_ranks=num_ranks, hostfile=launch.hostfile),
+        launcher=launcher_of(launch),
+        run_dir=run_dir,
+        log=log,
+        heartbeat=heartbeat,
+        start_timeout_s=launch.start_timeout_s,
+        silence_timeout_s=launch.heartbeat_timeout_s + Heartbeat.MARGIN_S,
+        grace_s=launch.stop_grace_s,
+    )

@@ -197,14 +197,12 @@ def train(
         load_optimizer_parts(optimizer, trained, tensors)
         averages.load(tensors)
         scaler.restore(state.scaler)
-        checkpoints.previous = checkpoint.certificate
     compare_copies(state.step)  # nothing is broadcast: every rank has read its own parts
     peak = peak_of_ranks(config, mpi)
     sizes = {"num_samples": num_samples, "num_rows": batches.num_rows, "num_parameters": model.num_parameters}
     costs = {"flops_per_sample": flops.mean if flops else None, "peak_flops_per_s": peak}
     shown = sizes | costs | {"compute": config.precision.compute, "compile": why_compiled(run)}
-    from_where = {"resumed": resumed, "damaged": damaged, "certificate": checkpoints.previous}
-    events.emit("start", state.step, num_steps=num_steps, **shown, **from_where)
+    events.emit("start", state.step, num_steps=num_steps, **shown, resumed=resumed, damaged=damaged)
     spent.lap("setup")
     spent.emit(state.step)
     if state.step == 0:

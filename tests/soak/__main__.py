@@ -5,7 +5,7 @@
 
 The first command runs a configuration undisturbed, then with faults, under a home of its own with its own servers, and
 resumes a run that a fault has ended. The second one does so for a tiny net in each of --layouts; a layout with an
-account in DIR is not run again. The tables and HOME/account.json say what was lost; the exit status is 0 only if all is right.
+account in DIR is not run again. Tables and HOME/account.json say what was lost; the exit status is 0 if all is right.
 Ctrl-C ends the injection, and the run goes on to its end. `disk-full` needs a HOME on a small file system of its own:
 mount -t tmpfs -o size=1g none HOME.
 """

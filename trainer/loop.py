@@ -46,7 +46,6 @@ from onward.trainer.optim.loss_scaler import LossScaler
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.optim.state import load_optimizer_parts, optimizer_parts, optimizer_shapes
-from onward.trainer.parallel.memory_snapshot import keep_graph_frames
 from onward.trainer.parallel.nonfinite.replay import BadValues
 from onward.trainer.parallel.peak import peak_of_ranks
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
@@ -102,7 +101,6 @@ def train(
     trainable = open_with_teacher(config, cached=bool(rows.soft_labels), by_parts=True)
     flops = count_sample_flops(trainable.module, config, example, batches, mpi, beat=beat)  # before it is divided
     model = build_rank_model(trainable, config, mesh, mpi, example=example, one_shape=one_shape, beat=beat)
-    keep_graph_frames(model.stages, config.monitor)
     del trainable  # what the graph still refers to would be kept
     reducer, trained = model.reducer, model.trained
     pipeline = Pipeline(

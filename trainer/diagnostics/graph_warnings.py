@@ -137,7 +137,7 @@ def _trees(audit: AuditInput) -> Iterator[ExporterWarning]:
         shown = ", ".join(f"{number} {operator}" for operator, number in found.items())
         yield ExporterWarning(
             key="trees",
-            what=f"{shown}: computed exactly but not trained, and no gradient reaches what comes before",
+            what=f"{shown}: computed by onnxruntime when the data is read, and not trained, nor is what comes before",
             remedy="train the other weights of the file; trees themselves need the library that made them",
         )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from onward.flows.machine.findings import Finding, Level, gib
-from onward.trainer.run.this_machine import core_limit, free_host_memory, memory_limit, most_gpus
+from onward.trainer.run.this_machine import core_limit, free_host_memory, memory_limit, missing_compiler, most_gpus
 
 LEAST_MEMORY, LITTLE_MEMORY = 1 << 30, 4 << 30
 LITTLE_SHARED = 256 << 20
@@ -74,6 +74,15 @@ def open_files() -> Iterator[Finding]:
         fix, level = "", "ok"
     what = f"a process may have {most} open files"
     yield Finding(check="open files", level=level, what=what, fix=fix, numbers={"soft": soft, "hard": hard})
+
+
+def compiler() -> Iterator[Finding]:
+    """Report a C++ compiler that graph.compile would lack."""
+    what, _, fix = missing_compiler().partition("; ")
+    if what:
+        yield Finding(check="C++ compiler", level="note", what=what, fix=fix)
+    else:
+        yield Finding(check="C++ compiler", level="ok", what="there is one for graph.compile")
 
 
 def gpus() -> Iterator[Finding]:

@@ -65,10 +65,7 @@ def disk_space() -> Iterator[Finding]:
         variable = "TMPDIR" if check.endswith("TMPDIR") else "ONWARD_HOME"
         fix = f"make room (`onward gc`), or set {variable} to a directory on a larger disk; `onward plan` says what a "
         fix += "run writes"
-        numbers: dict[str, float | str] = {"free_bytes": free, "total_bytes": total}
-        if found.f_files:
-            numbers["free_inodes"] = inodes
-        yield Finding(check=check, level=level, what=what, fix="" if level == "ok" else fix, numbers=numbers)
+        yield Finding(check=check, level=level, what=what, fix="" if level == "ok" else fix)
 
 
 def file_system() -> Iterator[Finding]:

@@ -34,5 +34,4 @@ def hosts(hostfile: str) -> Iterator[Finding]:
     for host, skew in clock_skews(answering).items():
         if skew is not None and abs(skew.seconds) > MOST_SKEW_S + skew.uncertain_s:
             what = f"the clock of {host} differs by {skew.seconds:+.1f} s (known to {skew.uncertain_s:.1f} s)"
-            numbers: dict[str, float | str] = {"skew_s": round(skew.seconds, 3)}
-            yield Finding(check="hosts", level="note", what=what, fix=SYNCHRONISE, numbers=numbers)
+            yield Finding(check="hosts", level="note", what=what, fix=SYNCHRONISE)

@@ -31,7 +31,7 @@ def loopback() -> Iterator[Finding]:
         what = f"the name of this machine, {name}, has no address ({error}); ranks of several hosts look it up"
         yield Finding(check="loopback", level="note", what=what, fix=f"add `{LOOPBACK} {name}` to /etc/hosts")
     else:
-        yield Finding(check="loopback", level="ok", what=f"{name} is {address}", numbers={"address": address})
+        yield Finding(check="loopback", level="ok", what=f"{name} is {address}")
     proxies = sorted(key for key in os.environ if key.lower() in ("http_proxy", "all_proxy"))
     excepted = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     if proxies and not {LOOPBACK, "*"} & {each.strip() for each in excepted.split(",")}:

@@ -72,7 +72,7 @@ def compared(declared: Iterable[str], python: str, version: Callable[[str], str 
             level: Level = "problem" if extra in NEEDED_EXTRAS else "note"
             what = f"{requirement.name} {found} is installed, and Onward needs {requirement.specifier}"
             fix = f"pip install '{requirement.name}{requirement.specifier}'"
-            yield Finding(check="packages", level=level, what=what, fix=fix, numbers={requirement.name: found})
+            yield Finding(check="packages", level=level, what=what, fix=fix)
         else:
             fitting += 1
             yield from _newer(requirement.name, found)
@@ -80,7 +80,7 @@ def compared(declared: Iterable[str], python: str, version: Callable[[str], str 
         what = f"not installed: {', '.join(lacking)}"
         yield Finding(check="packages", level="problem", what=what, fix=f"pip install {' '.join(lacking)}")
     yield from _pair(version)
-    yield Finding(check="packages", level="ok", what=f"{fitting} are in their ranges", numbers={"fitting": fitting})
+    yield Finding(check="packages", level="ok", what=f"{fitting} are in their ranges")
 
 
 def _newer(name: str, found: str) -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def _newer(name: str, found: str) -> Iterator[Finding]:
         return
     what = f"{name} {found} is newer than {tried}, the newest that was tried"
     fix = f"if something fails, pip install '{name}=={tried}.*'"
-    yield Finding(check="packages", level="note", what=what, fix=fix, numbers={name: found})
+    yield Finding(check="packages", level="note", what=what, fix=fix)
     if name != "torch":
         return
     for what in _lacking(found):

@@ -12,9 +12,8 @@ from functools import partial
 
 from onward.flows.machine.file_system import disk_space, file_system, home_directory
 from onward.flows.machine.findings import Finding, MachineReport
-from onward.flows.machine.hosts import hosts
 from onward.flows.machine.mpi import mpi
-from onward.flows.machine.network import loopback, servers, work_pool
+from onward.flows.machine.network import hosts, loopback, servers, work_pool
 from onward.flows.machine.packages import packages
 from onward.flows.machine.resources import compiler, cores, gpus, memory, open_files, shared_memory
 from onward.trainer.run.directory import onward_home

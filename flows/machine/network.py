@@ -1,4 +1,4 @@
-"""Whether ranks and servers can reach each other on this machine, and whether the servers that are named answer."""
+"""Whether ranks and servers can reach each other, and whether hosts and servers that are named answer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import importlib.util
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 from onward.flows.machine.findings import Finding
 from onward.infra import services
+from onward.infra.hosts import clock_skews, read_hostfile, silent_hosts
 from onward.infra.service_definitions import SERVICES
 from onward.infra.service_state import is_supervised
 from onward.tasks.machine_check import store_problems
@@ -20,6 +22,8 @@ from onward.trainer.extras import how_to_install
 from onward.trainer.run.directory import onward_home
 
 LOOPBACK = "127.0.0.1"
+MOST_SKEW_S = 2.0
+SYNCHRONISE = "synchronise it (chrony, systemd-timesyncd): times of events, durations and schedules come from it"
 
 
 def loopback() -> Iterator[Finding]:
@@ -107,3 +111,28 @@ def _own_servers() -> Iterator[Finding]:
             yield Finding(check="servers", level="problem", what=what, fix=fix)
     if not healthy:
         yield Finding(check="servers", level="ok", what="none of Onward's own is running; `onward run` starts them")
+
+
+def hosts(hostfile: str) -> Iterator[Finding]:
+    """Ask the hosts of a hostfile over ssh, as mpirun does, and compare their clocks with this one."""
+    path = Path(hostfile)
+    try:
+        found = read_hostfile(path)
+    except (OSError, UnicodeDecodeError) as error:
+        yield Finding(check="hosts", level="problem", what=f"{path} cannot be read: {error}", fix="name a hostfile")
+        return
+    if not found:
+        fix = "write one in each line, such as `node1 slots=4`"
+        yield Finding(check="hosts", level="problem", what=f"{path} names no host", fix=fix)
+        return
+    silent = silent_hosts(list(found))
+    for host, said in silent.items():
+        fix = f"make `ssh {host} true` work without a password"
+        yield Finding(check="hosts", level="problem", what=f"{host} does not answer: {said}", fix=fix)
+    answering = [host for host in found if host not in silent]
+    if answering:
+        yield Finding(check="hosts", level="ok", what=f"{len(answering)} of {len(found)} hosts answer")
+    for host, skew in clock_skews(answering).items():
+        if skew is not None and abs(skew.seconds) > MOST_SKEW_S + skew.uncertain_s:
+            what = f"the clock of {host} differs by {skew.seconds:+.1f} s (known to {skew.uncertain_s:.1f} s)"
+            yield Finding(check="hosts", level="note", what=what, fix=SYNCHRONISE)

@@ -6,9 +6,9 @@
 
     price [N, 1] ------------------------------------------------------------- Concat ...     read as it is
 
-The pre-processing is every node that reads or writes a value that is no tensor of numbers, every ensemble of decision
-trees, which has no gradient, and every node that such a node depends on. It cannot be trained, so a weight among its
-operands is refused. It stays in the file untouched.
+The pre-processing is every node that reads or writes a value that is no tensor of numbers, every node of decision trees
+or support vectors, which have no gradient, and every node that such a node depends on. It cannot be trained, so a
+weight among its operands is refused. It stays in the file untouched.
 `begin_at_numbers` returns the settings under which the rest is trained: its `model.start` names the tensors of numbers
 that the pre-processing computes for the rest. Only onnx is needed here; data/preprocessing.py runs the pre-processing.
 """
@@ -40,8 +40,11 @@ STRING_OPERATORS = frozenset(("CastMap", "CategoryMapper", "DictVectorizer", "Im
     *("StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer", "Tokenizer"),
 }
 """Operators on strings and maps, whatever the types of their operands are."""
-TREES = frozenset(("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"))
-IN_FRONT = STRING_OPERATORS | TREES
+WITHOUT_GRADIENT = frozenset(("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor")) | {
+    *("SVMClassifier", "SVMRegressor"),
+}
+"""Trees and support vectors, which no gradient changes."""
+IN_FRONT = STRING_OPERATORS | WITHOUT_GRADIENT
 """Operators that belong to the pre-processing."""
 LAYERS = frozenset(("BatchNormalization", "Conv", "ConvTranspose", "Einsum", "GRU", "Gather", "Gemm", "MatMul")) | {
     *("GroupNormalization", "InstanceNormalization", "LSTM", "LayerNormalization", "RMSNormalization", "RNN"),
@@ -109,10 +112,10 @@ def find_preprocessing(model: onnx.ModelProto, config: ModelConfig) -> Preproces
     if problems := list(_weights_in(model, nodes, config)):
         raise UnsupportedModel(problems)
     behind = _tensors_behind(between, front, outputs)
-    if behind == set(outputs) and (trees := sorted({node.op_type for node in nodes} & TREES)):
+    if behind == set(outputs) and (trees := sorted({node.op_type for node in nodes} & WITHOUT_GRADIENT)):
         raise UnsupportedModel(
-            f"model.output {', '.join(outputs)} is computed by {', '.join(trees)}: decision trees have no weights that "
-            "a gradient changes, and nothing behind them is left to train; fit them again with their library"
+            f"model.output {', '.join(outputs)} is computed by {', '.join(trees)}: trees and support vectors have no "
+            "weights that a gradient changes, and nothing is left to train behind them; fit them with their library"
         )
     read = set().union(*map(names_read, nodes))
     return Preprocessing(
@@ -171,7 +174,7 @@ def _may_have_any(graph: onnx.GraphProto) -> bool:
 
 
 def has_untrained(graph: onnx.GraphProto) -> bool:
-    """Return whether a graph computes with strings, maps or decision trees, which torch does not compute."""
+    """Return whether a graph computes with strings, maps, trees or support vectors, which stay in front."""
     return (
         any(_holds_strings(value.type) for value in graph.input)
         or any(tensor.data_type == TensorProto.STRING for tensor in graph.initializer)

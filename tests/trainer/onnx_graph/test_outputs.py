@@ -146,7 +146,7 @@ def test_doctor_imports_such_a_file_and_says_what_is_kept() -> None:
 
 def test_doctor_says_that_trees_are_not_trained() -> None:
     found = diagnose(file("sklearn-forest"))
-    assert "decision trees have no weights that a gradient changes" in found.unsupported[0].why
+    assert "trees and support vectors have no weights that a gradient changes" in found.unsupported[0].why
     (trees,) = (warning for warning in found.warnings if warning.key == "trees")
     assert trees.what.startswith("1 TreeEnsembleClassifier: computed by onnxruntime when the data is read")
 

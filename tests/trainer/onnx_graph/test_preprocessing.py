@@ -154,7 +154,7 @@ def test_trees_behind_a_weight_and_trees_alone_are_refused() -> None:
     )
     with pytest.raises(UnsupportedModel, match=r"needed for strings, sequences or trees.*computes with the weight 'w'"):
         begin_at_numbers(model, settings())
-    with pytest.raises(UnsupportedModel, match="decision trees have no weights that a gradient changes"):
+    with pytest.raises(UnsupportedModel, match="trees and support vectors have no weights that a gradient changes"):
         begin_at_numbers(model, settings(freeze=("w",)))
 
 

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     accounts: dict[str, Account] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        home = given.home or Path(temporary)
+        home = (given.home or Path(temporary)).absolute()
         if given.words:
             config, *overrides = given.words
             names = [] if given.kinds == "all" else given.kinds.split(",")

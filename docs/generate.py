@@ -222,7 +222,7 @@ def _placeholder(kind: Any) -> str:
 
 def run_directory() -> str:
     """The files of a run directory from the docstring of its module, and every record field by field."""
-    from onward.trainer.run import directory, memory_record, preprocessing_record, records, step_profile
+    from onward.trainer.run import directory, preprocessing_record, records, step_profile
 
     _, _, rest = inspect.cleandoc(directory.__doc__ or "").partition("\n    RUN_DIR/")
     tree, _, closing = rest.partition("\n\n")
@@ -250,11 +250,11 @@ def run_directory() -> str:
                 continue
             lines += ["", f"### {name}", "", _paragraph(record.__doc__)]
             lines += _fields(record)
-    for title, module in (("profile/rank-00000.json", step_profile), ("memory/001-rank-00000.json", memory_record)):
-        lines += ["", f"## {title}", "", _paragraph(inspect.cleandoc(module.__doc__ or "").partition("\n\n")[0])]
-        for name, record in vars(module).items():
-            if isinstance(record, type) and record.__module__ == module.__name__:
-                lines += ["", f"### {name}", "", _paragraph(record.__doc__), *_fields(record)]
+    heading = _paragraph(inspect.cleandoc(step_profile.__doc__ or "").partition("\n\n")[0])
+    lines += ["", "## profile/rank-00000.json", "", heading]
+    for name, record in vars(step_profile).items():
+        if isinstance(record, type) and record.__module__ == step_profile.__name__:
+            lines += ["", f"### {name}", "", _paragraph(record.__doc__), *_fields(record)]
     lines += ["", "## preprocessing.json", "", _paragraph(preprocessing_record.Preprocessing.__doc__)]
     for name, record in vars(preprocessing_record).items():
         if isinstance(record, type) and record.__module__ == preprocessing_record.__name__:

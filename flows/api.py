@@ -347,16 +347,16 @@ def to_module(
     Dropout and BatchNormalization follow train() and eval(). Weights in other files are mapped copy-on-write. A file
     that declares a fixed batch is run a few times: if the module is right for batches of any size, it takes them, else
     it refuses all but the declared one. An input that is a sequence of tensors takes a list. Of a file that begins with
-    strings the module is the part behind them, up to the first output that a loss can read: `module.input_names` are
-    the tensors that it takes. Raises ConfigError for a
-    pattern that matches nothing, UnsupportedModel with everything that cannot be imported.
+    strings or decision trees the module is the part behind them, up to the first output that a loss can read:
+    `module.input_names` are the tensors that it takes. Raises ConfigError for a pattern that matches nothing,
+    UnsupportedModel with everything that cannot be imported.
     """
     from onward.tasks.registered_models import local_model
     from onward.trainer.config.sections.model import ModelConfig
     from onward.trainer.data.reading.fetching import local_file
     from onward.trainer.onnx_graph.index import integer_problems
     from onward.trainer.onnx_graph.outputs import readable_output
-    from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, has_strings
+    from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, has_untrained
     from onward.trainer.onnx_graph.surgery import extract_subgraph
     from onward.trainer.onnx_import import driver
     from onward.trainer.onnx_import.converters import load_converters
@@ -370,7 +370,7 @@ def to_module(
     if wrong:
         raise ConfigError(wrong)
     settings = ModelConfig(path=path, output=readable_output(model), freeze=tuple(freeze))
-    if has_strings(model.graph) and (behind := begin_at_numbers(model, settings)) is not settings:
+    if has_untrained(model.graph) and (behind := begin_at_numbers(model, settings)) is not settings:
         model, freeze = extract_subgraph(model, behind), behind.freeze
     widen = batch_use(model, base, train=train).kind == "any"
     module = driver.to_module(model, base=base, fuse=fuse, tie=tie, train=train, widen=widen)

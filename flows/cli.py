@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 import typer
 
 from onward.flows.commands import (
-    chaos,
     collection,
     deployments,
     inspection,
@@ -38,7 +37,7 @@ from onward.trainer.errors import ConfigError, OnwardError, Refused, RuntimeUnav
 
 EXIT_STATUS = {
     0: "done",
-    1: "unexpected error; of `onward diff`: the files differ; of `onward chaos`: something is not right",
+    1: "unexpected error; of `onward diff`: the files differ",
     2: "invalid command line, configuration, model or data",
     3: "the machine cannot run it: MPI, servers, devices, memory or disk",
     4: "a checkpoint or a record of a run is damaged, missing, or of another model",
@@ -119,14 +118,6 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
         (training.logs, notes("onward logs digits-14 -f", "onward logs digits-14 --rank 1", exits=(0, 2))),
         (training.runs, notes("onward runs", "onward runs --state failed,stopped --last 5", exits=(0, 2))),
         (reports.report, notes("onward report", "onward report digits-14 digits-15 -o both.html", exits=(0, 2, 3))),
-        (
-            chaos.chaos,
-            notes(
-                "onward chaos digits.toml --mtbf 20s --seed 7",
-                "onward chaos digits.toml --kinds rank-kill,flow-term --faults 10",
-                exits=(0, 1, 2, 3, 70),
-            ),
-        ),
         (
             training.verify,
             notes(

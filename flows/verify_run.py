@@ -13,23 +13,23 @@ from onward.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from onward.tasks.replay import Replay
-    from onward.trainer.checkpoint.chain import CheckedCheckpoint, CheckedRun
+    from onward.trainer.checkpoint.verification import CheckedCheckpoint, CheckedRun
 
 
 def verify(source: AnyPath = "last") -> CheckedRun | CheckedCheckpoint:
-    """Read the checkpoints of a run again, or one checkpoint, and check their digests and the chain of certificates.
+    """Read the checkpoints of a run again, or one checkpoint, and compare every byte with its digest.
 
     `source`: a checkpoint directory, a bundle, or a run as `status` takes it. What is wrong is in `problems`.
     Raises ConfigError when there is no such run, CheckpointError when it has no checkpoint.
     """
     from onward.flows.runs import checkpoint_at, find_run, opened
-    from onward.trainer.checkpoint.chain import check_checkpoint, check_run
+    from onward.trainer.checkpoint.verification import check_checkpoint, check_run
 
     if Path(source).is_file():
-        with opened(os.fspath(source), run_code=True) as (run, checkpoint):  # nothing of it is run here
-            return check_checkpoint(checkpoint, run)
+        with opened(os.fspath(source), run_code=True) as (_, checkpoint):  # nothing of it is run here
+            return check_checkpoint(checkpoint)
     if (found := checkpoint_at(os.fspath(source))) is not None:
-        return check_checkpoint(found[1], found[0])
+        return check_checkpoint(found[1])
     return check_run(find_run(os.fspath(source)))
 
 

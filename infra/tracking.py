@@ -227,7 +227,6 @@ class Tracker(Store):
         metrics: Mapping[str, float],
         points: Sequence[Point] = (),
         best: bool,
-        certificate: str = "",
     ) -> str:
         """Record a checkpoint by reference, without uploading it; returns the id of the LoggedModel.
 
@@ -235,14 +234,13 @@ class Tracker(Store):
         by one of them gives the best; `deleted` is "false" as long as the checkpoint is on disk.
         """
         tags = {"path": str(path), "sha256": digest, "bytes": str(bytes), "step": str(step), "deleted": "false"}
-        tags |= {"certificate": certificate} if certificate else {}
         model = self._logged_model(path.name, "checkpoint", tags)
         # The tag of the former best is removed first: after a crash in between there is no best, never two.
         if best:
             for former in self._models("tags.best = 'true'"):
                 if former.model_id != model.model_id:
                     self._client.set_logged_model_tags(former.model_id, {"best": "false"})
-            self.set_tags({"onward.best_checkpoint": path.name, "onward.best_certificate": certificate})
+            self.set_tags({"onward.best_checkpoint": path.name})
         self._client.set_logged_model_tags(model.model_id, {**tags, "best": str(best).lower()})
         self._finish(model, step, metrics, points)
         return str(model.model_id)

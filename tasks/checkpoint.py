@@ -196,7 +196,6 @@ class CheckpointRecorder:
             path=info.path,
             bytes=info.bytes,
             digest=info.digest,
-            certificate=info.certificate,
             metrics=info.metrics,
             points=self._evaluations.at(info.step) if info.metrics else (),
             best=info.best,

@@ -28,7 +28,6 @@ from onward.tasks.machine_check import machine_problems
 from onward.tasks.registered_models import store_of, with_registered
 from onward.tasks.rehearsing import quantize, rehearse
 from onward.tasks.shown_in_mlflow import first_tags, parameters
-from onward.trainer.checkpoint.certificate import NO_DIGEST
 from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.config.flat_settings import flat_settings
@@ -252,8 +251,8 @@ def _model_of_checkpoint(run: RunDir) -> str:
     """Return the digest of the model that the newest checkpoint was made of; "" if none says so."""
     for path in reversed(list_checkpoints(run)):
         with contextlib.suppress(CheckpointError):
-            if (certificate := read_manifest(path).certificate) and certificate.model != NO_DIGEST:
-                return certificate.model
+            if digest := read_manifest(path).model_sha256:
+                return digest
     return ""
 
 

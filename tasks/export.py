@@ -97,7 +97,6 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
     with registering_prepared(read_record(run.identity, RunIdentity).tracking_uri):
         exported = _verified_before(run, chosen) or export_file(run, chosen.path)
     tags = {"step": str(exported.step), "checkpoint": chosen.path.name, "attempts": str(result.attempts)}
-    tags |= {"certificate": chosen.certificate} if chosen.certificate else {}
     # Registry and copy are independent: an error of one must not prevent the other.
     failed: list[RuntimeUnavailable] = []
     try:

@@ -105,7 +105,7 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
         return stop.requested or 0 < until <= heartbeat.step
 
     usage = recorded_usage(run, attempt=attempt, rank=mpi.rank, local_rank=mpi.local_rank, host=mpi.host)
-    memory = memory_snapshots(config, run, mpi, attempt=attempt, step=lambda: heartbeat.step)
+    memory = memory_snapshots(config.monitor, run, mpi, attempt=attempt)
     with named_if_not_deterministic(), usage, memory:
         result = train(config, run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=stop_requested)
     # This file is the only proof of success; the exit status of mpirun is none.

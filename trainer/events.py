@@ -8,11 +8,11 @@ Kinds: `start` (an attempt begins at `step`; `num_steps`, `num_samples`, `num_pa
 products; `num_rows`: the samples of an epoch; `flops_per_sample`: forward and backward, of a sample of mean length,
 null if they cannot be counted; `peak_flops_per_s`: of all ranks, null if it is not known; `compile`: why
 `graph.compile` "auto" is what it is, in a sentence, else ""; `resumed`: from which checkpoint and what is made again,
-in a sentence, else ""; `damaged`: newer checkpoints that were not used; `certificate`: the digest of the one that was),
+in a sentence, else ""; `damaged`: newer checkpoints that were not used),
 `scalars` (`values`), `evaluation` (`values`), `confusion` (`loss`: its
 output if there are several, else ""; `counts`: targets by [class][predicted class], of yes-or-no labels by
 [label][is][predicted]), `histogram` (`name`, `counts`, `edges`), `bad_values` (`text`: where an evaluation loss became
-NaN or infinite), `checkpoint` (`path`; `certificate`: its digests), `times` (`seconds`: what the attempt has spent its
+NaN or infinite), `checkpoint` (`path`), `times` (`seconds`: what the attempt has spent its
 time on so far, see parallel/step_clock.py), `end` (`status`; `ended_early`: why, if [stop] ended the run before its
 last step, else "").
 Among the scalars is what training has cost since the line before (parallel/throughput.py): `train/samples_per_s`,

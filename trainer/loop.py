@@ -38,7 +38,6 @@ from onward.trainer.model.summaries import summarise
 from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.optim.optimizers import clip_factor, set_learning_rate
 from onward.trainer.optim.schedules import learning_rate
-from onward.trainer.parallel.memory_snapshot import keep_graph_frames
 from onward.trainer.parallel.nonfinite.replay import BadValues
 from onward.trainer.parallel.peak import peak_of_ranks
 from onward.trainer.parallel.profiling.step_profiler import StepProfiler
@@ -93,7 +92,6 @@ def train(
     trainable = open_with_teacher(config, cached=bool(rows.soft_labels), by_parts=True)
     flops = count_sample_flops(trainable.module, config, example, batches, mpi, beat=beat)  # before it is divided
     model = build_rank_model(trainable, config, mesh, mpi, example=example, one_shape=one_shape, beat=beat)
-    keep_graph_frames(model.stages, config.monitor)
     del trainable  # what the graph still refers to would be kept
     reducer = model.reducer
     pipeline = build_pipeline(model, config, mesh, mpi)
@@ -104,7 +102,6 @@ def train(
     restored = restore(trained, run, config, num_rows=batches.num_rows, mpi=mpi, heartbeat=heartbeat)
     state, parts = restored.state, trained.parts()
     checkpoints = CheckpointWriter(run, config, attempt=attempt, mpi=mpi, events=events)
-    checkpoints.previous = restored.certificate
     checkpoints.compare_copies(parts, step=state.step, beat=beat)
 
     # -- 5. What watches the training
@@ -126,7 +123,6 @@ def train(
         compile=why_compiled(run),
         resumed=restored.resumed,
         damaged=restored.damaged,
-        certificate=restored.certificate,
     )
     clock.begin_steps(trained_before_s=state.stop.trained_s)
     clock.emit(events, state.step)

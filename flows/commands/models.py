@@ -106,7 +106,7 @@ def bundle(
 
     listing = write(source, file)
     facts = {"path": str(file.absolute()), "bytes": file.stat().st_size, "run": listing.run, "step": listing.step}
-    print_facts({**facts, "certificate": listing.certificate, "files": len(listing.files)}, as_json=as_json)
+    print_facts({**facts, "files": len(listing.files)}, as_json=as_json)
 
 
 def promote(

@@ -80,29 +80,30 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read checkpoints again and check their digests and certificates.
+    """Read checkpoints again and compare every byte with its digest.
 
-    A certificate has digests of weights, optimizer, position, configuration, data and model, and the digest of the
-    certificate before. With `--replay` a part of the run is trained again in a scratch directory, in the same layout;
-    it must reach the same bits.
+    With `--replay` a part of the run is trained again in a scratch directory, in the same layout; it must reach the
+    same bits.
     """
-    from onward.flows.certificates import facts_of_replay, rows_of_check
     from onward.flows.report import table
+    from onward.trainer.checkpoint.verification import CheckedRun
 
     checked = verify_run.verify(source)
     problems = list(checked.problems)
     facts: dict[str, Any] = checked.model_dump(mode="json")
     if not as_json:
-        table(
-            rows_of_check(checked),
-            heads=("checkpoint", "goes on from", "certificate", "weights", "optimizer", "result"),
-        )
+        checkpoints = checked.checkpoints if isinstance(checked, CheckedRun) else (checked,)
+        rows = [(checkpoint.name, "differs" if checkpoint.problems else "as saved") for checkpoint in checkpoints]
+        table(rows, heads=("checkpoint", "result"))
     if replay and not problems:
         replayed = verify_run.replay(source, from_step=from_step)
         problems += replayed.differences
         facts |= {"replay": replayed.model_dump(mode="json"), "problems": problems}
         if not as_json:
-            print_facts(facts_of_replay(replayed), as_json=False)
+            start = f"step {replayed.from_step}" if replayed.from_step else "the ONNX file"
+            result = "other bits" if replayed.differences else "the same bits"
+            shown = {"replayed": f"from {start} to step {replayed.to_step}", "result": result}
+            print_facts(shown, as_json=False)
     if as_json:
         print_json(facts)
     for problem in problems:

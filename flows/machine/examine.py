@@ -10,14 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-from onward.flows.machine.clock import clock, hosts, steps
-from onward.flows.machine.compilers import compilers
 from onward.flows.machine.file_system import disk_space, file_system, home_directory
 from onward.flows.machine.findings import Finding, MachineReport
 from onward.flows.machine.mpi import mpi
-from onward.flows.machine.network import loopback, servers, work_pool
+from onward.flows.machine.network import hosts, loopback, servers, work_pool
 from onward.flows.machine.packages import packages
-from onward.flows.machine.resources import cores, gpus, memory, open_files, shared_memory
+from onward.flows.machine.resources import compiler, cores, gpus, memory, open_files, shared_memory
 from onward.trainer.run.directory import onward_home
 
 Check = Callable[[], Iterable[Finding]]
@@ -33,12 +31,11 @@ CHECKS: Mapping[str, Check] = {
     "/dev/shm": shared_memory,
     "open files": open_files,
     "GPUs": gpus,
-    "compilers": compilers,
+    "compiler": compiler,
     "loopback": loopback,
     "servers": servers,
     "work pool": work_pool,
     "packages": packages,
-    "clock": clock,
 }
 """Subject -> its check, in the order of the report. MPI, in the main thread, comes first."""
 
@@ -48,11 +45,10 @@ def examine(hostfile: str = "", checks: Mapping[str, Check] = CHECKS, limit_s: f
 
     A home that does not exist is made for it, and removed again.
     """
-    began, began_at = time.time(), time.monotonic()
+    began_at = time.monotonic()
     with _home():
         found = _found(hostfile, checks, limit_s)
     elapsed_s = time.monotonic() - began_at
-    found += steps(time.time() - began, elapsed_s)
     return MachineReport(
         host=socket.gethostname(),
         home=str(onward_home()),

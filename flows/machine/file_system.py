@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import mmap
 import os
 import stat
 import tempfile
@@ -15,7 +14,6 @@ from onward.flows.machine.findings import Finding, Level, gib
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.durable_files import fsync, write_durably
 
-SPARSE_BYTES = 64 << 20
 LEAST_BYTES, FEW_BYTES = 500 << 20, 5 << 30
 LEAST_INODES, FEW_INODES = 1_000, 20_000
 MOVE_HOME = "set ONWARD_HOME to a directory on a local disk, or on a file system that can"
@@ -67,10 +65,7 @@ def disk_space() -> Iterator[Finding]:
         variable = "TMPDIR" if check.endswith("TMPDIR") else "ONWARD_HOME"
         fix = f"make room (`onward gc`), or set {variable} to a directory on a larger disk; `onward plan` says what a "
         fix += "run writes"
-        numbers: dict[str, float | str] = {"free_bytes": free, "total_bytes": total}
-        if found.f_files:
-            numbers["free_inodes"] = inodes
-        yield Finding(check=check, level=level, what=what, fix="" if level == "ok" else fix, numbers=numbers)
+        yield Finding(check=check, level=level, what=what, fix="" if level == "ok" else fix)
 
 
 def file_system() -> Iterator[Finding]:
@@ -99,13 +94,6 @@ def file_system() -> Iterator[Finding]:
         yield Finding(check="file system", level="ok", what=what)
 
 
-def _rename(folder: Path) -> str:
-    (folder / "a").write_text("old")
-    (folder / "b").write_text("new")
-    (folder / "b").rename(folder / "a")
-    return "" if (folder / "a").read_text() == "new" else "the old content is left"
-
-
 def _fsync(folder: Path) -> str:
     write_durably(folder / "durable", bytes(4096))
     fsync(folder)
@@ -127,37 +115,10 @@ def _hard_link(folder: Path) -> str:
     return "" if (folder / "link").stat().st_nlink == 2 else "it is a copy"
 
 
-def _symbolic_link(folder: Path) -> str:
-    (folder / "to").symlink_to(folder, target_is_directory=True)
-    return "" if (folder / "to").is_dir() else "it leads nowhere"
-
-
-def _sparse(folder: Path) -> str:
-    path = folder / "sparse"
-    with path.open("wb") as file:
-        file.truncate(SPARSE_BYTES)
-    taken = path.stat().st_blocks * 512
-    path.unlink()
-    return f"an empty file of {SPARSE_BYTES >> 20} MiB takes {taken >> 20} MiB" if taken > SPARSE_BYTES // 2 else ""
-
-
-def _map(folder: Path) -> str:
-    path = folder / "mapped"
-    path.write_bytes(bytes(mmap.PAGESIZE))
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE) as mapped:
-        mapped[:4] = b"data"
-        mapped.flush()
-    return "" if path.read_bytes()[:4] == b"data" else "what was written through it is not in the file"
-
-
 FEATURES: dict[str, tuple[Level, str, Callable[[Path], str]]] = {
-    "rename over a file": ("problem", "each durable file is written so", _rename),
     "fsync of files and directories": ("problem", "checkpoints would not survive a power cut", _fsync),
     "flock": ("problem", "two processes could train in one run directory", _lock),
-    "symbolic links": ("problem", "a run finds its shards by one", _symbolic_link),
-    "memory mapping": ("problem", "shards and weights are read so", _map),
     "hard links": ("problem", "the login of Onward's own servers is made so", _hard_link),
-    "sparse files": ("note", "files with gaps take more room than usual", _sparse),
 }
 """What is tried -> level if it does not work, what needs it, and the attempt: it returns what is wrong, or raises."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 from onward.trainer.run.records import Record
@@ -22,8 +21,6 @@ class Finding(Record):
     """What was found, with the numbers."""
     fix: str = ""
     """What to do; "" if nothing is to be done."""
-    numbers: Mapping[str, float | str] = {}
-    """The numbers of `what`, by name."""
 
 
 class MachineReport(Record):

@@ -74,12 +74,11 @@ def _alone(folder: Path, program: Path, version: str, hostfile: str) -> Iterator
         yield Finding(check="MPI", level="problem", what=what, fix=fix)
         return
     library, hosts = reports[0].library, sorted({each.host for each in reports})
-    numbers: dict[str, float | str] = {"mpirun": version, "mpi4py": reports[0].mpi4py, "library": library}
     if any(each.size != ranks for each in reports):
         what = f"{program} is {version}, but mpi4py {reports[0].mpi4py} has loaded {library}: {ranks} processes each "
         what += f"see a world of {reports[0].size}"
         fix = "put the mpirun of that library first in PATH, or let MPI4PY_LIBMPI name the libmpi.so of this mpirun"
-        yield Finding(check="MPI", level="problem", what=what, fix=fix, numbers=numbers)
+        yield Finding(check="MPI", level="problem", what=what, fix=fix)
         return
     expected = ranks * (ranks + 1) // 2
     if wrong := [each for each in reports if each.total != expected]:
@@ -90,12 +89,12 @@ def _alone(folder: Path, program: Path, version: str, hostfile: str) -> Iterator
     what = f"{program} ({version}) starts {ranks} ranks {where}; mpi4py {reports[0].mpi4py} with {library}"
     if _numbers(version)[:2] != _numbers(library)[:2]:
         fix = "let MPI4PY_LIBMPI name the libmpi.so of this mpirun"
-        yield Finding(check="MPI", level="note", what=f"{what}: other versions", fix=fix, numbers=numbers)
+        yield Finding(check="MPI", level="note", what=f"{what}: other versions", fix=fix)
     elif not version.startswith("Open MPI 5"):
         fix = "Onward is tested with Open MPI 5; stopping and error messages of another MPI may differ"
-        yield Finding(check="MPI", level="note", what=what, fix=fix, numbers=numbers)
+        yield Finding(check="MPI", level="note", what=what, fix=fix)
     else:
-        yield Finding(check="MPI", level="ok", what=what, numbers=numbers)
+        yield Finding(check="MPI", level="ok", what=what)
 
 
 def _with_torch(folder: Path, hostfile: str) -> Iterator[Finding]:
@@ -133,7 +132,7 @@ def _with_torch(folder: Path, hostfile: str) -> Iterator[Finding]:
     versions = reports[0].versions
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if name not in ("MPI", "mpi4py"))
     what = f"{ranks} rank{'s' * (ranks > 1)} connected by {reports[0].backend} on {devices}; {shown}"
-    yield Finding(check="ranks", level="ok", what=what, numbers={**versions, "ranks": ranks})
+    yield Finding(check="ranks", level="ok", what=what)
     if differing := [name for name in versions if len({each.versions.get(name) for each in reports}) > 1]:
         listed = "; ".join(f"{each.host}: {each.versions.get(differing[0])}" for each in reports)
         what = f"the hosts have other versions of {', '.join(differing)}: {listed}"

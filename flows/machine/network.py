@@ -1,4 +1,4 @@
-"""Whether ranks and servers can reach each other on this machine, and whether the servers that are named answer."""
+"""Whether ranks and servers can reach each other, and whether hosts and servers that are named answer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import importlib.util
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 from onward.flows.machine.findings import Finding
 from onward.infra import services
+from onward.infra.job.hosts import clock_skews, read_hostfile, silent_hosts
 from onward.infra.service_definitions import SERVICES
 from onward.infra.service_state import is_supervised
 from onward.tasks.machine_check import store_problems
@@ -19,28 +21,13 @@ from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.extras import how_to_install
 from onward.trainer.run.directory import onward_home
 
-WAIT_S = 5.0
 LOOPBACK = "127.0.0.1"
+MOST_SKEW_S = 2.0
+SYNCHRONISE = "synchronise it (chrony, systemd-timesyncd): times of events, durations and schedules come from it"
 
 
 def loopback() -> Iterator[Finding]:
-    """Send bytes through a connection to this machine, look up its name, and look for proxies in the way."""
-    try:
-        with socket.create_server((LOOPBACK, 0)) as server:
-            server.settimeout(WAIT_S)
-            port = server.getsockname()[1]
-            with socket.create_connection((LOOPBACK, port), WAIT_S) as client:
-                accepted, _ = server.accept()
-                with accepted:
-                    client.sendall(b"onward")
-                    accepted.settimeout(WAIT_S)
-                    sent = accepted.recv(6)
-    except OSError as error:
-        fix = "bring the interface lo up (`ip link set lo up`), and let the firewall pass what is local"
-        what = f"no connection to {LOOPBACK}: {error}"
-        yield Finding(check="loopback", level="problem", what=what, fix=fix)
-        return
-    yield Finding(check="loopback", level="ok" if sent == b"onward" else "problem", what=f"{LOOPBACK} answers")
+    """Look up the name of this machine, and look for proxies in the way of local calls."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -48,7 +35,7 @@ def loopback() -> Iterator[Finding]:
         what = f"the name of this machine, {name}, has no address ({error}); ranks of several hosts look it up"
         yield Finding(check="loopback", level="note", what=what, fix=f"add `{LOOPBACK} {name}` to /etc/hosts")
     else:
-        yield Finding(check="loopback", level="ok", what=f"{name} is {address}", numbers={"address": address})
+        yield Finding(check="loopback", level="ok", what=f"{name} is {address}")
     proxies = sorted(key for key in os.environ if key.lower() in ("http_proxy", "all_proxy"))
     excepted = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     if proxies and not {LOOPBACK, "*"} & {each.strip() for each in excepted.split(",")}:
@@ -124,3 +111,28 @@ def _own_servers() -> Iterator[Finding]:
             yield Finding(check="servers", level="problem", what=what, fix=fix)
     if not healthy:
         yield Finding(check="servers", level="ok", what="none of Onward's own is running; `onward run` starts them")
+
+
+def hosts(hostfile: str) -> Iterator[Finding]:
+    """Ask the hosts of a hostfile over ssh, as mpirun does, and compare their clocks with this one."""
+    path = Path(hostfile)
+    try:
+        found = read_hostfile(path)
+    except (OSError, UnicodeDecodeError) as error:
+        yield Finding(check="hosts", level="problem", what=f"{path} cannot be read: {error}", fix="name a hostfile")
+        return
+    if not found:
+        fix = "write one in each line, such as `node1 slots=4`"
+        yield Finding(check="hosts", level="problem", what=f"{path} names no host", fix=fix)
+        return
+    silent = silent_hosts(list(found))
+    for host, said in silent.items():
+        fix = f"make `ssh {host} true` work without a password"
+        yield Finding(check="hosts", level="problem", what=f"{host} does not answer: {said}", fix=fix)
+    answering = [host for host in found if host not in silent]
+    if answering:
+        yield Finding(check="hosts", level="ok", what=f"{len(answering)} of {len(found)} hosts answer")
+    for host, skew in clock_skews(answering).items():
+        if skew is not None and abs(skew.seconds) > MOST_SKEW_S + skew.uncertain_s:
+            what = f"the clock of {host} differs by {skew.seconds:+.1f} s (known to {skew.uncertain_s:.1f} s)"
+            yield Finding(check="hosts", level="note", what=what, fix=SYNCHRONISE)

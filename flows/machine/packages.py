@@ -8,7 +8,6 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 
@@ -17,7 +16,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from onward.flows.machine.findings import Finding, Level
-from onward.trainer.extras import how_to_install
 
 NEWEST_TRIED = {
     "torch": "2.14",
@@ -61,7 +59,7 @@ def compared(declared: Iterable[str], python: str, version: Callable[[str], str 
     if python and here not in SpecifierSet(python, prereleases=True):
         what = f"Python is {here}, and Onward needs {python}"
         yield Finding(check="packages", level="problem", what=what, fix="make the environment anew with such a Python")
-    fitting, absent = 0, defaultdict[str, list[str]](list)
+    fitting, lacking = 0, list[str]()
     for line in declared:
         requirement = Requirement(line)
         extra = _extra(requirement)
@@ -69,24 +67,20 @@ def compared(declared: Iterable[str], python: str, version: Callable[[str], str 
             continue
         found = version(requirement.name)
         if found is None:
-            absent[extra].append(requirement.name)
+            lacking += [] if extra else [requirement.name]
         elif not requirement.specifier.contains(found, prereleases=True):
             level: Level = "problem" if extra in NEEDED_EXTRAS else "note"
             what = f"{requirement.name} {found} is installed, and Onward needs {requirement.specifier}"
             fix = f"pip install '{requirement.name}{requirement.specifier}'"
-            yield Finding(check="packages", level=level, what=what, fix=fix, numbers={requirement.name: found})
+            yield Finding(check="packages", level=level, what=what, fix=fix)
         else:
             fitting += 1
             yield from _newer(requirement.name, found)
-    if lacking := absent.pop("", []):
+    if lacking:
         what = f"not installed: {', '.join(lacking)}"
         yield Finding(check="packages", level="problem", what=what, fix=f"pip install {' '.join(lacking)}")
     yield from _pair(version)
-    extras = [extra for extra in absent if extra not in ("mpi",)]
-    also = f"; not installed: the extras {', '.join(extras)} ({how_to_install(','.join(extras))})" if extras else ""
-    yield Finding(
-        check="packages", level="ok", what=f"{fitting} are in their ranges{also}", numbers={"fitting": fitting}
-    )
+    yield Finding(check="packages", level="ok", what=f"{fitting} are in their ranges")
 
 
 def _newer(name: str, found: str) -> Iterator[Finding]:
@@ -96,7 +90,7 @@ def _newer(name: str, found: str) -> Iterator[Finding]:
         return
     what = f"{name} {found} is newer than {tried}, the newest that was tried"
     fix = f"if something fails, pip install '{name}=={tried}.*'"
-    yield Finding(check="packages", level="note", what=what, fix=fix, numbers={name: found})
+    yield Finding(check="packages", level="note", what=what, fix=fix)
     if name != "torch":
         return
     for what in _lacking(found):

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from onward.flows.machine.findings import Finding, Level, gib
-from onward.trainer.run.this_machine import core_limit, free_host_memory, memory_limit, most_gpus
+from onward.trainer.run.this_machine import core_limit, free_host_memory, memory_limit, missing_compiler, most_gpus
 
 LEAST_MEMORY, LITTLE_MEMORY = 1 << 30, 4 << 30
 LITTLE_SHARED = 256 << 20
@@ -26,25 +26,21 @@ def memory() -> Iterator[Finding]:
     what = f"{gib(free)} of {gib(min(total, limit or total))} are free"
     what += f"; the container's limit is {gib(limit)}, the host has {gib(total)}" if limit and limit < total else ""
     fix = "each rank takes about 0.5 GiB before the model: end other programs, or raise the container's limit"
-    numbers: dict[str, float | str] = {"free_bytes": free, "total_bytes": total}
-    if limit:
-        numbers["limit_bytes"] = limit
-    yield Finding(check="memory", level=level, what=what, fix="" if level == "ok" else fix, numbers=numbers)
+    yield Finding(check="memory", level=level, what=what, fix="" if level == "ok" else fix)
 
 
 def cores() -> Iterator[Finding]:
     """Compare the cores that this process may use with the share of time that its container gets."""
     usable, all_cores, quota = len(os.sched_getaffinity(0)), os.cpu_count() or 1, core_limit()
-    numbers: dict[str, float | str] = {"usable": usable, "host": all_cores}
     what = f"{usable} of {all_cores} cores may be used"
     if quota and quota < usable:
         what += f", but the container gets the time of {quota:g}"
         together = max(1, int(quota))
         fix = "leave launch.threads_per_rank at 0, which counts on it, or set it so that all ranks together have "
         fix += f"{together} thread{'s' * (together > 1)}"
-        yield Finding(check="cores", level="note", what=what, fix=fix, numbers={**numbers, "container": quota})
+        yield Finding(check="cores", level="note", what=what, fix=fix)
     else:
-        yield Finding(check="cores", level="ok", what=what, numbers=numbers)
+        yield Finding(check="cores", level="ok", what=what)
 
 
 def shared_memory() -> Iterator[Finding]:
@@ -56,9 +52,8 @@ def shared_memory() -> Iterator[Finding]:
     found = os.statvfs(SHARED)
     free, size = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
     is_small = free < LITTLE_SHARED
-    numbers: dict[str, float | str] = {"free_bytes": free, "total_bytes": size}
     what = f"{free / 2**20:,.0f} of {size / 2**20:,.0f} MiB are free"
-    yield Finding(check="/dev/shm", level="note" if is_small else "ok", what=what, fix=fix * is_small, numbers=numbers)
+    yield Finding(check="/dev/shm", level="note" if is_small else "ok", what=what, fix=fix * is_small)
 
 
 def open_files() -> Iterator[Finding]:
@@ -73,7 +68,16 @@ def open_files() -> Iterator[Finding]:
     else:
         fix, level = "", "ok"
     what = f"a process may have {most} open files"
-    yield Finding(check="open files", level=level, what=what, fix=fix, numbers={"soft": soft, "hard": hard})
+    yield Finding(check="open files", level=level, what=what, fix=fix)
+
+
+def compiler() -> Iterator[Finding]:
+    """Report a C++ compiler that graph.compile would lack."""
+    what, _, fix = missing_compiler().partition("; ")
+    if what:
+        yield Finding(check="C++ compiler", level="note", what=what, fix=fix)
+    else:
+        yield Finding(check="C++ compiler", level="ok", what="there is one for graph.compile")
 
 
 def gpus() -> Iterator[Finding]:
@@ -81,13 +85,13 @@ def gpus() -> Iterator[Finding]:
     number, why = most_gpus()
     if number:
         what = f"torch may use {number} GPU{'s' * (number > 1)}: {why}; the ranks of the MPI check report theirs"
-        yield Finding(check="GPUs", level="ok", what=what, numbers={"gpus": number})
+        yield Finding(check="GPUs", level="ok", what=what)
         return
     present = shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
     if number == 0 and present:
         what = f"this machine seems to have GPUs, but torch finds none: {why}"
         fix = "install a torch that is built for them, or give the container access to them; ranks compute on the CPU"
-        yield Finding(check="GPUs", level="note", what=what, fix=fix, numbers={"gpus": 0})
+        yield Finding(check="GPUs", level="note", what=what, fix=fix)
         return
     what = f"none, ranks compute on the CPU: {why}" if number == 0 else "not known before torch is asked"
     yield Finding(check="GPUs", level="ok", what=what)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import logging
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from prefect.artifacts import create_table_artifact
@@ -82,25 +79,19 @@ def record(tracker: Tracker, trial: Trial, plan: Sweep) -> None:
 
 
 def show(tracker: Tracker, plan: Sweep, trials: Sequence[Trial], best: Trial | None) -> None:
-    """Show the table of all trials on the flow run's page in Prefect and as trials.csv in the sweep's MLflow run."""
+    """Show the table of all trials on the flow run's page in Prefect, and the best one in the sweep's MLflow run."""
     heads, rows = table_of(trials, plan.metric, best.number if best else 0)
     entries: list[dict[str, Any]] = [
         {**dict(zip(heads, row, strict=True)), "reason": trial.reason} for row, trial in zip(rows, trials, strict=True)
     ]
     with contextlib.suppress(Exception):  # a missing table must not fail the sweep
         create_table_artifact(entries, key="sweep", description=f"The trials of {plan.name}")
+    if best is None or best.value is None:
+        return
     with _tolerant():
-        if best is not None and best.value is not None:
-            tracker.log_batch([Point(f"best/{plan.metric}", best.value, best.ended_at_ms, 0)])
-            tags = {f"onward.best.{key}": str(value) for key, value in best.settings.items()}
-            tracker.set_tags({"onward.best_trial": str(best.number), **tags})
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trials.csv"
-            with path.open("w", newline="") as file:
-                writer = csv.DictWriter(file, [*heads, "reason"])
-                writer.writeheader()
-                writer.writerows(entries)
-            tracker.log_file(path)
+        tracker.log_batch([Point(f"best/{plan.metric}", best.value, best.ended_at_ms, 0)])
+        tags = {f"onward.best.{key}": str(value) for key, value in best.settings.items()}
+        tracker.set_tags({"onward.best_trial": str(best.number), **tags})
 
 
 @contextlib.contextmanager

@@ -42,7 +42,6 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "sharding_memory": ("2", "4"),
     "sharding_speed": ("--megabytes", "2", "--rounds", "1"),
     "stash": ("--models", "unet", "--batch", "2", "--size", "16", "--rounds", "1"),
-    "soaks": ("--layouts", "one rank", "--faults", "1", "--kinds", "rank-kill"),
     "suspend_time": ("--rounds", "1"),
     "time_prediction": ("--cases", "SqueezeNet 96: micro-batches 1", "--seconds", "2"),
     "threads": ("--models", "squeezenet", "--ranks", "1", "--rounds", "2"),

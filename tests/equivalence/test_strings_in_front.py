@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import parser
 
 from onward.tasks.export import export_file
 from onward.trainer.__main__ import evaluation_data
@@ -22,6 +23,7 @@ from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import stored_weights
 from onward.trainer.run.directory import RunDir, example_in, read_config
 from tests.support import runs
+from tests.trainer.onnx_graph.test_preprocessing import HEAD, TREE
 
 FOREIGN = Path(__file__).resolve().parents[1] / "support" / "foreign"
 WORDS = ["good", "great", "fine", "bad", "poor", "awful", "film", "plot", "actor", "music", "the", "a"]
@@ -143,3 +145,24 @@ def test_the_gate_refuses_a_file_in_which_words_mean_something_else(tmp_path: Pa
         verify(ModelFile.read(tmp_path / "mutant.onnx"), expected, data=data, config=config.export)
     assert "1 of the original's 13 nodes are not the same" in str(caught.value)
     assert "output 'logits', batch" in str(caught.value)  # its results on the same sentences are others
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("forked")
+@pytest.mark.slow
+def test_a_network_that_reads_decision_trees_is_trained_and_the_whole_file_is_proven(tmp_path: Path) -> None:
+    model = parser.parse_model(
+        HEAD
+        + f"""g (float[N, 4] x) => (float[N, 1] y) <float[5, 1] w = {{0.1, 0.1, 0.1, 0.1, 0.1}}> {{
+        score = {TREE} (x)
+        both = Concat <axis = 1> (x, score)
+        y = MatMul (both, w)
+    }}"""
+    )
+    rows = np.random.default_rng(0).normal(size=(80, 4)).astype(np.float32)
+    columns = {"x": rows, "label": (rows.sum(1, keepdims=True) + 3 * (rows[:, :1] > 0.5)).astype(np.float32)}
+    training = {"train": {"global_batch_size": 20, "num_steps": 60}, "optimizer": {"learning_rate": 0.05}}
+    run = runs.make_run(tmp_path, model, columns, model={"loss": "mse"}, **training)
+    exported = export_file(run, run.checkpoint(runs.train_run(run).step))
+    assert exported.after["evaluation/loss"] < 0.5 * exported.before["evaluation/loss"]
+    assert exported.parity < 2e-6

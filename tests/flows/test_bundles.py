@@ -19,7 +19,7 @@ import pytest
 
 from onward.flows import exports, verify_run
 from onward.trainer.checkpoint.bundle import LISTING, is_bundle, unpack
-from onward.trainer.checkpoint.chain import CheckedCheckpoint
+from onward.trainer.checkpoint.verification import CheckedCheckpoint
 from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.run.allowed_code import AllowedCode
 from onward.trainer.run.directory import RunDir

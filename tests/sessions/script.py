@@ -72,12 +72,6 @@ SESSIONS = (
         "onward sweep table/table.toml optimizer.learning_rate=1e-3,3e-3 train.num_epochs=1",
         "Makes a run for each value, and exports the best.",
     ),
-    Session(
-        "onward chaos table/table.toml train.num_epochs=4 --kinds rank-kill --faults 1 --mtbf 1s",
-        "Injects faults into a run. One without checkpoints is refused: it would begin again after every fault. "
-        "[Test a machine with faults](../how-to/test-a-machine-with-faults.md) has the account of a run.",
-        status=2,
-    ),
     Session("onward deploy table/table.toml --name nightly --cron '0 2 * * *'", "Makes a deployment."),
     Session("onward deployments list", "Lists them."),
     Session("onward deployments pause nightly", "Stops its schedule."),

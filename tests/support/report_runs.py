@@ -72,7 +72,7 @@ def _write_events(run: RunDir, num_steps: int) -> None:
             if step % 10 == 0:
                 values = {"evaluation/loss": 1 / step, "evaluation/accuracy": step / num_steps}
                 events.emit("evaluation", step, values=values)
-                events.emit("checkpoint", step, path=f"step-{step:09d}", certificate={})
+                events.emit("checkpoint", step, path=f"step-{step:09d}")
                 events.emit("times", step, seconds=seconds)
         events.emit("times", last, seconds=seconds)
         if attempt == 2:

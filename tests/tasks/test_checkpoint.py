@@ -15,7 +15,6 @@ import torch
 
 from onward.infra.tracking import Tracker
 from onward.tasks.checkpoint import checkpoint, mark_best
-from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.checkpoint.retention import announced
 from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
@@ -99,11 +98,6 @@ def test_during_training_it_announces_and_records_checkpoints_and_keeps_the_newe
     known = recorded(tracker)
     assert [known[info.path.name]["best"] for info in infos] == ["true", "false", "false"]
     assert known["step-000000002"]["path"] == str(run.checkpoint(2))
-    certificates = [read_manifest(info.path).certificate for info in infos]
-    assert [info.certificate for info in infos] == [each.digest for each in certificates if each]
-    assert [known[info.path.name]["certificate"] for info in infos] == [info.certificate for info in infos]
-    tags = client(tracker).get_run(tracker.run_id).data.tags
-    assert tags["onward.best_certificate"] == infos[0].certificate
     assert known["step-000000002"]["sha256"] == sha256(run.checkpoint(2) / "manifest.json")
     assert (2, 0.1) in points(tracker, "evaluation/loss")
     marked = {name: tags.get("deleted") == "true" for name, tags in known.items()}

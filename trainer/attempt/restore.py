@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from onward.trainer.checkpoint.certificate import NO_DIGEST
 from onward.trainer.checkpoint.load import load, verify_together
 from onward.trainer.checkpoint.resume import find_resume_point
 from onward.trainer.checkpoint.train_state import TrainState
@@ -70,8 +69,6 @@ class Restored:
     """One sentence; "" of a run that has not begun before."""
     damaged: tuple[str, ...]
     """Newer checkpoints of the run that are damaged."""
-    certificate: str
-    """Digest of the certificate of the checkpoint that was loaded."""
 
 
 def restore(
@@ -90,7 +87,7 @@ def restore(
         resumed = f"begins with checkpoint {checkpoint.path} of another run, at step {checkpoint.info.step}"
     if checkpoint is None:
         state = TrainState(step=0, samples_seen=0, scaler=trained.scaler.state(), metrics={})
-        return Restored(state, resumed, damaged, NO_DIGEST)
+        return Restored(state, resumed, damaged)
 
     model = trained.model
     name = f"checkpoint {checkpoint.path}"
@@ -107,4 +104,4 @@ def restore(
     if not is_of_this_run:
         state = state.as_start()
     trained.scaler.restore(state.scaler)
-    return Restored(state, resumed, damaged, checkpoint.certificate)
+    return Restored(state, resumed, damaged)

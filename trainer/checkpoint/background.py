@@ -23,17 +23,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
-from onward.trainer.checkpoint.certificate import NO_DIGEST
 from onward.trainer.checkpoint.consistency import check_copies
 from onward.trainer.checkpoint.manifest import Beat
 from onward.trainer.checkpoint.rank_file import RankFile, chunks
-from onward.trainer.checkpoint.save import Saved, write
+from onward.trainer.checkpoint.save import write
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.write_plan import TensorPart, make_write_plan
 from onward.trainer.config.run_config import RunConfig
@@ -64,11 +64,9 @@ class CheckpointWriter:
         self._copy = HostCopy(mpi.device)
         self._began = time.monotonic()
         """When the newest checkpoint began, or else the attempt."""
-        self._in_flight: Future[Saved] | None = None
+        self._in_flight: Future[Path] | None = None
         self._step = 0
         """Of the checkpoint in flight."""
-        self.previous = NO_DIGEST
-        """Digest of the certificate of the checkpoint before, from which training has gone on."""
         self._beats = 0
         """Signs of life of the thread."""
         self._group: dist.ProcessGroup | None = None
@@ -103,7 +101,7 @@ class CheckpointWriter:
         self.wait(beat)
         plan = make_write_plan(parts, self._mpi)
         file = RankFile(plan.by_rank[self._mpi.rank])
-        work = partial(self._write, state=state, previous=self.previous, plan=plan, file=file, group=self._group)
+        work = partial(self._write, state=state, plan=plan, file=file, group=self._group)
         self._step, self._in_flight, self._began = state.step, Future(), time.monotonic()
         if last or self._refuses(file.num_bytes):
             _settle(self._in_flight, partial(work, content=file.read(parts), beat=beat))
@@ -118,10 +116,7 @@ class CheckpointWriter:
         """Emit the event of a checkpoint that is complete by now; raise the error of one that failed."""
         if self._in_flight is not None and self._in_flight.done():
             done, self._in_flight = self._in_flight, None
-            path, certificate = done.result()
-            self.previous = certificate.digest if certificate else NO_DIGEST
-            listed = certificate.model_dump() if certificate else {}
-            self._events.emit("checkpoint", self._step, path=path.name, certificate=listed)
+            self._events.emit("checkpoint", self._step, path=done.result().name)
 
     def wait(self, beat: Beat) -> None:
         """Wait for the checkpoint in flight, and poll. Without progress in the thread there is no heartbeat either."""
@@ -166,13 +161,13 @@ def background_refusal(config: RunConfig, mpi: MPIContext, num_bytes: int) -> st
     return ""
 
 
-def _beside_training(work: Callable[[], Saved]) -> Saved:
+def _beside_training(work: Callable[[], Path]) -> Path:
     """Return what `work` does, with a low priority of this thread from here on."""
     lower_priority()
     return work()
 
 
-def _settle(future: Future[Saved], work: Callable[[], Saved]) -> None:
+def _settle(future: Future[Path], work: Callable[[], Path]) -> None:
     """Run `work`, and give the future its result or its error."""
     try:
         future.set_result(work())

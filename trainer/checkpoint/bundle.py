@@ -26,8 +26,7 @@ from typing import IO, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from onward.trainer.checkpoint.certificate import Sha256
-from onward.trainer.checkpoint.manifest import CHUNK_BYTES, Size
+from onward.trainer.checkpoint.manifest import CHUNK_BYTES, Sha256, Size
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint
 from onward.trainer.config.named_files import named_file, named_files
 from onward.trainer.config.run_config import RunConfig
@@ -40,6 +39,7 @@ from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailab
 from onward.trainer.run.allowed_code import AllowedCode
 from onward.trainer.run.directory import RunDir, read_config_as_given, read_settings
 from onward.trainer.run.durable_files import durable_file
+from onward.trainer.run.record_base import Former
 from onward.trainer.run.records import Record, RunIdentity, read_record, write_record
 from onward.trainer.run.storage import storage_error
 from onward.trainer.run.validation import first_problem
@@ -69,10 +69,10 @@ class Bundle(Record):
     run: str
     """Id of the run."""
     step: Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
-    certificate: str
-    """Digest of the checkpoint's certificate."""
     files: Mapping[str, BundledFile]
     """Name in the bundle -> the file."""
+    certificate: Former = None
+    """Of earlier versions; it has no meaning any more."""
 
 
 # -- writing
@@ -101,7 +101,6 @@ def write_bundle(run: RunDir, checkpoint: VerifiedCheckpoint, target: Path) -> B
             listing = Bundle(
                 run=run.root.name,
                 step=checkpoint.info.step,
-                certificate=checkpoint.certificate,
                 files=files,
             )
             _add(archive, LISTING, listing.model_dump_json(indent=1).encode())

@@ -31,13 +31,15 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from onward.trainer.checkpoint.certificate import NO_DIGEST, Certificate, Sha256
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.distributed.weights import Box
 from onward.trainer.errors import CheckpointError
-from onward.trainer.run.records import Record
+from onward.trainer.run.record_base import Former, Record
 from onward.trainer.run.validation import first_problem
 
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+NO_DIGEST = "0" * 64
+"""In the place of the digest of the file that it stands in."""
 CHUNK_BYTES = 16 << 20
 """What is hashed or written between two heartbeats."""
 
@@ -88,8 +90,10 @@ class Manifest(Record):
     tensors: dict[str, TensorEntry] = Field(default_factory=dict)
     """Name -> the full tensor; empty in format 1."""
     files: tuple[FileEntry, ...]
-    certificate: Certificate | None = None
-    """Digests of all that decides how training continues; None in checkpoints of earlier versions."""
+    model_sha256: str = ""
+    """SHA-256 of the ONNX file that the run began with; "" if it is not known."""
+    certificate: Former = None
+    """Of earlier versions; it has no meaning any more."""
 
     @property
     def full_tensors(self) -> dict[str, TensorEntry]:

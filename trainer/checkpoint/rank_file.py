@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from onward.trainer.checkpoint.manifest import CHUNK_BYTES, Beat
-from onward.trainer.checkpoint.tensor_sums import KINDS, FileSums
 from onward.trainer.checkpoint.write_plan import DTYPES, Piece, TensorPart
 
 SYNC_BYTES = 64 << 20
@@ -61,18 +60,13 @@ class RankFile:
             place.copy_(piece.content(parts), non_blocking=True)
 
     def write(self, path: Path, content: Iterable[memoryview], beat: Beat) -> Generator[str]:
-        """Write the file. Yield "" whenever another SYNC_BYTES are on the disk, and at last "bytes sha256" of it.
-
-        After these come the sums of its pieces (tensor_sums.py), two numbers in hexadecimal for each of KINDS.
-        """
+        """Write the file. Yield "" whenever another SYNC_BYTES are on the disk, and at last "bytes sha256" of it."""
         digest, unsynced = hashlib.sha256(self.header), 0
-        sums = FileSums((piece.name, piece.entry.dtype, piece.box) for piece in self.pieces)
-        # hashing takes about as long as summing and writing, and lets go of the interpreter's lock
+        # hashing takes longer than writing, and lets go of the interpreter's lock
         with path.open("xb") as file, ThreadPoolExecutor(1, thread_name_prefix="digest") as digester:
             file.write(self.header)
             for chunk in content:
                 hashed = digester.submit(digest.update, chunk)
-                sums.update(chunk)
                 file.write(chunk)
                 hashed.result()
                 unsynced += len(chunk)
@@ -85,8 +79,7 @@ class RankFile:
                     yield ""
             file.flush()
             os.fsync(file.fileno())
-            numbers = " ".join(f"{number:x}" for kind in KINDS for number in sums.sums[kind])
-            result = f"{file.tell()} {digest.hexdigest()} {numbers}"
+            result = f"{file.tell()} {digest.hexdigest()}"
         yield result
 
 

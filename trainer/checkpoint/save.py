@@ -18,36 +18,25 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 
 from onward.trainer.checkpoint import retention
-from onward.trainer.checkpoint.certificate import NO_DIGEST, Certificate, certify, origin_of
 from onward.trainer.checkpoint.exchange import gather, in_rounds
 from onward.trainer.checkpoint.load import verify_together
 from onward.trainer.checkpoint.manifest import Beat, FileEntry, Manifest, serialise
 from onward.trainer.checkpoint.rank_file import RankFile
-from onward.trainer.checkpoint.tensor_sums import KINDS, Sum, added
 from onward.trainer.checkpoint.train_state import TrainState
-from onward.trainer.checkpoint.verification import VerifiedCheckpoint
 from onward.trainer.checkpoint.write_plan import TensorPart, WritePlan, make_write_plan
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, Fenced, OnwardError, StorageUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import fsync
+from onward.trainer.run.records import RunIdentity, read_record
 from onward.trainer.run.storage import storage_error
 
 _ERRORS = {kind.__name__: kind for kind in (Fenced, StorageUnavailable)}
 """Beside CheckpointError: what one rank raises, all do."""
-
-
-class Saved(NamedTuple):
-    """A checkpoint that is on the disk."""
-
-    path: Path
-    certificate: Certificate | None
-    """None of one that an earlier version has saved."""
 
 
 def save(
@@ -57,12 +46,10 @@ def save(
     state: TrainState,
     parts: Mapping[str, TensorPart],
     mpi: MPIContext,
-    previous: str = NO_DIGEST,
     beat: Beat = lambda: None,
 ) -> Path:
     """Write a checkpoint; when this returns, it is on the disk and survives a power cut. Collective: every rank.
 
-    previous: digest of the certificate of the checkpoint that training went on from.
     parts: checkpoint key -> what this rank holds. Ranks may hold equal or disjoint pieces, which together tile every
     tensor. Each piece is written once. A complete checkpoint of the same step is left as it is. Raises, with the same
     text on every rank and leaving earlier checkpoints as they are, StorageUnavailable when the disk is full or fails,
@@ -71,8 +58,7 @@ def save(
     plan = make_write_plan(parts, mpi)
     file = RankFile(plan.by_rank[mpi.rank])
     content = file.read(parts)
-    position: dict[str, Any] = {"attempt": attempt, "state": state, "previous": previous}
-    return write(run, **position, plan=plan, file=file, content=content, mpi=mpi, beat=beat).path
+    return write(run, attempt=attempt, state=state, plan=plan, file=file, content=content, mpi=mpi, beat=beat)
 
 
 def write(
@@ -80,31 +66,30 @@ def write(
     *,
     attempt: int,
     state: TrainState,
-    previous: str,
     plan: WritePlan,
     file: RankFile,
     content: Iterable[memoryview],
     mpi: MPIContext,
     beat: Beat,
     group: ProcessGroup | None = None,
-) -> Saved:
+) -> Path:
     """Write a checkpoint as `save` does, with the bytes of this rank's file from `content`.
 
     group: all ranks, with a host backend; None = the world. Collective: every rank of it, in one thread of each.
     """
-    saving = _Saving(run, attempt, state, previous, plan, file, content, mpi, beat, group)
+    saving = _Saving(run, attempt, state, plan, file, content, mpi, beat, group)
     try:
-        if "exists" in saving.together(saving.look_for_existing) and (existing := saving.complete()):
-            return Saved(saving.final, existing.manifest.certificate)
+        if "exists" in saving.together(saving.look_for_existing) and saving.is_complete():
+            return saving.final
         saving.together(saving.make_directory)
         results = saving.write_files()
-        certificate, *_ = saving.together(lambda: saving.commit(results))
+        saving.together(lambda: saving.commit(results))
     # every rank raises the same error, and one of them removes what all have written
     except OnwardError:
         if mpi.rank == 0:
             shutil.rmtree(saving.partial, ignore_errors=True)
         raise
-    return Saved(saving.final, Certificate.model_validate_json(certificate))
+    return saving.final
 
 
 @dataclass(frozen=True)
@@ -114,7 +99,6 @@ class _Saving:
     run: RunDir
     attempt: int
     state: TrainState
-    previous: str
     plan: WritePlan
     file: RankFile
     content: Iterable[memoryview]
@@ -161,12 +145,13 @@ class _Saving:
         self.run.check_fence(self.attempt)
         return "exists" if self.final.exists() else ""
 
-    def complete(self) -> VerifiedCheckpoint | None:
-        """Return the existing checkpoint of this step if it verifies. Collective: every rank."""
+    def is_complete(self) -> bool:
+        """Return whether the existing checkpoint of this step verifies. Collective: every rank."""
         try:
-            return verify_together(self.final, mpi=self.mpi, beat=self.beat, group=self.group)
+            verify_together(self.final, mpi=self.mpi, beat=self.beat, group=self.group)
         except CheckpointError:
-            return None
+            return False
+        return True
 
     def make_directory(self) -> str:
         """Make the partial directory on rank 0."""
@@ -188,16 +173,13 @@ class _Saving:
             return in_rounds(writing, self.together)
 
     def commit(self, results: Sequence[str]) -> str:
-        """Write the manifest and rename the directory, on rank 0; return the certificate as JSON."""
+        """Write the manifest and rename the directory, on rank 0."""
         if self.mpi.rank != 0:
             return ""
         by_rank = zip(self.plan.by_rank, map(str.split, results), strict=True)
         files = tuple(
             FileEntry(name=_file_name(rank), bytes=int(size), sha256=digest, tensors={p.key: p.entry for p in pieces})
-            for rank, (pieces, (size, digest, *_)) in enumerate(by_rank)
-        )
-        certificate = certify(
-            self.plan.tensors, _total(results), self.state, origin=origin_of(self.run), previous=self.previous
+            for rank, (pieces, (size, digest)) in enumerate(by_rank)
         )
         for file in files:
             # a network file system may not show this rank what another one has written
@@ -208,7 +190,7 @@ class _Saving:
             state=self.state,
             tensors=self.plan.tensors,
             files=files,
-            certificate=certificate,
+            model_sha256=model_of(self.run),
         )
         path = self.partial / "manifest.json"
         # the last file: a directory without it is not a checkpoint
@@ -217,23 +199,18 @@ class _Saving:
         fsync(self.partial)
         # as late as possible: writing takes long enough for a newer attempt to have begun
         self.run.check_fence(self.attempt)
-        # `complete` has found it damaged; a rename onto a directory with files fails
+        # `is_complete` has found it damaged; a rename onto a directory with files fails
         if self.final.exists():
             retention.set_aside(self.final)
         self.partial.rename(self.final)
         fsync(self.run.checkpoints)
-        return certificate.model_dump_json()
-
-
-def _total(results: Iterable[str]) -> dict[str, Sum]:
-    """Return the sums of all ranks' files together, by kind."""
-    totals = dict.fromkeys(KINDS, (0, 0))
-    for result in results:
-        numbers = [int(number, 16) for number in result.split()[2:]]
-        for place, kind in enumerate(KINDS):
-            totals[kind] = added(totals[kind], (numbers[2 * place], numbers[2 * place + 1]))
-    return totals
+        return ""
 
 
 def _file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
+
+
+def model_of(run: RunDir) -> str:
+    """Return the digest of the ONNX file that a run began with; "" if no record has it."""
+    return read_record(run.identity, RunIdentity).model_sha256 if run.identity.exists() else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -34,6 +34,12 @@ class TrainState(Record):
     """The step of that evaluation, the first of equals."""
     stop: StopState = StopState()
     """What decides whether the run ends before its last step (run/stopping.py)."""
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Return what decides how training continues beside the tensors; not the times and the metrics."""
+        stop = self.stop.model_dump(exclude={"trained_s"})
+        return {"step": self.step, "samples_seen": self.samples_seen, "scaler": self.scaler, "stop": stop}
 
     @property
     def is_best(self) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.trainer.checkpoint.certificate import NO_DIGEST
 from onward.trainer.checkpoint.manifest import (
     CHUNK_BYTES,
     Beat,
@@ -22,11 +21,11 @@ from onward.trainer.checkpoint.manifest import (
     parse_manifest,
     piece_key,
 )
-from onward.trainer.checkpoint.retention import list_checkpoints
+from onward.trainer.checkpoint.retention import list_checkpoints, list_damaged
 from onward.trainer.distributed.weights import NUM_NAMED, overlap
 from onward.trainer.errors import CheckpointError, printable
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.records import CheckpointInfo
+from onward.trainer.run.records import CheckpointInfo, Record
 from onward.trainer.run.sweeps import membership
 
 log = logging.getLogger(__name__)
@@ -50,11 +49,6 @@ class VerifiedCheckpoint:
     def path(self) -> Path:
         """Return the directory."""
         return self.info.path
-
-    @property
-    def certificate(self) -> str:
-        """Return the digest of its certificate; zeros if an earlier version has saved it without one."""
-        return self.manifest.certificate.digest if self.manifest.certificate else NO_DIGEST
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -100,11 +94,46 @@ def verifying(path: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[Ver
         path=path,
         bytes=sum(file.bytes for file in manifest.files) + len(content),
         digest=hashlib.sha256(content).hexdigest(),
-        certificate=manifest.certificate.digest if manifest.certificate else "",
         # an older evaluation is of other weights
         metrics=state.metrics if state.evaluated_at == state.step else {},
     )
     yield VerifiedCheckpoint(info, manifest)
+
+
+class CheckedCheckpoint(Record):
+    """A checkpoint that was read again."""
+
+    name: str
+    step: int = -1
+    """-1 if its manifest cannot be read."""
+    problems: tuple[str, ...] = ()
+
+
+class CheckedRun(Record):
+    """The checkpoints that a run keeps, and all that is wrong with them."""
+
+    run: str
+    checkpoints: tuple[CheckedCheckpoint, ...]
+    problems: tuple[str, ...] = ()
+
+
+def check_checkpoint(path: Path) -> CheckedCheckpoint:
+    """Read a checkpoint again, and return what is wrong with it."""
+    try:
+        info = verify(path).info
+    except (CheckpointError, OSError) as error:
+        return CheckedCheckpoint(name=path.name, problems=(str(error),))
+    return CheckedCheckpoint(name=path.name, step=info.step)
+
+
+def check_run(run: RunDir) -> CheckedRun:
+    """Read every kept checkpoint of a run again. Raises CheckpointError when there is none."""
+    kept = tuple(check_checkpoint(path) for path in list_checkpoints(run))
+    if not kept and not list_damaged(run):
+        raise CheckpointError(f"run {run.root.name} has no checkpoint to verify")
+    problems = [f"{checkpoint.name}: {problem}" for checkpoint in kept for problem in checkpoint.problems]
+    problems += [f"{path.name} was found damaged before, and is kept for examination" for path in list_damaged(run)]
+    return CheckedRun(run=run.root.name, checkpoints=kept, problems=tuple(problems))
 
 
 def newest_complete(run: RunDir, *, beat: Beat = lambda: None) -> VerifiedCheckpoint | None:

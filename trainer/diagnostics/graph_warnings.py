@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.onnx_graph.index import dims_of, known_types, nodes_inside
+from onward.trainer.onnx_graph.preprocessing import WITHOUT_GRADIENT
 from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_graph.training_norms import training_norms
 from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
@@ -132,13 +133,13 @@ def _lengths(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 
 def _trees(audit: AuditInput) -> Iterator[ExporterWarning]:
-    found = Counter(node.op_type for node in audit.model.graph.node if node.op_type.startswith("TreeEnsemble"))
+    found = Counter(node.op_type for node in audit.model.graph.node if node.op_type in WITHOUT_GRADIENT)
     if found:
         shown = ", ".join(f"{number} {operator}" for operator, number in found.items())
         yield ExporterWarning(
             key="trees",
-            what=f"{shown}: computed exactly but not trained, and no gradient reaches what comes before",
-            remedy="train the other weights of the file; trees themselves need the library that made them",
+            what=f"{shown}: computed by onnxruntime when the data is read, and not trained, nor is what comes before",
+            remedy="train the other weights of the file; these need the library that made them",
         )
 
 

@@ -83,8 +83,8 @@ def _teacher_part(config: RunConfig, first: str, *, by_parts: bool) -> tuple[onn
     settings = ModelConfig(path=path, output=tuple(dict.fromkeys(outputs)))
     if start := begin_at_numbers(model, settings).start:
         raise ConfigError(
-            f"teacher.path {path} begins with pre-processing of strings (up to {', '.join(start)}), which is not "
-            "computed for a teacher; export it without"
+            f"teacher.path {path} begins with pre-processing of strings or trees (up to {', '.join(start)}), which is "
+            "not computed for a teacher; export it without"
         )
     try:
         return rows_first(extract_subgraph(model, settings), settings), outputs

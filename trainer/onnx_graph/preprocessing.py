@@ -1,4 +1,4 @@
-"""Find the nodes on strings and sequences in front of the network, and the tensors of numbers where training begins.
+"""Find the nodes on strings, sequences and trees in front of the network, and the numbers where training begins.
 
     text [N] -- StringSplit -- words [N, L] -- LabelEncoder -- ids [N, L] --*-- Gather -- ... -- logits
                                                                             |
@@ -6,8 +6,9 @@
 
     price [N, 1] ------------------------------------------------------------- Concat ...     read as it is
 
-The pre-processing is every node that reads or writes a value that is no tensor of numbers, and every node that such a
-node depends on. It cannot be trained, so a weight among its operands is refused. It stays in the file untouched.
+The pre-processing is every node that reads or writes a value that is no tensor of numbers, every node of decision trees
+or support vectors, which have no gradient, and every node that such a node depends on. It cannot be trained, so a
+weight among its operands is refused. It stays in the file untouched.
 `begin_at_numbers` returns the settings under which the rest is trained: its `model.start` names the tensors of numbers
 that the pre-processing computes for the rest. Only onnx is needed here; data/preprocessing.py runs the pre-processing.
 """
@@ -38,7 +39,13 @@ from onward.trainer.onnx_graph.outputs import unreadable_output, with_log_probab
 STRING_OPERATORS = frozenset(("CastMap", "CategoryMapper", "DictVectorizer", "ImageDecoder", "RegexFullMatch")) | {
     *("StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer", "Tokenizer"),
 }
-"""Operators that belong to the pre-processing whatever the types of their operands are."""
+"""Operators on strings and maps, whatever the types of their operands are."""
+WITHOUT_GRADIENT = frozenset(("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor")) | {
+    *("SVMClassifier", "SVMRegressor"),
+}
+"""Trees and support vectors, which no gradient changes."""
+IN_FRONT = STRING_OPERATORS | WITHOUT_GRADIENT
+"""Operators that belong to the pre-processing."""
 LAYERS = frozenset(("BatchNormalization", "Conv", "ConvTranspose", "Einsum", "GRU", "Gather", "Gemm", "MatMul")) | {
     *("GroupNormalization", "InstanceNormalization", "LSTM", "LayerNormalization", "RMSNormalization", "RNN"),
 }
@@ -83,8 +90,8 @@ def begin_at_numbers(model: onnx.ModelProto, config: ModelConfig) -> ModelConfig
 def find_preprocessing(model: onnx.ModelProto, config: ModelConfig) -> Preprocessing | None:
     """Return the nodes on strings and sequences on the way to `model.output`; None without any, and with `model.start`.
 
-    Raises UnsupportedModel if the output is no tensor of numbers, or if such a node depends on a weight that would be
-    trained.
+    Raises UnsupportedModel if the output is no tensor of numbers, if such a node depends on a weight that would be
+    trained, and if nothing is left behind decision trees.
     """
     if config.start or not _may_have_any(model.graph):
         return None
@@ -105,6 +112,11 @@ def find_preprocessing(model: onnx.ModelProto, config: ModelConfig) -> Preproces
     if problems := list(_weights_in(model, nodes, config)):
         raise UnsupportedModel(problems)
     behind = _tensors_behind(between, front, outputs)
+    if behind == set(outputs) and (trees := sorted({node.op_type for node in nodes} & WITHOUT_GRADIENT)):
+        raise UnsupportedModel(
+            f"model.output {', '.join(outputs)} is computed by {', '.join(trees)}: trees and support vectors have no "
+            "weights that a gradient changes, and nothing is left to train behind them; fit them with their library"
+        )
     read = set().union(*map(names_read, nodes))
     return Preprocessing(
         nodes=nodes,
@@ -158,15 +170,15 @@ def label_of(node: onnx.NodeProto) -> str:
 def _may_have_any(graph: onnx.GraphProto) -> bool:
     """Return whether the graph can have pre-processing, without the inference of types, which takes long."""
     stored = _stored(graph)
-    return has_strings(graph) or any(_is_text(value) for value in graph.input if value.name not in stored)
+    return has_untrained(graph) or any(_is_text(value) for value in graph.input if value.name not in stored)
 
 
-def has_strings(graph: onnx.GraphProto) -> bool:
-    """Return whether a graph computes with strings or maps, for which torch has no type as it has for sequences."""
+def has_untrained(graph: onnx.GraphProto) -> bool:
+    """Return whether a graph computes with strings, maps, trees or support vectors, which stay in front."""
     return (
         any(_holds_strings(value.type) for value in graph.input)
         or any(tensor.data_type == TensorProto.STRING for tensor in graph.initializer)
-        or any(node.op_type in STRING_OPERATORS or _makes_strings(node) for node in nodes_inside(graph.node))
+        or any(node.op_type in IN_FRONT or _makes_strings(node) for node in nodes_inside(graph.node))
     )
 
 
@@ -182,7 +194,7 @@ def _nodes_in_front(
     own = []
     for at, node in enumerate(nodes):
         strings = {name for name in node.output if name in types and _holds_strings(types[name].type)}
-        by_name = any(each.op_type in STRING_OPERATORS or _makes_strings(each) for each in nodes_inside([node]))
+        by_name = any(each.op_type in IN_FRONT or _makes_strings(each) for each in nodes_inside([node]))
         if strings or by_name or names_read(node) & text:
             own.append(at)
             text |= strings | {name for name in node.output if name in types and _is_text(types[name])}
@@ -270,7 +282,7 @@ def _weights_in(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto], config:
                     continue
                 if _is_trained(name, config):
                     yield (
-                        f"{label_of(node)} is needed for strings or sequences, in front of the part that can be "
+                        f"{label_of(node)} is needed for strings, sequences or trees, in front of the part that can be "
                         f"trained, but computes with the weight {name!r} {list(tensor.dims)}: freeze it (model.freeze "
                         f"= [{name!r}]) to keep it as it is, or export the model with this layer behind the strings"
                     )

@@ -65,11 +65,6 @@ def activation_of(index: Index, tensor: str) -> Activation | None:
     return graph.sigmoid(tensor) or graph.softmax(tensor) or graph.log_softmax(tensor)
 
 
-def same_values(index: Index, tensor: str) -> str:
-    """Return the tensor from which this one differs by Identity, Dropout and casts between floats alone."""
-    return _Graph(index).source(tensor)
-
-
 @dataclass(frozen=True)
 class _Graph:
     index: Index

@@ -23,7 +23,8 @@ from onward.trainer.data.signature import Signature, TensorInfo, read_training_s
 from onward.trainer.data.text.text_columns import ROLES
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch
-from onward.trainer.onnx_graph.outputs import UNTRAINED, readable_output, selected_output, with_numeric_outputs
+from onward.trainer.onnx_graph.outputs import readable_output, selected_output, with_numeric_outputs
+from onward.trainer.onnx_graph.preprocessing import WITHOUT_GRADIENT
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.proposal import targets as outputs
 from onward.trainer.proposal.audio import audio_input, propose_audio_column, propose_audio_files
@@ -51,7 +52,6 @@ from onward.trainer.proposal.texts import (
 from onward.trainer.proposal.training import family_of, propose_training, trained_before
 from onward.trainer.proposal.tried import propose_tried
 
-WITHOUT_GRADIENT = (*UNTRAINED, "TreeEnsemble", "TreeEnsembleRegressor", "SVMRegressor")
 WITH_WEIGHTS = ("MatMul", "Gemm", "Conv", "LinearClassifier", "LinearRegressor")
 """Operators of which one at least is in every file that has something to train beside trees."""
 
@@ -152,7 +152,7 @@ def _signature(draft: Draft, model: onnx.ModelProto, path: Path) -> Signature:
 def _refuse_trees(model: onnx.ModelProto, path: Path) -> None:
     """Raise ConfigError for a file of decision trees or support vectors, which no gradient changes."""
     operators = {node.op_type for node in model.graph.node}
-    if (found := sorted(operators & {*WITHOUT_GRADIENT})) and not operators & {*WITH_WEIGHTS}:
+    if (found := sorted(operators & WITHOUT_GRADIENT)) and not operators & {*WITH_WEIGHTS}:
         raise ConfigError(
             f"{path.name} is made of {', '.join(found)}: trees and support vectors have no weights that a gradient "
             f"changes; fit them again with the library that made them, or train a network on the same table; {PAGE} "

@@ -38,8 +38,8 @@ Flow, tasks and ranks exchange files in this directory and nothing else. After e
         nodes/rank-00000.cursor how much of it is in MLflow             monitor
         profile/rank-00000.json StepProfile: where the time of `monitor.profile_steps` went, by node     that rank
         profile/rank-00000.csv, rank-00000.trace.json.gz    the same as a table; the trace, for Perfetto    that rank
-        memory/001-rank-00003.json    MemorySnapshot: the largest tensors of a rank whose memory ran out; with CUDA
-                                also 001-rank-00003.pickle, for pytorch.org/memory_viz    that rank
+        memory/001-rank-00003.pickle    torch's record of the allocations of a rank whose GPU memory ran out, for
+                                pytorch.org/memory_viz         that rank
         closed                  exists once nothing more is written to the log  the flow
         checkpoints/step-000000100/   manifest.json, rank-00000.safetensors     all ranks
         checkpoints/announced.json    CheckpointInfo of each verified checkpoint     checkpoint

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Former = Annotated[None, BeforeValidator(lambda _: None), Field(exclude=True)]
+"""A field that earlier versions wrote: it is accepted in their files, and neither kept nor written."""
 
 
 class Record(BaseModel):

@@ -15,6 +15,7 @@ from onward.trainer.errors import RecordError
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.promotion_records import Comparison as Comparison
 from onward.trainer.run.promotion_records import Promotion as Promotion
+from onward.trainer.run.record_base import Former
 from onward.trainer.run.record_base import Record as Record
 from onward.trainer.run.rehearsal_parts import Guard as Guard
 from onward.trainer.run.rehearsal_parts import Needs as Needs
@@ -142,10 +143,10 @@ class CheckpointInfo(Record):
     bytes: int
     digest: str
     """SHA-256 of its manifest, which holds the digests of its files."""
-    certificate: str = ""
-    """Digest of its certificate, which does not depend on the layout; "" if it has none."""
     metrics: dict[str, float]
     best: bool = False
+    certificate: Former = None
+    """Of earlier versions; it has no meaning any more."""
 
 
 class MetricsSummary(Record):

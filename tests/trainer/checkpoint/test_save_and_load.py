@@ -20,15 +20,16 @@ import torch
 from safetensors import safe_open
 
 from onward.trainer.checkpoint import consistency
-from onward.trainer.checkpoint.chain import check_checkpoint
 from onward.trainer.checkpoint.consistency import check_copies
 from onward.trainer.checkpoint.load import load, verify_together
 from onward.trainer.checkpoint.manifest import (
     NO_DIGEST,
+    Manifest,
     TensorEntry,
     find_untiled,
     piece_key,
     read_manifest,
+    serialise,
     split_key,
 )
 from onward.trainer.checkpoint.resume import newest_complete
@@ -42,7 +43,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, slices
 from onward.trainer.errors import CheckpointError, Fenced, TrainingFailed
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.records import CheckpointInfo
+from onward.trainer.run.records import CheckpointInfo, StopState
 from tests.support.ranks import run_ranks
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
@@ -305,16 +306,22 @@ def test_saved_in_any_layout_comes_back_in_any_other_on_any_number_of_ranks(
         assert checkpoint.shapes == {name: tuple(tensor.shape) for name, tensor in model().items()}
 
 
-@pytest.mark.mpi
-def test_the_certificate_of_the_same_tensors_is_the_same_in_every_layout(
-    in_layouts: tuple[RunDir, list[list[str]]],
-) -> None:
-    paths = [in_layouts[0].checkpoint(step) for step in range(1, len(LAYOUTS))]
-    certificates = [read_manifest(path).certificate for path in paths]
-    assert len({each.weights for each in certificates if each}) == 1
-    assert len({each.optimizer for each in certificates if each}) == 1
-    assert len({each.position for each in certificates if each}) == len(paths), "each is of another step"
-    assert not [check_checkpoint(path).problems for path in paths if check_checkpoint(path).problems]
+def test_the_manifest_of_an_earlier_version_is_read_without_its_certificate(tmp_path: Path) -> None:
+    plain = json.loads(Manifest(world_size=1, state=position(3), files=()).model_dump_json())
+    former = plain | {"certificate": {"weights": "1" * 64, "previous": NO_DIGEST}}
+    content = json.dumps(former).encode()
+    content = content.replace(NO_DIGEST.encode(), hashlib.sha256(content).hexdigest().encode(), 1)
+    (tmp_path / "manifest.json").write_bytes(content)
+    found = read_manifest(tmp_path)
+    assert found.state == position(3)
+    assert b"certificate" not in serialise(found)
+
+
+def test_times_and_metrics_are_not_a_part_of_the_position() -> None:
+    later = {"metrics": {}, "evaluated_at": 3, "stop": StopState(trained_s=99.0)}
+    assert position(3).model_copy(update=later).position == position(3).position
+    worse = position(3).model_copy(update={"stop": StopState(evaluations_since=1)})
+    assert worse.position != position(3).position
 
 
 @pytest.mark.mpi

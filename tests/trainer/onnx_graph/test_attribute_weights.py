@@ -116,7 +116,6 @@ def test_training_files_are_refused_because_no_input_can_change_an_attribute() -
 TRAINED = {
     "skl2onnx-linear": {"variable/coefficients", "variable/intercepts"},
     "skl2onnx-logistic": {"label/coefficients", "label/intercepts"},
-    "skl2onnx-trees": set(),
     "sklearn-binary": {"label/coefficients", "label/intercepts"},
     "sklearn-imputed": {"label/coefficients", "label/intercepts"},
     "sklearn-columns": {"coefficient", "coefficient1", "intercepts", "intercepts1"},

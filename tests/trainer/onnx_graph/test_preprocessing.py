@@ -120,6 +120,44 @@ def test_numbers_that_are_made_into_strings_are_in_front_too() -> None:
     assert begin_at_numbers(model, settings()).start == ("values",)
 
 
+TREE = """ai.onnx.ml.TreeEnsembleRegressor <
+    n_targets = 1, nodes_treeids = [0, 0, 0], nodes_nodeids = [0, 1, 2], nodes_featureids = [0, 0, 0],
+    nodes_modes = ["BRANCH_LEQ", "LEAF", "LEAF"], nodes_values = [0.5, 0.0, 0.0], nodes_truenodeids = [1, 0, 0],
+    nodes_falsenodeids = [2, 0, 0], target_treeids = [0, 0], target_nodeids = [1, 2], target_ids = [0, 0],
+    target_weights = [1.0, 2.0]>"""
+
+
+def test_trees_are_in_front_of_the_network_that_reads_them() -> None:
+    model = parser.parse_model(
+        HEAD
+        + f"""g (float[N, 1] x) => (float[N, 2] y) {WEIGHTS} {{
+        score = {TREE} (x)
+        both = Concat <axis = 1> (x, score)
+        y = MatMul (both, w)
+    }}"""
+    )
+    found = find_preprocessing(model, settings())
+    assert found is not None
+    assert begin_at_numbers(model, settings()).start == ("score",)
+    front = onnxruntime.InferenceSession(preprocessing_model(model, found).SerializeToString())
+    scores = front.run(None, {"x": np.array([[0.25], [0.75]], np.float32)})[0]
+    assert scores.tolist() == [[1.0], [2.0]]
+
+
+def test_trees_behind_a_weight_and_trees_alone_are_refused() -> None:
+    model = parser.parse_model(
+        HEAD
+        + f"""g (float[N, 2] x) => (float[N, 1] y) {WEIGHTS} {{
+        features = MatMul (x, w)
+        y = {TREE} (features)
+    }}"""
+    )
+    with pytest.raises(UnsupportedModel, match=r"needed for strings, sequences or trees.*computes with the weight 'w'"):
+        begin_at_numbers(model, settings())
+    with pytest.raises(UnsupportedModel, match="trees and support vectors have no weights that a gradient changes"):
+        begin_at_numbers(model, settings(freeze=("w",)))
+
+
 def test_a_weight_among_the_strings_is_refused_unless_it_is_frozen() -> None:
     model = parser.parse_model(EMBEDDING_IN_FRONT)
     with pytest.raises(UnsupportedModel) as caught:

@@ -76,8 +76,8 @@ class MonitorConfig(Section):
     """The first and the last step to profile, such as `[20, 24]`: where their time goes, by node of the ONNX file. Each
     rank leaves a table and a trace for Perfetto in `profile/`. Empty = none. The weights do not depend on it."""
     memory_snapshot: bool = False
-    """Write down what is in the memory of a rank when it runs out: its largest tensors by name, and on a GPU the record
-    of its allocations for pytorch.org/memory_viz, whose recording costs a little time in every step."""
+    """Write down what is in the memory of a GPU when it runs out: torch's record of the allocations, for
+    pytorch.org/memory_viz, which costs a little time in every step. It has no effect on the CPU."""
 
     @model_validator(mode="before")
     @classmethod

@@ -201,7 +201,7 @@ def _linear(c: Call, x: Value, coefficients: Value, intercepts: Value, rows: int
 def linear_classifier(c: Call, x: Value, coefficients: Value = None, intercepts: Value = None) -> Value:
     c.attr("multi_class")  # onnxruntime does not use it
     transform = c.attr("post_transform", "NONE")
-    labels = class_labels(c, "classlabels_ints")
+    labels = class_labels(c)
     rows = len(c.attr("intercepts") or ()) or len(labels)
     scores = _linear(c, x, coefficients, intercepts, rows)
     if rows == 1:
@@ -229,9 +229,9 @@ def both_scores(score: Tensor, logistic: bool) -> Tensor:
     return torch.cat([-score, score], -1).sigmoid() if logistic else torch.cat([1 - score, score], -1)
 
 
-def class_labels(c: Call, integers: str) -> Tensor:
+def class_labels(c: Call) -> Tensor:
     """Return the class labels as int64. Raises UnsupportedNode for strings, if the labels are read at all."""
-    strings, found = c.attr("classlabels_strings"), c.attr(integers)
+    strings, found = c.attr("classlabels_strings"), c.attr("classlabels_ints")
     if strings and c.wants(0):
         raise UnsupportedNode("its class labels are strings")
     return torch.tensor(found or list(range(len(strings or ()))), dtype=torch.int64)

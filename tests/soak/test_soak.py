@@ -1,29 +1,27 @@
-"""`onward chaos`: a seeded plan, an account that says what is not right, refusals, and real soaks."""
+"""The soak driver: a seeded plan, an account that says what is not right, refusals, and real soaks."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from onward.flows.chaos.account import Command, Fault, Result, make_account, times
-from onward.flows.chaos.chaos import ends_early
-from onward.flows.chaos.file_faults import flip_bit
-from onward.flows.chaos.kinds import KINDS
-from onward.flows.chaos.plan import make_plan, seconds
-from onward.flows.chaos.refused_commands import second_resume
-from onward.flows.chaos.scene import NoTarget, Scene
-from onward.flows.chaos.soak import Soak
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir
-from tests.support.ranks import ROOT
-from tests.support.workshop import Workshop, finished
+from tests.soak.account import Command, Fault, Result, make_account, times
+from tests.soak.driver import ends_early, run_soak
+from tests.soak.file_faults import flip_bit
+from tests.soak.plan import make_plan, seconds
+from tests.soak.refused_commands import second_resume
+from tests.soak.scene import NoTarget, Scene
+from tests.soak.soak import Soak
+from tests.support.workshop import Workshop
 
 FAULT = {"number": 1, "target": "", "round": 1, "command": 1, "at": 0.0, "attempt": 1, "step": 7}
 RIGHT = Result(run_id="run", weights="a", model="b", step=10, points=100)
@@ -157,13 +155,7 @@ def test_the_first_ctrl_c_ends_the_injection_and_the_second_one_the_soak(number:
     assert signal.getsignal(number) == before
 
 
-def test_the_page_lists_every_kind() -> None:
-    page = (ROOT / "docs" / "how-to" / "test-a-machine-with-faults.md").read_text()
-    assert re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE) == list(KINDS)
-    assert all(f"| {kind.what} |" in page for kind in KINDS.values())
-
-
-# -- the command
+# -- a soak
 
 
 @pytest.fixture
@@ -177,37 +169,43 @@ def test_what_cannot_be_repeated_or_restored_is_refused_at_once_before_anything_
     (used / "file").touch()
     (workshop.root / "hosts").write_text("h0 slots=2\n")
     changes = ["checkpoint.period=0", "stop.max_hours=1", f"launch.hostfile='{workshop.root / 'hosts'}'"]
-    facts = workshop.onward("chaos", str(workshop.root / "config.toml"), *changes, "--home", str(used), status=2)
-    said = "\n".join(facts["problems"])
+    with pytest.raises(ConfigError) as refused:
+        run_soak(str(workshop.root / "config.toml"), changes, used, mtbf_s=1.0)
     for expected in (
         "launch.hostfile: faults are injected on this host alone",
         "checkpoint.period is 0, so every fault would start the run again",
         "stop.max_hours ends a run by the clock",
         f"{used} is not empty: a soak damages files in its home, so it needs a new one",
     ):
-        assert expected in said
+        assert expected in str(refused.value)
     assert [path.name for path in used.iterdir()] == ["file"]
 
 
 def test_kinds_that_do_not_exist_or_have_no_place_are_refused(workshop: Workshop) -> None:
     home = workshop.root / "own"
-    words = ("chaos", str(workshop.root / "config.toml"), "--kinds", "rank-kill,typo,disk-full", "--home", str(home))
-    first, second = workshop.onward(*words, status=2)["problems"]
+    with pytest.raises(ConfigError) as refused:
+        run_soak(str(workshop.root / "config.toml"), (), home, mtbf_s=1.0, kinds=["rank-kill", "typo", "disk-full"])
+    first, second = refused.value.problems
     assert first.startswith("there is no kind 'typo'; the kinds are rank-kill, rank-segv,")
     assert "disk-full fills the file system of" in second
     assert not list(home.iterdir())
 
 
-def run_soak(workshop: Workshop, *words: str, status: int = 0) -> dict[str, Any]:
-    command = workshop.start("chaos", str(workshop.root / "config.toml"), *FAST, *words, "--home", str(workshop.home))
-    return finished(command, status=status, limit_s=3000)
+def account_of(workshop: Workshop, *words: str) -> dict[str, Any]:
+    """The account of a soak whose exit status is 0."""
+    config = (str(workshop.root / "config.toml"), *FAST, *words, "monitor.report=false")
+    command = [sys.executable, "-m", "tests.soak", *config, "--home", str(workshop.home)]
+    ended = subprocess.run(command, env=workshop.environment, capture_output=True, text=True, timeout=3000)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    facts: dict[str, Any] = json.loads((workshop.home / "account.json").read_text())
+    return facts
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.timeout(1800)
 def test_the_process_that_computes_is_held_and_limited(workshop: Workshop) -> None:
-    facts = run_soak(workshop, "train.num_steps=6000", "--kinds", "rank-hang,files-limited", "--mtbf", "1s")
+    facts = account_of(workshop, "train.num_steps=6000", "--kinds", "rank-hang,files-limited", "--mtbf", "1s")
     assert facts["problems"] == []
     assert facts["confusion"] == {"hang": {"hang": 1}, "storage": {"storage": 1}}
 
@@ -216,9 +214,8 @@ def test_the_process_that_computes_is_held_and_limited(workshop: Workshop) -> No
 @pytest.mark.mpi
 @pytest.mark.timeout(1800)
 def test_a_killed_rank_a_stopped_flow_and_a_killed_exporter_are_accounted_for(workshop: Workshop) -> None:
-    facts = run_soak(workshop, "--kinds", "rank-kill,flow-term,exporter-kill", "--mtbf", "1s", "--seed", "7")
+    facts = account_of(workshop, "--kinds", "rank-kill,flow-term,exporter-kill", "--mtbf", "1s", "--seed", "7")
     assert facts["problems"] == []
-    assert facts == json.loads((workshop.home / "account.json").read_text())
     found = {fault["kind"]: fault for fault in facts["faults"]}
     assert {kind: fault["ended"] for kind, fault in found.items()} == {
         "rank-kill": "attempt",
@@ -228,3 +225,14 @@ def test_a_killed_rank_a_stopped_flow_and_a_killed_exporter_are_accounted_for(wo
     assert facts["confusion"] == {"rank_lost": {"rank_lost": 1}}
     assert all(result["model"] == facts["undisturbed"]["model"] for result in facts["rounds"])
     assert not workshop.processes()
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.timeout(1800)
+def test_the_measured_layouts_are_run_and_shown_as_tables(tmp_path: Path) -> None:
+    options = ("--layouts", "one rank", "--faults", "1", "--kinds", "rank-kill", "--home", str(tmp_path))
+    command = [sys.executable, "-m", "tests.soak", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "| one rank | 1 of 1 | 1 of 1 |" in ended.stdout

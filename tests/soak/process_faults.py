@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
-from onward.flows.chaos.scene import NoTarget, Scene
+from tests.soak.scene import NoTarget, Scene
 
 LONGEST_HANG_S = 200.0
 """How long to wait for the end of a rank that is held."""

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from onward.flows.chaos import file_faults as files
-from onward.flows.chaos import process_faults as processes
-from onward.flows.chaos import refused_commands as refused
-from onward.flows.chaos.file_faults import OUTAGE_S
-from onward.flows.chaos.scene import Phase, Scene
 from onward.infra.job.stopped_ranks import STOPPED_S
+from tests.soak import file_faults as files
+from tests.soak import process_faults as processes
+from tests.soak import refused_commands as refused
+from tests.soak.file_faults import OUTAGE_S
+from tests.soak.scene import Phase, Scene
 
 Inject: TypeAlias = Callable[[Scene, float], str]
 Ends: TypeAlias = Literal["nothing", "attempt", "flow"]
@@ -32,7 +32,7 @@ class Kind:
     """One kind of fault."""
 
     what: str
-    """For the table in `onward chaos --help` and in the documentation."""
+    """For the table in `python -m tests.soak --help`."""
     inject: Inject
     when: Phase = "train"
     """In which phase of a command it is injected."""

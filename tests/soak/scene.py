@@ -18,7 +18,7 @@ from onward.trainer.events import Event, last_beat, read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, read_record
 
-TAG = "ONWARD_CHAOS"
+TAG = "ONWARD_SOAK"
 """The environment variable that every process of a soak inherits."""
 Phase: TypeAlias = Literal["start", "train", "export"]
 """`start`: from the start of a command until the ranks have made a step. `export`: once training is done."""

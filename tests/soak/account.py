@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from onward.flows.chaos.kinds import KINDS
 from onward.trainer.run.records import Record
+from tests.soak.kinds import KINDS
 
 
 class Fault(Record):

@@ -13,9 +13,9 @@ import shutil
 import subprocess
 import sys
 
-from onward.flows.chaos.file_faults import flip_bit, kill_flow_and_wait
-from onward.flows.chaos.scene import NoTarget, Scene
 from onward.trainer.errors import CheckpointError, ConfigError
+from tests.soak.file_faults import flip_bit, kill_flow_and_wait
+from tests.soak.scene import NoTarget, Scene
 
 LONGEST_REFUSAL_S = 240.0
 """How long a command may take to refuse."""

@@ -16,13 +16,13 @@ from typing import Any
 
 import psutil
 
-from onward.flows.chaos.account import Command, Fault
-from onward.flows.chaos.kinds import KINDS
-from onward.flows.chaos.plan import PlannedFault
-from onward.flows.chaos.scene import NoTarget, Progress, Scene, described, until_gone
 from onward.infra.job.child_program import signalled_with_parent
 from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
+from tests.soak.account import Command, Fault
+from tests.soak.kinds import KINDS
+from tests.soak.plan import PlannedFault
+from tests.soak.scene import NoTarget, Progress, Scene, described, until_gone
 
 POLL_S = 0.05
 ORPHAN_S = 15.0

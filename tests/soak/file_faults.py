@@ -15,8 +15,8 @@ import sqlite3
 import time
 from pathlib import Path
 
-from onward.flows.chaos.process_faults import to_flow, to_rank
-from onward.flows.chaos.scene import NoTarget, Scene, until_gone
+from tests.soak.process_faults import to_flow, to_rank
+from tests.soak.scene import NoTarget, Scene, until_gone
 
 OUTAGE_S = 8.0
 """How long a server, a database or a disk is away that Onward has to do without."""

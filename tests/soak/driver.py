@@ -1,4 +1,4 @@
-"""The function behind `onward chaos`: check, run undisturbed, run with faults, compare, account."""
+"""Check a configuration, run it undisturbed and with faults, compare, and make the account."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from onward.flows.api import checked_config, require_flow
-from onward.flows.chaos import results
-from onward.flows.chaos.account import Account, Command, Result, make_account
-from onward.flows.chaos.kinds import KINDS, without_target
-from onward.flows.chaos.plan import PlannedFault, make_plan
-from onward.flows.chaos.scene import TAG, Scene, described, until_gone
-from onward.flows.chaos.soak import ORPHAN_S, GaveUp, Soak
+from onward.flows.api import checked_config
 from onward.flows.stop_signals import exit_on_sigterm
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import ConfigError, TrainingFailed
-from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import write_record
+from tests.soak import results
+from tests.soak.account import Account, Command, Result, make_account
+from tests.soak.kinds import KINDS, without_target
+from tests.soak.plan import PlannedFault, make_plan
+from tests.soak.scene import TAG, Scene, described, until_gone
+from tests.soak.soak import ORPHAN_S, GaveUp, Soak
 
 SPARED = ("disk-full",)
 """Kinds that are injected only if they are named."""
@@ -31,25 +31,24 @@ OVERRIDES = ('monitor.tracking_uri=""', 'export.path=""')
 """What keeps a run from writing outside of its home."""
 
 
-def chaos(
+def run_soak(
     config: str,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str],
+    home: Path,
     *,
     mtbf_s: float,
     kinds: Sequence[str] = (),
     seed: int = 0,
     faults: int = 0,
-    home: Path | None = None,
 ) -> Account:
     """Run a configuration once undisturbed and then with faults, and return the account, which `home` keeps.
 
     kinds: names of KINDS; () = all but those that need a file system of their own. faults: how many; 0 = each kind
-    once. home: a directory that does not exist yet or is empty; None = one below ONWARD_HOME/chaos. Runs are started
-    until all faults were injected. Raises ConfigError for what cannot be repeated or restored, before anything is run.
+    once. home: a directory that does not exist yet or is empty. Runs are started until all faults were injected.
+    Raises ConfigError for what cannot be repeated or restored, before anything is run.
     """
-    require_flow("onward chaos")
     chosen = tuple(kinds) or tuple(name for name in KINDS if name not in SPARED)
-    home = (home or onward_home() / "chaos" / time.strftime("%Y%m%d-%H%M%S")).absolute()
+    home = home.absolute()
     words = (str(Path(config).absolute()) if Path(config).is_file() else config, *overrides, *OVERRIDES)
     resolved = checked_config(config, [*overrides, *OVERRIDES])
     if problems := [*unrepeatable(resolved), *unusable(home)]:
@@ -195,4 +194,4 @@ def unusable(home: Path) -> list[str]:
 
 def say(line: str) -> None:
     """Print a line of progress."""
-    print(f"onward chaos: {line}", file=sys.stderr, flush=True)
+    print(f"soak: {line}", file=sys.stderr, flush=True)

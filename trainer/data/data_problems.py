@@ -366,7 +366,7 @@ def _declared_classes(loss: LossConfig, output: Dims, column: Column) -> int | N
         found = output[find_class_axis(output, labels, declared=output, given=loss.class_axis)]
     except ConfigError:
         return None
-    return max(found, 2) if found and loss.name == "dice" else found
+    return loss.rule.num_classes(found) if found else found
 
 
 def _label_range_problems(
@@ -381,7 +381,7 @@ def _label_range_problems(
     values = [value for value in column.extremes if value != loss.ignored]
     if not values or column.dtype == TEXT or np.dtype(column.dtype).kind == "f":
         return
-    if num_classes == 1 and output and loss.name == "cross_entropy" and values[-1] != values[0]:
+    if num_classes == 1 and output and loss.rule.needs_two_scores and values[-1] != values[0]:
         key = key_of(config.losses, config.losses.index(loss), "name") if config.loss else "model.loss"
         classes = f'for two classes set {key} = "bce_with_logits"; ' if values == [0, 1] else ""
         yield (

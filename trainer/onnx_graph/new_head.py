@@ -20,6 +20,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.index import Index, did_you_mean, dims_of, infer_types, names_read
@@ -308,7 +309,7 @@ def _declare(model: onnx.ModelProto, head: _Head, layer: _Layer, config: ModelCo
             value.type.tensor_type.shape.dim[place].dim_value = head.new if here else head.old
     now = dims_of(after.get(output)) or [None, None]
     # a graph that computes its own loss has a scalar output; a length that is not known may be right
-    if config.loss == "output" or head.new in now or None in now[1:]:
+    if LOSS_RULES[config.loss].by_graph or head.new in now or None in now[1:]:
         return []
     shape = ", ".join("?" if dim is None else str(dim) for dim in now)
     return [

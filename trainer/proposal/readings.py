@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from onward.trainer.config.loss_rules import LossName
 from onward.trainer.data.class_axis import find_class_axis
 from onward.trainer.data.columns import TEXT, Array, Column
 from onward.trainer.data.label_units import are_far
@@ -39,7 +40,7 @@ class Reading:
     """Columns as the labels of an output."""
 
     label: str | tuple[str, ...]
-    loss: str
+    loss: LossName
     reason: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of the loss."""
@@ -242,7 +243,7 @@ def _class_axes(output: Dims, labels: Dims) -> list[int]:
     ]
 
 
-def _of_same_shape(facts: Facts, column: Column, values: Array) -> tuple[str, str]:
+def _of_same_shape(facts: Facts, column: Column, values: Array) -> tuple[LossName, str]:
     """Return the loss for labels of the output's shape, and why."""
     if set(np.unique(values).tolist()) <= {0, 1}:
         rows = facts.values[column.name]
@@ -271,7 +272,7 @@ def _of_several(facts: Facts, sample: Dims, columns: Sequence[str]) -> Iterator[
     for names in (single, floats):
         if len(names) == sample[0]:
             values = np.concatenate([facts.joined(name) for name in names])
-            loss = "bce_with_logits" if set(np.unique(values).tolist()) == {0, 1} else "mse"
+            loss: LossName = "bce_with_logits" if set(np.unique(values).tolist()) == {0, 1} else "mse"
             settings: dict[str, Any] = {}
             why = f"{len(names)} columns of numbers, as many as the output has"
             if loss == "mse":

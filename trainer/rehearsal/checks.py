@@ -156,7 +156,7 @@ def checks(
         ("the units of the labels", lambda: _warn_of_labels(config, rows, findings)),
         *(timed if config.precision.compute in ("auto", "bf16") and not _is_on_gpu(config) else ()),
         *(counts if any(loss.count for loss in config.losses) else ()),
-        *(sums if any(loss.name == "file" for loss in config.losses) else ()),
+        *(sums if any(loss.is_own for loss in config.losses) else ()),
         ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
         ("the guard", lambda: guard_run(config, trainable, graph, lambda: batch(guarded), findings)),
         # the last one, since it changes the graph
@@ -215,7 +215,7 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
         findings.refuse(problem)
     for problem in refused_warnings(findings.warnings, config.model.accept):
         findings.refuse(problem)
-    for loss in [each for each in config.losses if each.name == "file"]:
+    for loss in [each for each in config.losses if each.is_own]:
         found = output_warnings(model, graph, loss.outputs[0], is_run=True)
         for problem in read_as_logits(loss, config.metrics) if "probabilities" in [w.key for w in found] else ():
             findings.refuse(problem)
@@ -352,7 +352,7 @@ def _check_sums(graph: RehearsedGraph, batch: Batch, findings: Findings) -> None
     outputs = graph.outputs(batch)
     for place, loss in enumerate(graph.losses.each):
         labels, others = batch.labels[place], batch.size - 1
-        if loss.name != "file" or labels is None or len(outputs[loss.index]) != batch.size:
+        if not loss.config.is_own or labels is None or len(outputs[loss.index]) != batch.size:
             continue
 
         def part(rows: slice, size: int, loss: Loss = loss, labels: Tensor = labels) -> float:

@@ -248,8 +248,7 @@ def _num_classes(loss: LossConfig, signature: Signature, size: Size) -> int | No
     except ConfigError:  # data_problems.py reports it
         return None
     found = output.shape[axis]
-    # of dice one score for each pixel is that of class 1, the other is class 0
-    return max(found, 2) if found and loss.name == "dice" else found
+    return loss.rule.num_classes(found) if found else found
 
 
 @dataclass(frozen=True)
@@ -267,7 +266,8 @@ def mixed_labels(config: RunConfig, signature: Signature) -> MixedLabels | None:
         return None
     what = "data.image.augment.mixup and cutmix make labels probabilities of classes"
     problems = []
-    if [each.name for each in config.losses if each.has_class_axis] != ["cross_entropy"] or len(config.losses) > 1:
+    takes_them = [loss.has_class_axis and "soft_labels" in loss.rule.takes for loss in config.losses]
+    if takes_them != [True]:
         names = ", ".join(each.name for each in config.losses) or config.model.loss
         problems.append(f"{what}, which one cross-entropy on class numbers takes, not {names}")
     if not config.losses:

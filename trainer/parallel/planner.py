@@ -125,9 +125,9 @@ def _first_that_fits(estimator: Estimator, config: RunConfig, device: torch.devi
     Raises ConfigError where none does.
     """
     parallel = config.parallel
-    # ZeRO replaces the reducer, so it does not go with Adasum, MPI or compression, nor with the zero_bubble schedule
+    # ZeRO replaces the reducer, so it does not go with Adasum, MPI or compression, nor with split backward passes
     may_shard = (parallel.reduction, parallel.transport, parallel.compression) == ("sum", "torch", "none")
-    may_shard = may_shard and parallel.schedule != "zero_bubble" and parallel.data > 1
+    may_shard = may_shard and not parallel.order.splits_backward and parallel.data > 1
     zero_stages = range(parallel.zero, 4) if may_shard else range(1)
     for count in _micro_batch_counts(config):
         # units are cut for the highest ZeRO stage, so that one dry run serves all

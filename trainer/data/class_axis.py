@@ -17,6 +17,7 @@ import operator
 
 from onward.trainer.data.label_axes import remedy, rows_problem
 from onward.trainer.errors import ConfigError
+from onward.trainer.quantities import shown_shape
 
 Dims = tuple[int | None, ...]
 
@@ -31,12 +32,14 @@ def find_class_axis(
     axis fits, or several do.
     """
     found = _fitting(output, labels)
-    what = f"output {name!r} is {_shown(output)} and the labels are {_shown(labels)}"
+    what = f"output {name!r} is {shown_shape(output)} and the labels are {shown_shape(labels)}"
     if not _positions_agree(output, labels):
         raise ConfigError(f"the loss cannot be computed: {what}: {rows_problem(output, labels)}")
     if given is not None:
         if not -len(output) <= given < len(output):
-            raise ConfigError(f"loss.class_axis {given} is not an axis of output {name!r}, which is {_shown(output)}")
+            raise ConfigError(
+                f"loss.class_axis {given} is not an axis of output {name!r}, which is {shown_shape(output)}"
+            )
         axis = given % len(output)
         if axis in found or (len(output) < 3 and axis == len(output) - 1) or _fits(output, labels, axis):
             return axis
@@ -110,7 +113,3 @@ def _without(dims: Dims, axis: int) -> Dims:
 
 def _equal(one: Dims, other: Dims) -> bool:
     return len(one) == len(other) and all(None in pair or pair[0] == pair[1] for pair in zip(one, other, strict=True))
-
-
-def _shown(dims: Dims) -> str:
-    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"

@@ -37,6 +37,7 @@ from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.model_files import read_model
+from onward.trainer.quantities import shown_shape
 
 NUMERIC = {"bool", "float16", "bfloat16", "float32", "float64", "uint8", "uint16", "uint32", "uint64"} | {
     f"int{bits}" for bits in (8, 16, 32, 64)
@@ -327,7 +328,7 @@ def _labels_fit(shape: Dims, column: Column) -> bool:
 
 
 def _shown(dims: Dims) -> str:
-    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]" if dims else "one number"
+    return shown_shape(dims) if dims else "one number"
 
 
 def _balance_problems(config: RunConfig, signature: Signature, schema: Schema) -> Iterator[str]:

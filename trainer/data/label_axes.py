@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.errors import ConfigError
+from onward.trainer.quantities import shown_shape
 
 Dims = tuple[int | None, ...]
 
@@ -199,8 +200,3 @@ def _refusal(loss: LossConfig, output: Dims, labels: Dims | None, name: str, why
     against = "" if labels is None else f" and the labels are {shown_shape(labels)}"
     what = f"the {what} of the loss {loss.name!r}" if what else f"the loss {loss.name!r}"
     return f"{what} cannot be computed: output {name!r} is {shown_shape(output)}{against}: {why}"
-
-
-def shown_shape(dims: Dims) -> str:
-    """Return a shape as messages show it: [8, ?, 3]."""
-    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"

@@ -17,6 +17,7 @@ from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.onnx_graph.index import did_you_mean, dims_of, known_types
 from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.surgery import apply_surgery
+from onward.trainer.quantities import shown_shape
 
 Dims = Sequence[int | None]
 
@@ -96,9 +97,9 @@ def _input_problems(config: RunConfig, signature: Signature, theirs: Signature) 
             yield f"teacher: input {info.name!r} takes {info.dtype}, but the model's {source!r} {own.dtype}"
         if own.shape is not None and info.shape is not None and not _fits(own.shape[1:], info.shape[1:]):
             yield (
-                f"teacher: input {info.name!r} is {_shown(info.shape)}, but the model's {source!r} is "
-                f"{_shown(own.shape)}; both read the same values, so that a teacher that needs others, such as larger "
-                "images, cannot be used"
+                f"teacher: input {info.name!r} is {shown_shape(info.shape)}, but the model's {source!r} is "
+                f"{shown_shape(own.shape)}; both read the same values, so that a teacher that needs others, such as "
+                "larger images, cannot be used"
             )
 
 
@@ -109,14 +110,11 @@ def _shape_problems(soft: SoftLoss, own: tuple[str, Dims | None], theirs: tuple[
     squeezed = [[dim for dim in dims[1:] if dim != 1] for dims in (ours, shape)]
     if not _fits(*squeezed):
         yield (
-            f"teacher.output: the model's {name!r} is {_shown(ours)}, but the teacher's {other!r} is {_shown(shape)}; "
-            "both must have the same classes: name another output of the teacher, or set model.num_classes"
+            f"teacher.output: the model's {name!r} is {shown_shape(ours)}, but the teacher's {other!r} is "
+            f"{shown_shape(shape)}; both must have the same classes: name another output of the teacher, or set "
+            "model.num_classes"
         )
 
 
 def _fits(one: Dims, other: Dims) -> bool:
     return len(one) == len(other) and all(None in pair or pair[0] == pair[1] for pair in zip(one, other, strict=True))
-
-
-def _shown(dims: Dims) -> str:
-    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"

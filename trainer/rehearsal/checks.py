@@ -38,6 +38,7 @@ from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
+from onward.trainer.quantities import gib
 from onward.trainer.rehearsal.compile_trial import decide, not_compiled
 from onward.trainer.rehearsal.empty_labels import check_empty_labels
 from onward.trainer.rehearsal.findings import Findings
@@ -192,7 +193,7 @@ def _sizes_that_fit(bytes_of_row: float, sizes: Sequence[Size], findings: Findin
         rows = max(1, min(size.rows, most))
         if rows < size.rows:
             findings.not_rehearsed.append(
-                f"{size.what}: its activations take about {2 * bytes_of_row * size.rows / 2**30:.3g} GiB, more than "
+                f"{size.what}: its activations take about {gib(2 * bytes_of_row * size.rows)}, more than "
                 f"half of the memory that is free here; {rows} were run in place of {size.rows}"
             )
         fitting.append(replace(size, rows=rows))

@@ -13,6 +13,17 @@ from typing import Literal
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero_bubble"]
 
+ZERO_BUBBLE = "ScheduleInterleavedZeroBubble"
+ONE_STAGE = ("Schedule1F1B", "ScheduleGPipe")
+SEVERAL_STAGES = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS")
+NEED_ONE_A_RANK = ("Schedule1F1B", ZERO_BUBBLE)
+"""Classes of torch that need as many micro-batches as ranks, at least."""
+NEED_EQUAL_ROUNDS = ("ScheduleInterleaved1F1B", ZERO_BUBBLE)
+"""Classes of torch that need rounds of equal size."""
+
+SPLIT_BACKWARD = (ZERO_BUBBLE,)
+"""Classes of torch that compute gradients of weights apart from those of activations."""
+
 
 @dataclass(frozen=True)
 class PipelineSize:
@@ -23,25 +34,21 @@ class PipelineSize:
     num_micro_batches: int
 
     @property
-    def num_rounds(self) -> int:
-        """Rounds of micro-batches, about one micro-batch for each rank: a rank runs a round through one of its stages,
-        then through the next."""
-        return max(1, self.num_micro_batches // self.ranks)
-
-    @property
     def round_size(self) -> int:
-        """Micro-batches of a round."""
-        return self.num_micro_batches // self.num_rounds
+        """Micro-batches of a round, about one for each rank: a rank runs a round through one of its stages, then
+        through the next."""
+        return self.num_micro_batches // max(1, self.num_micro_batches // self.ranks)
 
     @property
     def has_equal_rounds(self) -> bool:
         """Whether all rounds have the same number of micro-batches."""
-        return self.num_micro_batches % self.num_rounds == 0
+        return self.num_micro_batches % max(1, self.num_micro_batches // self.ranks) == 0
 
-
-def all_ahead(size: PipelineSize, rank: int) -> int:
-    """Return m x v: every forward pass comes before the first backward pass."""
-    return size.num_micro_batches * size.stages_per_rank
+    def runs(self, torch_class: str) -> bool:
+        """Return whether a class of torch takes so many micro-batches."""
+        if torch_class in NEED_ONE_A_RANK and self.num_micro_batches < self.ranks:
+            return False
+        return self.has_equal_rounds or torch_class not in NEED_EQUAL_ROUNDS
 
 
 def depth_ahead(size: PipelineSize, rank: int) -> int:
@@ -51,69 +58,53 @@ def depth_ahead(size: PipelineSize, rank: int) -> int:
     return (size.stages_per_rank - 1) * size.round_size + 2 * (size.ranks - 1 - rank) + 1
 
 
-def bubble(size: PipelineSize) -> float:
+def all_ahead(size: PipelineSize, rank: int) -> int:
+    """Return the number of all forward passes."""
+    return size.num_micro_batches * size.stages_per_rank
+
+
+def waiting_share(size: PipelineSize) -> float:
     """Return (p - 1) / (v m + p - 1), section 2.2 of Narayanan et al."""
     waits = size.ranks - 1
     return waits / (size.stages_per_rank * size.num_micro_batches + waits)
 
 
 @dataclass(frozen=True)
-class TorchSchedule:
-    """A class of torch.distributed.pipelining, and which numbers of micro-batches it runs."""
-
-    name: str
-    needs_one_a_rank: bool = False
-    """Whether there must be at least as many micro-batches as ranks."""
-    needs_equal_rounds: bool = False
-
-    def runs(self, size: PipelineSize) -> bool:
-        """Return whether the class runs so many micro-batches."""
-        is_enough = not self.needs_one_a_rank or size.num_micro_batches >= size.ranks
-        return is_enough and (not self.needs_equal_rounds or size.has_equal_rounds)
-
-
-GPIPE, LOOPED_BFS = TorchSchedule("ScheduleGPipe"), TorchSchedule("ScheduleLoopedBFS")
-ONE_STAGE = (TorchSchedule("Schedule1F1B", needs_one_a_rank=True), GPIPE)
-SEVERAL_STAGES = (TorchSchedule("ScheduleInterleaved1F1B", needs_equal_rounds=True), LOOPED_BFS)
-ZERO_BUBBLE = TorchSchedule("ScheduleInterleavedZeroBubble", needs_one_a_rank=True, needs_equal_rounds=True)
-
-
-@dataclass(frozen=True)
 class PipelineSchedule:
     """One order of forward and backward passes."""
 
-    one_stage: tuple[TorchSchedule, ...] = ONE_STAGE
-    """What runs it with one stage on each rank: the first class that takes the number of micro-batches, which the end
-    of training may make small."""
-    several_stages: tuple[TorchSchedule, ...] = SEVERAL_STAGES
-    """The same with several stages on each rank."""
+    one_stage: tuple[str, ...] = ONE_STAGE
+    """The classes of torch for one stage on each rank, the schedule's own first. The others stand in for it where it
+    does not take the number of micro-batches, which the end of training may make small."""
+    several_stages: tuple[str, ...] = SEVERAL_STAGES
+    """The same for several stages on each rank."""
     takes_several_stages: bool = False
     """Whether `parallel.stages_per_rank` may be above 1."""
-    splits_backward: bool = False
-    """Whether gradients of weights are computed apart from those of activations. It then runs neither with ZeRO nor
-    compiled, and its first step compares the gradients with ordinary ones."""
     ahead: Callable[[PipelineSize, int], int] = depth_ahead
-    """(size, rank) -> forward passes before its first backward pass, from which memory is estimated."""
-    bubble: Callable[[PipelineSize], float] = bubble
+    """(size, rank) -> forward passes before the rank's first backward pass, from which memory is estimated."""
+    bubble: Callable[[PipelineSize], float] = waiting_share
     """The share of a step in which a rank waits, from which time is estimated."""
 
-    def classes(self, size: PipelineSize) -> tuple[TorchSchedule, ...]:
-        """Return the classes for so many stages on each rank, the schedule's own first."""
-        return self.one_stage if size.stages_per_rank == 1 else self.several_stages
+    @property
+    def splits_backward(self) -> bool:
+        """Whether its classes split backward passes. It then runs neither with ZeRO nor compiled, and the first step
+        compares the gradients with ordinary ones."""
+        return self.one_stage[0] in SPLIT_BACKWARD
 
-    def torch_schedule(self, size: PipelineSize) -> TorchSchedule:
-        """Return the class that runs so many micro-batches."""
-        return next(each for each in self.classes(size) if each.runs(size))
+    def torch_classes(self, size: PipelineSize) -> list[str]:
+        """Return the names of the classes of torch that run so many micro-batches, the most similar one first."""
+        classes = self.one_stage if size.stages_per_rank == 1 else self.several_stages
+        return [name for name in classes if size.runs(name)]
 
 
 PIPELINE_SCHEDULES: Mapping[ScheduleName, PipelineSchedule] = {
     "1f1b": PipelineSchedule(),
-    "gpipe": PipelineSchedule((GPIPE,), (LOOPED_BFS,), ahead=all_ahead),
+    "gpipe": PipelineSchedule(ONE_STAGE[1:], SEVERAL_STAGES[1:], ahead=all_ahead),
     "interleaved": PipelineSchedule(takes_several_stages=True),
     # its bubble is smaller than estimated, because gradients of weights fill waiting time (Qi et al. 2023,
     # https://arxiv.org/abs/2401.10241); the chosen layout and the recorded plan depend on the estimate
     "zero_bubble": PipelineSchedule(
-        (ZERO_BUBBLE, *ONE_STAGE), (ZERO_BUBBLE, *SEVERAL_STAGES), takes_several_stages=True, splits_backward=True
+        (ZERO_BUBBLE, *ONE_STAGE), (ZERO_BUBBLE, *SEVERAL_STAGES), takes_several_stages=True
     ),
 }
 """`parallel.schedule` -> how it runs."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.loss_rules import LossName
-from onward.trainer.data.class_axis import find_class_axis
+from onward.trainer.data.class_axis import find_class_axis, same_lengths
 from onward.trainer.data.columns import TEXT, Array, Column
 from onward.trainer.data.label_units import are_far
 from onward.trainer.data.signature import Dims, TensorInfo
@@ -204,10 +204,7 @@ def _of_tensors(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]
     name, values = column.name, facts.joined(column.name)
     is_float = np.dtype(column.dtype).kind == "f"
     shape: Dims = (None,) * len(column.shape) if column.variable else column.shape
-    same = len(shape) == len(sample) and all(
-        None in pair or pair[0] == pair[1] for pair in zip(shape, sample, strict=True)
-    )
-    if same:
+    if same_lengths(shape, sample):
         loss, why = _of_same_shape(facts, column, values)
         settings: Mapping[str, Any] = {"soft_labels": True} if loss == "cross_entropy" else {}
         if loss == "mse":
@@ -235,12 +232,7 @@ def _of_tensors(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]
 def _class_axes(output: Dims, labels: Dims) -> list[int]:
     """Return the axes without which an output has the shape of the labels."""
     rests = {axis: (*output[:axis], *output[axis + 1 :]) for axis in range(1, len(output))}
-    return [
-        axis
-        for axis, rest in rests.items()
-        if len(rest) == len(labels)
-        and all(None in pair or pair[0] == pair[1] for pair in zip(rest, labels, strict=True))
-    ]
+    return [axis for axis, rest in rests.items() if same_lengths(rest, labels)]
 
 
 def _of_same_shape(facts: Facts, column: Column, values: Array) -> tuple[LossName, str]:

@@ -116,7 +116,7 @@ class Pipeline:
         wrongly.
         """
         passes = [list(batches) for batches in _passes(micro_batches)]
-        if self._check_gradients and self._scheduled and self._scheduled.runs_as_named(len(passes[0])):
+        if self._check_gradients and self._scheduled and self._scheduled.splits_backward(len(passes[0])):
             self._check_split_backward(self._scheduled, passes[0], reducer, beat)
         # padding micro-batches run their backward passes, but count neither targets nor BatchNorm updates
         real = [batch for batch in micro_batches if not batch.is_padding]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from onward.trainer.config.pipeline_schedules import PIPELINE_SCHEDULES, PipelineSize, ScheduleName
+from onward.trainer.config.pipeline_schedules import PIPELINE_SCHEDULES, SPLIT_BACKWARD, PipelineSize, ScheduleName
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.mesh import message_device
 from onward.trainer.errors import ConfigError
@@ -71,11 +71,10 @@ class ScheduledStages:
         if splits_backward and (problem := _split_backward_problem(stages)):
             raise ConfigError(f"parallel.schedule {schedule!r} {problem}; use 'interleaved' or '1f1b'")
 
-    def runs_as_named(self, num_micro_batches: int) -> bool:
-        """Return whether the schedule itself runs so many micro-batches, not one that is like it."""
+    def splits_backward(self, num_micro_batches: int) -> bool:
+        """Return whether backward passes are split where so many micro-batches run."""
         size = PipelineSize(self._group.size(), len(self._modules), num_micro_batches)
-        order = PIPELINE_SCHEDULES[self.schedule]
-        return order.torch_schedule(size) is order.classes(size)[0]
+        return PIPELINE_SCHEDULES[self.schedule].torch_classes(size)[0] in SPLIT_BACKWARD
 
     def run(self, batches: Sequence[Batch], on_outputs: OnOutputs, beat: Callable[[], None]) -> None:
         """Run the forward passes of batches of one shape, and the backward passes unless gradients are off.
@@ -136,7 +135,7 @@ class ScheduledStages:
         # evaluation has no backward passes to interleave
         order = PIPELINE_SCHEDULES[self.schedule if backward else "gpipe"]
         size = PipelineSize(self._group.size(), len(torch_stages), num)
-        kind = getattr(schedules, order.torch_schedule(size).name)
+        kind = getattr(schedules, order.torch_classes(size)[0])
         takes_several = issubclass(kind, schedules.PipelineScheduleMulti)
         # the last stage returns the loss itself
         loss_function = (lambda outputs, target: outputs[0]) if backward else None

@@ -295,7 +295,7 @@ def test_a_schedule_that_cannot_run_so_many_micro_batches_is_replaced_by_the_mos
     wanted: ScheduleName, num_micro_batches: int, num_ranks: int, stages_per_rank: int, found: str
 ) -> None:
     size = PipelineSize(num_ranks, stages_per_rank, num_micro_batches)
-    assert PIPELINE_SCHEDULES[wanted].torch_schedule(size).name == found
+    assert PIPELINE_SCHEDULES[wanted].torch_classes(size)[0] == found
 
 
 # -- replicas, evaluation, arithmetic

@@ -186,15 +186,14 @@ def _sizes_that_fit(bytes_of_row: float, sizes: Sequence[Size], findings: Findin
 
     bytes_of_row: measured on one. The rank of a GPU may hold micro-batches for which this machine has no memory.
     """
-    # gradients of activations are alive beside them
-    most = int(free_memory(CPU) / 2 / max(2 * bytes_of_row, 1.0))
+    most = int(free_memory(CPU) / 2 / max(2 * bytes_of_row, 1.0))  # gradients of activations are alive beside them
     fitting = []
     for size in sizes:
         rows = max(1, min(size.rows, most))
         if rows < size.rows:
             findings.not_rehearsed.append(
-                f"{size.what}: its activations take about {gib(2 * bytes_of_row * size.rows)}, more than "
-                f"half of the memory that is free here; {rows} were run in place of {size.rows}"
+                f"{size.what}: its activations take about {gib(2 * bytes_of_row * size.rows)}, more than half of the "
+                f"memory that is free here; {rows} were run in place of {size.rows}"
             )
         fitting.append(replace(size, rows=rows))
     return fitting
@@ -217,8 +216,8 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     for problem in refused_warnings(findings.warnings, config.model.accept):
         findings.refuse(problem)
     for loss in [each for each in config.losses if each.is_own]:
-        found = output_warnings(model, graph, loss.outputs[0], is_run=True)
-        for problem in read_as_logits(loss, config.metrics) if "probabilities" in [w.key for w in found] else ():
+        keys = [warning.key for warning in output_warnings(model, graph, loss.outputs[0], is_run=True)]
+        for problem in read_as_logits(loss, config.metrics) if "probabilities" in keys else ():
             findings.refuse(problem)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onward.flows.report import as_toml, table, wrapped
+from onward.trainer.quantities import gib
 
 if TYPE_CHECKING:
     from onward.flows.machine.findings import MachineReport
@@ -321,11 +322,11 @@ def _division(found: Plan) -> Iterator[tuple[str, str]]:
     yield "recomputation", found.recompute.mode + rounded
     yield "products", found.compute
     yield "device", found.device
-    limit = f" of {found.memory_bytes / 2**30:.3g} GiB" if found.memory_bytes else ""
+    limit = f" of {gib(found.memory_bytes)}" if found.memory_bytes else ""
     if found.reserve.total:
         kinds = ", ".join(f"{kind} {_mib(size)}" for kind, size in found.reserve.model_dump().items())
-        yield "kept free", f"{found.reserve.total / 2**30:.3g} GiB (MiB: {kinds})"
-    yield "predicted peak", f"{max(memory.peak for memory in found.memory) / 2**30:.3g} GiB{limit}"
+        yield "kept free", f"{gib(found.reserve.total)} (MiB: {kinds})"
+    yield "predicted peak", f"{gib(max(memory.peak for memory in found.memory))}{limit}"
 
 
 def _mib(size: int) -> str:

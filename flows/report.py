@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
 import math
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -148,14 +146,3 @@ def as_toml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(as_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False)
-
-
-def bits_per_byte(loss: float, held_out: bytes) -> dict[str, float]:
-    """Return the bits per byte of the model (loss in nats) and of two compressors on the same bytes."""
-    # The loss is an average over bytes, so it converts directly; a compressor is measured by its output's length.
-    bits = 8 / len(held_out)
-    return {
-        "model": loss / math.log(2),
-        "gzip -9": bits * len(gzip.compress(held_out, 9)),
-        "xz -9": bits * len(lzma.compress(held_out, preset=9)),
-    }

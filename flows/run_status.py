@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from onward.flows.costs import cost_line
-from onward.flows.report import bits_per_byte
+from onward.flows.costs import bits_per_byte, cost_line
 from onward.flows.run_cause import cause_of
 from onward.flows.run_index import State as State
 from onward.flows.runs import identity_of, identity_or_error, is_running, reference_to

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from onward.trainer.quantities import duration
+
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "name": lambda run: run["name"],
     "state": lambda run: run["state"],
     "metric": lambda run: f"{run['metric'].partition('/')[2]} {run['value']:.4g}" if run["value"] is not None else "",
     "when": lambda run: ago(run["created_at"]),
-    "duration": lambda run: duration(run["elapsed_s"]) if run["elapsed_s"] else "",
+    "duration": lambda run: duration(round(run["elapsed_s"])) if run["elapsed_s"] else "",
     "step": lambda run: f"{run['step']}/{run['num_steps']}",
     "layout": lambda run: run["layout"],
     "id": lambda run: run["run_id"][-8:],
@@ -34,18 +36,6 @@ def rows_of(runs: Sequence[Mapping[str, Any]], width: int) -> tuple[tuple[str, .
         heads.append(head)
         used += size
     return tuple(heads), list(zip(*(cells[head] for head in heads), strict=True))
-
-
-def duration(seconds: float) -> str:
-    """Return a time in its two largest units, such as `2 h 05 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
 def ago(created_at: str, now: datetime | None = None) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from onward.infra.mlflow_store import database_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import url_of
+from onward.trainer.quantities import mb
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import Needs
 
@@ -45,7 +46,7 @@ def shares(run: RunDir, config: RunConfig, needs: Needs, *, tracking_uri: str) -
     files = number * (config.world_size + 2)  # one of each rank, the manifest and the directory
     kept = sum(path.stat().st_size for path in run.checkpoints.glob("step-*/*") if path.is_file())
     left = max(needs.checkpoint_bytes, number * needs.checkpoint_bytes - kept)
-    what = f"{number} checkpoints of {_mb(needs.checkpoint_bytes)}" if number > 1 else "a checkpoint"
+    what = f"{number} checkpoints of {mb(needs.checkpoint_bytes)}" if number > 1 else "a checkpoint"
     yield Share(what, run.root, left, files + OTHER_FILES)
     variants = len(config.export.variants) + config.export.training
     made = f" and {variants} file{'s' * (variants > 1)} made of it" if variants else ""
@@ -88,9 +89,9 @@ def _problems(found: Sequence[Share], *, free: int, inodes: int | None) -> Itera
     where = found[0].path
     needed, files = sum(share.bytes for share in found), sum(share.files for share in found)
     if free < needed:
-        listed = ", ".join(f"{share.what} {_mb(share.bytes)}" for share in found if share.bytes)
+        listed = ", ".join(f"{share.what} {mb(share.bytes)}" for share in found if share.bytes)
         yield (
-            f"{_mb(free)} of disk are free on the file system of {where}, but the run needs at least {_mb(needed)} "
+            f"{mb(free)} of disk are free on the file system of {where}, but the run needs at least {mb(needed)} "
             f"there: {listed}; make room, lower checkpoint.keep_newest, or set ONWARD_HOME to a directory on a larger "
             "disk"
         )
@@ -103,7 +104,3 @@ def _problems(found: Sequence[Share], *, free: int, inodes: int | None) -> Itera
 
 def _existing(directory: Path) -> Path:
     return next(each for each in (directory, *directory.parents) if each.exists())
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB"

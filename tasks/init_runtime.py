@@ -23,6 +23,7 @@ from onward.tasks.jobs import job_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.quantities import mb
 from onward.trainer.run.causes import memory_advice
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import write_durably
@@ -132,8 +133,8 @@ def problems(report: RuntimeReport, config: RunConfig, needs: Needs) -> Iterable
     for place in places(ranks):
         if place.free_bytes < (needed := place.num_ranks * needs.rank_bytes):
             yield (
-                f"{_mb(place.free_bytes)} of memory are free on {place.name}, but the weights, gradients and optimizer "
-                f"state of {place.of_ranks} need {_mb(needed)}, {_mb(needs.rank_bytes)} per rank, without activations; "
+                f"{mb(place.free_bytes)} of memory are free on {place.name}, but the weights, gradients and optimizer "
+                f"state of {place.of_ranks} need {mb(needed)}, {mb(needs.rank_bytes)} per rank, without activations; "
                 f"free some, or start fewer ranks per host. {memory_advice(config)}"
             )
 
@@ -144,8 +145,8 @@ def memory_warnings(ranks: Sequence[RankReport], config: RunConfig, needs: Needs
     for place in places(ranks):
         if place.free_bytes < (needed := place.num_ranks * each):
             yield (
-                f"{_mb(place.free_bytes)} of memory are free on {place.name}, but {place.of_ranks} may need "
-                f"{_mb(needed)}: {_mb(needs.rank_bytes)} per rank, and {_mb(needs.activation_bytes)} for the "
+                f"{mb(place.free_bytes)} of memory are free on {place.name}, but {place.of_ranks} may need "
+                f"{mb(needed)}: {mb(needs.rank_bytes)} per rank, and {mb(needs.activation_bytes)} for the "
                 f"activations of a micro-batch. {memory_advice(config)}"
             )
 
@@ -169,10 +170,6 @@ def places(ranks: Sequence[RankReport]) -> Iterable[Place]:
     for (host, device), count in Counter((rank.host, rank.device) for rank in ranks).items():
         free = min(rank.memory_bytes for rank in ranks if (rank.host, rank.device) == (host, device))
         yield Place(f"{host} ({device})", count, free)
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB"
 
 
 def packages() -> str:

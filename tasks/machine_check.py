@@ -26,6 +26,7 @@ from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.signature import model_bytes
 from onward.trainer.errors import Refused
 from onward.trainer.extras import how_to_install
+from onward.trainer.quantities import mb
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.records import Needs
 from onward.trainer.run.storage import broken_storage
@@ -148,6 +149,6 @@ def _space_problems(config: RunConfig) -> Iterator[str]:
             needed = ranks * size // divided
             if free < needed:
                 yield (
-                    f"{free / 1e6:,.0f} MB of memory are free, but the weights of {ranks} ranks need "
-                    f"{needed / 1e6:,.0f} MB, without gradients and optimizer; free some, or start fewer ranks"
+                    f"{mb(free)} of memory are free, but the weights of {ranks} ranks need "
+                    f"{mb(needed)}, without gradients and optimizer; free some, or start fewer ranks"
                 )

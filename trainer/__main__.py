@@ -197,7 +197,7 @@ def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
 
     exported = read_record(folder / "model.json", ExportedModel)
     config, data = read_config(run), evaluation_data(run)
-    losses = [loss.outputs[0] for loss in config.losses if loss.name == "output"]
+    losses = [loss.outputs[0] for loss in config.losses if loss.rule.by_graph]
     tolerance = config.export.variant_tolerance
     if kind == "with_preprocessing":
         from onward.trainer.export.with_preprocessing import write_with_preprocessing

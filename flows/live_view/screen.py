@@ -18,6 +18,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from onward.flows.live_view.facts import LiveFacts, curve
+from onward.trainer.quantities import gib
 from onward.trainer.run.phases import Phase
 
 SHOWN: tuple[Phase, ...] = ("start", "configure", "preflight", "data", "train", "export")
@@ -39,7 +40,7 @@ LABEL = 12
 TWO_COLUMNS = 110
 """Width from which facts stand side by side."""
 BARS = "▁▂▃▄▅▆▇█"
-MEGABYTE, GIBIBYTE = 1e6, 2**30
+MEGABYTE = 1e6
 
 
 class Screen:
@@ -256,12 +257,12 @@ def _memory(facts: LiveFacts) -> list[str]:
     """Return what the ranks use, if the log has it, and the fullest node and GPU."""
     parts = []
     if (used := facts.values.get("memory_bytes")) is not None:
-        parts.append(f"{used / GIBIBYTE:.3g} GiB a rank")
+        parts.append(f"{gib(used)} a rank")
     kinds = (("memory_usage", "GPU"), ("system_memory_usage", "node"))
     for key, what in kinds:
         fullest = max((found for node in facts.usage.values() for found in _shares(node, key)), default=None)
         if fullest:
-            parts.append(f"{what} {fullest[1] * MEGABYTE / GIBIBYTE:.3g} GiB ({fullest[0]:.0f}%)")
+            parts.append(f"{what} {gib(fullest[1] * MEGABYTE)} ({fullest[0]:.0f}%)")
     return parts
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from onward.flows.planning.time_needed import TimeNeeded
 from onward.flows.planning.whole_run import RunPlan
 from onward.flows.report import as_toml, table, wrapped
+from onward.trainer.quantities import duration, shown_size
 
 
 def show_run_plan(found: RunPlan) -> None:
@@ -16,11 +17,13 @@ def show_run_plan(found: RunPlan) -> None:
     for text in found.time.guessed:
         print(wrapped(text, "  - "))
     print("\ndisk, at most at a time")
-    table([(each.what, _mb(each.bytes), each.place) for each in found.disk.shares])
-    print(f"{_mb(found.disk.total_bytes)} in all; a checkpoint has {_mb(found.disk.checkpoint_bytes)}; ", end="")
-    shards = f"the shards exist ({_mb(found.rows.shard_bytes)})" if found.rows.shard_bytes else "shards are not counted"
-    print(shards)
-    copied = f"beside the training, from a copy of {_mb(found.copy_bytes)} in the memory of the hosts"
+    table([(each.what, shown_size(each.bytes), each.place) for each in found.disk.shares])
+    in_all, of_checkpoint = shown_size(found.disk.total_bytes), shown_size(found.disk.checkpoint_bytes)
+    shards = "shards are not counted"
+    if found.rows.shard_bytes:
+        shards = f"the shards exist ({shown_size(found.rows.shard_bytes)})"
+    print(f"{in_all} in all; a checkpoint has {of_checkpoint}; {shards}")
+    copied = f"beside the training, from a copy of {shown_size(found.copy_bytes)} in the memory of the hosts"
     print(f"checkpoints are written {copied if found.copy_bytes else 'while the training waits'}")
     for problem in found.disk.problems:
         print(wrapped(problem, "  - "))
@@ -59,20 +62,3 @@ def _times(time: TimeNeeded) -> Iterator[tuple[str, str]]:
     if time.setup_s:
         parts.append(f"loading {duration(time.setup_s)}")
     yield "in all", f"{about}{duration(time.total_s or 0.0)} ({', '.join(parts)})"
-
-
-def duration(seconds: float) -> str:
-    """Return a time with two or three significant figures: 12 ms, 3.4 s, 5 min 20 s, 3 h 5 min, 2 d 4 h."""
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    whole = round(seconds)
-    for size, name, smaller, unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            return f"{whole // size} {name} {whole % size // smaller} {unit}"
-    raise AssertionError("a minute at least")
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"

@@ -18,6 +18,7 @@ from onward.flows.run_reports.curves import COLOURS, Line, Marks, draw, draw_cou
 from onward.flows.run_reports.facts import EVALUATION, RunFacts, Series, settings_as_text
 from onward.flows.run_reports.summary import results, verdict
 from onward.trainer.diagnostics.difference import TensorChange
+from onward.trainer.quantities import duration, shown_size
 from onward.trainer.run.step_profile import other_rows, slowest_nodes
 from onward.trainer.run.time_account import PARTS, TimeAccount
 
@@ -70,7 +71,7 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"duration": duration, "share": share, "short": short_number, "bytes": size_of}
+    environment.filters |= {"duration": duration, "share": share, "short": short_number, "bytes": shown_size}
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return environment.get_template(template).render(**values, written_at=now)
 
@@ -256,7 +257,7 @@ def environment_rows(facts: RunFacts) -> list[tuple[str, str]]:
         rows += [
             ("hosts", ", ".join(hosts)),
             ("ranks", f"{len(ranks)}: {counted}; tensors are sent by {ranks[0].backend}"),
-            ("memory", f"{size_of(memory)} free on a device at the start"),
+            ("memory", f"{shown_size(memory)} free on a device at the start"),
             *((name, text.split(",")[0]) for name, text in ranks[0].versions.items()),
         ]
     if facts.config:
@@ -291,18 +292,6 @@ def _rows_of(facts: RunFacts) -> str:
 # -- formats
 
 
-def duration(seconds: float) -> str:
-    """Return a time in words, such as 1 h 02 min, 3 min 20 s or 0.25 s."""
-    if seconds < 0:
-        return f"-{duration(-seconds)}"
-    if seconds < 60:
-        return f"{seconds:.{2 if seconds < 10 else 1}f} s" if seconds >= 0.005 else "0 s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def share(part: float) -> str:
     """Return a share as percent."""
     return f"{100 * part:.1f} %"
@@ -311,12 +300,3 @@ def share(part: float) -> str:
 def short_number(value: float | None) -> str:
     """Return a number with five digits; "" for None."""
     return "" if value is None else f"{value:.5g}"
-
-
-def size_of(num_bytes: float) -> str:
-    """Return a number of bytes in a unit that fits."""
-    units = ["bytes", "kB", "MB", "GB", "TB"]
-    while abs(num_bytes) >= 1000 and len(units) > 1:
-        num_bytes /= 1000
-        units.pop(0)
-    return f"{num_bytes:.3g} {units[0]}"

@@ -23,10 +23,11 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from onward.flows import cli, run_index
+from onward.flows.costs import bits_per_byte
 from onward.flows.examples.folders import FOLDERS
 from onward.flows.local_run import prefect_server
 from onward.flows.planning.whole_run import RunPlan
-from onward.flows.report import bits_per_byte, config_lines, meanings, outcome, table
+from onward.flows.report import config_lines, meanings, outcome, table
 from onward.flows.run_status import describe, held_out_text
 from onward.flows.runs import all_runs, command_to_continue, find_run, locked
 from onward.infra import services

@@ -12,7 +12,7 @@ import pytest
 
 from onward.flows import api, cli
 from onward.flows.planning import time_needed as time_needed_module
-from onward.flows.planning.shown import duration, show_run_plan
+from onward.flows.planning.shown import show_run_plan
 from onward.flows.planning.time_needed import (
     known_pace,
     number_of_checkpoints,
@@ -320,18 +320,3 @@ def test_steps_and_checkpoints_are_counted_as_the_loop_makes_them(settings: dict
     assert checkpoints(10, 0, 31) == 4
     assert checkpoints(0, 0, 31) == 1
     assert checkpoints(0, 10, 31, trained_s=3700.0) == 7
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0123, "12.3 ms"),
-        (3.44, "3.44 s"),
-        (59.99, "60 s"),
-        (320.4, "5 min 20 s"),
-        (11_100, "3 h 5 min"),
-        (187_200, "2 d 4 h"),
-    ],
-)
-def test_times_are_read_at_a_glance(seconds: float, text: str) -> None:
-    assert duration(seconds) == text

@@ -19,7 +19,7 @@ from onward.flows.commands.training import runs
 from onward.flows.flow_log import flow_log, own_log
 from onward.flows.run_index import listed_runs
 from onward.flows.run_logs import show_logs
-from onward.flows.run_table import ago, duration, rows_of
+from onward.flows.run_table import ago, rows_of
 from onward.flows.runs import holder_of, is_running
 from onward.flows.stop import stop
 from onward.flows.stop_signals import acknowledged_interrupt
@@ -154,7 +154,6 @@ def test_runs_are_filtered_and_the_json_has_everything(home: Path, capsys: pytes
 
 
 def test_times_have_units_that_fit() -> None:
-    assert [duration(each) for each in (7.4, 65, 3700, 90000)] == ["7 s", "1 min 05 s", "1 h 01 min", "1 d 01 h"]
     now = datetime.datetime(2026, 1, 2, 12, tzinfo=datetime.UTC)
     times = ("2026-01-02T11:59:30+00:00", "2026-01-02T11:30:00", "2026-01-02T02:00:00+00:00", "2025-12-30", "x")
     assert [ago(each, now) for each in times] == ["just now", "30 min ago", "10 h ago", "3 d ago", ""]

@@ -14,7 +14,7 @@ from onward.flows.run_reports.api import report
 from onward.flows.run_reports.at_the_end import reported
 from onward.flows.run_reports.curves import MOST_POINTS, thinned
 from onward.flows.run_reports.facts import Series, read_facts
-from onward.flows.run_reports.page import duration, page_of, size_of, time_rows
+from onward.flows.run_reports.page import page_of, time_rows
 from onward.flows.run_reports.summary import markdown
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import ConfigError
@@ -255,18 +255,6 @@ def test_a_thinned_curve_keeps_its_ends_and_its_extremes() -> None:
     assert len(kept) < MOST_POINTS + 10
     assert (steps[0], steps[-1]) == (0, 99_999)
     assert {9.0, -3.0} <= set(kept)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(0.001, "0 s"), (0.25, "0.25 s"), (59.9, "59.9 s"), (200, "3 min 20 s"), (3720, "1 h 02 min")],
-)
-def test_durations_are_readable(seconds: float, shown: str) -> None:
-    assert duration(seconds) == shown
-
-
-def test_sizes_have_a_unit() -> None:
-    assert [size_of(n) for n in (12, 1500, 2.5e9)] == ["12 bytes", "1.5 kB", "2.5 GB"]
 
 
 # -- at the end of a flow

@@ -41,6 +41,7 @@ from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ReplicasDiffer
 from onward.trainer.events import EventWriter
+from onward.trainer.quantities import gib
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.priority import lower_priority
 
@@ -143,7 +144,7 @@ class CheckpointWriter:
             self._refusal = background_refusal(self._config, self._mpi, num_bytes)
             how = f"while training waits: {self._refusal}" if self._refusal else "in the background"
             if self._mpi.rank == 0:  # which speaks for all: they have agreed
-                log.info("checkpoints (%.3g GiB of rank 0) are written %s", num_bytes / 2**30, how)
+                log.info("checkpoints (%s of rank 0) are written %s", gib(num_bytes), how)
         return bool(self._refusal)
 
 

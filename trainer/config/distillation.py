@@ -9,7 +9,7 @@ file does not (model/teacher.py): they are named after the place of the loss in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,22 +23,6 @@ TEACHER_ONLY = "teacher"
 """The value of `model.loss` of a run without labels."""
 
 Kind = Literal["kl", "bce", "mse"]
-KINDS: Mapping[str, Kind] = {
-    "cross_entropy": "kl",
-    "dice": "kl",
-    "ctc": "kl",
-    "bce_with_logits": "bce",
-    "focal": "bce",
-    "mse": "mse",
-    "l1": "mse",
-    "huber": "mse",
-    "quantile": "mse",
-    "giou": "mse",
-    "cosine": "mse",
-    "triplet": "mse",
-    "info_nce": "mse",
-}
-"""Loss -> how the same output is compared with the teacher's; the others do not say what the output is."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +76,7 @@ def soft_losses(teacher: TeacherConfig, model: ModelConfig, losses: Sequence[Los
 def _soft_loss(place: int, student: str, wanted: str, teacher: TeacherConfig, losses: Sequence[LossConfig]) -> SoftLoss:
     beside = _loss_of(student, losses)
     hard = None if beside is None else losses[beside]
-    kind = teacher.loss if teacher.loss != "auto" else KINDS.get(hard.name, "mse") if hard else "mse"
+    kind = teacher.loss if teacher.loss != "auto" else (hard.rule.teacher if hard else "") or "mse"
     return SoftLoss(
         place,
         student,
@@ -163,7 +147,7 @@ def teacher_problems(teacher: TeacherConfig, model: ModelConfig, losses: Sequenc
                 "set teacher.loss to kl (scores of classes), bce (yes-or-no labels) or mse (numbers)"
             )
     for each in losses:
-        if teacher.loss == "auto" and each.name not in KINDS:
+        if teacher.loss == "auto" and not each.rule.teacher:
             yield (
                 f"the loss {each.name!r} does not say what its output is; set teacher.loss to kl (scores of classes), "
                 "bce (yes-or-no labels) or mse (numbers)"

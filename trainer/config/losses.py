@@ -12,15 +12,16 @@ What an entry leaves out is read from the short form of one loss (`model.loss`, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
+from onward.trainer.config.loss_rules import LOSS_RULES, LossName, LossRule
 from onward.trainer.config.named_files import NamedFile, named_file
 from onward.trainer.config.section import NonNegativeInt, Section
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.config.sections.model import LossName, ModelConfig
+from onward.trainer.config.sections.model import ModelConfig
 
 
 class LabelUnits(Section):
@@ -103,6 +104,17 @@ class LossConfig(Section):
     """file: the function of your Python file that counts the targets, count(labels, size); empty = one for each row."""
 
     @property
+    def rule(self) -> LossRule:
+        """What the loss is, of an entry that is filled in."""
+        assert self.name
+        return LOSS_RULES[self.name]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss is a function or an ONNX file of the user's."""
+        return self.rule.labels == "own"
+
+    @property
     def named(self) -> NamedFile:
         """What `file` names."""
         return named_file("loss.file", self.file)
@@ -128,17 +140,22 @@ class LossConfig(Section):
     @property
     def takes_labels(self) -> bool:
         """Whether the loss compares its output with labels."""
-        return self.name not in ("output", "triplet", "info_nce", "teacher")
+        return self.rule.labels != "none"
 
     @property
     def has_classes(self) -> bool:
         """Whether the labels are numbers of classes, int64."""
-        return self.name in ("cross_entropy", "dice", "ctc") and not self.soft_labels
+        return self.rule.labels in ("classes", "sequences") and not self.soft_labels
 
     @property
     def has_class_axis(self) -> bool:
         """Whether one axis of the output has the scores of classes, and the labels have the others."""
-        return self.name in ("cross_entropy", "dice") and not self.soft_labels
+        return self.rule.labels == "classes" and not self.soft_labels
+
+    @property
+    def label_dtype(self) -> Literal["float32", "int64"]:
+        """The element type of the labels."""
+        return "int64" if self.has_classes else self.label_type
 
     @property
     def label_units(self) -> LabelUnits | None:
@@ -152,39 +169,18 @@ class LossConfig(Section):
     def is_plain(self) -> bool:
         """Whether it is the mean of -log p(label) over the labels that are not ignored, and nothing else."""
         changed = self.label_smoothing or self.class_weights or self.soft_labels
-        return self.name == "cross_entropy" and not changed
-
-
-STANDARDISED = ("standardise_label", "output_units")
-TAKEN: Mapping[str, tuple[str, ...]] = {
-    "cross_entropy": ("class_axis", "ignore_index", "label_smoothing", "soft_labels", "class_weights"),
-    "mse": STANDARDISED,
-    "l1": STANDARDISED,
-    "bce_with_logits": ("class_weights", "positive_weights"),
-    "huber": ("delta", *STANDARDISED),
-    "quantile": ("quantiles", *STANDARDISED),
-    "focal": ("alpha", "gamma"),
-    "dice": ("class_axis", "ignore_index", "smooth"),
-    "ctc": ("ignore_index", "blank", "input_lengths"),
-    "cosine": ("margin",),
-    "triplet": ("margin",),
-    "info_nce": ("temperature",),
-    "file": ("file", "label_type", "count"),
-}
-"""Loss -> its own settings; the others have none."""
-NUM_OUTPUTS: Mapping[str, int] = {"cosine": 2, "triplet": 3, "info_nce": 2}
-"""Losses that read several outputs -> how many."""
+        return self.rule.sharded_logits and not changed
 
 
 def export_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
     """Yield why `export.training` cannot write these losses into its files."""
     for place, each in enumerate(losses):
-        if each.name == "ctc":
+        if each.rule.no_onnx:
             yield (
-                f"export.training has no ONNX form of {key_of(losses, place, 'name')} 'ctc': ONNX has no operator for "
-                "it; set export.training to false"
+                f"export.training has no ONNX form of {key_of(losses, place, 'name')} {each.name!r}: "
+                f"{each.rule.no_onnx}; set export.training to false"
             )
-        if each.name == "file" and each.file and each.named.is_code:
+        if each.is_own and each.file and each.named.is_code:
             yield (
                 f"export.training has no ONNX form of {key_of(losses, place, 'file')} {each.file!r}: it is Python; "
                 "write the loss as an ONNX file, or set export.training to false"
@@ -193,20 +189,22 @@ def export_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
 
 def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
     """Yield what is wrong with the settings of single losses, which are filled in."""
-    own = [name for name in LossConfig.model_fields if any(name in taken for taken in TAKEN.values())]
+    takers = {
+        name: [loss for loss, rule in LOSS_RULES.items() if name in rule.takes] for name in LossConfig.model_fields
+    }
     for place, each in enumerate(losses):
         key = functools.partial(key_of, losses, place)
-        for name in own:
-            default = LossConfig.model_fields[name].default
+        for name, allowed in takers.items():
             # every entry that is filled in has an ignored label
-            if name not in (*TAKEN.get(each.name, ()), "ignore_index") and getattr(each, name) != default:
-                takers = [loss for loss, taken in TAKEN.items() if name in taken]
-                yield f"{key(name)} {getattr(each, name)!r} is for {' and '.join(takers)}, not for {each.name}"
+            if not allowed or each.name in allowed or name == "ignore_index":
+                continue
+            if getattr(each, name) != LossConfig.model_fields[name].default:
+                yield f"{key(name)} {getattr(each, name)!r} is for {' and '.join(allowed)}, not for {each.name}"
         if each.output_units != "auto" and each.standardise_label == "none":
             yield f"{key('output_units')} {each.output_units!r} needs {key('standardise_label')}"
         if each.name == "teacher":
             yield f"{key('name')} 'teacher' takes no [loss]; write model.loss = \"teacher\" and remove [loss]"
-        if each.name == "file" and not each.file:
+        if each.is_own and not each.file:
             yield f"{key('name')} 'file' needs {key('file')}: \"my_loss.py:function\" or an ONNX file"
         if each.named.is_code and each.named.function and not each.named.function.isidentifier():
             yield (
@@ -217,12 +215,12 @@ def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
             yield f"{key('count')} names a function of a Python file, but {key('file')} is an ONNX file; remove it"
         elif each.count and not each.count.isidentifier():
             yield f"{key('count')} {each.count!r} is not the name of a function of {key('file')}"
-        wanted = NUM_OUTPUTS.get(each.name, 1)
+        wanted = each.rule.num_outputs
         if len(each.outputs) != wanted:
             found = len(each.outputs)
             yield f"{key('output')}: {each.name} reads {wanted} outputs of the graph, not {found}; name them"
-        if each.name == "bce_with_logits" and each.class_weights == "balanced":
-            yield f"{key('class_weights')} 'balanced' is for cross_entropy; bce_with_logits has positive_weights"
+        if "positive_weights" in each.rule.takes and each.class_weights == "balanced":
+            yield f"{key('class_weights')} 'balanced' is for cross_entropy; {each.name} has positive_weights"
         if each.soft_labels and each.class_weights == "balanced":
             yield f"{key('class_weights')} 'balanced' counts labels that are classes, not probabilities"
 

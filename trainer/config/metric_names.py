@@ -28,34 +28,8 @@ from typing import Any, Literal
 
 Task = Literal["classes", "labels", "values", "quantiles", "boxes", "sequences", "pairs", "triplets", "matches"]
 
-TASKS: Mapping[str, tuple[Task, ...]] = {
-    "cross_entropy": ("classes",),
-    "bce_with_logits": ("labels",),
-    "mse": ("values",),
-    "l1": ("values",),
-    "huber": ("values",),
-    "quantile": ("quantiles",),
-    "focal": ("labels",),
-    "dice": ("classes",),
-    "giou": ("boxes", "values"),
-    "ctc": ("sequences",),
-    "cosine": ("pairs",),
-    "triplet": ("triplets",),
-    "info_nce": ("matches",),
-}
-"""Loss -> what its outputs and its labels are; of a loss that is absent (`output`) nothing is known but its value."""
 FILE_TASKS: Mapping[str, tuple[Task, ...]] = {"int64": ("classes",), "float32": ("values", "labels")}
-"""`loss.label_type` of a loss of your own -> the same. Of numbers the name of the metric decides."""
-
-DEFAULTS: Mapping[str, tuple[str, ...]] = {
-    "cross_entropy": ("accuracy",),
-    "bce_with_logits": ("accuracy",),
-    "mse": ("mae", "mse"),
-    "l1": ("mae", "mse"),
-    "huber": ("mae", "mse"),
-    "focal": ("accuracy",),
-}
-"""Loss -> its metrics where `metrics` is empty."""
+"""`loss.label_type` of a loss of your own -> what it compares. Of numbers the name of the metric decides."""
 
 AVERAGES = ("macro", "micro", "weighted")
 

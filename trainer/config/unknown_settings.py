@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic import ValidationError
 
+from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.section import Section, plain_word, section_at, table_type
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import MAX_SHOWN, shown
@@ -84,15 +85,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 """A setting -> the names that other tools and most people use for it."""
 
 OF_CHOICES: Mapping[str, str] = {
-    "mae": "l1",
-    "l2": "mse",
-    "ce": "cross_entropy",
-    "crossentropy": "cross_entropy",
-    "crossentropyloss": "cross_entropy",
-    "bce": "bce_with_logits",
-    "bcewithlogits": "bce_with_logits",
-    "bcewithlogitsloss": "bce_with_logits",
-    "smooth_l1": "huber",
+    **{word: name for name, rule in LOSS_RULES.items() for word in rule.synonyms},
     "float32": "fp32",
     "float16": "fp16",
     "half": "fp16",

@@ -14,9 +14,11 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections.abc import Sequence
 
 from onward.trainer.data.label_axes import remedy, rows_problem
 from onward.trainer.errors import ConfigError
+from onward.trainer.quantities import shown_shape
 
 Dims = tuple[int | None, ...]
 
@@ -31,12 +33,14 @@ def find_class_axis(
     axis fits, or several do.
     """
     found = _fitting(output, labels)
-    what = f"output {name!r} is {_shown(output)} and the labels are {_shown(labels)}"
+    what = f"output {name!r} is {shown_shape(output)} and the labels are {shown_shape(labels)}"
     if not _positions_agree(output, labels):
         raise ConfigError(f"the loss cannot be computed: {what}: {rows_problem(output, labels)}")
     if given is not None:
         if not -len(output) <= given < len(output):
-            raise ConfigError(f"loss.class_axis {given} is not an axis of output {name!r}, which is {_shown(output)}")
+            raise ConfigError(
+                f"loss.class_axis {given} is not an axis of output {name!r}, which is {shown_shape(output)}"
+            )
         axis = given % len(output)
         if axis in found or (len(output) < 3 and axis == len(output) - 1) or _fits(output, labels, axis):
             return axis
@@ -80,11 +84,11 @@ def _fitting(output: Dims, labels: Dims) -> list[int]:
     if len(output) < 3:
         return [len(output) - 1]
     axes = range(1, len(output))
-    exact = [axis for axis in axes if _equal(_without(output, axis), labels)]
+    exact = [axis for axis in axes if same_lengths(_without(output, axis), labels)]
     # labels with an axis of one in place of the classes, such as masks [B, 1, H, W]
     return (
         exact
-        or [axis for axis in axes if _equal((*output[:axis], 1, *output[axis + 1 :]), labels)]
+        or [axis for axis in axes if same_lengths((*output[:axis], 1, *output[axis + 1 :]), labels)]
         or [axis for axis in axes if _fits(output, labels, axis)]
     )
 
@@ -92,7 +96,7 @@ def _fitting(output: Dims, labels: Dims) -> list[int]:
 def _fits(output: Dims, labels: Dims, axis: int) -> bool:
     """Return whether labels are the rest of the output's shape, but for axes of one, or with neighbours as one axis."""
     rest = _without(output, axis)
-    if _equal(rest, labels):
+    if same_lengths(rest, labels):
         return True
     if None in rest or None in labels:
         return len(labels) < len(rest)
@@ -108,9 +112,6 @@ def _without(dims: Dims, axis: int) -> Dims:
     return (*dims[:axis], *dims[axis + 1 :])
 
 
-def _equal(one: Dims, other: Dims) -> bool:
+def same_lengths(one: Sequence[int | None], other: Sequence[int | None]) -> bool:
+    """Return whether two shapes may be the same, None being any length."""
     return len(one) == len(other) and all(None in pair or pair[0] == pair[1] for pair in zip(one, other, strict=True))
-
-
-def _shown(dims: Dims) -> str:
-    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"

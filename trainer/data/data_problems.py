@@ -37,6 +37,7 @@ from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.model_files import read_model
+from onward.trainer.quantities import shown_shape
 
 NUMERIC = {"bool", "float16", "bfloat16", "float32", "float64", "uint8", "uint16", "uint32", "uint64"} | {
     f"int{bits}" for bits in (8, 16, 32, 64)
@@ -327,7 +328,7 @@ def _labels_fit(shape: Dims, column: Column) -> bool:
 
 
 def _shown(dims: Dims) -> str:
-    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]" if dims else "one number"
+    return shown_shape(dims) if dims else "one number"
 
 
 def _balance_problems(config: RunConfig, signature: Signature, schema: Schema) -> Iterator[str]:
@@ -366,7 +367,7 @@ def _declared_classes(loss: LossConfig, output: Dims, column: Column) -> int | N
         found = output[find_class_axis(output, labels, declared=output, given=loss.class_axis)]
     except ConfigError:
         return None
-    return max(found, 2) if found and loss.name == "dice" else found
+    return loss.rule.num_classes(found) if found else found
 
 
 def _label_range_problems(
@@ -381,7 +382,7 @@ def _label_range_problems(
     values = [value for value in column.extremes if value != loss.ignored]
     if not values or column.dtype == TEXT or np.dtype(column.dtype).kind == "f":
         return
-    if num_classes == 1 and output and loss.name == "cross_entropy" and values[-1] != values[0]:
+    if num_classes == 1 and output and loss.rule.needs_two_scores and values[-1] != values[0]:
         key = key_of(config.losses, config.losses.index(loss), "name") if config.loss else "model.loss"
         classes = f'for two classes set {key} = "bce_with_logits"; ' if values == [0, 1] else ""
         yield (

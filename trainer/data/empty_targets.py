@@ -13,8 +13,8 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.columns import Column, Schema, Values
 
-TAKES_NONE = frozenset(("cross_entropy", "dice", "ctc", "file", "output"))
-"""Losses that take a row without labels."""
+TAKES_NONE = ("classes", "sequences", "own", "none")
+"""Labels of which a row may have none (`LossRule.labels`)."""
 
 
 class EmptyTargets:
@@ -52,5 +52,5 @@ def open_empty_targets(config: RunConfig, schema: Schema) -> Iterator[EmptyTarge
     for loss in config.losses:
         columns = [schema[name] for name in loss.columns if name in schema]
         is_list = any(column.holds_numbers and (column.variable or len(column.shape) == 1) for column in columns)
-        if loss.name not in TAKES_NONE and is_list:
+        if loss.rule.labels not in TAKES_NONE and is_list:
             yield EmptyTargets(loss)

@@ -125,7 +125,7 @@ def label_feeds(config: RunConfig, signature: Signature) -> Iterator[Feed]:
         own = bool(config.loss and config.loss[place].label)
         key = key_of(losses, place, "label") if own else "data.label"
         stacked = not isinstance(loss.label, str)
-        dtype = "int64" if loss.has_classes else loss.label_type
+        dtype = loss.label_dtype
         scores = output.shape if output and loss.has_class_axis else None
         whole = label_shape(loss, output.shape) if output and output.shape is not None else None
         shape = None if whole is None else whole[1:]

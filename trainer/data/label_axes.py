@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.errors import ConfigError
+from onward.trainer.quantities import shown_shape
 
 Dims = tuple[int | None, ...]
 
@@ -32,13 +33,14 @@ def label_shape(loss: LossConfig, output: Dims) -> Dims | None:
     None is a length that is not known, or any length. Returns None where only the labels say it: of a loss of your
     own, and of classes that may be on several axes.
     """
-    if loss.name == "file":
+    labels = loss.rule.labels
+    if labels == "own":
         return None
-    if loss.name == "cosine":
+    if labels == "rows":
         return output[:1]
-    if loss.name == "ctc":
+    if labels == "sequences":
         return (*output[:1], None)
-    if loss.name == "quantile":
+    if labels == "quantiles":
         has_axis = len(output) > 1 and output[-1] == len(loss.quantiles)
         return output[:-1] if has_axis else output
     if not loss.has_class_axis or len(output) < 2:
@@ -107,7 +109,7 @@ def check_axes(
     outputs: the shapes of those that it reads, whose names are `names`. size: the rows of the batch, for a loss without
     labels; 0 if they are not known. Classes are left to `find_class_axis`, and a loss of your own pairs them itself.
     """
-    if loss.name in ("file", "output"):
+    if loss.is_own or loss.rule.by_graph:
         return
     output = outputs[0]
     if any(other != output for other in outputs[1:]):
@@ -127,7 +129,7 @@ def check_axes(
 def check_elements(loss: LossConfig, output: Dims, labels: Dims, *, name: str) -> None:
     """Raise ConfigError unless labels have the shape of an output, which the metrics of a loss of your own compare."""
     if problem := _unpaired(output, output, labels):
-        what = "metrics" if loss.name == "file" else ""
+        what = "metrics" if loss.is_own else ""
         raise ConfigError(_refusal(loss, output, labels, name, problem, what=what))
 
 
@@ -154,18 +156,19 @@ def _exchanged(output: Dims) -> Dims:
 
 def _problem(loss: LossConfig, output: Dims, labels: Dims) -> str:
     """Return why one output and the labels do not pair, as a clause; "" if they do."""
-    if loss.name == "ctc" and len(output) != 3:
+    kind = loss.rule.labels
+    if kind == "sequences" and len(output) != 3:
         return "the output must be [rows, time steps, classes]"
     # each sample has a sum of its own, so that nothing may stand in front of the rows
-    if loss.name in ("ctc", "dice") and output[0] != labels[0]:
+    if loss.has_classes and loss.rule.by_sample and output[0] != labels[0]:
         return rows_problem(output, labels)
     if loss.has_class_axis:
         return ""  # find_class_axis
     if labels[:1] == (1,) != output[:1]:
         output = (1, *output)  # a file for one row may leave the batch out of its output
-    if loss.name == "quantile" and len(loss.quantiles) > 1 and output[1:][-1:] != (len(loss.quantiles),):
+    if kind == "quantiles" and len(loss.quantiles) > 1 and output[1:][-1:] != (len(loss.quantiles),):
         return f"the last axis of the output must have the {len(loss.quantiles)} quantiles of loss.quantiles"
-    if loss.name == "giou" and not _has_boxes(output[1:]):
+    if kind == "boxes" and not _has_boxes(output[1:]):
         return (
             "the last axis of the output must have the 4 numbers of a box, x1, y1, x2, y2 (or those of several boxes "
             "one after the other, in an output [rows, 4 x boxes])"
@@ -197,8 +200,3 @@ def _refusal(loss: LossConfig, output: Dims, labels: Dims | None, name: str, why
     against = "" if labels is None else f" and the labels are {shown_shape(labels)}"
     what = f"the {what} of the loss {loss.name!r}" if what else f"the loss {loss.name!r}"
     return f"{what} cannot be computed: output {name!r} is {shown_shape(output)}{against}: {why}"
-
-
-def shown_shape(dims: Dims) -> str:
-    """Return a shape as messages show it: [8, ?, 3]."""
-    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"

@@ -14,33 +14,21 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 import onnx
 
 from onward.trainer.config.distillation import teacher_output
+from onward.trainer.config.loss_rules import LOSS_RULES, SIGMOID, SOFTMAX
 from onward.trainer.config.losses import key_of, with_outputs
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.model import LossName
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import Refused
 from onward.trainer.onnx_graph.index import FLOAT_TYPES, Index, dims_of, known_types, opsets_of
 from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.probabilities import Activation, activation_of
 
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "cross_entropy": ("softmax", "log_of_softmax"),
-    "ctc": ("softmax", "log_of_softmax"),
-    "dice": ("softmax", "sigmoid"),
-    "bce_with_logits": ("sigmoid",),
-    "focal": ("sigmoid",),
-    # of a teacher
-    "kl": ("softmax", "log_of_softmax"),
-    "bce": ("sigmoid",),
-}
-"""Loss of scores -> the activations whose results it would apply its own softmax or sigmoid to."""
-LAST_AXIS = ("ctc",)
-"""Losses whose classes are on the last axis."""
+OF_TEACHERS: Mapping[str, tuple[str, ...]] = {"kl": SOFTMAX, "bce": SIGMOID}
+"""`teacher.loss` -> the same as `LossRule.applies`."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +84,7 @@ def losses_of_scores(model: onnx.ModelProto) -> tuple[str, ...]:
     first = next(iter(_outputs_of(model)), None)
     if first is None:
         return ()
-    return tuple(name for name in KINDS if name in get_args(LossName) and _fits(first, name, None))
+    return tuple(name for name in LOSS_RULES if _fits(first, name, None))
 
 
 def _read_by(config: RunConfig) -> list[tuple[str, str | tuple[str, ...]]]:
@@ -160,15 +148,16 @@ def _of_teacher(config: RunConfig, first: _Output, named: Sequence[str], path: P
 
 def _fits(output: _Output, loss: str, class_axis: int | None) -> bool:
     """Return whether a loss applies the activation that has computed an output, along the same axis."""
-    found = output.found
-    if found is None or found.kind not in KINDS.get(loss, ()):
+    found, rule = output.found, next((rule for name, rule in LOSS_RULES.items() if name == loss), None)
+    applied = rule.applies if rule else OF_TEACHERS.get(loss, ())
+    if found is None or found.kind not in applied:
         return False
-    if loss == "dice" and found.kind == "sigmoid":  # of several classes it applies a softmax
+    if found.kind == "sigmoid" and rule and rule.binary_scores:  # of several classes it applies a softmax
         return output.dims is not None and len(output.dims) > 1 and 1 in (output.dims[1], output.dims[-1])
     if found.kind == "sigmoid" or output.dims is None:
         return class_axis is None or found.kind == "sigmoid"
     rank = len(output.dims)
-    wanted = rank - 1 if loss in LAST_AXIS else class_axis
+    wanted = rank - 1 if rule and rule.labels == "sequences" else class_axis
     return output.axis != 0 and (wanted is None or wanted % rank == output.axis)
 
 

@@ -91,13 +91,14 @@ def count_targets(labels: Tensor | None, size: int, loss: LossConfig) -> float |
 
     A tensor on the device of the labels, where it depends on their values: reading it is left to the caller.
     """
-    if labels is None or not loss.takes_labels or loss.name in ("dice", "ctc", "cosine", "file"):  # means over samples
+    rule = loss.rule
+    if labels is None or not loss.takes_labels or rule.by_sample:
         return size
-    if loss.name == "giou":
+    if rule.labels == "boxes":
         return labels.numel() // 4
-    if loss.name == "quantile":
+    if rule.labels == "quantiles":
         return labels.numel() * len(loss.quantiles)
-    if loss.name != "cross_entropy":
+    if rule.labels != "classes":
         return labels.numel()
     if labels.is_floating_point():  # probabilities: as many targets as there are rows of them
         return labels.numel() // labels.shape[soft_axis(loss, labels.ndim)]

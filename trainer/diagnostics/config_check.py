@@ -139,7 +139,7 @@ def _training_files(config: RunConfig, signature: Signature) -> list[str]:
             continue
         if output.shape is None or output.name in undeclared:
             problems.append(f"export.training: {unknown_shape(output.name)}")
-        elif loss.name == "file" and not problems:
+        elif loss.is_own and not problems:
             try:
                 read_loss_file(Path(loss.named.location), opset)
                 label_dims(Path(loss.named.location), output.shape)

@@ -13,6 +13,7 @@ import onnx
 from onward.trainer.onnx_graph.index import SMALL, without_large_tensors
 from onward.trainer.onnx_graph.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.stored_protos import load_small_tensors
+from onward.trainer.quantities import gib
 from onward.trainer.run.records import Record
 
 MAX_BYTES = 256 * 2**20
@@ -43,7 +44,7 @@ def check_runtime(model: onnx.ModelProto, path: Path, size_bytes: int) -> Runtim
     if size_bytes > MAX_BYTES:
         how = (
             f"a copy without optimisations in which tensors of more than {SMALL:,} elements are inputs, because the "
-            f"file has {size_bytes / 2**30:.2g} GiB"
+            f"file has {gib(size_bytes)}"
         )
         source = without_large_tensors(load_small_tensors(model, path.parent))
     try:

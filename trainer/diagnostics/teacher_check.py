@@ -12,11 +12,13 @@ from pathlib import Path
 from onward.trainer.config.distillation import SoftLoss, teacher_output
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import url_of
+from onward.trainer.data.class_axis import same_lengths
 from onward.trainer.data.signature import Signature, read_signature
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.onnx_graph.index import did_you_mean, dims_of, known_types
 from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.surgery import apply_surgery
+from onward.trainer.quantities import shown_shape
 
 Dims = Sequence[int | None]
 
@@ -94,11 +96,11 @@ def _input_problems(config: RunConfig, signature: Signature, theirs: Signature) 
         own = ours[source]
         if ("int" in own.dtype) != ("int" in info.dtype):
             yield f"teacher: input {info.name!r} takes {info.dtype}, but the model's {source!r} {own.dtype}"
-        if own.shape is not None and info.shape is not None and not _fits(own.shape[1:], info.shape[1:]):
+        if own.shape is not None and info.shape is not None and not same_lengths(own.shape[1:], info.shape[1:]):
             yield (
-                f"teacher: input {info.name!r} is {_shown(info.shape)}, but the model's {source!r} is "
-                f"{_shown(own.shape)}; both read the same values, so that a teacher that needs others, such as larger "
-                "images, cannot be used"
+                f"teacher: input {info.name!r} is {shown_shape(info.shape)}, but the model's {source!r} is "
+                f"{shown_shape(own.shape)}; both read the same values, so that a teacher that needs others, such as "
+                "larger images, cannot be used"
             )
 
 
@@ -107,16 +109,9 @@ def _shape_problems(soft: SoftLoss, own: tuple[str, Dims | None], theirs: tuple[
     if soft.matched or ours is None or shape is None:  # matched ones may be projected (model/teacher.py)
         return
     squeezed = [[dim for dim in dims[1:] if dim != 1] for dims in (ours, shape)]
-    if not _fits(*squeezed):
+    if not same_lengths(*squeezed):
         yield (
-            f"teacher.output: the model's {name!r} is {_shown(ours)}, but the teacher's {other!r} is {_shown(shape)}; "
-            "both must have the same classes: name another output of the teacher, or set model.num_classes"
+            f"teacher.output: the model's {name!r} is {shown_shape(ours)}, but the teacher's {other!r} is "
+            f"{shown_shape(shape)}; both must have the same classes: name another output of the teacher, or set "
+            "model.num_classes"
         )
-
-
-def _fits(one: Dims, other: Dims) -> bool:
-    return len(one) == len(other) and all(None in pair or pair[0] == pair[1] for pair in zip(one, other, strict=True))
-
-
-def _shown(dims: Dims) -> str:
-    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"

@@ -27,8 +27,6 @@ from onward.trainer.model.metrics.metrics import EvaluationMetrics
 
 log = logging.getLogger(__name__)
 
-NUMBERS = ("mse", "l1", "huber")
-LABELS = ("bce_with_logits", "focal")
 LEAST_SHARE = 1e-6
 """A class that no row has gets this share, so that its logarithm is finite."""
 FREQUENT, MEAN, LAST = "the most frequent class", "the mean of the labels", "the last known value"
@@ -123,8 +121,9 @@ class Baselines:
         mean = self._sums[place] / self._rows
         if len(mean) != like[:1].numel():  # rows of varying length
             mean = mean.mean().expand(like[:1].numel())
-        values = torch.logit(mean.clamp(LEAST_SHARE, 1 - LEAST_SHARE)) if loss.name in LABELS else mean
-        return values.float().reshape(1, *like.shape[1:])
+        if loss.config.rule.tasks == ("labels",):
+            mean = torch.logit(mean.clamp(LEAST_SHARE, 1 - LEAST_SHARE))
+        return mean.float().reshape(1, *like.shape[1:])
 
     def _last_values(self, rows: Array) -> Tensor:
         """Return the last value of each row's past, in the units of the source: fp32 [n]."""
@@ -139,16 +138,17 @@ class Baselines:
 
 
 def _kind(loss: Loss) -> str:
-    if loss.name in NUMBERS:
-        return MEAN
-    is_classes = loss.name == "cross_entropy" and loss.config.has_classes
-    return FREQUENT if is_classes or loss.name in LABELS else ""
+    if loss.config.soft_labels:
+        return ""
+    if "accuracy" in loss.config.rule.metrics:
+        return FREQUENT
+    return MEAN if loss.config.rule.tasks == ("values",) else ""
 
 
 def _series(config: RunConfig, losses: Losses) -> str:
     """Return the column of the past of the only label, which is the future of a window; "" if it is none."""
     columns = [name for loss in losses.each for name in loss.config.columns]
-    if config.data.table.window is None or len(columns) != 1 or losses.each[0].name not in NUMBERS:
+    if config.data.table.window is None or len(columns) != 1 or losses.each[0].config.rule.tasks != ("values",):
         return ""
     (label,) = columns
     past = label.removesuffix(AHEAD)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onward.trainer.config.losses import NUM_OUTPUTS, LossConfig
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.metric_names import METRICS
 from onward.trainer.config.sections.metrics import MetricConfig, is_library, task_of
 from onward.trainer.data.columns import Array
@@ -43,9 +43,9 @@ def losses_of(meanings: Sequence[Meaning], configured: Sequence[LossConfig] = ()
     for place, meaning in enumerate(meanings):
         known = {"name": meaning["loss"], "label": tuple(meaning["label"]), "ignore_index": -100}
         loss = configured[place] if configured else LossConfig.model_validate(known)
-        if loss.name in ("output", "teacher", *NUM_OUTPUTS):
+        if not loss.takes_labels or loss.rule.num_outputs > 1:
             problems.append(f"{loss.name} compares no output with labels: `onward status` has what the run measured")
-        elif loss.name == "ctc" or (loss.name == "file" and not configured):
+        elif loss.rule.labels == "sequences" or (loss.is_own and not configured):
             problems.append(f"{loss.name} cannot be measured here: `onward status` has what the run measured")
         # weights that balance the training data are no part of a measure of other rows
         balanced = {"class_weights": ()} if loss.class_weights == "balanced" else {}
@@ -162,7 +162,7 @@ def _labels(cells: list[Any], output: Array, loss: LossConfig) -> Tensor:
             raise DataError(f"the labels go up to class {int(classes.max())}, but the model has {output.shape[1]}")
         return classes
     numbers = torch.tensor(cells, dtype=torch.float32)
-    if loss.name in ("quantile", "file"):
+    if loss.rule.labels in ("quantiles", "own"):
         return numbers
     if numbers.numel() != output.size:
         raise DataError(

@@ -183,6 +183,7 @@ def _outputs(config: RunConfig, manifest: ShardManifest, signature: Signature) -
         yield OutputMeaning(
             name=output.name if output else loss.outputs[0],
             loss=str(loss.name),
+            holds="".join(loss.rule.tasks[:1]),
             label=loss.columns,
             classes=names[0] if names and loss.has_classes else (),
         )

@@ -46,6 +46,7 @@ from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
 from onward.trainer.onnx_import.origins import rename_origins
 from onward.trainer.onnx_import.roles import Role
 from onward.trainer.onnx_import.trial_sizes import declared_batch
+from onward.trainer.quantities import shown_shape
 
 
 def open_with_teacher(config: RunConfig, *, cached: bool = False, by_parts: bool = False) -> TrainableModel:
@@ -236,7 +237,7 @@ def projected_sizes(
     name = f"[[teacher.match]] {soft.student!r} of the model and {soft.teacher!r} of the teacher"
     if own is None or theirs is None:
         raise ConfigError(f"{name}: the shape of one of them is not known from its file; match other tensors")
-    shown = f"{name} are {_shown(own)} and {_shown(theirs)}"
+    shown = f"{name} are {shown_shape(own)} and {shown_shape(theirs)}"
     if len(own) != len(theirs):
         raise ConfigError(f"{shown}; match tensors with the same number of axes")
     different = [
@@ -253,10 +254,6 @@ def projected_sizes(
     assert before
     assert after
     return axis, before, after
-
-
-def _shown(dims: Sequence[int | None]) -> str:
-    return "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"
 
 
 def _projected(module: ImportedGraph, soft: SoftLoss, node: fx.Node, sizes: tuple[int, int, int], seed: int) -> fx.Node:

@@ -20,10 +20,12 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.index import Index, did_you_mean, dims_of, infer_types, names_read
 from onward.trainer.onnx_graph.outputs import class_labels
+from onward.trainer.quantities import shown_shape
 
 # fmt: off
 PASS_THROUGH = frozenset((
@@ -308,10 +310,9 @@ def _declare(model: onnx.ModelProto, head: _Head, layer: _Layer, config: ModelCo
             value.type.tensor_type.shape.dim[place].dim_value = head.new if here else head.old
     now = dims_of(after.get(output)) or [None, None]
     # a graph that computes its own loss has a scalar output; a length that is not known may be right
-    if config.loss == "output" or head.new in now or None in now[1:]:
+    if LOSS_RULES[config.loss].by_graph or head.new in now or None in now[1:]:
         return []
-    shape = ", ".join("?" if dim is None else str(dim) for dim in now)
     return [
-        f"model.num_classes: {output!r} is [{shape}], also when the layer before it has {head.new} outputs: a node in "
-        "between fixes its shape; name another layer as model.head, or an earlier tensor as model.output"
+        f"model.num_classes: {output!r} is {shown_shape(now)}, also when the layer before it has {head.new} outputs: a "
+        "node in between fixes its shape; name another layer as model.head, or an earlier tensor as model.output"
     ]

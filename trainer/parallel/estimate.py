@@ -2,13 +2,10 @@
 
 Formulas, for p pipeline ranks with v stages each and m micro-batches:
 
-    bubble             (p - 1) / (v m + p - 1)       the share of a step in which a rank waits (not zero_bubble's)
+    bubble             the share of a step in which a rank waits, as in config/pipeline_schedules.py
     time of a step     m x (pass of the busiest rank) / (1 - bubble) + messages         both as in device.py
     all-reduce         2 x its bytes travel (a ring: reduce-scatter, then all-gather)
     gather, scatter    1 x its bytes travel
-
-Source of the bubble: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2. It is that of gpipe, 1f1b
-(v = 1) and interleaved. For zero_bubble it is an upper bound: see `Estimate.bubble`.
 """
 
 from __future__ import annotations
@@ -86,15 +83,9 @@ class Estimate:
 
     @property
     def bubble(self) -> float:
-        """Return the share of a step in which a rank waits under gpipe, 1f1b (v = 1) and interleaved (v > 1).
-
-        The schedule is not read: for zero_bubble this is the bubble of 1f1b or interleaved with as many stages, and its
-        own is smaller, because it fills waiting time with weight gradients (Qi et al. 2023,
-        https://arxiv.org/abs/2401.10241). The chosen layout and the recorded plan depend on this number.
-        """
-        parallel = self.config.parallel
-        waits = parallel.pipeline - 1
-        return waits / (parallel.stages_per_rank * self.config.train.gradient_accumulation_steps + waits)
+        """Return the share of a step in which a rank waits."""
+        parallel, num_micro_batches = self.config.parallel, self.config.train.gradient_accumulation_steps
+        return parallel.order.bubble(parallel.pipeline_size(num_micro_batches))
 
     def stage_flops(self, stage: Stage, recomputed: Sequence[int]) -> int:
         """Return the FLOPs of one micro-batch: 3 times the forward pass, and recomputed units once more."""

@@ -116,25 +116,16 @@ def activation_budget(
 def pass_order(parallel: ParallelConfig, num_micro_batches: int, pipeline: int) -> Iterator[tuple[bool, int]]:
     """Yield (is it a forward pass, number of the stage on this rank) for each pass of a step, in order.
 
-    All schedules run some forward passes ahead (warm-up), then one backward and one forward pass in turn, then the
-    backward passes that are left. Here for 1f1b with 2 stages and 4 micro-batches, ahead = 2 on rank 0 and 1 on rank 1:
+    As config/pipeline_schedules.py describes it. Here for 1f1b with 2 stages and 4 micro-batches, ahead = 2 on rank 0
+    and 1 on rank 1:
 
         rank 0    F F B F B F B B
         rank 1    F B F B F B F B
-
-    Source: torch.distributed.pipelining.schedules; Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473).
     """
-    ranks, per_rank = parallel.pipeline, parallel.stages_per_rank
+    size = parallel.pipeline_size(num_micro_batches)
+    per_rank, round_size = size.stages_per_rank, size.round_size
     total = num_micro_batches * per_rank
-    # with several stages on a rank, it runs a round of micro-batches through one stage, then through the next
-    round_size = num_micro_batches // max(1, num_micro_batches // ranks)
-    if parallel.schedule == "gpipe":
-        ahead = total
-    elif per_rank == 1:
-        ahead = ranks - pipeline
-    else:
-        ahead = (per_rank - 1) * round_size + 2 * (ranks - 1 - pipeline) + 1
-    ahead = min(ahead, total)
+    ahead = min(parallel.order.ahead(size, pipeline), total)
     for number in range(total + ahead):
         if number < total:
             yield True, number // round_size % per_rank

@@ -35,6 +35,7 @@ from onward.trainer.parallel.estimator import Estimator
 from onward.trainer.parallel.layout import drop_data
 from onward.trainer.parallel.matrices import find_matrices
 from onward.trainer.parallel.plan_record import Plan, PlannedRate
+from onward.trainer.quantities import gib
 
 AXES = ("data", "tensor", "pipeline")
 
@@ -103,7 +104,7 @@ def _choose(estimator: Estimator, config: RunConfig, device: torch.device) -> Pl
     if not fitting:
         raise ConfigError(
             [
-                f"no division of {num_ranks} ranks fits into {_gib(limit)} a rank{_kept_free(config, device, limit)}; "
+                f"no division of {num_ranks} ranks fits into {gib(limit)} a rank{_kept_free(config, device, limit)}; "
                 "take more ranks, a smaller train.global_batch_size, or raise parallel.memory_gib",
                 *considered,
             ]
@@ -113,7 +114,7 @@ def _choose(estimator: Estimator, config: RunConfig, device: torch.device) -> Pl
     for estimate in fitting:
         if estimate is not best:
             times = estimate.step_s() / best.step_s()
-            considered.append(f"{estimate.name}: {_gib(estimate.peak_bytes)}, a step takes {times:.2f} times as long")
+            considered.append(f"{estimate.name}: {gib(estimate.peak_bytes)}, a step takes {times:.2f} times as long")
     # estimated again, because the other estimates may have been made for a higher ZeRO stage
     chosen = _with(best.config, parallel={"memory_gib": config.parallel.memory_gib or limit / 2**30})
     return estimator.estimate(chosen).record(limit=limit, considered=considered)
@@ -125,9 +126,9 @@ def _first_that_fits(estimator: Estimator, config: RunConfig, device: torch.devi
     Raises ConfigError where none does.
     """
     parallel = config.parallel
-    # ZeRO replaces the reducer, so it does not go with Adasum, MPI or compression, nor with the zero_bubble schedule
+    # ZeRO replaces the reducer, so it does not go with Adasum, MPI or compression, nor with split backward passes
     may_shard = (parallel.reduction, parallel.transport, parallel.compression) == ("sum", "torch", "none")
-    may_shard = may_shard and parallel.schedule != "zero_bubble" and parallel.data > 1
+    may_shard = may_shard and not parallel.order.splits_backward and parallel.data > 1
     zero_stages = range(parallel.zero, 4) if may_shard else range(1)
     for count in _micro_batch_counts(config):
         # units are cut for the highest ZeRO stage, so that one dry run serves all
@@ -149,7 +150,7 @@ def _first_that_fits(estimator: Estimator, config: RunConfig, device: torch.devi
             estimate = estimator.estimate(wanted)
             if estimate.fits(limit):
                 return estimate
-    raise ConfigError(f"takes {_gib(estimate.peak_bytes)} at least")
+    raise ConfigError(f"takes {gib(estimate.peak_bytes)} at least")
 
 
 def _memory_of_a_rank(config: RunConfig, device: torch.device) -> int:
@@ -166,7 +167,7 @@ def _memory_of_a_rank(config: RunConfig, device: torch.device) -> int:
 
 def _kept_free(config: RunConfig, device: torch.device, limit: int) -> str:
     kept = reserve(config.parallel, describe(device, config.precision.compute).type, limit).total
-    return f", of which at least {_gib(kept)} are kept free for CUDA, NCCL and fragmentation" if kept else ""
+    return f", of which at least {gib(kept)} are kept free for CUDA, NCCL and fragmentation" if kept else ""
 
 
 def divisions(num_ranks: int) -> list[dict[str, int]]:
@@ -208,7 +209,3 @@ def _micro_batch_counts(config: RunConfig) -> list[int]:
 def _with(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
     changed = {name: getattr(config, name).model_copy(update=dict(values)) for name, values in sections.items()}
     return config.model_copy(update=changed)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3g} GiB"

@@ -35,6 +35,7 @@ from onward.trainer.data.tables.series_windows import AHEAD
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import Facts
+from onward.trainer.quantities import shown_shape
 from onward.trainer.rehearsal.data_of_model import IMAGE_COLUMNS, LABELS, image_column
 
 TRAINING, EVALUATION, TEST = (
@@ -365,5 +366,4 @@ def _no_column(facts: Facts, info: TensorInfo, free: Sequence[str]) -> str:
 
 def shown(info: TensorInfo) -> str:
     """Return type and shape of an input or output, such as float32 [?, 3, 32, 32]."""
-    dims = "of unknown shape" if info.shape is None else str(["?" if dim is None else dim for dim in info.shape])
-    return f"{info.dtype} {dims}".replace("'", "")
+    return f"{info.dtype} {shown_shape(info.shape)}"

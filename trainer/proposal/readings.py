@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.data.class_axis import find_class_axis
+from onward.trainer.config.loss_rules import LossName
+from onward.trainer.data.class_axis import find_class_axis, same_lengths
 from onward.trainer.data.columns import TEXT, Array, Column
 from onward.trainer.data.label_units import are_far
 from onward.trainer.data.signature import Dims, TensorInfo
@@ -39,7 +40,7 @@ class Reading:
     """Columns as the labels of an output."""
 
     label: str | tuple[str, ...]
-    loss: str
+    loss: LossName
     reason: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of the loss."""
@@ -203,10 +204,7 @@ def _of_tensors(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]
     name, values = column.name, facts.joined(column.name)
     is_float = np.dtype(column.dtype).kind == "f"
     shape: Dims = (None,) * len(column.shape) if column.variable else column.shape
-    same = len(shape) == len(sample) and all(
-        None in pair or pair[0] == pair[1] for pair in zip(shape, sample, strict=True)
-    )
-    if same:
+    if same_lengths(shape, sample):
         loss, why = _of_same_shape(facts, column, values)
         settings: Mapping[str, Any] = {"soft_labels": True} if loss == "cross_entropy" else {}
         if loss == "mse":
@@ -234,15 +232,10 @@ def _of_tensors(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]
 def _class_axes(output: Dims, labels: Dims) -> list[int]:
     """Return the axes without which an output has the shape of the labels."""
     rests = {axis: (*output[:axis], *output[axis + 1 :]) for axis in range(1, len(output))}
-    return [
-        axis
-        for axis, rest in rests.items()
-        if len(rest) == len(labels)
-        and all(None in pair or pair[0] == pair[1] for pair in zip(rest, labels, strict=True))
-    ]
+    return [axis for axis, rest in rests.items() if same_lengths(rest, labels)]
 
 
-def _of_same_shape(facts: Facts, column: Column, values: Array) -> tuple[str, str]:
+def _of_same_shape(facts: Facts, column: Column, values: Array) -> tuple[LossName, str]:
     """Return the loss for labels of the output's shape, and why."""
     if set(np.unique(values).tolist()) <= {0, 1}:
         rows = facts.values[column.name]
@@ -271,7 +264,7 @@ def _of_several(facts: Facts, sample: Dims, columns: Sequence[str]) -> Iterator[
     for names in (single, floats):
         if len(names) == sample[0]:
             values = np.concatenate([facts.joined(name) for name in names])
-            loss = "bce_with_logits" if set(np.unique(values).tolist()) == {0, 1} else "mse"
+            loss: LossName = "bce_with_logits" if set(np.unique(values).tolist()) == {0, 1} else "mse"
             settings: dict[str, Any] = {}
             why = f"{len(names)} columns of numbers, as many as the output has"
             if loss == "mse":

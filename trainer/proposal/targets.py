@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import onnx
 
+from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.data.signature import FLOAT_NAMES, Signature, TensorInfo
 from onward.trainer.data.tables.series_windows import AHEAD
 from onward.trainer.errors import ConfigError
@@ -156,8 +157,7 @@ def _propose_one(
         draft.ask("model.loss", "the loss, which depends on data.label", meaning)
     else:
         draft.set("model.loss", ways[0].loss, ways[0].reason if ways[0].label == "label" else "")
-    is_classes = ways[0].loss in ("cross_entropy", "bce_with_logits")
-    tensor = target.scores if is_classes else target.info.name
+    tensor = target.scores if LOSS_RULES[ways[0].loss].applies else target.info.name
     if tensor != target.info.name or tensor not in {value.name for value in model.graph.output}:
         draft.set("model.output", tensor, target.scores_reason)
     elif not first:
@@ -193,8 +193,7 @@ def _propose_class_order(draft: Draft, model: onnx.ModelProto, facts: Facts, way
 
 def _propose_entry(draft: Draft, place: int, target: Target, ways: Sequence[Reading]) -> None:
     """Propose one of several [[loss]]."""
-    is_classes = ways[0].loss in ("cross_entropy", "bce_with_logits")
-    tensor = target.scores if is_classes else target.info.name
+    tensor = target.scores if LOSS_RULES[ways[0].loss].applies else target.info.name
     draft.set(f"loss.{place}.output", tensor, target.scores_reason if tensor != target.info.name else "")
     losses = dict.fromkeys(each.loss for each in ways)
     if len(ways) > 1:

@@ -38,6 +38,7 @@ from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_graph.surgery import extract_subgraph
 from onward.trainer.onnx_import.fixed_batch import BatchUse
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
+from onward.trainer.quantities import gib
 from onward.trainer.rehearsal.compile_trial import decide, not_compiled
 from onward.trainer.rehearsal.empty_labels import check_empty_labels
 from onward.trainer.rehearsal.findings import Findings
@@ -156,7 +157,7 @@ def checks(
         ("the units of the labels", lambda: _warn_of_labels(config, rows, findings)),
         *(timed if config.precision.compute in ("auto", "bf16") and not _is_on_gpu(config) else ()),
         *(counts if any(loss.count for loss in config.losses) else ()),
-        *(sums if any(loss.name == "file" for loss in config.losses) else ()),
+        *(sums if any(loss.is_own for loss in config.losses) else ()),
         ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
         ("the guard", lambda: guard_run(config, trainable, graph, lambda: batch(guarded), findings)),
         # the last one, since it changes the graph
@@ -185,15 +186,14 @@ def _sizes_that_fit(bytes_of_row: float, sizes: Sequence[Size], findings: Findin
 
     bytes_of_row: measured on one. The rank of a GPU may hold micro-batches for which this machine has no memory.
     """
-    # gradients of activations are alive beside them
-    most = int(free_memory(CPU) / 2 / max(2 * bytes_of_row, 1.0))
+    most = int(free_memory(CPU) / 2 / max(2 * bytes_of_row, 1.0))  # gradients of activations are alive beside them
     fitting = []
     for size in sizes:
         rows = max(1, min(size.rows, most))
         if rows < size.rows:
             findings.not_rehearsed.append(
-                f"{size.what}: its activations take about {2 * bytes_of_row * size.rows / 2**30:.3g} GiB, more than "
-                f"half of the memory that is free here; {rows} were run in place of {size.rows}"
+                f"{size.what}: its activations take about {gib(2 * bytes_of_row * size.rows)}, more than half of the "
+                f"memory that is free here; {rows} were run in place of {size.rows}"
             )
         fitting.append(replace(size, rows=rows))
     return fitting
@@ -215,9 +215,9 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
         findings.refuse(problem)
     for problem in refused_warnings(findings.warnings, config.model.accept):
         findings.refuse(problem)
-    for loss in [each for each in config.losses if each.name == "file"]:
-        found = output_warnings(model, graph, loss.outputs[0], is_run=True)
-        for problem in read_as_logits(loss, config.metrics) if "probabilities" in [w.key for w in found] else ():
+    for loss in [each for each in config.losses if each.is_own]:
+        keys = [warning.key for warning in output_warnings(model, graph, loss.outputs[0], is_run=True)]
+        for problem in read_as_logits(loss, config.metrics) if "probabilities" in keys else ():
             findings.refuse(problem)
 
 
@@ -352,7 +352,7 @@ def _check_sums(graph: RehearsedGraph, batch: Batch, findings: Findings) -> None
     outputs = graph.outputs(batch)
     for place, loss in enumerate(graph.losses.each):
         labels, others = batch.labels[place], batch.size - 1
-        if loss.name != "file" or labels is None or len(outputs[loss.index]) != batch.size:
+        if not loss.config.is_own or labels is None or len(outputs[loss.index]) != batch.size:
             continue
 
         def part(rows: slice, size: int, loss: Loss = loss, labels: Tensor = labels) -> float:

@@ -158,7 +158,7 @@ def obstacle(config: RunConfig, *, on_gpu: bool) -> str:
     """Return what forbids compiling this run, or measuring it in this process, as a clause; "" if nothing does."""
     graph = config.graph.with_compile(True)
     found = [
-        *rules.zero_bubble(config.parallel, graph),
+        *rules.split_backward(config.parallel, graph),
         *rules.compilation(graph, config.parallel, config.recompute, config.launch),
     ]
     if found:

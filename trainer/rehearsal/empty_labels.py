@@ -23,7 +23,7 @@ def check_empty_labels(
     values = rows.read(np.arange(rows.num_rows))
     for loss in graph.losses.each:
         columns = [values[name] for name in loss.config.columns if isinstance(values.get(name), list)]
-        if loss.name != "file" or not columns:
+        if not loss.config.is_own or not columns:
             continue
         empty = [at for at in range(rows.num_rows) if not any(len(column[at]) for column in columns)][:MOST_ROWS]
         if not empty:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
 from onward.trainer.config.losses import LossConfig, key_of
-from onward.trainer.data.columns import BYTES
+from onward.trainer.data.columns import BYTES, Array
 from onward.trainer.data.fitted import LabelledRows
 from onward.trainer.data.label_units import are_far
+from onward.trainer.data.targets import count_targets
+from onward.trainer.model.losses.loss_formulas import FORMULAS, LossInputs
 from onward.trainer.run.records import ExporterWarning
 
 WORSE_THAN_THE_MEAN = 4.0
@@ -21,9 +24,11 @@ def label_warnings(losses: Sequence[LossConfig], rows: LabelledRows, loss: float
 
     rows: the first ones of the data. loss: that of the untrained model on some of them.
     """
-    if len(losses) != 1 or losses[0].name not in ("mse", "l1") or losses[0].standardise_label != "none":
+    if len(losses) != 1 or losses[0].standardise_label != "none":
         return
     (entry,) = losses
+    if "standardise_label" not in entry.rule.takes:
+        return
     for name in entry.columns:
         column = rows.columns.get(name)
         if column is None or not column.holds_numbers or column.dtype == BYTES or column.variable:
@@ -33,7 +38,7 @@ def label_warnings(losses: Sequence[LossConfig], rows: LabelledRows, loss: float
         if not are_far(labels):
             continue
         mean, deviation = float(known.mean()), float(known.std())
-        of_the_mean = deviation**2 if entry.name == "mse" else float(np.abs(known - mean).mean())
+        of_the_mean = _loss_of(entry, known, mean)
         if loss > WORSE_THAN_THE_MEAN * of_the_mean:
             key = key_of(losses, 0, "standardise_label")
             yield ExporterWarning(
@@ -46,3 +51,10 @@ def label_warnings(losses: Sequence[LossConfig], rows: LabelledRows, loss: float
                 remedy=f'set {key} = "standard", so that the loss compares standardised numbers',
             )
             return
+
+
+def _loss_of(entry: LossConfig, labels: Array, value: float) -> float:
+    """Return the loss of predicting one value for all labels [n]."""
+    known = torch.from_numpy(labels)
+    inputs = LossInputs(entry, [torch.full_like(known, value)], known, len(known))
+    return float(FORMULAS[entry.name](inputs)) / float(count_targets(known, len(known), entry))

@@ -24,6 +24,7 @@ from onward.trainer.onnx_graph.index import locations
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
 from onward.trainer.onnx_graph.strip_training import strip_training, training_form
 from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
+from onward.trainer.quantities import gib
 from onward.trainer.run.records import ExporterWarning
 
 COPIED_BYTES = 1 << 30
@@ -112,6 +113,6 @@ def _part(
 ) -> ModelFile | onnx.ModelProto:
     copied = sum((trainable.base / name).stat().st_size for name in locations(extract_subgraph(model, config.model)))
     if copied > COPIED_BYTES:
-        raise NotCompared(f"{copied / 2**30:.3g} GiB of external data would have to be copied for it")
+        raise NotCompared(f"{gib(copied)} of external data would have to be copied for it")
     folder.mkdir(parents=True, exist_ok=True)
     return trained_part(model, config.model.path, folder, config.model)

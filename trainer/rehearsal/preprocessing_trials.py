@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from onward.trainer.config.loading import load_config
+from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.columns import Array
@@ -47,7 +48,7 @@ from onward.trainer.run.trial_records import PreprocessingTrial, PreprocessingTr
 FIRST_ROWS, KEPT = 32, 1 / 3
 """Rows of the first round; each round keeps this share of the candidates and takes the inverse more rows."""
 ROWS_AT_ONCE = 32
-MEASURED = ("cross_entropy", "bce_with_logits", "mse", "l1")
+MEASURED = tuple(name for name, rule in LOSS_RULES.items() if rule.metrics)
 """The losses whose outputs are compared with labels one by one."""
 MANY_CLASSES = 1000
 """With more classes in the data their order is not examined."""
@@ -167,10 +168,10 @@ class _Experiment:
         outputs = [torch.from_numpy(np.array(each)) for each in self._runner.run(batch.inputs)]
         labels = batch.labels[0]
         assert labels is not None
-        if self._loss.name == "cross_entropy" and labels.is_floating_point():
+        if self._are_classes and labels.is_floating_point():
             raise ConfigError("labels that are probabilities have no accuracy; name a column of classes in data.label")
         self._loss.check_labels(batch, outputs)
-        if self._has_classes and self._loss.name == "cross_entropy":
+        if self._are_classes:
             self._model_classes = self._loss.num_classes(outputs, labels)
         trial.losses.append(float(self._loss(outputs, labels, batch.size)))
         pairs = _labels_and_predictions(self._loss, outputs, labels)
@@ -197,14 +198,18 @@ class _Experiment:
 
     @property
     def _has_classes(self) -> bool:
-        return self._loss.name in ("cross_entropy", "bce_with_logits")
+        return "accuracy" in self._loss.config.rule.metrics
+
+    @property
+    def _are_classes(self) -> bool:
+        return self._loss.config.rule.labels == "classes"
 
     def _other_order(self, trial: _Trial) -> tuple[dict[int, int], float]:
         """Return (label -> class of the model under the best order of classes, the accuracy that it surely has).
 
         The order is found on one half of the targets; the accuracy is that of the other half, less its greatest error.
         """
-        pairs = trial.labels_and_predictions.astype(np.int64) if self._loss.name == "cross_entropy" else np.empty(0)
+        pairs = trial.labels_and_predictions.astype(np.int64) if self._are_classes else np.empty(0)
         if len(pairs) < 2 or len(np.unique(pairs[:, 0])) > MANY_CLASSES:
             return {}, -math.inf
         order = best_order(pairs[::2])
@@ -260,13 +265,13 @@ def _stored_as(config: RunConfig) -> str:
 
 def _labels_and_predictions(loss: Loss, outputs: Sequence[torch.Tensor], labels: torch.Tensor) -> Array:
     """Return [n, 2]: the label and the prediction of each target."""
-    if loss.name == "cross_entropy":
+    if loss.config.rule.labels == "classes":
         flat, predicted = labels.flatten(), loss.predicted(outputs, labels).flatten()
         counted = flat != loss.ignore_index
         return torch.stack([flat[counted], predicted[counted]], dim=1).numpy()
     output = loss.output(outputs)
     target = loss.like_output(outputs, labels)
-    if loss.name == "bce_with_logits":
+    if "accuracy" in loss.config.rule.metrics:
         output, target = (output > 0).float(), (target > 0.5).float()
     return torch.stack([target.flatten().double(), output.flatten().double()], dim=1).numpy()
 

@@ -32,6 +32,7 @@ from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.plan_record import may_train_unplanned, needs_plan, with_plan
+from onward.trainer.quantities import gib
 from onward.trainer.rehearsal.checks import checks
 from onward.trainer.rehearsal.compile_trial import not_compiled
 from onward.trainer.rehearsal.findings import Findings
@@ -128,8 +129,8 @@ def _too_large(config: RunConfig) -> str:
     if COPIES_OF_WEIGHTS * size <= free:
         return ""
     return (
-        f"everything: {COPIES_OF_WEIGHTS} copies of a model of {size / 2**30:.3g} GiB (the file, weights, gradients, "
-        f"those of onnxruntime) do not fit into the {free / 2**30:.3g} GiB of memory that are free here"
+        f"everything: {COPIES_OF_WEIGHTS} copies of a model of {gib(size)} (the file, weights, gradients, "
+        f"those of onnxruntime) do not fit into the {gib(free)} of memory that are free here"
     )
 
 

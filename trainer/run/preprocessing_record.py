@@ -167,7 +167,9 @@ class OutputMeaning(Record):
 
     name: str
     loss: str
-    """`cross_entropy`: logits, one a class. `bce_with_logits`: logits, each of a class of its own. Else the value."""
+    holds: str = ""
+    """`classes`: logits, one a class. `labels`: logits, each of a class of its own. `sequences`: logits, one a class,
+    at each time step. Else values. Files of former versions do not say it; there it follows from `loss`."""
     classes: tuple[str, ...] = ()
     """The names of the classes in the order of the logits, as far as the data has names."""
     label: tuple[str, ...] = ()

@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 
 from onward.trainer.config.urls import redacted
 from onward.trainer.errors import DataError, RuntimeUnavailable, StorageUnavailable, printable
+from onward.trainer.quantities import shown_size
 from onward.trainer.run.durable_files import fsync, sha256
 from onward.trainer.run.storage import storage_error
 from onward.trainer.run.stores import RemoteFile, digest, explained, list_files, open_store
@@ -76,7 +77,7 @@ def download(files: Sequence[RemoteFile], cache: Path, label: str) -> list[tuple
         bar.clear()
     pinned = {file.url: downloaded[job] for file, job in zip(absent, jobs, strict=True)}
     if absent:
-        log.info("downloaded %s: %d files, %s", label, len(absent), _shown(sum(file.size for file in absent)))
+        log.info("downloaded %s: %d files, %s", label, len(absent), shown_size(sum(file.size for file in absent)))
     return [(found, _place(found, cache)) for found in (pinned.get(file.url, file) for file in files)]
 
 
@@ -228,8 +229,8 @@ def _refuse_full_disk(files: Sequence[RemoteFile], cache: Path) -> None:
     needed = sum(file.size - _size(cache / f".{file.key}.partial") for file in files)
     if needed > (free := shutil.disk_usage(cache).free):
         raise StorageUnavailable(
-            f"{redacted(files[0].url)}: {len(files)} files need {_shown(needed)}, but {cache} has {_shown(free)} free; "
-            "make room there, or set ONWARD_HOME to a directory on a larger disk"
+            f"{redacted(files[0].url)}: {len(files)} files need {shown_size(needed)}, but {cache} has "
+            f"{shown_size(free)} free; make room there, or set ONWARD_HOME to a directory on a larger disk"
         )
 
 
@@ -245,14 +246,6 @@ def _is_complete(file: RemoteFile, cache: Path) -> bool:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _shown(size: float) -> str:
-    unit, number = next((unit, size / scale) for unit, scale in _UNITS if size >= scale or scale == 1)
-    return f"{number:.3g} {unit}"
-
-
-_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1))
 
 
 # -- progress
@@ -278,7 +271,7 @@ class _Bar:
                 return
             self._shown_at = now
             share, speed = min(self._done / self._total, 1.0), self._came / (now - self._started_at)
-            line = f"{share:4.0%} of {_shown(self._total)}, {_shown(speed)}/s, {self._label}"
+            line = f"{share:4.0%} of {shown_size(self._total)}, {shown_size(speed)}/s, {self._label}"
             if self._terminal:
                 print(f"\r\033[K[{'#' * int(30 * share):<30}] {line}", end="", file=self._stream, flush=True)
                 self._is_shown = True

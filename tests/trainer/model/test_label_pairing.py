@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.distillation import SoftLoss
-from onward.trainer.config.losses import NUM_OUTPUTS, LossConfig
-from onward.trainer.config.metric_names import TASKS
+from onward.trainer.config.loss_rules import LOSS_RULES
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.loss import Loss
 from onward.trainer.model.losses.teacher_loss import TeacherLoss
@@ -24,7 +24,7 @@ ROWS = 5
 
 
 def loss_of(name: str, **settings: Any) -> Loss:
-    names = ["a", "b", "c"][: NUM_OUTPUTS.get(name, 1)]
+    names = ["a", "b", "c"][: LOSS_RULES[name].num_outputs]
     config = {"name": name, "ignore_index": -100, "output": names if len(names) > 1 else "a", **settings}
     return Loss(LossConfig.model_validate(config), names)
 
@@ -49,16 +49,17 @@ def shape(cell: str) -> list[int]:
 def paired(name: str, output: str, labels: str) -> Tensor:
     """The loss of random outputs and labels of these shapes."""
     random = torch.Generator().manual_seed(0)
-    scores = [torch.rand(shape(output), generator=random) for _ in range(NUM_OUTPUTS.get(name, 1))]
+    scores = [torch.rand(shape(output), generator=random) for _ in range(LOSS_RULES[name].num_outputs)]
     is_soft = name == "cross_entropy" and shape(output) == shape(labels)
-    kind = torch.int64 if name in ("cross_entropy", "dice", "ctc") and not is_soft else torch.float32
+    kind = torch.int64 if LOSS_RULES[name].labels in ("classes", "sequences") and not is_soft else torch.float32
     settings: dict[str, Any] = {"soft_labels": True} if is_soft else {}
     settings |= {"quantiles": (0.1, 0.9)} if name == "quantile" else {}
     return loss_of(name, **settings)(scores, torch.ones(shape(labels), dtype=kind), ROWS)
 
 
 def test_the_table_has_every_loss_that_pairs_labels() -> None:
-    assert {name for name, *_ in table()} == TASKS.keys() - {"triplet", "info_nce"}
+    paired = {loss for loss, rule in LOSS_RULES.items() if rule.labels not in ("own", "none")}
+    assert {name for name, *_ in table()} == paired
 
 
 @pytest.mark.parametrize(("name", "output", "labels", "refused"), table())

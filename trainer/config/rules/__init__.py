@@ -20,7 +20,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     ranks.pipeline,
     ranks.replicas,
     ranks.device,
-    ranks.zero_bubble,
+    ranks.split_backward,
     ranks.sequence,
     ranks.recomputation,
     updates.length,

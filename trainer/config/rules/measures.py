@@ -51,21 +51,21 @@ def losses(
             yield "loss.standardise_label: the teacher's outputs are in units of their own; remove one of both"
     for place, each in enumerate(losses):
         key = key_of(losses, place, "name")
-        if each.name == "info_nce" and (train.gradient_accumulation_steps > 1 or parallel.pipeline > 1):
+        if each.rule.compares_samples and (train.gradient_accumulation_steps > 1 or parallel.pipeline > 1):
             yield (
-                f"{key} 'info_nce' compares all samples of a step at once, but train.gradient_accumulation_steps is "
+                f"{key} {each.name!r} compares all samples of a step at once, but train.gradient_accumulation_steps is "
                 f"{train.gradient_accumulation_steps} and parallel.pipeline {parallel.pipeline}; set both to 1"
             )
-        if each.name == "info_nce" and parallel.reduction == "adasum":
-            yield f"{key} 'info_nce' reaches over all replicas, which Adasum does not add up; use 'sum'"
+        if each.rule.compares_samples and parallel.reduction == "adasum":
+            yield f"{key} {each.name!r} reaches over all replicas, which Adasum does not add up; use 'sum'"
     if export.training:
         yield from export_problems(losses)
-    if "without_loss" in export.variants and "output" not in [each.name for each in losses]:
+    if "without_loss" in export.variants and not any(each.rule.by_graph for each in losses):
         yield (
             f"export.variants 'without_loss' is for a graph that computes its own loss, but the loss is "
             f"{losses[0].name if losses else model.loss}: the exported file has no loss in it; leave the variant out"
         )
-    if model.num_classes == 1 and losses and losses[0].name == "cross_entropy":
+    if model.num_classes == 1 and losses and losses[0].rule.needs_two_scores:
         yield "model.num_classes 1: the cross-entropy of one class is always 0; use bce_with_logits, or 2 classes"
     yield from teacher_problems(teacher, model, losses)
     yield from cache_problems(teacher, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from onward.trainer.config.pipeline_schedules import PIPELINE_SCHEDULES
 from onward.trainer.config.sections.model import HOW_TO_COMPILE, GraphConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
 from onward.trainer.config.sections.training import TrainConfig
@@ -41,10 +42,11 @@ def sequence(parallel: ParallelConfig) -> Iterable[str]:
 
 def pipeline(parallel: ParallelConfig, train: TrainConfig) -> Iterable[str]:
     stages, num_micro_batches = parallel.pipeline * parallel.stages_per_rank, train.gradient_accumulation_steps
-    looped = parallel.schedule in ("interleaved", "zero_bubble")
+    looped = parallel.order.takes_several_stages
     if parallel.stages_per_rank > 1 and not looped:
+        fitting = [repr(name) for name, order in PIPELINE_SCHEDULES.items() if order.takes_several_stages]
         yield (
-            f"parallel.stages_per_rank {parallel.stages_per_rank} needs schedule 'interleaved' or 'zero_bubble', "
+            f"parallel.stages_per_rank {parallel.stages_per_rank} needs schedule {' or '.join(fitting)}, "
             f"not {parallel.schedule!r}"
         )
     if parallel.stages_per_rank > 1 and parallel.pipeline == 1:
@@ -56,9 +58,8 @@ def pipeline(parallel: ParallelConfig, train: TrainConfig) -> Iterable[str]:
             f"a pipeline of {parallel.pipeline} ranks needs at least {parallel.pipeline} micro-batches in a step, but "
             f"train.gradient_accumulation_steps is {num_micro_batches}; {4 * parallel.pipeline} is a good value"
         )
-    # torch's interleaved schedules take num // pipeline rounds, which must all have the same number of micro-batches
-    num_rounds = max(1, num_micro_batches // parallel.pipeline)
-    if looped and num_micro_batches >= parallel.pipeline and num_micro_batches % num_rounds:
+    has_equal_rounds = parallel.pipeline_size(num_micro_batches).has_equal_rounds
+    if looped and num_micro_batches >= parallel.pipeline and not has_equal_rounds:
         yield (
             f"schedule {parallel.schedule!r} cannot run {num_micro_batches} micro-batches in equal rounds on "
             f"{parallel.pipeline} ranks; set train.gradient_accumulation_steps to a multiple of {parallel.pipeline}"
@@ -84,13 +85,13 @@ def replicas(parallel: ParallelConfig) -> Iterable[str]:
         yield f"parallel.shard {parallel.shard} does not divide parallel.data {parallel.data}; choose a divisor of it"
 
 
-def zero_bubble(parallel: ParallelConfig, graph: GraphConfig) -> Iterable[str]:
+def split_backward(parallel: ParallelConfig, graph: GraphConfig) -> Iterable[str]:
     # FSDP2 shards the weights, and a compiled stage has one backward pass that cannot be split
     obstacles = [f"parallel.zero {parallel.zero}"] if parallel.zero else []
     obstacles += ["graph.compile"] if graph.compiles else []
-    if parallel.schedule == "zero_bubble" and obstacles:
+    if parallel.order.splits_backward and obstacles:
         yield (
-            "parallel.schedule 'zero_bubble' splits backward passes in two and cannot be combined with "
+            f"parallel.schedule {parallel.schedule!r} splits backward passes in two and cannot be combined with "
             f"{' and '.join(obstacles)}; use '1f1b'"
         )
 

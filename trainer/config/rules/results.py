@@ -62,11 +62,10 @@ def promotion(
             f"export.promote_if.confidence {given.confidence:g} resamples rows, but {metric} is no sum over targets; "
             "set export.promote_if.metric to the loss or accuracy, or confidence = 0"
         )
-    if given.confidence and any(each.name in ("output", "info_nce") for each in losses):
+    if given.confidence and (whole := [each for each in losses if each.rule.by_graph or each.rule.compares_samples]):
         yield (
             f"export.promote_if.confidence {given.confidence:g} needs the loss of single rows, and a loss "
-            f"{'of' if any(each.name == 'output' for each in losses) else 'info_nce of'} whole batches has none; set "
-            "confidence = 0"
+            f"{'' if whole[0].rule.by_graph else f'{whole[0].name} '}of whole batches has none; set confidence = 0"
         )
     if not export.alias and given != type(given)():
         yield "export.promote_if has no effect without export.alias, the alias that moves"

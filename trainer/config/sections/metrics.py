@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from onward.trainer.config.loss_rules import losses_with
 from onward.trainer.config.losses import LossConfig, titles
-from onward.trainer.config.metric_names import DEFAULTS, FILE_TASKS, METRICS, TASKS, Task, parse, unknown
+from onward.trainer.config.metric_names import FILE_TASKS, METRICS, Task, parse, unknown
 from onward.trainer.config.section import Length, LengthOrZero, NonNegativeInt, SecondsOrZero, Section, plain_word
 
 WEIGHTS_METRICS, AVERAGE_METRICS = "evaluation", "evaluation/average"
@@ -101,13 +102,13 @@ def is_library(metric: MetricConfig) -> bool:
 def metrics_of(loss: LossConfig, metrics: Sequence[MetricConfig]) -> list[MetricConfig]:
     """Return the metrics that are measured of one loss."""
     if not metrics:
-        return [MetricConfig(name=name) for name in DEFAULTS.get(loss.name, ())]
+        return [MetricConfig(name=name) for name in loss.rule.metrics]
     return [each for each in metrics if each.output in ("", *loss.outputs) and task_of(each, loss)]
 
 
 def tasks_of(loss: LossConfig) -> tuple[Task, ...]:
     """Return what the outputs and labels of a loss are, () if that is not known."""
-    return FILE_TASKS[loss.label_type] if loss.name == "file" else TASKS.get(loss.name, ())
+    return FILE_TASKS[loss.label_type] if loss.is_own else loss.rule.tasks
 
 
 def task_of(metric: MetricConfig, loss: LossConfig) -> Task | None:
@@ -177,7 +178,7 @@ OF_LOGITS = ("perplexity", "bits_per_byte", "auroc", "average_precision", "calib
 def _misfit(metric: MetricConfig, losses: Sequence[LossConfig]) -> str:
     """Return why a metric fits none of the losses, and which metrics fit them."""
     of = " and ".join(dict.fromkeys(_described(loss) for loss in losses))
-    needs = " or ".join(_NEEDS[task] for task in METRICS[metric.name].tasks)
+    needs = " or ".join(map(_needs, METRICS[metric.name].tasks))
     tasks = {task for loss in losses for task in tasks_of(loss)}
     fitting = [name for name, known in METRICS.items() if tasks & set(known.tasks)]
     fit = f"these fit: {', '.join(fitting)}" if fitting else "no metric fits it"
@@ -185,7 +186,7 @@ def _misfit(metric: MetricConfig, losses: Sequence[LossConfig]) -> str:
 
 
 def _described(loss: LossConfig) -> str:
-    return f"'file' with loss.label_type {loss.label_type!r}" if loss.name == "file" else repr(loss.name)
+    return f"'file' with loss.label_type {loss.label_type!r}" if loss.is_own else repr(loss.name)
 
 
 def _parameter_problems(metric: MetricConfig, losses: Sequence[LossConfig]) -> Iterable[str]:
@@ -201,16 +202,18 @@ def _parameter_problems(metric: MetricConfig, losses: Sequence[LossConfig]) -> I
 
 
 _NEEDS: Mapping[Task, str] = {
-    "classes": "scores of classes (cross_entropy, dice, file with label_type int64)",
-    "labels": "scores of yes-or-no labels (bce_with_logits, focal, file)",
-    "values": "numbers (mse, l1, huber, giou, file)",
-    "quantiles": "quantiles (quantile)",
-    "boxes": "boxes (giou)",
-    "sequences": "sequences (ctc)",
-    "pairs": "pairs (cosine)",
-    "triplets": "triplets (triplet)",
-    "matches": "rows that belong together (info_nce)",
+    "classes": "scores of classes",
+    "labels": "scores of yes-or-no labels",
+    "values": "numbers",
+    "matches": "rows that belong together",
 }
+_OWN: Mapping[Task, str] = {"classes": "file with label_type int64", "labels": "file", "values": "file"}
+
+
+def _needs(task: Task) -> str:
+    """Return what a metric reads, and the losses that have it."""
+    names = [*losses_with(task), *([_OWN[task]] if task in _OWN else [])]
+    return f"{_NEEDS.get(task, task)} ({', '.join(names)})"
 
 
 class StopConfig(Section):

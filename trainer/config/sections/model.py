@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, PositiveFloat, field_validator
 
+from onward.trainer.config.loss_rules import LossName
 from onward.trainer.config.section import COMMON, Decay, Length, LengthOrZero, Section
 from onward.trainer.config.urls import FilePath
 
@@ -15,15 +16,6 @@ AcceptedWarning = Literal["merged", "separated", "removed", "mostly_frozen"]
 """The keys of the warnings (diagnostics/exporter_warnings.py) that change what is trained."""
 
 FixedBatch = Literal["auto", "any", "own", "joint"]
-
-# fmt: off
-LossName = Literal[
-    "cross_entropy", "mse", "l1", "bce_with_logits", "output", "huber", "quantile", "focal", "dice", "giou", "ctc",
-    "cosine", "triplet", "info_nce", "file", "teacher",
-]
-# fmt: on
-"""The losses, by name."""
-
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Axis = Annotated[int, Field(ge=-64, le=63)]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, model_validator
 
+from onward.trainer.config.pipeline_schedules import PIPELINE_SCHEDULES, PipelineSchedule, PipelineSize, ScheduleName
 from onward.trainer.config.section import COMMON, NonNegativeInt, Ranks, Seconds, SecondsOrZero, Section
 from onward.trainer.config.urls import Location
 
@@ -35,7 +36,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Tensor parallelism: divide what lies between the divided layers (norms, dropout, residual sums) along the
     sequence, which `tensor` must divide. Less memory for activations; as many bytes are sent."""
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """Pipeline: the order of forward and backward passes. `zero_bubble` is refused for graphs that it computes
     wrongly."""
     stages_per_rank: Ranks = 1
@@ -64,6 +65,15 @@ class ParallelConfig(Section):
     bucket_mib: NonNegativeInt = 0
     """Gradients are sent in buckets of up to so many MiB, while the backward pass still computes others; 0 = chosen for
     the link: 4 for gloo and MPI, 25 for NCCL, whose first bucket has 1 (ZeRO 0 only). The log says what was chosen."""
+
+    @property
+    def order(self) -> PipelineSchedule:
+        """The schedule."""
+        return PIPELINE_SCHEDULES[self.schedule]
+
+    def pipeline_size(self, num_micro_batches: int) -> PipelineSize:
+        """Return the size of the pipeline in a step of so many micro-batches."""
+        return PipelineSize(self.pipeline, self.stages_per_rank, num_micro_batches)
 
     @model_validator(mode="before")
     @classmethod

@@ -26,7 +26,7 @@ def least_lengths(columns: Iterable[str], losses: Sequence[LossConfig], inputs: 
     Rows that are all empty get one value of padding. The labels of a loss of a file stay without values: only the user
     knows how many belong to a target.
     """
-    own = {name for loss in losses if loss.name == "file" for name in loss.columns}
+    own = {name for loss in losses if loss.is_own for name in loss.columns}
     own -= {name for feed in inputs for name in feed.columns}
     return {name: int(name not in own) for name in columns}
 

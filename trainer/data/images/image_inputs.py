@@ -17,6 +17,7 @@ from onward.trainer.data.class_axis import find_class_axis
 from onward.trainer.data.images.geometry import Size
 from onward.trainer.data.signature import Dims, Signature, TensorInfo
 from onward.trainer.errors import ConfigError
+from onward.trainer.quantities import shown_shape
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def image_inputs(config: RunConfig, signature: Signature) -> list[ImageInput]:
 
 def _chosen(config: ImageConfig, inputs: Sequence[TensorInfo]) -> list[TensorInfo]:
     """Return the inputs that data.image.inputs names, or the only one of four dimensions."""
-    shown = ", ".join(f"{info.name} {_shape(info.shape)}" for info in inputs)
+    shown = ", ".join(f"{info.name} {shown_shape(info.shape)}" for info in inputs)
     if config.inputs:
         known = {info.name: info for info in inputs}
         if unknown := [name for name in config.inputs if name not in known]:
@@ -112,8 +113,8 @@ def _image_input(info: TensorInfo, column: str, config: ImageConfig) -> ImageInp
     shape = info.shape
     if shape is not None and len(shape) != 4:
         raise ConfigError(
-            f"input {info.name} has {len(shape)} dimensions {_shape(shape)}, but a batch of images has 4; leave it out "
-            "of data.image.inputs"
+            f"input {info.name} has {len(shape)} dimensions {shown_shape(shape)}, but a batch of images has 4; leave "
+            "it out of data.image.inputs"
         )
     dims: Dims = shape or (None,) * 4
     nhwc = _is_nhwc(info.name, dims, config)
@@ -144,10 +145,11 @@ def _is_nhwc(name: str, dims: Dims, config: ImageConfig) -> bool:
     why = "both the second and the last dimension could be" if first else "neither the second nor the last dimension is"
     if not first and None not in (dims[1], dims[3]):
         raise ConfigError(
-            f"input {name} is {_shape(dims)}, but images have 1 or 3 channels; name another input in data.image.inputs"
+            f"input {name} is {shown_shape(dims)}, but images have 1 or 3 channels; name another input in "
+            "data.image.inputs"
         )
     raise ConfigError(
-        f"input {name} is {_shape(dims)}: {why} that of 1 or 3 channels; set data.image.layout = 'nchw' or 'nhwc'"
+        f"input {name} is {shown_shape(dims)}: {why} that of 1 or 3 channels; set data.image.layout = 'nchw' or 'nhwc'"
     )
 
 
@@ -156,14 +158,15 @@ def _channels(name: str, dims: Dims, declared: int | None, config: ImageConfig) 
     wanted = {"auto": None, "grey": 1, "rgb": 3, "bgr": 3}[config.color]
     if declared is None and wanted is None:
         raise ConfigError(
-            f"input {name} is {_shape(dims)}, which leaves the number of channels open; set data.image.color = 'rgb', "
-            "'bgr' or 'grey'"
+            f"input {name} is {shown_shape(dims)}, which leaves the number of channels open; set data.image.color = "
+            "'rgb', 'bgr' or 'grey'"
         )
     if declared not in (None, 1, 3):
-        raise ConfigError(f"input {name} is {_shape(dims)}, with {declared} channels, but images have 1 or 3")
+        raise ConfigError(f"input {name} is {shown_shape(dims)}, with {declared} channels, but images have 1 or 3")
     if declared is not None and wanted not in (None, declared):
         raise ConfigError(
-            f"data.image.color {config.color!r} has {wanted} channels, but input {name} {_shape(dims)} takes {declared}"
+            f"data.image.color {config.color!r} has {wanted} channels, but input {name} {shown_shape(dims)} takes "
+            f"{declared}"
         )
     return wanted or declared or 3, config.color == "bgr"
 
@@ -174,19 +177,14 @@ def _size(name: str, dims: Dims, declared: Dims, config: ImageConfig) -> Size:
     height, width = (want or had for want, had in zip(given, declared, strict=True))
     if height is None or width is None:
         raise ConfigError(
-            f"input {name} is {_shape(dims)}, which leaves height and width open; set data.image.size, such as 224"
+            f"input {name} is {shown_shape(dims)}, which leaves height and width open; set data.image.size, such as 224"
         )
     if any(had not in (None, want) for want, had in zip((height, width), declared, strict=True)):
         raise ConfigError(
-            f"data.image.size {height} x {width} does not fit input {name} {_shape(dims)}, which takes "
-            f"{_shape(declared)}; leave data.image.size out"
+            f"data.image.size {height} x {width} does not fit input {name} {shown_shape(dims)}, which takes "
+            f"{shown_shape(declared)}; leave data.image.size out"
         )
     return height, width
-
-
-def _shape(dims: Dims | None) -> str:
-    shown = ["?" if dim is None else str(dim) for dim in dims or ()]
-    return "of unknown shape" if dims is None else f"[{', '.join(shown)}]"
 
 
 def _listed(values: Sequence[float]) -> str:
@@ -248,8 +246,7 @@ def _num_classes(loss: LossConfig, signature: Signature, size: Size) -> int | No
     except ConfigError:  # data_problems.py reports it
         return None
     found = output.shape[axis]
-    # of dice one score for each pixel is that of class 1, the other is class 0
-    return max(found, 2) if found and loss.name == "dice" else found
+    return loss.rule.num_classes(found) if found else found
 
 
 @dataclass(frozen=True)
@@ -267,7 +264,8 @@ def mixed_labels(config: RunConfig, signature: Signature) -> MixedLabels | None:
         return None
     what = "data.image.augment.mixup and cutmix make labels probabilities of classes"
     problems = []
-    if [each.name for each in config.losses if each.has_class_axis] != ["cross_entropy"] or len(config.losses) > 1:
+    takes_them = [loss.has_class_axis and "soft_labels" in loss.rule.takes for loss in config.losses]
+    if takes_them != [True]:
         names = ", ".join(each.name for each in config.losses) or config.model.loss
         problems.append(f"{what}, which one cross-entropy on class numbers takes, not {names}")
     if not config.losses:
@@ -291,7 +289,7 @@ def mixed_labels(config: RunConfig, signature: Signature) -> MixedLabels | None:
         name = output.name if output else loss.outputs[0]
         problems.append(
             f"{what}, so that the output must be [batch, classes] and the label one column, but output {name} is "
-            f"{_shape(shape)} and data.label {loss.label!r}"
+            f"{shown_shape(shape)} and data.label {loss.label!r}"
         )
     if problems:
         raise ConfigError(problems)

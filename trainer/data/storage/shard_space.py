@@ -23,6 +23,7 @@ from onward.trainer.data.column_computers import ColumnComputer
 from onward.trainer.data.columns import BYTES, Column
 from onward.trainer.data.reading import sources
 from onward.trainer.errors import StorageUnavailable
+from onward.trainer.quantities import mb
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def check_space(
     if free >= estimate:
         return
     what = (
-        f"the shards of {data.source} take about {estimate / 1e6:,.0f} MB, but {free / 1e6:,.0f} MB of disk are free "
+        f"the shards of {data.source} take about {mb(estimate)}, but {mb(free)} of disk are free "
         f"in {directory}; make room, or set ONWARD_HOME to a directory on a larger disk"
     )
     if free < estimate / 2:

@@ -200,7 +200,7 @@ def single_classes(config: RunConfig, table: Schema, fitted: Mapping[str, Fitted
     """Yield the labels of a cross-entropy that are the same class in all rows, of which `table` has the extremes."""
     for loss in config.losses:
         column = table.get(loss.label) if isinstance(loss.label, str) else None
-        if loss.name != "cross_entropy" or column is None or column.shape or column.variable:
+        if not loss.rule.needs_two_scores or column is None or column.shape or column.variable:
             continue
         classes = fitted[column.name].classes if column.name in fitted else ()
         only = column.extremes[:1] if column.extremes and column.extremes[0] == column.extremes[-1] else ()

@@ -1,10 +1,10 @@
 """Make columns of the outputs of a model: classes and probabilities, or numbers.
 
-    loss of the output                          columns
-    cross_entropy [n, classes]                  class, probability, probability_CLASS for each class
-    bce_with_logits, focal, of one label        class (0 or 1), probability, probability_LABEL (of 1)
-    bce_with_logits, focal, of several labels   classes (those above one half), probability_LABEL for each label
-    others [n] or [n, k]                        predicted_LABEL, or predicted_LABEL_0 to predicted_LABEL_k-1
+    the output holds           columns
+    classes [n, classes]       class, probability, probability_CLASS for each class
+    labels, of one label       class (0 or 1), probability, probability_LABEL (of 1)
+    labels, of several         classes (those above one half), probability_LABEL for each label
+    values [n] or [n, k]       predicted_LABEL, or predicted_LABEL_0 to predicted_LABEL_k-1
 
 Of several outputs each has its name in front: `kind_class`.
 """
@@ -22,6 +22,12 @@ Meaning = Mapping[str, Any]
 """What one output is: an entry of `outputs` in preprocessing.json."""
 Columns = dict[str, Array]
 
+FORMER = {
+    **dict.fromkeys(("cross_entropy", "dice"), "classes"),
+    **dict.fromkeys(("bce_with_logits", "focal"), "labels"),
+    "ctc": "sequences",
+}
+"""Loss -> what its output holds, of files of former versions, which do not say it."""
 MOST_CLASSES = 20
 """Up to so many classes or labels each has a column with its probability, unless the best ones are asked for."""
 MOST_NUMBERS = 4096
@@ -42,13 +48,18 @@ def result_columns(outputs: Mapping[str, Array], meanings: Sequence[Meaning], to
     for meaning in meanings:
         values = _flat(outputs[meaning["name"]], meaning)
         prefix = f"{_title(meaning)}_" if len(meanings) > 1 else ""
-        if meaning["loss"] in ("cross_entropy", "dice"):
+        holds = _holds(meaning)
+        if holds == "classes":
             found |= _classes(values, meaning, prefix, top)
-        elif meaning["loss"] in ("bce_with_logits", "focal"):
+        elif holds == "labels":
             found |= _labels(values, meaning, prefix)
         else:
             found |= _numbers(values, meaning)
     return found
+
+
+def _holds(meaning: Meaning) -> str:
+    return str(meaning.get("holds") or FORMER.get(meaning["loss"], ""))
 
 
 def _title(meaning: Meaning) -> str:
@@ -59,7 +70,7 @@ def _title(meaning: Meaning) -> str:
 def _flat(values: Array, meaning: Meaning) -> Array:
     """Return an output as [n, k], without axes of length 1. Raises NoColumns if it has more axes."""
     kept = [length for length in values.shape[1:] if length != 1]
-    if len(kept) > 1 or meaning["loss"] == "ctc":
+    if len(kept) > 1 or _holds(meaning) == "sequences":
         raise NoColumns(
             f"output {meaning['name']!r} is {list(values.shape)}, with results for each position of a row (masks, "
             "tokens, sequences), which are no columns; write masks into a folder, or the output into a file .npz"

@@ -44,6 +44,7 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.quantized_weights import integer_names
 from onward.trainer.onnx_import.train_selection import select_trained
+from onward.trainer.quantities import gib
 from onward.trainer.run.durable_files import durable_file, sha256, write_durably
 from onward.trainer.run.records import write_record
 
@@ -215,7 +216,7 @@ def _whole(model: onnx.ModelProto, base: Path) -> onnx.ModelProto:
     size = sum(int(np.prod(t.dims)) * _itemsize(t) for t in all_tensors(model))
     if size > MOST_BYTES:
         raise ExportRefused(
-            f"the weights are {size / 2**30:.2f} GB; model_with_loss.onnx and eval.onnx hold at most 2 GB: "
+            f"the weights are {gib(size)}; model_with_loss.onnx and eval.onnx hold at most 2 GB: "
             "set export.training = false"
         )
     copy = onnx.ModelProto()
@@ -234,7 +235,7 @@ def _itemsize(tensor: onnx.TensorProto) -> float:
 def _content(name: str, model: onnx.ModelProto) -> bytes:
     """Serialize a model. Raises ExportRefused when it is too large or onnx.checker refuses it."""
     if (size := model.ByteSize()) > MOST_BYTES:
-        raise ExportRefused(f"{name} would be {size / 2**30:.2f} GB; one ONNX file holds at most 2 GB")
+        raise ExportRefused(f"{name} would be {gib(size)}; one ONNX file holds at most 2 GB")
     try:
         onnx.checker.check_model(model, full_check=True)
     except Exception as error:  # the checker's, and shape inference's own: they share no base

@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.export.training.decompositions import DECOMPOSITIONS, DecomposedCalls
-from onward.trainer.export.training.loss_graph import LossNames, label_dims, label_type
+from onward.trainer.export.training.loss_graph import LossNames, label_dims
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.onnx_graph.element_types import torch_dtype
 from onward.trainer.onnx_graph.index import subgraphs
@@ -177,7 +177,7 @@ class _Recorder:
                 dynamic = {
                     dim: named.get(pair, f"{labels}_{dim}") for dim, pair in enumerate(pairs) if pair[0] != pair[1]
                 }
-                zeros = torch.zeros(sizes[0], dtype=getattr(torch, label_type(loss.config)))
+                zeros = torch.zeros(sizes[0], dtype=getattr(torch, loss.config.label_dtype))
                 found.append(Example(labels, zeros, tuple(sizes[1]), dynamic))
         return found
 
@@ -211,7 +211,7 @@ class _Recorder:
     def _mean(self, loss: Loss, outputs: Tensor | Sequence[Tensor], labels: Tensor | None) -> Tensor:
         # the losses of Onward are sums over targets (model/losses/loss.py); a step without torch needs the mean
         own = outputs if isinstance(outputs, Tensor) else outputs[loss.index]
-        size = 1 if loss.name == "output" else own.shape[0]
+        size = 1 if loss.config.rule.by_graph else own.shape[0]
         total, count = loss(outputs, labels, size), loss.count(labels, size)
         if isinstance(count, Tensor):  # of no targets the sum is 0, and so is the mean, not 0 / 0
             count = torch.where(count > 0, count, 1).float()

@@ -74,7 +74,7 @@ def loss_names(model: onnx.ModelProto, losses: Sequence[LossConfig]) -> LossName
     g, names = GraphExtender(model.graph), titles(losses, [value.name for value in model.graph.output])
     if len(losses) == 1 and losses[0].weight == 1.0:
         total = ""
-        if losses[0].name == "output":
+        if losses[0].rule.by_graph:
             output = _output(model, losses[0].outputs[0])
             total = output.name if _is_loss(output) else ""
         total = total or g.free("loss")
@@ -91,11 +91,12 @@ def loss_names(model: onnx.ModelProto, losses: Sequence[LossConfig]) -> LossName
 
 def label_dims(loss: LossConfig, output: Sequence[Dim]) -> list[Dim | int]:
     """Return the shape of the labels of a loss that takes them, for an output of this shape (numbers or names)."""
-    if loss.name == "file":
+    labels = loss.rule.labels
+    if labels == "own":
         return loss_files.label_dims(Path(loss.named.location), output)
-    if loss.name == "cosine":
+    if labels == "rows":
         return list(output[:1])
-    if loss.name == "quantile":
+    if labels == "quantiles":
         last, number = output[-1], len(loss.quantiles)
         # of one quantile the output may have no axis for it
         return list(output[:-1] if last == number or (number > 1 and not isinstance(last, int)) else output)
@@ -103,11 +104,6 @@ def label_dims(loss: LossConfig, output: Sequence[Dim]) -> list[Dim | int]:
         axis = class_axis(loss, len(output))
         return [*output[:axis], *output[axis + 1 :]]
     return list(output)
-
-
-def label_type(loss: LossConfig) -> str:
-    """Return the element type of the labels: int64 or float32."""
-    return "int64" if loss.has_classes or (loss.name == "file" and loss.label_type == "int64") else "float32"
 
 
 def _is_loss(output: onnx.ValueInfoProto) -> bool:
@@ -118,8 +114,8 @@ def _is_loss(output: onnx.ValueInfoProto) -> bool:
 def model_with_loss(model: onnx.ModelProto, losses: Sequence[LossConfig], *, names: LossNames) -> onnx.ModelProto:
     """Return a copy of the graph, unchanged but for the labels as its last inputs and the losses as its first outputs.
 
-    Labels have the type `label_type` and the shape `label_dims`. Raises UnsupportedModel when the opset has no such
-    loss, ConfigError for an unknown output.
+    Labels have the type `label_dtype` of the loss and the shape `label_dims`. Raises UnsupportedModel when the opset
+    has no such loss, ConfigError for an unknown output.
     """
     copy = _inlined_copy(model)
     _append_losses(copy, losses, names)
@@ -150,7 +146,7 @@ def evaluation_model(
     first = copy.graph.output[0].name
     _append_losses(copy, losses, names)
     found = [
-        _append_accuracy(copy, loss, labels, first) if loss.name in ("cross_entropy", "bce_with_logits") else ("", "")
+        _append_accuracy(copy, loss, labels, first) if "accuracy" in loss.rule.metrics else ("", "")
         for loss, labels in zip(losses, names.labels, strict=True)
     ]
     _open(copy, wanted, copies)
@@ -198,7 +194,7 @@ def _labels(name: str, loss: LossConfig, output: onnx.ValueInfoProto) -> onnx.Va
         raise UnsupportedModel(unknown_shape(output.name))
     shape = output.type.tensor_type.shape.dim
     dims = [dim.dim_param or length_of(dim) for dim in shape]
-    kind = helper.np_dtype_to_tensor_dtype(np.dtype(label_type(loss)))
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(loss.label_dtype))
     return helper.make_tensor_value_info(name, kind, label_dims(loss, dims))
 
 
@@ -254,7 +250,7 @@ def _append_accuracy(model: onnx.ModelProto, loss: LossConfig, labels: str, firs
     g = GraphExtender(model.graph)
     output = loss.outputs[0] or first
     count, correct = g.free("count"), g.free("correct")
-    if loss.name == "cross_entropy":
+    if loss.rule.labels == "classes":
         axis = -1 if loss.class_axis is None else loss.class_axis
         # of probabilities the greatest is the class
         classes = g.op("ArgMax", labels, axis=axis, keepdims=0) if loss.soft_labels else labels

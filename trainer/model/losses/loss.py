@@ -126,7 +126,7 @@ class Loss:
         self._output_name = self._names[0]
         self._declared = (shapes or {}).get(self._output_name)
         self._replicas = replicas
-        self._formula = load_loss(config.file) if config.name == "file" else FORMULAS[config.name]
+        self._formula = load_loss(config.file) if config.is_own else FORMULAS[config.name]
         self._counter = target_counter(config)
         self._cross_entropy = chunked_loss.compiled_cross_entropy if compiled else chunked_loss.cross_entropy
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
@@ -148,7 +148,7 @@ class Loss:
         several = len(self.indices) > 1
         read = [at_least_fp32(outputs[place]) for place in self.indices] if several else [self.output(outputs)]
         axis = -1
-        if labels is not None and self.name in ("cross_entropy", "dice"):
+        if labels is not None and config.rule.labels == "classes":
             axis = self.axis(outputs, labels)
         if labels is not None and (units := config.label_units):
             places = label_axis(units, labels.shape), label_axis(units, read[0].shape)
@@ -169,7 +169,7 @@ class Loss:
     def _check_axes(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> None:
         """Raise ConfigError unless the outputs and the labels pair, axis by axis (data/label_axes.py)."""
         shape = self._shape(outputs)
-        if labels is not None and labels.is_floating_point() and self.name == "cross_entropy":
+        if labels is not None and labels.is_floating_point() and self.config.rule.labels == "classes":
             self._check_soft_labels(shape, tuple(labels.shape))
             return
         others = () if isinstance(outputs, Tensor) else (tuple(outputs[place].shape) for place in self.indices[1:])
@@ -215,9 +215,7 @@ class Loss:
         if not self.config.has_classes or own is None or own.is_floating_point():
             return
         own, lengths = without_lengths(own, self.config)
-        num_classes = self.num_classes(outputs, own)
-        if self.name == "dice":
-            num_classes = max(num_classes, 2)
+        num_classes = self.config.rule.num_classes(self.num_classes(outputs, own))
         weights = self.config.class_weights
         if weights and len(weights) != num_classes:
             raise ConfigError(
@@ -226,7 +224,7 @@ class Loss:
         least, greatest = batch.label_ranges[place]
         if least < 0 or greatest >= num_classes:
             self._refuse_labels(batch, own, num_classes)
-        if self.name == "ctc":
+        if self.config.rule.labels == "sequences":
             self._check_sequences(batch, own, lengths, self._own(outputs).shape[1])
 
     def _check_sequences(self, batch: Batch, own: Tensor, lengths: Tensor | None, steps: int) -> None:
@@ -237,7 +235,8 @@ class Loss:
             given = np.full(batch.size, steps)
         if found := sequence_problems(labels, given, self.config, steps=steps):
             rows = [f"row {batch.rows[row]} of the split: {why}" for row, why in sorted(found.items())]
-            raise DataError([f"loss 'ctc' of output {self._output_name!r}, {row}" for row in rows[:MAX_NAMED_ROWS]])
+            where = f"loss {self.name!r} of output {self._output_name!r}"
+            raise DataError([f"{where}, {row}" for row in rows[:MAX_NAMED_ROWS]])
 
     def _refuse_labels(self, batch: Batch, own: Tensor, num_classes: int) -> None:
         labels = own.reshape(batch.size, -1).cpu()
@@ -267,7 +266,7 @@ class Loss:
     def axis(self, outputs: Tensor | Sequence[Tensor], labels: Tensor) -> int:
         """Return the axis of the classes, from 0. Raises ConfigError if none fits the labels, or several do."""
         output = self._own(outputs)
-        if self.name == "ctc":
+        if self.config.rule.labels == "sequences":
             return output.ndim - 1
         if labels.is_floating_point():
             return soft_axis(self.config, output.ndim)

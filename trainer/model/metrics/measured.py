@@ -60,7 +60,7 @@ class Measured:
             axis = self._loss.axis(self._outputs, self._labels)
             soft = self._loss.like_output(self._outputs, self._labels) if is_soft else self._labels
             targets = (soft.argmax(axis) if is_soft else soft).flatten()
-            if self.config.name == "file":
+            if self.config.is_own:
                 self._refuse((targets != self._loss.ignore_index) & ((targets < 0) | (targets >= self.size)), targets)
             return targets
         if self.task == "quantiles":
@@ -68,7 +68,7 @@ class Measured:
         # of pairs there is one label for each row, of all others one for each element of the output
         labels = self._labels if self.task == "pairs" else self._loss.like_output(self._outputs, self._labels)
         targets = labels.reshape(self.scores.shape)
-        if self.task == "labels" and self.config.name == "file":
+        if self.task == "labels" and self.config.is_own:
             self._refuse((targets != 0) & (targets != 1), targets)
         return (targets > 0.5).long() if self.task in ("labels", "pairs") else targets
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from onward.trainer.config.pipeline_schedules import PIPELINE_SCHEDULES, ScheduleName
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.failures import lost_a_peer
 from onward.trainer.distributed.mesh import new_group
@@ -40,6 +41,8 @@ from onward.trainer.parallel.pipeline.schedules import (
 )
 from onward.trainer.parallel.pipeline.stage import Stage
 
+ORDINARY: ScheduleName = "interleaved"
+"""Runs any number of stages with ordinary backward passes."""
 GRADIENT_TOLERANCE = 1e-3
 """Relative error of a gradient that rounding explains, in bf16 too. Wrong gradients had errors of 0.2 and more."""
 
@@ -75,7 +78,7 @@ class Pipeline:
         stages: Sequence[Stage],
         losses: BatchLosses,
         *,
-        schedule: str,
+        schedule: ScheduleName,
         stages_for: StagesFor,
         autocast: Autocast,
         device: torch.device,
@@ -94,7 +97,7 @@ class Pipeline:
         self._scheduled: ScheduledStages | None = None
         if group_pipeline.size() > 1:
             self._scheduled = ScheduledStages(stages, schedule, stages_for, autocast, device, group_pipeline)
-        self._check_gradients = self._scheduled is not None and schedule == "zero_bubble"
+        self._check_gradients = self._scheduled is not None and PIPELINE_SCHEDULES[schedule].splits_backward
 
     def run(
         self,
@@ -114,7 +117,7 @@ class Pipeline:
         """
         passes = [list(batches) for batches in _passes(micro_batches)]
         if self._check_gradients and self._scheduled and self._scheduled.splits_backward(len(passes[0])):
-            self._check_zero_bubble(self._scheduled, passes[0], reducer, beat)
+            self._check_split_backward(self._scheduled, passes[0], reducer, beat)
         # padding micro-batches run their backward passes, but count neither targets nor BatchNorm updates
         real = [batch for batch in micro_batches if not batch.is_padding]
         counts = [sum(batch.num_targets[place] for batch in real) for place in range(len(self._losses))]
@@ -220,13 +223,13 @@ class Pipeline:
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return total, work.wait
 
-    def _check_zero_bubble(
+    def _check_split_backward(
         self, scheduled: ScheduledStages, batches: list[Batch], reducer: GradientReducer, beat: Callable[[], None]
     ) -> None:
-        """Compare every gradient that zero_bubble computes for these micro-batches with that of ordinary backward
-        passes. torch splits a backward pass in two for it, and an autograd function may not allow that."""
-        gradients = []
-        for schedule in ("interleaved", "zero_bubble"):
+        """Compare every gradient that a split backward pass computes for these micro-batches with that of an ordinary
+        one: an autograd function may not allow to be split."""
+        gradients, wanted = [], scheduled.schedule
+        for schedule in (ORDINARY, wanted):
             scheduled.schedule = schedule
             # one backward pass more than there will be: the reducer never sees the last one, so it sends nothing
             reducer.begin(len(batches) + 1, 1, 0)
@@ -234,11 +237,11 @@ class Pipeline:
                 try:
                     self._run_pass(batches, self._batch_loss, beat, training=True)
                 except RuntimeError as error:
-                    # a lost peer, or an error without zero_bubble, is not a fault of the schedule
-                    if schedule == "interleaved" or type(error) is not RuntimeError or lost_a_peer(error):
+                    # a lost peer, or an error of ordinary backward passes, is not a fault of the schedule
+                    if schedule == ORDINARY or type(error) is not RuntimeError or lost_a_peer(error):
                         raise
                     raise UnsupportedModel(
-                        f"parallel.schedule 'zero_bubble' cannot split this graph's backward pass ({error}); "
+                        f"parallel.schedule {wanted!r} cannot split this graph's backward pass ({error}); "
                         "use 'interleaved' or '1f1b'"
                     ) from error
             gradients.append(copy_gradients(self._stages))
@@ -247,7 +250,7 @@ class Pipeline:
             relative_error = float(torch.linalg.vector_norm(found - expected) / norm)
             if relative_error > GRADIENT_TOLERANCE:
                 raise UnsupportedModel(
-                    f"parallel.schedule 'zero_bubble' computes a gradient of {name} with a relative error of "
+                    f"parallel.schedule {wanted!r} computes a gradient of {name} with a relative error of "
                     f"{relative_error:.1e} ({GRADIENT_TOLERANCE:g} is allowed); use 'interleaved' or '1f1b'"
                 )
         self._check_gradients = False

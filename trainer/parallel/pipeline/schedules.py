@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from onward.trainer.config.pipeline_schedules import PIPELINE_SCHEDULES, SPLIT_BACKWARD, PipelineSize, ScheduleName
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.mesh import message_device
 from onward.trainer.errors import ConfigError
@@ -42,24 +43,6 @@ OnOutputs = Callable[[Batch, Sequence[Tensor]], Tensor | None]
 """Called by the last stage with a micro-batch and the graph's outputs; in training it returns the scalar to
 differentiate."""
 
-ZERO_BUBBLE = "ScheduleInterleavedZeroBubble"
-
-
-def schedule_class(wanted: str, num_micro_batches: int, num_ranks: int, stages_per_rank: int) -> str:
-    """Return the name of the class of torch.distributed.pipelining that runs so many micro-batches.
-
-    Where the wanted schedule does not accept their number, as for the few micro-batches at the end of training, it is
-    the schedule most like it that does.
-    """
-    enough = num_micro_batches >= num_ranks
-    # the interleaved schedules take micro-batches in rounds of equal size, about one for each rank
-    divides_into_rounds = num_micro_batches % max(1, num_micro_batches // num_ranks) == 0
-    if wanted == "zero_bubble" and enough and divides_into_rounds:
-        return ZERO_BUBBLE
-    if stages_per_rank == 1:
-        return "Schedule1F1B" if wanted != "gpipe" and enough else "ScheduleGPipe"
-    return "ScheduleInterleaved1F1B" if wanted != "gpipe" and divides_into_rounds else "ScheduleLoopedBFS"
-
 
 class ScheduledStages:
     """This rank's stages in torch's schedules. A schedule is kept for each shape and number of micro-batches."""
@@ -70,7 +53,7 @@ class ScheduledStages:
     def __init__(
         self,
         stages: Sequence[Stage],
-        schedule: str,
+        schedule: ScheduleName,
         stages_for: StagesFor,
         autocast: Autocast,
         device: torch.device,
@@ -80,19 +63,18 @@ class ScheduledStages:
         self._stages_for = stages_for
         self._message_device = message_device(group, device)
         self._group = group
+        splits_backward = PIPELINE_SCHEDULES[schedule].splits_backward
         self._modules = [
-            _ScheduledStage(stage, autocast, device, self._message_device, copies=schedule == "zero_bubble")
-            for stage in stages
+            _ScheduledStage(stage, autocast, device, self._message_device, copies=splits_backward) for stage in stages
         ]
         self._schedules: OrderedDict[object, tuple[Schedule, list[PipelineStage]]] = OrderedDict()
-        if schedule == "zero_bubble" and (problem := _zero_bubble_problem(stages)):
-            raise ConfigError(f"parallel.schedule 'zero_bubble' {problem}; use 'interleaved' or '1f1b'")
+        if splits_backward and (problem := _split_backward_problem(stages)):
+            raise ConfigError(f"parallel.schedule {schedule!r} {problem}; use 'interleaved' or '1f1b'")
 
     def splits_backward(self, num_micro_batches: int) -> bool:
-        """Return whether zero_bubble runs so many micro-batches, with its backward pass split in two: gradients of
-        activations first, those of weights later."""
-        name = schedule_class("zero_bubble", num_micro_batches, self._group.size(), len(self._modules))
-        return name == ZERO_BUBBLE
+        """Return whether backward passes are split where so many micro-batches run."""
+        size = PipelineSize(self._group.size(), len(self._modules), num_micro_batches)
+        return PIPELINE_SCHEDULES[self.schedule].torch_classes(size)[0] in SPLIT_BACKWARD
 
     def run(self, batches: Sequence[Batch], on_outputs: OnOutputs, beat: Callable[[], None]) -> None:
         """Run the forward passes of batches of one shape, and the backward passes unless gradients are off.
@@ -151,11 +133,13 @@ class ScheduledStages:
                 )
             )
         # evaluation has no backward passes to interleave
-        name = schedule_class(self.schedule if backward else "gpipe", num, self._group.size(), len(torch_stages))
-        takes_several = name not in ("ScheduleGPipe", "Schedule1F1B")
+        order = PIPELINE_SCHEDULES[self.schedule if backward else "gpipe"]
+        size = PipelineSize(self._group.size(), len(torch_stages), num)
+        kind = getattr(schedules, order.torch_classes(size)[0])
+        takes_several = issubclass(kind, schedules.PipelineScheduleMulti)
         # the last stage returns the loss itself
         loss_function = (lambda outputs, target: outputs[0]) if backward else None
-        schedule: Schedule = getattr(schedules, name)(
+        schedule: Schedule = kind(
             torch_stages if takes_several else torch_stages[0], num, loss_function, scale_grads=False
         )
         return schedule, torch_stages
@@ -172,8 +156,8 @@ class _ScheduledStage(nn.Module):
     """A stage as torch's schedules see it: called with what it receives and the micro-batch's number.
 
     device: where it computes; message_device: where what it receives and sends is, another one only with gloo and GPUs.
-    copies: whether sent tensors are copies. zero_bubble needs that, because it detaches what it sends while this
-    stage's own graph may still read it.
+    copies: whether sent tensors are copies. A split backward pass needs that, because it detaches what it sends while
+    this stage's own graph may still read it.
     """
 
     def __init__(
@@ -193,7 +177,7 @@ class _ScheduledStage(nn.Module):
         self.beat: Callable[[], None]
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
-        """Return the stage's parameters; zero_bubble alone calls this, to compute their gradients separately."""
+        """Return the stage's parameters; only a split backward pass calls this, for the gradients of weights alone."""
         return self._hidden[0].chain.parameters(recurse)
 
     def forward(self, *received: Tensor, number: Tensor) -> tuple[Tensor, ...]:
@@ -272,11 +256,11 @@ class _DenseGradients(torch.autograd.Function):
         return tuple(gradient.contiguous() for gradient in gradients)
 
 
-# -- zero_bubble
+# -- backward passes that are split
 
 
-def _zero_bubble_problem(stages: Iterable[Stage]) -> str:
-    """Return why zero_bubble cannot split the backward passes of these stages; empty if it may."""
+def _split_backward_problem(stages: Iterable[Stage]) -> str:
+    """Return why the backward passes of these stages cannot be split; empty if they can."""
     from torch.distributed.tensor import DTensor
 
     for stage in stages:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
 from onward.trainer.distributed.weights import Interval, Placement, share
@@ -222,8 +223,9 @@ class _Finder:
             return "there is a teacher: its logits are compared with all logits"
         if len(self.losses) > 1:
             return f"there are {len(self.losses)} losses: only one alone is computed from sharded logits"
-        if self.losses[0].name != "cross_entropy":
-            return f"the loss is {self.losses[0].name}: only cross_entropy is computed from sharded logits"
+        if not self.losses[0].rule.sharded_logits:
+            names = [name for name, rule in LOSS_RULES.items() if rule.sharded_logits]
+            return f"the loss is {self.losses[0].name}: only {' and '.join(names)} is computed from sharded logits"
         if not self.losses[0].is_plain or self.losses[0].class_axis not in (None, -1):
             return "label smoothing, class weights, soft labels and a class axis need all logits at once"
         for node in self.chain[1:]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from onward.trainer.config.loading import build_config
+from onward.trainer.config.loss_rules import LOSS_RULES, LossName
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.sections.model import LossName
 from onward.trainer.errors import ConfigError, ExportRefused, UnsupportedModel
 from onward.trainer.export.training.files import write_artifacts
 from onward.trainer.export.training.gradients import gradient_of, training_model
@@ -24,6 +24,7 @@ from onward.trainer.export.training.loss_graph import evaluation_model, loss_nam
 from onward.trainer.export.training.loss_nodes import FORMULAS
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.losses.loss_file import load_loss
+from onward.trainer.model.losses.loss_formulas import FORMULAS as TORCH_FORMULAS
 from onward.trainer.model.losses.loss_formulas import LossInputs
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.onnx_graph.loss_files import label_dims, read_loss_file
@@ -120,9 +121,14 @@ def of_case(name: str, *, opset: int, gradients: bool) -> None:
     assert_files_compute(scaled(outputs, opset=opset), [config(name)], outputs, [labels], gradients=gradients)
 
 
-def test_every_loss_but_ctc_and_that_of_a_teacher_has_an_onnx_form_and_a_case_here() -> None:
+def test_every_loss_without_a_reason_why_not_has_an_onnx_form_and_a_case_here() -> None:
     cases = {*(case.partition(",")[0] for case in LOSS_CASES), *ELSEWHERE}
-    assert set(FORMULAS) == set(get_args(LossName)) - {"ctc", "teacher"} == cases - {"teacher"}
+    written = {name for name, rule in LOSS_RULES.items() if not rule.no_onnx} - {"teacher"}
+    assert set(FORMULAS) == written == cases - {"teacher"}
+
+
+def test_every_loss_has_a_rule_and_a_formula() -> None:
+    assert set(LOSS_RULES) == set(get_args(LossName)) == {*TORCH_FORMULAS, "file", "teacher"}
 
 
 @pytest.mark.parametrize("case", LOSS_CASES)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import _backward as pipelining_backward
 
+from onward.trainer.config.pipeline_schedules import PIPELINE_SCHEDULES, PipelineSize, ScheduleName
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.failures import lost_a_peer
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
@@ -27,7 +28,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.parallel.pipeline import schedules
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
-from onward.trainer.parallel.pipeline.schedules import Autocast, ScheduledStages, schedule_class
+from onward.trainer.parallel.pipeline.schedules import Autocast, ScheduledStages
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
 from tests.support.one_loss import OneLoss
 from tests.support.ranks import run_ranks
@@ -167,7 +168,7 @@ class Setup:
         mpi: MPIContext,
         *,
         data: int = 1,
-        schedule: str = "1f1b",
+        schedule: ScheduleName = "1f1b",
         per_rank: int = 1,
         make: Callable[[], list[Part]] = parts,
         autocast: Autocast = nullcontext,
@@ -291,9 +292,10 @@ def test_every_schedule_on_four_ranks_computes_the_gradients_of_the_uncut_graph(
     ],
 )
 def test_a_schedule_that_cannot_run_so_many_micro_batches_is_replaced_by_the_most_similar_one(
-    wanted: str, num_micro_batches: int, num_ranks: int, stages_per_rank: int, found: str
+    wanted: ScheduleName, num_micro_batches: int, num_ranks: int, stages_per_rank: int, found: str
 ) -> None:
-    assert schedule_class(wanted, num_micro_batches, num_ranks, stages_per_rank) == found
+    size = PipelineSize(num_ranks, stages_per_rank, num_micro_batches)
+    assert PIPELINE_SCHEDULES[wanted].torch_classes(size)[0] == found
 
 
 # -- replicas, evaluation, arithmetic

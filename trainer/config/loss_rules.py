@@ -1,0 +1,144 @@
+"""What each loss takes, compares and reports: one table, `LOSS_RULES`.
+
+The formulas are in trainer/model/losses/loss_formulas.py, and as ONNX nodes in trainer/export/training/loss_nodes.py.
+This table imports no torch, because a configuration is checked before anything is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from onward.trainer.config.metric_names import Task
+
+# fmt: off
+LossName = Literal[
+    "cross_entropy", "mse", "l1", "bce_with_logits", "output", "huber", "quantile", "focal", "dice", "giou", "ctc",
+    "cosine", "triplet", "info_nce", "file", "teacher",
+]
+# fmt: on
+"""The losses, by name."""
+
+Labels = Literal["classes", "sequences", "elements", "quantiles", "boxes", "rows", "own", "none"]
+"""How labels belong to an output [B, ...]:
+
+    classes      a class number for each place, without the axis of the class scores; int64
+    sequences    class numbers [B, L], for scores [B, T, C]; int64
+    elements     a number for each element
+    quantiles    a number for all elements of the last axis
+    boxes        as elements, four of which are one box
+    rows         a number for each row
+    own          the user's loss pairs them
+    none         no labels
+"""
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """One loss, as far as it can be described without torch."""
+
+    labels: Labels
+    takes: tuple[str, ...] = ()
+    """Settings of [loss] that only some losses take."""
+    tasks: tuple[Task, ...] = ()
+    """What outputs and labels are, which decides the metrics that fit; () = nothing is known but the loss."""
+    metrics: tuple[str, ...] = ()
+    """Reported where `metrics` is empty."""
+    num_outputs: int = 1
+    """Outputs that the loss reads."""
+    applies: tuple[str, ...] = ()
+    """Activations (onnx_graph/probabilities.py) whose results the loss would apply its own softmax or sigmoid to."""
+    by_sample: bool = False
+    """Whether its mean is over the samples; else it is over the targets, as data/targets.py counts them."""
+    by_graph: bool = False
+    """Whether the graph computes the loss itself, as the scalar output that is read."""
+    compares_samples: bool = False
+    """Whether the loss compares all samples of a step with each other, over all replicas."""
+    binary_scores: bool = False
+    """Of labels that are classes: whether a single score is that of class 1, by sigmoid."""
+    sharded_logits: bool = False
+    """Whether tensor parallelism computes it from logits of which each rank has some classes."""
+    no_onnx: str = ""
+    """Why `export.training` cannot write it; "" = loss_nodes.py has its nodes."""
+    synonyms: tuple[str, ...] = ()
+    """Other names that people give to the loss."""
+
+    @property
+    def teacher(self) -> Literal["kl", "bce", "mse", ""]:
+        """How the same output is compared with a teacher's; "" where nothing says what the output is."""
+        if not self.tasks:
+            return ""
+        if self.tasks[0] in ("classes", "sequences"):
+            return "kl"
+        return "bce" if self.tasks[0] == "labels" else "mse"
+
+    @property
+    def needs_two_scores(self) -> bool:
+        """Whether the loss of one class is always 0."""
+        return self.labels == "classes" and not self.binary_scores
+
+    def num_classes(self, scores: int) -> int:
+        """Return the number of classes of an output with so many scores."""
+        return max(scores, 2) if self.binary_scores else scores
+
+
+STANDARDISED = ("standardise_label", "output_units")
+SOFTMAX, SIGMOID = ("softmax", "log_of_softmax"), ("sigmoid",)
+ERRORS = ("mae", "mse")
+
+LOSS_RULES: Mapping[LossName, LossRule] = {
+    "cross_entropy": LossRule(
+        "classes",
+        takes=("class_axis", "ignore_index", "label_smoothing", "soft_labels", "class_weights"),
+        tasks=("classes",),
+        metrics=("accuracy",),
+        applies=SOFTMAX,
+        sharded_logits=True,
+        synonyms=("ce", "crossentropy", "crossentropyloss"),
+    ),
+    "mse": LossRule("elements", takes=STANDARDISED, tasks=("values",), metrics=ERRORS, synonyms=("l2",)),
+    "l1": LossRule("elements", takes=STANDARDISED, tasks=("values",), metrics=ERRORS, synonyms=("mae",)),
+    "bce_with_logits": LossRule(
+        "elements",
+        takes=("class_weights", "positive_weights"),
+        tasks=("labels",),
+        metrics=("accuracy",),
+        applies=SIGMOID,
+        synonyms=("bce", "bcewithlogits", "bcewithlogitsloss"),
+    ),
+    "output": LossRule("none", by_graph=True),
+    "huber": LossRule(
+        "elements", takes=("delta", *STANDARDISED), tasks=("values",), metrics=ERRORS, synonyms=("smooth_l1",)
+    ),
+    "quantile": LossRule("quantiles", takes=("quantiles", *STANDARDISED), tasks=("quantiles",)),
+    "focal": LossRule("elements", takes=("alpha", "gamma"), tasks=("labels",), metrics=("accuracy",), applies=SIGMOID),
+    "ctc": LossRule(
+        "sequences",
+        takes=("ignore_index", "blank", "input_lengths"),
+        tasks=("sequences",),
+        applies=SOFTMAX,
+        by_sample=True,
+        no_onnx="ONNX has no operator for it",
+    ),
+    "dice": LossRule(
+        "classes",
+        takes=("class_axis", "ignore_index", "smooth"),
+        tasks=("classes",),
+        applies=("softmax", "sigmoid"),
+        by_sample=True,
+        binary_scores=True,
+    ),
+    "giou": LossRule("boxes", tasks=("boxes", "values")),
+    "cosine": LossRule("rows", takes=("margin",), tasks=("pairs",), num_outputs=2, by_sample=True),
+    "triplet": LossRule("none", takes=("margin",), tasks=("triplets",), num_outputs=3),
+    "info_nce": LossRule("none", takes=("temperature",), tasks=("matches",), num_outputs=2, compares_samples=True),
+    "file": LossRule("own", takes=("file", "label_type", "count"), by_sample=True),
+    "teacher": LossRule("none"),
+}
+"""`loss.name` -> what the loss is."""
+
+
+def losses_with(task: Task) -> list[str]:
+    """Return the names of the losses whose outputs and labels are of this kind."""
+    return [name for name, rule in LOSS_RULES.items() if task in rule.tasks]

@@ -20,7 +20,7 @@ from prefect.cache_policies import NO_CACHE
 from onward.infra import mpirun
 from onward.tasks.disk_space import shares, space_problems
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.signature import model_bytes
+from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.causes import memory_advice
 from onward.trainer.run.directory import RunDir, read_config

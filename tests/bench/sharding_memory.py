@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import ColumnType
+from onward.trainer.data.schema.columns import ColumnType
 from onward.trainer.data.storage.sharding import make_shards
 from tests.support.ranks import ROOT
 

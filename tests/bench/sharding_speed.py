@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import ColumnType
+from onward.trainer.data.schema.columns import ColumnType
 from onward.trainer.data.storage.sharding import make_shards
 
 NAMES = [f"f{number}" for number in range(20)]

@@ -26,9 +26,9 @@ from onward.trainer.data.computations import open_fitted
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.input_columns import computed_columns
 from onward.trainer.data.reading.fetching import fetch
+from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.reading.sources import locate
-from onward.trainer.data.signature import Signature, model_bytes, model_digest, read_training_signature
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.schema.signature import Signature, model_bytes, model_digest, read_training_signature
 from onward.trainer.data.storage.sharding import check_held_out, check_named_files, try_first_rows
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems

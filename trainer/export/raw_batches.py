@@ -23,12 +23,12 @@ import numpy as np
 from onward.trainer.bounds import CONTENT_BYTES, read_bounded
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.tables import TableConfig
-from onward.trainer.data.allowed_files import refuse_outside
 from onward.trainer.data.audio.decoding import AUDIO_FORMATS
-from onward.trainer.data.columns import BYTES, Block, Cells, Column, fit
+from onward.trainer.data.formats.documents import text_blocks
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
 from onward.trainer.data.reading import sources
-from onward.trainer.data.text.documents import text_blocks
+from onward.trainer.data.schema.allowed_files import refuse_outside
+from onward.trainer.data.schema.columns import BYTES, Block, Cells, Column, fit
 from onward.trainer.errors import DataError
 
 SUFFIXES_OF = {"image": IMAGE_SUFFIXES, "audio": tuple(AUDIO_FORMATS), "text": (".txt",)}

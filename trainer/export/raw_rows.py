@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.column_computers import computed_chunks
-from onward.trainer.data.columns import TEXT, WORDS, Array, Block, Cells, fit_block, in_parts, select
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.reading import sources
-from onward.trainer.data.signature import Signature
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.column_computers import computed_chunks
+from onward.trainer.data.schema.columns import TEXT, WORDS, Array, Block, Cells, fit_block, in_parts, select
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.sharding import fit_to_source, stored_columns
 from onward.trainer.data.storage.shards import ShardManifest
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed, feeds
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.schema.target_counts import counted_targets, labels_of
 from onward.trainer.data.storage.sharding import infer_training_schema
-from onward.trainer.data.targets import counted_targets, labels_of
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.model import precision

@@ -23,15 +23,15 @@ import numpy as np
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES
-from onward.trainer.data.columns import TEXT
 from onward.trainer.data.data_problems import type_problems
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
 from onward.trainer.data.input_columns import Feed
 from onward.trainer.data.misfits import remedy
 from onward.trainer.data.reading import sources
+from onward.trainer.data.reading.series_windows import AHEAD
 from onward.trainer.data.reading.source_kinds import TEXT_SUFFIXES, boxes_found
-from onward.trainer.data.signature import TensorInfo
-from onward.trainer.data.tables.series_windows import AHEAD
+from onward.trainer.data.schema.columns import TEXT
+from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import Facts

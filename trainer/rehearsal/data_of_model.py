@@ -13,10 +13,10 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.data.columns import BYTES, TEXT, Schema
 from onward.trainer.data.reading import sources
-from onward.trainer.data.signature import Signature, read_training_signature
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.columns import BYTES, TEXT, Schema
+from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import DataError
 

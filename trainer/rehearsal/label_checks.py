@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from onward.trainer.config.losses import LossConfig, key_of
-from onward.trainer.data.columns import BYTES
-from onward.trainer.data.fitted import LabelledRows
 from onward.trainer.data.label_units import are_far
+from onward.trainer.data.schema.columns import BYTES
+from onward.trainer.data.schema.fitted import LabelledRows
 from onward.trainer.run.records import ExporterWarning
 
 WORSE_THAN_THE_MEAN = 4.0

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.formats.tables import csv_blocks
 from onward.trainer.data.reading import sources
-from onward.trainer.data.reading.tables import csv_blocks
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.errors import DataError
 
 

@@ -17,11 +17,12 @@ from onnx import parser
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data import column_computers, preprocessing
+from onward.trainer.data import preprocessing
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.file_rows import FileRows
-from onward.trainer.data.first_rows import read_first_rows
-from onward.trainer.data.signature import read_preprocessing, read_training_signature
+from onward.trainer.data.schema import column_computers
+from onward.trainer.data.schema.signature import read_preprocessing, read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data

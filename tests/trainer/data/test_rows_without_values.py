@@ -20,9 +20,9 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.columns import Column, fit
-from onward.trainer.data.signature import read_training_signature
-from onward.trainer.data.storage.described_columns import infer, merge
+from onward.trainer.data.schema.columns import Column, fit
+from onward.trainer.data.schema.described_columns import infer, merge
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.errors import DataError

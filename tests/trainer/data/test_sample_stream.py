@@ -13,9 +13,9 @@ import pytest
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.sample_stream import SampleStream, shares
-from onward.trainer.data.columns import ColumnType
-from onward.trainer.data.permutation import permutation
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.columns import ColumnType
+from onward.trainer.data.schema.permutation import permutation
 from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ConfigError, DataError

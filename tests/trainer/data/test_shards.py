@@ -15,13 +15,14 @@ import onnx
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import Column, ColumnType
-from onward.trainer.data.storage import arrow_files, sharding, split_writer
-from onward.trainer.data.storage.arrow_files import ArrowReader, ArrowWriter
-from onward.trainer.data.storage.described_columns import extremes
+from onward.trainer.data.formats import arrow_files
+from onward.trainer.data.formats.arrow_files import ArrowReader, ArrowWriter
+from onward.trainer.data.formats.tensorproto_files import ProtoReader, ProtoWriter
+from onward.trainer.data.schema.columns import Column, ColumnType
+from onward.trainer.data.schema.described_columns import extremes
+from onward.trainer.data.storage import sharding, split_writer
 from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.data.storage.shards import ShardManifest, Shards, damaged_files, open_shards
-from onward.trainer.data.storage.tensorproto_files import ProtoReader, ProtoWriter
 from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import sha256
 

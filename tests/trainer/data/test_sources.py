@@ -16,12 +16,13 @@ import pytest
 
 from onward.trainer.bounds import Limit
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import Column, ColumnType, Values
-from onward.trainer.data.reading import sources, tables
+from onward.trainer.data.formats import arrow_files as arrowfile
+from onward.trainer.data.formats import tables
+from onward.trainer.data.formats import tensorproto_files as protofile
+from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.held_out_rows import held_out
-from onward.trainer.data.storage import arrow_files as arrowfile
-from onward.trainer.data.storage import tensorproto_files as protofile
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.columns import Column, ColumnType, Values
 from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.errors import DataError

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.bounds import AUDIO_RATE, AUDIO_SAMPLES
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import ConfigError
 from onward.trainer.extras import how_to_install
 

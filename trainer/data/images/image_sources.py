@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.bounds import CONTENT_BYTES, TAR_HEADER_BYTES, check_regular
-from onward.trainer.data.columns import PART_ROWS, Array, Block, Cells
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
-from onward.trainer.data.permutation import hash_key
+from onward.trainer.data.schema.columns import PART_ROWS, Array, Block, Cells
+from onward.trainer.data.schema.permutation import hash_key
 from onward.trainer.errors import DataError
 
 Files = Sequence[tuple[str, Path]]

@@ -16,10 +16,14 @@ import numpy as np
 from onward.trainer.bounds import SOURCE_FILES, check_regular
 from onward.trainer.bounds import opened as open_file
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.allowed_files import allowed_files, folder_of, refuse_outside
 from onward.trainer.data.audio.decoding import AUDIO_FORMATS
-from onward.trainer.data.columns import BLOCK_BYTES, Array, Block
-from onward.trainer.data.columns import is_unicode as _is_unicode
+from onward.trainer.data.formats.arrow_files import arrow_blocks, parquet_blocks
+from onward.trainer.data.formats.digits import digits_block
+from onward.trainer.data.formats.documents import text_blocks, unit_of
+from onward.trainer.data.formats.npz_files import npz_blocks
+from onward.trainer.data.formats.parquet_footers import check_footers
+from onward.trainer.data.formats.tables import csv_blocks, json_blocks
+from onward.trainer.data.formats.tensorproto_files import proto_blocks
 from onward.trainer.data.images.image_sources import (
     COLUMN_OF,
     IMAGE_FORMATS,
@@ -29,17 +33,13 @@ from onward.trainer.data.images.image_sources import (
     refuse_empty_classes,
     tar_blocks,
 )
-from onward.trainer.data.reading.digits import digits_block
 from onward.trainer.data.reading.held_out_rows import held_out, held_out_files, stratified
-from onward.trainer.data.reading.npz_files import npz_blocks
 from onward.trainer.data.reading.saved_datasets import saved_dataset
+from onward.trainer.data.reading.series_windows import source_columns, windowed
 from onward.trainer.data.reading.source_kinds import kinds_found
-from onward.trainer.data.reading.tables import csv_blocks, json_blocks
-from onward.trainer.data.storage.arrow_files import arrow_blocks, parquet_blocks
-from onward.trainer.data.storage.parquet_footers import check_footers
-from onward.trainer.data.storage.tensorproto_files import proto_blocks
-from onward.trainer.data.tables.series_windows import source_columns, windowed
-from onward.trainer.data.text.documents import text_blocks, unit_of
+from onward.trainer.data.schema.allowed_files import allowed_files, folder_of, refuse_outside
+from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block
+from onward.trainer.data.schema.columns import is_unicode as _is_unicode
 from onward.trainer.errors import DataError
 
 SUFFIXES = {

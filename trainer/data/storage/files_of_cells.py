@@ -9,10 +9,10 @@ from pathlib import Path
 
 from onward.trainer.bounds import CONTENT_BYTES
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.allowed_files import named_path
-from onward.trainer.data.columns import BYTES, Column
 from onward.trainer.data.images.image_sources import COLUMN_OF
 from onward.trainer.data.reading import sources
+from onward.trainer.data.schema.allowed_files import named_path
+from onward.trainer.data.schema.columns import BYTES, Column
 from onward.trainer.run.durable_files import sha256
 
 MAX_NAMED_ROWS = 20

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.computations import read_and_computed
-from onward.trainer.data.first_rows import read_first_rows, source_bytes
-from onward.trainer.data.signature import read_training_signature
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows, source_bytes
 from onward.trainer.data.storage.sharding import cache_key, stored_columns
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import OnwardError

@@ -12,12 +12,12 @@ from collections.abc import Collection
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.column_computers import packer_of
-from onward.trainer.data.columns import TEXT, WORDS, fit_block
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.reading import sources
-from onward.trainer.data.signature import Signature
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.column_computers import packer_of
+from onward.trainer.data.schema.columns import TEXT, WORDS, fit_block
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.sharding import stored_columns
 from onward.trainer.data.storage.shards import Shards, Split
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.column_computers import ColumnComputer
-from onward.trainer.data.columns import BYTES, Column
 from onward.trainer.data.reading import sources
+from onward.trainer.data.schema.column_computers import ColumnComputer
+from onward.trainer.data.schema.columns import BYTES, Column
 from onward.trainer.errors import StorageUnavailable
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,19 @@ import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.column_computers import ColumnComputer, computed_chunks, describe_all, packer_of, stored_of
-from onward.trainer.data.columns import (
+from onward.trainer.data.computations import read_and_computed
+from onward.trainer.data.misfits import remedy_of_missing
+from onward.trainer.data.reading import sources
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.reading.read_ahead import read_ahead
+from onward.trainer.data.schema.column_computers import (
+    ColumnComputer,
+    computed_chunks,
+    describe_all,
+    packer_of,
+    stored_of,
+)
+from onward.trainer.data.schema.columns import (
     BYTES,
     NOT_UTF8,
     TEXT,
@@ -43,15 +54,10 @@ from onward.trainer.data.columns import (
     in_parts,
     select,
 )
-from onward.trainer.data.computations import read_and_computed
-from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
-from onward.trainer.data.misfits import remedy_of_missing
-from onward.trainer.data.reading import sources
-from onward.trainer.data.reading.read_ahead import read_ahead
-from onward.trainer.data.signature import Signature, read_training_signature
-from onward.trainer.data.storage.described_columns import merge, stored_column
+from onward.trainer.data.schema.described_columns import merge, stored_column
+from onward.trainer.data.schema.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
+from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.files_of_cells import digests_of_named_files, naming_columns, outside_files
-from onward.trainer.data.storage.inferred_schema import infer_schema
 from onward.trainer.data.storage.label_statistics import with_label_statistics
 from onward.trainer.data.storage.shard_space import check_space
 from onward.trainer.data.storage.sharding_progress import Sharded, ShardingProgress

@@ -20,12 +20,12 @@ from typing import Literal, Protocol, Self
 
 import numpy as np
 
-from onward.trainer.data.columns import Array, Column, Schema, Values
-from onward.trainer.data.fitted import Fitted
-from onward.trainer.data.permutation import hash_key, keyed_hash
-from onward.trainer.data.storage.arrow_files import ArrowReader
+from onward.trainer.data.formats.arrow_files import ArrowReader
+from onward.trainer.data.formats.tensorproto_files import ProtoReader
+from onward.trainer.data.schema.columns import Array, Column, Schema, Values
+from onward.trainer.data.schema.fitted import Fitted
+from onward.trainer.data.schema.permutation import hash_key, keyed_hash
 from onward.trainer.data.storage.soft_labels import SoftLabelFiles
-from onward.trainer.data.storage.tensorproto_files import ProtoReader
 from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.records import Record, read_record

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.column_computers import RowPacker
-from onward.trainer.data.columns import Column, Values
-from onward.trainer.data.storage.arrow_files import ArrowWriter
-from onward.trainer.data.storage.described_columns import extremes, outermost
+from onward.trainer.data.formats.arrow_files import ArrowWriter
+from onward.trainer.data.formats.tensorproto_files import ProtoWriter
+from onward.trainer.data.schema.column_computers import RowPacker
+from onward.trainer.data.schema.columns import Column, Values
+from onward.trainer.data.schema.described_columns import extremes, outermost
 from onward.trainer.data.storage.shards import ShardFile
-from onward.trainer.data.storage.tensorproto_files import ProtoWriter
 from onward.trainer.run.durable_files import fsync
 
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from onward.trainer.config.losses import key_of
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.columns import BYTES, TEXT, Array, Column, ColumnType, Schema, Values
-from onward.trainer.data.fitted import Fitted, FittedComputer
 from onward.trainer.data.reading import sources
+from onward.trainer.data.schema.columns import BYTES, TEXT, Array, Column, ColumnType, Schema, Values
+from onward.trainer.data.schema.fitted import Fitted, FittedComputer
 from onward.trainer.data.text.text_columns import MAKES_LABELS
 from onward.trainer.errors import ConfigError, DataError
 

@@ -8,9 +8,9 @@ import onnx
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import metrics_of
-from onward.trainer.data.columns import Schema
 from onward.trainer.data.reading.sources import all_sources
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.columns import Schema
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.text.byte_counts import counts_bytes
 from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
 from onward.trainer.data.text.packing import PackedTexts

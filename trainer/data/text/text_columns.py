@@ -16,8 +16,8 @@ from typing import get_args
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.text import TextConfig, TextRole
-from onward.trainer.data.columns import TEXT, WORDS, ColumnType
-from onward.trainer.data.signature import Signature, TensorInfo
+from onward.trainer.data.schema.columns import TEXT, WORDS, ColumnType
+from onward.trainer.data.schema.signature import Signature, TensorInfo
 
 ROLES: tuple[TextRole, ...] = get_args(TextRole)
 MAKES_LABELS = ("tokens", "causal", "masked")

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.sections.text import TextRole
-from onward.trainer.data.column_computers import RowDivider
-from onward.trainer.data.columns import Array, Column, Values
-from onward.trainer.data.fitted import Fitted, FittedComputer
+from onward.trainer.data.schema.column_computers import RowDivider
+from onward.trainer.data.schema.columns import Array, Column, Values
+from onward.trainer.data.schema.fitted import Fitted, FittedComputer
 from onward.trainer.data.text.byte_counts import TEXT_BYTES, bytes_of_tokens
 from onward.trainer.data.text.masking import WORDS
 from onward.trainer.data.text.special_tokens import find_special_tokens

@@ -13,7 +13,7 @@ from onnx import TensorProto
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.parallel.estimator import example_batch

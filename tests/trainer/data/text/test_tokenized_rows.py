@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.sharding import infer_training_schema, make_training_shards
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data

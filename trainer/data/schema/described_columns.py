@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.data.columns import BYTES, TEXT, WORDS, Array, Cells, Column, ColumnType, Values, numbers
+from onward.trainer.data.schema.columns import BYTES, TEXT, WORDS, Array, Cells, Column, ColumnType, Values, numbers
 
 PART_VALUES = 1 << 20
 """Values that are looked at together."""

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Column, Values, select
+from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block, Column, Values, select
 
 MAX_ROWS = 4096
 """Rows that are computed in one call, at most."""

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onward.trainer.bounds import ROW_BYTES, check_regular
-from onward.trainer.data.columns import BLOCK_BYTES, BYTES, TEXT, Array, Block, Cells, Column, Values
-from onward.trainer.data.storage.arrow_sizes import check_sizes, dictionary_bytes
+from onward.trainer.data.formats.arrow_sizes import check_sizes, dictionary_bytes
+from onward.trainer.data.schema.columns import BLOCK_BYTES, BYTES, TEXT, Array, Block, Cells, Column, Values
 from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import HashedFile
 

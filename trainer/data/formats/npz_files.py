@@ -19,7 +19,7 @@ from typing import IO
 import numpy as np
 
 from onward.trainer.bounds import ROW_BYTES, TENSOR_DIMS, opened
-from onward.trainer.data.columns import BLOCK_BYTES, Array, Block
+from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block
 from onward.trainer.errors import DataError
 
 NO_HEADER = (RuntimeError, NotImplementedError, SyntaxError, TypeError, KeyError, RecursionError, tokenize.TokenError)

@@ -13,14 +13,31 @@ import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.column_computers import ColumnComputer, computed_chunks, divider_of, packer_of, stored_of
-from onward.trainer.data.columns import BYTES, TEXT, WORDS, Array, Block, Column, Schema, Values, fit_block, in_parts
 from onward.trainer.data.computations import read_and_computed
-from onward.trainer.data.fitted import Fitted, all_fitted, complete_rows
-from onward.trainer.data.permutation import permutation
 from onward.trainer.data.reading import sources
-from onward.trainer.data.signature import Signature
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.column_computers import (
+    ColumnComputer,
+    computed_chunks,
+    divider_of,
+    packer_of,
+    stored_of,
+)
+from onward.trainer.data.schema.columns import (
+    BYTES,
+    TEXT,
+    WORDS,
+    Array,
+    Block,
+    Column,
+    Schema,
+    Values,
+    fit_block,
+    in_parts,
+)
+from onward.trainer.data.schema.fitted import Fitted, all_fitted, complete_rows
+from onward.trainer.data.schema.permutation import permutation
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.sharding import fit_to_source, stored_columns
 from onward.trainer.errors import DataError
 

@@ -15,7 +15,7 @@ import itertools
 import math
 import operator
 
-from onward.trainer.data.label_axes import remedy, rows_problem
+from onward.trainer.data.schema.label_axes import remedy, rows_problem
 from onward.trainer.errors import ConfigError
 
 Dims = tuple[int | None, ...]

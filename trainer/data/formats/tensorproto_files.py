@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import helper, numpy_helper
 
 from onward.trainer.bounds import opened
-from onward.trainer.data.columns import BLOCK_BYTES, TEXT, Array, Block, Column, Values
+from onward.trainer.data.schema.columns import BLOCK_BYTES, TEXT, Array, Block, Column, Values
 from onward.trainer.errors import DataError
 from onward.trainer.onnx_graph.model_files import TYPES, tensor_problems
 from onward.trainer.run.durable_files import HashedFile

@@ -18,10 +18,10 @@ import numpy as np
 
 from onward.trainer.bounds import CSV_COLUMNS, CSV_ROW_BYTES, JSON_CELLS, JSON_ROW_BYTES, Limit
 from onward.trainer.config.sections.tables import TableConfig
-from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Cells
-from onward.trainer.data.reading.csv_cells import cells_of, of_numbers, texts_of
-from onward.trainer.data.reading.csv_dialect import Bytes, Dialect, dialect_of, opened
-from onward.trainer.data.reading.plain_csv import PlainColumns, count_lines
+from onward.trainer.data.formats.csv_cells import cells_of, of_numbers, texts_of
+from onward.trainer.data.formats.csv_dialect import Bytes, Dialect, dialect_of, opened
+from onward.trainer.data.formats.plain_csv import PlainColumns, count_lines
+from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block, Cells
 from onward.trainer.errors import DataError
 
 NEWLINE, RETURN = b"\n\r"

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import Column, Schema
+from onward.trainer.data.formats.digits import digits_schema
 from onward.trainer.data.reading import sources
-from onward.trainer.data.reading.digits import digits_schema
-from onward.trainer.data.storage.described_columns import infer, merge
+from onward.trainer.data.schema.columns import Column, Schema
+from onward.trainer.data.schema.described_columns import infer, merge
 from onward.trainer.errors import DataError
 
 SAMPLE_BYTES = 8 << 20

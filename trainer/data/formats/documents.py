@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from onward.trainer.bounds import TEXT_BYTES, opened, read_bounded
-from onward.trainer.data.columns import BLOCK_BYTES, Block
+from onward.trainer.data.schema.columns import BLOCK_BYTES, Block
 from onward.trainer.errors import DataError
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from onward.trainer.config.losses import LabelUnits
-from onward.trainer.data.columns import (
+from onward.trainer.data.schema.columns import (
     BYTES,
     Array,
     Block,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.bounds import CONTENT_BYTES, read_bounded
-from onward.trainer.data.allowed_files import AllowedFiles, named_path
+from onward.trainer.data.schema.allowed_files import AllowedFiles, named_path
 from onward.trainer.run.records import Record
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -118,9 +118,8 @@ def configured(folder: Path, **sections: Any) -> Any:
     return build_config({"model": model, "data": data, "train": train, **sections})
 
 
-@pytest.mark.parametrize("shard_format", ["arrow", "pb"])
-def test_the_samples_of_a_step_are_the_same_on_any_layout_and_after_a_resume(tmp_path: Path, shard_format: str) -> None:
-    config = configured(tmp_path, data={"shard_format": shard_format, "rows_per_shard": 40})
+def test_the_samples_of_a_step_are_the_same_on_any_layout_and_after_a_resume(tmp_path: Path) -> None:
+    config = configured(tmp_path, data={"rows_per_shard": 40})
     assert check_files_and_data(dict(config)) == []
     signature = read_training_signature(config.model)
     directory, manifest, _ = make_training_shards(config, tmp_path / "cache")

@@ -80,11 +80,10 @@ def in_front(config: RunConfig, **inputs: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("write", [write_csv, write_jsonl, write_parquet])
-@pytest.mark.parametrize("shard_format", ["arrow", "pb"])
-def test_a_batch_is_what_the_model_computes_from_the_same_rows(tmp_path: Path, write: Any, shard_format: str) -> None:
+def test_a_batch_is_what_the_model_computes_from_the_same_rows(tmp_path: Path, write: Any) -> None:
     suffix = {write_csv: "csv", write_jsonl: "jsonl", write_parquet: "parquet"}[write]
     source = write(tmp_path / f"t.{suffix}", SENTENCES)
-    config = configuration(tmp_path, FOREIGN / "text-sentences.onnx", source, shard_format=shard_format)
+    config = configuration(tmp_path, FOREIGN / "text-sentences.onnx", source)
     train, evaluation = sharded(tmp_path, config)
     signature = read_training_signature(config.model)
     rows = FileRows(evaluation, config, signature)

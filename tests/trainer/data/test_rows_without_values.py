@@ -96,10 +96,9 @@ def sharded(folder: Path, source: Path, **sections: Any) -> tuple[RunConfig, Sha
     return config, open_shards(directory, "train")
 
 
-@pytest.mark.parametrize("shard_format", ["arrow", "pb"])
 @pytest.mark.parametrize("source", [jsonl, parquet, arrow])
-def test_empty_lists_are_rows_that_are_padded_and_counted_as_none(source, shard_format, tmp_path):
-    config, train = sharded(tmp_path, source(tmp_path), data={"shard_format": shard_format})
+def test_empty_lists_are_rows_that_are_padded_and_counted_as_none(source, tmp_path):
+    config, train = sharded(tmp_path, source(tmp_path))
     column = train.columns["boxes"]
     assert (column.variable, column.shape) == (True, (10,))
     stored = train.read(np.arange(train.num_rows))["boxes"]

@@ -218,9 +218,7 @@ def stored_columns(
     if problems or not types:
         raise DataError(f"{data.source}: {problem}" for problem in problems or ["there is no column of numbers"])
     ragged = any(sources.locate(each.source, data).format in sources.RAGGED for each in data.mixture)
-    # ONNX Runtime's trainer reads these files too, and does not convert types
-    exact = data.shard_format == "pb"
-    return [stored_column(schema[name], kind, exact=exact, ragged=ragged) for name, kind in types.items()]
+    return [stored_column(schema[name], kind, ragged=ragged) for name, kind in types.items()]
 
 
 def cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[ColumnComputer]) -> str:
@@ -353,7 +351,7 @@ def _write(
 
     return ShardManifest(
         key=key,
-        format=data.shard_format,
+        format="arrow",
         columns=observed((*(() if packer else kept), *stored_of(computers))),
         train=files["train"],
         evaluation=files["evaluation"],

@@ -2,7 +2,7 @@
 
     CACHE/<key>/manifest.json             ShardManifest: columns, files, SHA-256 digests
     CACHE/<key>/train-00000.arrow         rows 0 .. rows_per_shard - 1 of the training split
-    CACHE/<key>/train-00001.arrow         the next rows; files end in .pb in ONNX Runtime's TensorProto format
+    CACHE/<key>/train-00001.arrow         the next rows; earlier versions could write .pb, too
     CACHE/<key>/evaluation-00000.arrow    the rows that are held out
 
 `sharding.py` writes them.

@@ -68,7 +68,7 @@ def _open(
     columns: TextColumns, tokenizer: OpenTokenizer, limit: int, config: RunConfig, graph: onnx.GraphProto
 ) -> TokenizedRows:
     left, why_right = pads_left(columns, tokenizer, graph)
-    storage = Storage(config.data.shard_format == "pb", counts_bytes(config), left, why_right)
+    storage = Storage(counts_bytes(config), left, why_right)
     if columns.config.task == "tokens":
         return WordLabels(columns, tokenizer, limit, storage, classes=config.data.classes)
     kinds = {"none": TokenizedRows, "joined": PackedTexts, "separate": SeparateTexts}

@@ -232,7 +232,7 @@ def _text_problems(config: RunConfig, feed: Feed, columns: list[Column]) -> Iter
     """Yield what is wrong with the columns of a feed of strings."""
     for column in columns:
         # the cells of a CSV file are text, also those that look like numbers
-        if column.dtype != TEXT and sources.locate(config.data.source, config.data).format != "csv":
+        if column.dtype != TEXT and sources.locate(config.data.source, config.data).data_format.has_types:
             yield f"{feed.target} takes strings, but column {column.name!r} holds {column.kind}, not text"
     shape = feed.sample_shape
     if feed.sequence and feed.stacked:

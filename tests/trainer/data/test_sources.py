@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx
@@ -19,6 +19,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.formats import arrow_files as arrowfile
 from onward.trainer.data.formats import tables
 from onward.trainer.data.formats import tensorproto_files as protofile
+from onward.trainer.data.formats.format_table import FORMATS
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.held_out_rows import held_out
 from onward.trainer.data.reading.inferred_schema import infer_schema
@@ -114,6 +115,10 @@ def test_shards_are_a_source_again(tmp_path: Path) -> None:
     order = np.argsort(rows["x"][:, 0])
     np.testing.assert_array_equal(rows["x"][order], X)
     np.testing.assert_array_equal(rows["y"][order], Y)
+
+
+def test_every_format_that_can_be_set_has_a_record() -> None:
+    assert set(get_args(DataConfig.model_fields["format"].annotation)) == {"auto", *FORMATS}
 
 
 def test_a_directory_and_a_glob_are_read_file_after_file(tmp_path: Path) -> None:

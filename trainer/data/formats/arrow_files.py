@@ -206,6 +206,13 @@ def _record_batches(path: Path) -> Iterator[pa.RecordBatch]:
         yield from pa.ipc.open_stream(mapped)
 
 
+def parquet_rows(path: Path) -> int:
+    """Return the number of rows that the footer of a Parquet file states."""
+    import pyarrow.parquet as pq  # imported here: ranks never need it
+
+    return int(pq.read_metadata(path).num_rows)
+
+
 def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
     """Yield the rows of a Parquet file, some of a row group at a time; `names`: the columns to read, None for all."""
     import pyarrow.parquet as pq  # imported here: ranks never need it

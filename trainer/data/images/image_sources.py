@@ -29,10 +29,6 @@ from onward.trainer.errors import DataError
 Files = Sequence[tuple[str, Path]]
 """(name relative to the source, path), sorted by name."""
 
-COLUMN_OF = {"images": "image", "audio": "audio"}
-"""Format of single files in folders of classes -> the column that holds their paths."""
-IMAGE_FORMATS = {".tar": "webdataset", **dict.fromkeys(IMAGE_SUFFIXES, "images")}
-"""Formats that `data.format = "auto"` finds where there is a table [data.image]."""
 MAX_NAMED = 5
 """Files or classes that a message names."""
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.formats.digits import digits_schema
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.columns import Column, Schema
 from onward.trainer.data.schema.described_columns import infer, merge
@@ -82,8 +81,8 @@ def _infer(data: DataConfig, max_rows: int) -> dict[str, Column]:
 
 def _infer_schema(data: DataConfig, number: int, max_rows: int) -> dict[str, Column]:
     source = data.mixture[number].source
-    if sources.locate(source, data).format == "digits":
-        return digits_schema(data)
+    if stated := sources.locate(source, data).data_format.columns:
+        return dict(stated(data))
     found: dict[str, Column] = {}
     rows, size, bad = 0, 0, list[str]()
     for block in sources.first_blocks(data, number=number):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import islice
@@ -14,48 +14,23 @@ from pathlib import Path
 import numpy as np
 
 from onward.trainer.bounds import SOURCE_FILES, check_regular
-from onward.trainer.bounds import opened as open_file
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.audio.decoding import AUDIO_FORMATS
-from onward.trainer.data.formats.arrow_files import arrow_blocks, parquet_blocks
-from onward.trainer.data.formats.digits import digits_block
-from onward.trainer.data.formats.documents import text_blocks, unit_of
-from onward.trainer.data.formats.npz_files import npz_blocks
-from onward.trainer.data.formats.parquet_footers import check_footers
-from onward.trainer.data.formats.tables import csv_blocks, json_blocks
-from onward.trainer.data.formats.tensorproto_files import proto_blocks
+from onward.trainer.data.formats.format_table import FORMATS, DataFormat, Request, suffixes
+from onward.trainer.data.formats.text_files import unit_of
 from onward.trainer.data.images.image_sources import (
-    COLUMN_OF,
-    IMAGE_FORMATS,
     check_classes,
-    folder_blocks,
     held_out_names,
     refuse_empty_classes,
-    tar_blocks,
 )
 from onward.trainer.data.reading.held_out_rows import held_out, held_out_files, stratified
 from onward.trainer.data.reading.saved_datasets import saved_dataset
 from onward.trainer.data.reading.series_windows import source_columns, windowed
 from onward.trainer.data.reading.source_kinds import kinds_found
 from onward.trainer.data.schema.allowed_files import allowed_files, folder_of, refuse_outside
-from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block
+from onward.trainer.data.schema.columns import Array, Block
 from onward.trainer.data.schema.columns import is_unicode as _is_unicode
 from onward.trainer.errors import DataError
 
-SUFFIXES = {
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".tab": "csv",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".npz": "npz",
-    ".arrow": "arrow",
-    ".pb": "pb",
-}
-RAGGED = ("jsonl", "parquet", "pb")
-"""Formats whose rows are lists, which may differ in length."""
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Directories left out of the `stdlib` text: installed packages, and tests, which are as large as the rest."""
 
@@ -69,6 +44,11 @@ class Source:
     """(name relative to the source, path), sorted by name."""
     name: str = ""
     """As the settings name it; "" for data that every machine has."""
+
+    @property
+    def data_format(self) -> DataFormat:
+        """Return how files of this format are read."""
+        return FORMATS[self.format]
 
 
 # -- finding the files
@@ -135,17 +115,23 @@ def _walk(directory: Path, pattern: str, pruned: set[str]) -> list[str]:
 def _suffix(path: Path) -> str:
     """Return the end of a file's name; of tables that are compressed, what is before .gz."""
     inner = Path(path.stem).suffix.lower()
-    return inner if path.suffix.lower() == ".gz" and SUFFIXES.get(inner) in ("csv", "jsonl") else path.suffix.lower()
+    inner_format = suffixes().get(inner)
+    is_compressed = path.suffix.lower() == ".gz" and inner_format and FORMATS[inner_format].may_be_compressed
+    return inner if is_compressed else path.suffix.lower()
 
 
 def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Source:
     # images beside data of another format are no data, unless there is a table [data.image]
-    by_suffix = SUFFIXES | (IMAGE_FORMATS if data.image or data.format in IMAGE_FORMATS.values() else {})
-    by_suffix |= AUDIO_FORMATS if data.audio or data.format == "audio" else {}
+    tables = {table for table in ("image", "audio") if getattr(data, table)}
+    if data.format != "auto":
+        tables.add(FORMATS[data.format].table)
+    by_suffix = suffixes(tables)
     formats = {name: by_suffix.get(_suffix(path), "text") for name, path in found.items() if path.is_file()}
     if data.format != "auto":
         wanted: str = data.format
-        if len(formats) > 1 or wanted in COLUMN_OF:  # of a directory or a glob, only files of this format are read
+        if (
+            len(formats) > 1 or FORMATS[wanted].path_column
+        ):  # of a directory or a glob, only files of this format are read
             formats = {name: kind for name, kind in formats.items() if kind == wanted or wanted == "text"}
     else:
         known = Counter(kind for kind in formats.values() if kind != "text")
@@ -164,7 +150,7 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
         raise DataError(_nothing_to_read(source, found, wanted, data))
     files = tuple((name, found[name]) for name in names)
     mask_folder = data.image.mask_folder if data.image else ""
-    if wanted in COLUMN_OF and not mask_folder:
+    if FORMATS[wanted].path_column and not mask_folder:
         refuse_empty_classes(Path(source), files)
     return Source(wanted, files, source)
 
@@ -218,9 +204,10 @@ def read_by_source(
 def _check_image_classes(data: DataConfig) -> None:
     """Raise DataError if images to evaluate on are in folders of classes that no source to train on has."""
     located = [locate(each.source, data) for each in data.mixture]
-    training = [file for source in located if source.format in COLUMN_OF for file in source.files]
+    training = [file for source in located if source.data_format.path_column for file in source.files]
     for key in ("evaluation_source", "test_source"):
-        if training and (name := getattr(data, key)) and (held_out := locate(name, data)).format in COLUMN_OF:
+        name = getattr(data, key)
+        if training and name and (held_out := locate(name, data)).data_format.path_column:
             check_classes(training, held_out.files, f"data.{key}")
 
 
@@ -248,7 +235,7 @@ def _divided(
         ]
     else:
         for name, block in _blocks(source, data, names, text):
-            if source.format in COLUMN_OF:
+            if source.data_format.path_column:
                 yield block, held_out_names(block, data.evaluation_fraction)
             else:
                 yield block, held_out(name, block.index, data.evaluation_fraction)
@@ -289,93 +276,11 @@ def _blocks(
 ) -> Iterator[tuple[str, Block]]:
     """Yield (name of the file in the source, some of its rows), file by file, with the files that cells may name."""
     allowed = allowed_files(source.name, data) if source.name else None
-    for name, block in _read_blocks(source, data, names, text):
+    unit = _text_unit(data) if source.format == "text" else ""
+    for name, block in source.data_format.read(source.files, Request(data, names, text, unit)):
         yield name, replace(block, allowed=allowed)
-
-
-def _read_blocks(
-    source: Source, data: DataConfig, names: Sequence[str] | None, text: Collection[str]
-) -> Iterator[tuple[str, Block]]:
-    if source.format == "digits":
-        yield "digits", digits_block(data)
-    elif source.format == "text" and data.text is None:
-        for block in _windows(source, data.sequence_length):
-            yield "text", block
-    elif source.format == "text" and data.text is not None:
-        column, unit = data.text.columns, _text_unit(data)
-        for name, path in source.files:
-            for block in text_blocks(path, unit, column if isinstance(column, str) else column[0]):
-                yield name, block
-    elif source.format in COLUMN_OF:
-        mask_folder = data.image.mask_folder if data.image else ""
-        for block in folder_blocks(
-            source.files, names, COLUMN_OF[source.format], mask_folder, skips_rows=data.bad_rows == "skip"
-        ):
-            yield source.format, block
-    else:
-        if source.format == "parquet":
-            check_footers([path for _, path in source.files])
-        for name, path in source.files:
-            # only in CSV the type of a cell is not written down
-            csv = source.format == "csv"
-            blocks = csv_blocks(path, names, text, data.table) if csv else TYPED_READERS[source.format](path, names)
-            for block in blocks:
-                yield name, block
 
 
 def _text_unit(data: DataConfig) -> str:
     """Return what one text of a source of text files is; empty without [data.text], where it is bytes in windows."""
     return unit_of(data.text.documents, len(locate(data.mixture[0].source, data).files)) if data.text else ""
-
-
-TYPED_READERS: dict[str, Callable[[Path, Sequence[str] | None], Iterator[Block]]] = {
-    "jsonl": json_blocks,
-    "parquet": parquet_blocks,
-    "arrow": arrow_blocks,
-    "pb": proto_blocks,
-    "npz": npz_blocks,
-    "webdataset": tar_blocks,
-}
-
-
-# -- text: bytes in windows
-
-
-def _windows(source: Source, length: int) -> Iterator[Block]:
-    """Yield windows [n, length] over the bytes of all files, with a 0 byte after each file.
-
-    `label` is `input_ids` shifted by one byte. Windows do not overlap; the last bytes, at most `length`, are unused:
-
-        bytes       a b c d e f g h i      length 4
-        input_ids   a b c d|e f g h
-        label       b c d e|f g h i
-    """
-    rest, index = np.empty(0, np.uint8), 0
-    step = max(1, BLOCK_BYTES // length)
-    for piece in _joined(source):
-        data = np.concatenate([rest, piece])
-        count = (len(data) - 1) // length
-        inputs = data[: count * length].reshape(count, length)
-        labels = data[1 : count * length + 1].reshape(count, length)
-        for first in range(0, count, step):
-            rows = slice(first, first + step)
-            cells = {"input_ids": inputs[rows], "label": labels[rows]}
-            yield Block("text", np.arange(index + first, index + min(first + step, count)), cells, unit="window")
-        index += count
-        # carried into the next piece, so that windows do not depend on how the files are read
-        rest = data[count * length :]
-
-
-def _joined(source: Source) -> Iterator[Array]:
-    """Yield the bytes of all files, some megabytes at a time."""
-    pieces, size = [], 0
-    for _, path in source.files:
-        with open_file(path) as file:
-            while data := file.read(BLOCK_BYTES):
-                pieces.append(data)
-                size += len(data)
-                if size >= BLOCK_BYTES:
-                    yield np.frombuffer(b"".join(pieces), np.uint8)
-                    pieces, size = [], 0
-        pieces.append(b"\0")
-    yield np.frombuffer(b"".join(pieces), np.uint8)

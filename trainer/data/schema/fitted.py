@@ -32,6 +32,9 @@ from onward.trainer.data.schema.columns import (
 )
 from onward.trainer.run.records import Record
 
+MAX_NAMED = 10
+"""Classes that a message names; the others are counted."""
+
 
 class Vocabulary(Record):
     """What masking needs to know of a tokenizer."""
@@ -80,6 +83,14 @@ class Fitted(Record):
     def is_label(self) -> bool:
         """Whether it is known as a label: what feeds an input has none of these."""
         return bool(self.classes or self.class_counts or self.label_units)
+
+
+def describe_classes(name: str, found: Fitted) -> str:
+    """Return the classes of a column in words, and whether they are sorted."""
+    numbered = [f"{number} = {each}" for number, each in enumerate(found.classes[:MAX_NAMED])]
+    more = [f"... {len(found.classes) - MAX_NAMED:,} more"] if len(found.classes) > MAX_NAMED else []
+    order = ", in the order of their names (data.classes sets another order)" if found.sorted_by_name else ""
+    return f"classes of {name}: {', '.join([*numbered, *more])}{order}"
 
 
 class LabelledRows(Protocol):

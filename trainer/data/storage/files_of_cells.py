@@ -9,7 +9,6 @@ from pathlib import Path
 
 from onward.trainer.bounds import CONTENT_BYTES
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.images.image_sources import COLUMN_OF
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.allowed_files import named_path
 from onward.trainer.data.schema.columns import BYTES, Column
@@ -21,11 +20,12 @@ MAX_NAMED_ROWS = 20
 
 def naming_columns(data: DataConfig, columns: Sequence[Column]) -> list[str]:
     """Return the columns whose cells may name files; [] for tar files, which are read as a stream."""
-    formats = {source.format for source in sources.all_sources(data)}
+    formats = [source.data_format for source in sources.all_sources(data)]
+    if any(each.holds_content and not each.path_column for each in formats):
+        return []
     # files in folders are those of the source; masks in folders of their own are not
-    own = {COLUMN_OF[each] for each in formats & COLUMN_OF.keys()}
-    names = [column.name for column in columns if column.dtype == BYTES and column.name not in own]
-    return [] if "webdataset" in formats else names
+    of_source = {each.path_column for each in formats}
+    return [column.name for column in columns if column.dtype == BYTES and column.name not in of_source]
 
 
 def outside_files(data: DataConfig, columns: Sequence[Column]) -> list[str]:

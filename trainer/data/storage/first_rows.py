@@ -94,7 +94,7 @@ def read_first_rows(
     most = max(1, min(most, KEPT_BYTES // max(row_bytes, 1)))
     packer = packer_of(computers)
     # a small table may name many large files
-    is_table = not {each.format for each in sources.all_sources(data)} & {"images", "webdataset", "audio"}
+    is_table = not any(source.data_format.holds_content for source in sources.all_sources(data))
     names_files = is_table and any(column.dtype == BYTES for column in stored)
     is_small = not spread and source_bytes(data) <= COUNTED_BYTES
     is_counted = is_small and packer is None and divider_of(computers) is None and not names_files

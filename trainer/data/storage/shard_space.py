@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import zipfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -25,9 +24,6 @@ from onward.trainer.data.schema.columns import BYTES, Column
 from onward.trainer.errors import StorageUnavailable
 
 log = logging.getLogger(__name__)
-
-SAMPLE_BYTES = 1 << 16
-"""The lines whose mean length is taken."""
 
 
 def check_space(
@@ -59,29 +55,8 @@ def shard_bytes(data: DataConfig, columns: Sequence[Column], consumed: Collectio
     total = 0
     for source in sources.all_sources(data):
         for _, path in source.files:
-            if source.format in ("images", "webdataset", "audio"):
+            if source.data_format.holds_content:
                 total += path.stat().st_size * holds_content
             else:
-                total += row_bytes * source_rows(path, source.format)
+                total += row_bytes * source.data_format.count_rows(path)
     return total
-
-
-def source_rows(path: Path, kind: str) -> int:
-    """Return about the number of rows of a file; 0 where only reading all of it would tell."""
-    if kind == "parquet":
-        import pyarrow.parquet as pq  # imported here: ranks never need it
-
-        return int(pq.read_metadata(path).num_rows)
-    if kind == "npz":
-        with zipfile.ZipFile(path) as archive:
-            name = archive.namelist()[0]
-            with archive.open(name) as file:
-                version = np.lib.format.read_magic(file)
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, _, _ = read(file)
-                return int(shape[0]) if shape else 0
-    if kind in ("csv", "jsonl") and path.suffix.lower() != ".gz":
-        with path.open("rb") as lines:
-            sample = lines.read(SAMPLE_BYTES)
-        return path.stat().st_size * sample.count(b"\n") // max(1, len(sample))
-    return 0

@@ -217,7 +217,7 @@ def stored_columns(
     ]
     if problems or not types:
         raise DataError(f"{data.source}: {problem}" for problem in problems or ["there is no column of numbers"])
-    ragged = any(sources.locate(each.source, data).format in sources.RAGGED for each in data.mixture)
+    ragged = any(sources.locate(each.source, data).data_format.rows_vary for each in data.mixture)
     return [stored_column(schema[name], kind, ragged=ragged) for name, kind in types.items()]
 
 

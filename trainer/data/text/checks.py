@@ -33,7 +33,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
     if columns is None:
         return []
     # cells of CSV files have no types: a number may be a text there
-    has_types = not any(source.format == "csv" for source in all_sources(config.data))
+    has_types = all(source.data_format.has_types for source in all_sources(config.data))
     problems = [*input_problems(columns, config, signature), *_column_problems(columns, schema, has_types=has_types)]
     problems += _byte_problems(columns, config)
     graph = read_model(config.model.path).graph

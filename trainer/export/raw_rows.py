@@ -14,10 +14,11 @@ import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.computations import read_and_computed
+from onward.trainer.data.formats.format_table import Request
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.schema.column_computers import computed_chunks
-from onward.trainer.data.schema.columns import TEXT, WORDS, Array, Block, Cells, fit_block, in_parts, select
+from onward.trainer.data.schema.columns import Array, Block, Cells, fit_block, in_parts, select
 from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.sharding import fit_to_source, stored_columns
 from onward.trainer.data.storage.shards import ShardManifest
@@ -35,11 +36,13 @@ def read_raw_rows(config: RunConfig, signature: Signature, manifest: ShardManife
     is_checked = manifest.skipped > 0
     if is_checked:
         fit_to_source(computers, config.data, stored)
-    texts = [column.name for column in stored if column.dtype in (TEXT, WORDS)]
+    request = Request.of_columns(config.data, stored)
     found: dict[str, list[Any]] = {column.name: [] for column in stored}
-    for split, blocks in sources.read_by_source(config.data, [column.name for column in stored], texts):
+    ranges = [rows for rows in sources.source_ranges(config.data) if rows.held_split == "evaluation"]
+    for rows in ranges:
+        blocks = sources.read_range(rows, request)
         for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, stored)):
-            if split != "evaluation" or not held_out.any():
+            if not held_out.any():
                 continue
             kept = _rows_of(block, np.flatnonzero(held_out))
             values, good, bad = fit_block(kept, stored)

@@ -15,13 +15,21 @@ import onnx
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.tables import OF_COLUMNS, TableConfig
 from onward.trainer.data.formats import arrow_files
 from onward.trainer.data.formats.arrow_files import ArrowReader, ArrowWriter
+from onward.trainer.data.formats.format_table import FORMATS
 from onward.trainer.data.formats.tensorproto_files import ProtoReader
 from onward.trainer.data.schema.columns import Column, ColumnType
 from onward.trainer.data.schema.described_columns import extremes
 from onward.trainer.data.storage import sharding, split_writer
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.storage.sharding import (
+    COUNTED_OTHERWISE,
+    HARMLESS,
+    IN_EVERY_KEY,
+    counted_settings,
+    make_shards,
+)
 from onward.trainer.data.storage.shards import ShardManifest, Shards, damaged_files, open_shards
 from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import sha256
@@ -250,6 +258,25 @@ def test_settings_that_matter_make_other_shards(tmp_path: Path, npz: Path, setti
     assert make(DataConfig(source=str(npz), **settings), tmp_path / "cache")[0] != first
 
 
+def test_every_setting_of_the_data_is_in_the_key_or_listed_as_one_that_need_not_be() -> None:
+    listed = IN_EVERY_KEY | COUNTED_OTHERWISE | HARMLESS
+    of_formats = frozenset[str]().union(*(each.settings for each in FORMATS.values()))
+    assert DataConfig.model_fields.keys() == listed | of_formats
+    assert TableConfig.model_fields.keys() >= OF_COLUMNS
+    reading = {"separator", "decimal", "thousands", "quote", "encoding", "header", "window"}
+    assert TableConfig.model_fields.keys() - OF_COLUMNS == reading
+
+
+def test_a_setting_that_is_not_listed_counts_once_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "HARMLESS", HARMLESS - {"balance"})
+    data = DataConfig(source="digits", image_size=8)
+    settings = {"evaluation_fraction": 0.1, "bad_rows": "fail", "rows_per_shard": 65536, "shard_format": "arrow"}
+    settings |= {"image_size": 8, "image_channels": 3}
+    assert counted_settings(data, {"digits"}) == settings
+    balanced = data.model_copy(update={"balance": "length"})
+    assert counted_settings(balanced, {"digits"}) == settings | {"balance": "length"}
+
+
 def test_changed_content_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:
     path, keys = tmp_path / "t.csv", set()
     for value in "12":
@@ -307,13 +334,13 @@ def test_of_two_processes_the_second_uses_the_shards_of_the_first(
     tmp_path: Path, npz: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meeting = threading.Barrier(2)
-    write = sharding._write
+    write = sharding.write_shards
 
     def write_together(*arguments: Any) -> ShardManifest:
         meeting.wait(10)
         return write(*arguments)
 
-    monkeypatch.setattr(sharding, "_write", write_together)
+    monkeypatch.setattr(sharding, "write_shards", write_together)
     results: list[Any] = []
     builders = [
         threading.Thread(

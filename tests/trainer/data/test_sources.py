@@ -17,7 +17,7 @@ import pytest
 from onward.trainer.bounds import Limit
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.formats import arrow_files as arrowfile
-from onward.trainer.data.formats import tables
+from onward.trainer.data.formats import tables, text_files
 from onward.trainer.data.formats import tensorproto_files as protofile
 from onward.trainer.data.formats.format_table import FORMATS
 from onward.trainer.data.reading import sources
@@ -36,7 +36,7 @@ Y = np.arange(100) % 3
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small files take many pieces."""
     monkeypatch.setattr(tables, "BLOCK_BYTES", 300)
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 300)
     monkeypatch.setattr(arrowfile, "BLOCK_BYTES", 300)
     monkeypatch.setattr(protofile, "BLOCK_BYTES", 300)
 

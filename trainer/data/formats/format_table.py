@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.audio.decoding import AUDIO_SUFFIXES
@@ -20,7 +21,7 @@ from onward.trainer.data.formats.tensorproto_files import proto_blocks
 from onward.trainer.data.formats.text_files import text_blocks, window_blocks
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
 from onward.trainer.data.images.image_sources import Files, folder_blocks, tar_blocks
-from onward.trainer.data.schema.columns import Block, Schema
+from onward.trainer.data.schema.columns import TEXT, WORDS, Block, Column, Schema
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class Request:
     """The columns that are read as text, also where a cell of a CSV file looks like a number."""
     unit: str = ""
     """What one text of a text file is: `file`, `line` or `paragraph`."""
+
+    @classmethod
+    def of_columns(cls, data: DataConfig, columns: Sequence[Column]) -> Self:
+        """Return the request for these columns."""
+        texts = [column.name for column in columns if column.dtype in (TEXT, WORDS)]
+        return cls(data, [column.name for column in columns], texts)
 
 
 Reader = Callable[[Files, Request], Iterator[tuple[str, Block]]]

@@ -10,14 +10,12 @@ import numpy as np
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.reading import sources
-from onward.trainer.data.schema.columns import Column, Schema
+from onward.trainer.data.schema.columns import MAX_NAMED_ROWS, Column, Schema
 from onward.trainer.data.schema.described_columns import infer, merge
 from onward.trainer.errors import DataError
 
 SAMPLE_BYTES = 8 << 20
 """`infer_schema` stops after about this many bytes."""
-MAX_NAMED_ROWS = 20
-"""Bad rows that a message names."""
 MOST_KEPT = 4
 """Sources whose columns are kept in memory."""
 MOST_FILES = 64

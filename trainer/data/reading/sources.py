@@ -173,32 +173,49 @@ def _nothing_to_read(source: str, found: Mapping[str, Path], wanted: str, data: 
 # -- reading
 
 
-def read(data: DataConfig, names: Sequence[str] | None, text: Collection[str] = ()) -> Iterator[tuple[Block, Array]]:
-    """Yield every row of the data in blocks, each with bool [n]: which of its rows are for evaluation.
+@dataclass(frozen=True)
+class SourceRange:
+    """Rows that are read, packed and counted together: those of one source."""
 
-    Several sources come one after the other. names: the columns to read, None for all. text: those of them that are
-    read as text, also where a cell of a CSV file looks like a number. Raises DataError for what cannot be read at all.
-    """
-    for split, blocks in read_by_source(data, names, text):
-        yield from blocks if split != "test" else ()
+    source: str
+    """As the settings name it."""
+    is_trained: bool
+    """Whether its rows are trained on, but for those that are held out."""
+    held_split: str = "evaluation"
+    """What the rows that are held out are for: `evaluation` or `test`."""
 
 
-def read_by_source(
-    data: DataConfig, names: Sequence[str] | None, text: Collection[str] = ()
-) -> Iterator[tuple[str, Iterator[tuple[Block, Array]]]]:
-    """Yield (what its rows that are held out are for, its blocks as `read` yields them) of each source in turn.
+def source_ranges(data: DataConfig) -> list[SourceRange]:
+    """Return what is read, in order: what is trained on, then `data.evaluation_source`, then `data.test_source`.
 
-    First come the sources that are trained on, then those of `data.evaluation_source`, then those of
-    `data.test_source`, which `read` leaves out.
+    Raises DataError if images to evaluate on have classes that none to train on has.
     """
     if data.audio or (data.image and not data.image.mask_folder):
         _check_image_classes(data)
-    for each in data.mixture:
-        yield "evaluation", _divided(each.source, data, names, text)
+    ranges = [SourceRange(each.source, is_trained=True) for each in data.mixture]
     if data.evaluation_source:
-        yield "evaluation", _whole(data.evaluation_source, data, names, text, held=True)
+        ranges.append(SourceRange(data.evaluation_source, is_trained=False))
     if data.test_source:
-        yield "test", _whole(data.test_source, data, names, text, held=True)
+        ranges.append(SourceRange(data.test_source, is_trained=False, held_split="test"))
+    return ranges
+
+
+def read_range(rows: SourceRange, request: Request) -> Iterator[tuple[Block, Array]]:
+    """Yield the rows of a range in blocks, each with bool [n]: which of its rows are held out.
+
+    Raises DataError for what cannot be read at all.
+    """
+    source = locate(rows.source, request.data)
+    if rows.is_trained and not request.data.evaluation_source:
+        return _divided(source, request)
+    return _whole(source, request, held=not rows.is_trained)
+
+
+def read(data: DataConfig, names: Sequence[str] | None, text: Collection[str] = ()) -> Iterator[tuple[Block, Array]]:
+    """Yield every row to train and to evaluate on, as `read_range`. names, text: as in `Request`."""
+    for rows in source_ranges(data):
+        if rows.held_split != "test":
+            yield from read_range(rows, Request(data, names, text))
 
 
 def _check_image_classes(data: DataConfig) -> None:
@@ -211,50 +228,38 @@ def _check_image_classes(data: DataConfig) -> None:
             check_classes(training, held_out.files, f"data.{key}")
 
 
-def _divided(
-    name: str, data: DataConfig, names: Sequence[str] | None, text: Collection[str]
-) -> Iterator[tuple[Block, Array]]:
+def _divided(source: Source, request: Request) -> Iterator[tuple[Block, Array]]:
     """Yield the rows of a source of training data, with those among them that are set aside for evaluation."""
-    if data.evaluation_source:
-        yield from _whole(name, data, names, text, held=False)
-        return
-    source = locate(name, data)
+    data, names, fraction = request.data, request.names, request.data.evaluation_fraction
     if window := data.table.window:
-        blocks = (block for _, block in _blocks(source, data, source_columns(names, window), text))
-        yield from windowed(blocks, window, names, data.evaluation_fraction)
-        return
-    if data.split == "stratified" and isinstance(data.label, str):
+        blocks = _blocks(source, replace(request, names=source_columns(names, window)))
+        yield from windowed((block for _, block in blocks), window, names, fraction)
+    elif data.split == "stratified" and isinstance(data.label, str):
         read = names if names is None or data.label in names else [*names, data.label]
-        yield from stratified(_blocks(source, data, read, text), data.label, data.evaluation_fraction, names)
-        return
-    if source.format == "text" and _text_unit(data) in ("", "file"):
-        chosen = held_out_files([name for name, _ in source.files], data.evaluation_fraction)
-        parts = [
-            (Source("text", tuple(file for file in source.files if (file[0] in chosen) == held)), held)
-            for held in (False, True)
-        ]
+        yield from stratified(_blocks(source, replace(request, names=read)), data.label, fraction, names)
+    elif source.format == "text" and _text_unit(data) in ("", "file"):
+        chosen = held_out_files([name for name, _ in source.files], fraction)
+        for held in (False, True):
+            files = tuple(file for file in source.files if (file[0] in chosen) == held)
+            for _, block in _blocks(Source("text", files), request):
+                yield block, np.full(len(block.index), held)
     else:
-        for name, block in _blocks(source, data, names, text):
-            if source.data_format.path_column:
-                yield block, held_out_names(block, data.evaluation_fraction)
-            else:
-                yield block, held_out(name, block.index, data.evaluation_fraction)
-        return
-    for part, held in parts:
-        for _, block in _blocks(part, data, names, text):
-            yield block, np.full(len(block.index), held)
+        of_folders = bool(source.data_format.path_column)
+        for name, block in _blocks(source, request):
+            yield block, held_out_names(block, fraction) if of_folders else held_out(name, block.index, fraction)
 
 
-def _whole(
-    name: str, data: DataConfig, names: Sequence[str] | None, text: Collection[str], *, held: bool
-) -> Iterator[tuple[Block, Array]]:
-    if window := data.table.window:
-        blocks = (block for _, block in _blocks(locate(name, data), data, source_columns(names, window), text))
-        for block, _ in windowed(blocks, window, names, None):
-            yield block, np.full(len(block.index), held)
-        return
-    for _, block in _blocks(locate(name, data), data, names, text):
+def _whole(source: Source, request: Request, *, held: bool) -> Iterator[tuple[Block, Array]]:
+    for block in _all_blocks(source, request):
         yield block, np.full(len(block.index), held)
+
+
+def _all_blocks(source: Source, request: Request) -> Iterator[Block]:
+    """Yield all rows of a source; with data.table.window, all windows."""
+    window = request.data.table.window
+    wanted = replace(request, names=source_columns(request.names, window)) if window else request
+    blocks = (block for _, block in _blocks(source, wanted))
+    return (block for block, _ in windowed(blocks, window, request.names, None)) if window else blocks
 
 
 def all_sources(data: DataConfig) -> list[Source]:
@@ -264,20 +269,15 @@ def all_sources(data: DataConfig) -> list[Source]:
 
 
 def first_blocks(data: DataConfig, text: Collection[str] = (), number: int = 0) -> Iterator[Block]:
-    """Return an iterator over the rows of one of the sources, from its beginning; `text` as in `read`."""
-    source = locate(data.mixture[number].source, data)
-    blocks = (block for _, block in _blocks(source, data, None, text))
-    window = data.table.window
-    return (block for block, _ in windowed(blocks, window, None, None)) if window else blocks
+    """Return an iterator over the rows of one of the sources, from its beginning; `text` as in `Request`."""
+    return _all_blocks(locate(data.mixture[number].source, data), Request(data, None, text))
 
 
-def _blocks(
-    source: Source, data: DataConfig, names: Sequence[str] | None, text: Collection[str]
-) -> Iterator[tuple[str, Block]]:
+def _blocks(source: Source, request: Request) -> Iterator[tuple[str, Block]]:
     """Yield (name of the file in the source, some of its rows), file by file, with the files that cells may name."""
-    allowed = allowed_files(source.name, data) if source.name else None
-    unit = _text_unit(data) if source.format == "text" else ""
-    for name, block in source.data_format.read(source.files, Request(data, names, text, unit)):
+    allowed = allowed_files(source.name, request.data) if source.name else None
+    unit = _text_unit(request.data) if source.format == "text" else ""
+    for name, block in source.data_format.read(source.files, replace(request, unit=unit)):
         yield name, replace(block, allowed=allowed)
 
 

@@ -23,6 +23,8 @@ BLOCK_BYTES = 4 << 20
 """About this much of a source file is in memory at a time."""
 PART_ROWS = 256
 """Rows of which the content is read from files of their own at a time."""
+MAX_NAMED_ROWS = 20
+"""Bad rows that a message names; the others are counted."""
 TEXT = "str"
 """The dtype of a column of text; its values are an array of Python strings."""
 WORDS = "words"

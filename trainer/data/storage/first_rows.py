@@ -14,6 +14,7 @@ import numpy as np
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.computations import read_and_computed
+from onward.trainer.data.formats.format_table import Request
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.schema.column_computers import (
@@ -25,8 +26,6 @@ from onward.trainer.data.schema.column_computers import (
 )
 from onward.trainer.data.schema.columns import (
     BYTES,
-    TEXT,
-    WORDS,
     Array,
     Block,
     Column,
@@ -99,8 +98,8 @@ def read_first_rows(
     is_small = not spread and source_bytes(data) <= COUNTED_BYTES
     is_counted = is_small and packer is None and divider_of(computers) is None and not names_files
     fit_to_source(computers, data, stored, most_blocks=None if is_counted or spread else FITTED_BLOCKS)
-    texts = [column.name for column in stored if column.dtype in (TEXT, WORDS)]
-    blocks = sources.read(data, [column.name for column in stored], texts)
+    request = Request.of_columns(data, stored)
+    blocks = sources.read(data, request.names, request.text)
     if spread:
         blocks = _spread(blocks, _count_rows(data, stored), most)
     gathered = _gather(blocks, stored, computers, most, to_end=is_counted)

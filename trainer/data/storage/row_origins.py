@@ -13,10 +13,11 @@ import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.computations import read_and_computed
+from onward.trainer.data.formats.format_table import Request
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.schema.column_computers import packer_of
-from onward.trainer.data.schema.columns import TEXT, WORDS, fit_block
+from onward.trainer.data.schema.columns import fit_block
 from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.sharding import stored_columns
 from onward.trainer.data.storage.shards import Shards, Split
@@ -35,15 +36,15 @@ def row_origins(
     if packer_of(computers) or (drops_rows and computers):
         return {}
     columns = stored_columns(config.data, read)
-    texts = [column.name for column in columns if column.dtype in (TEXT, WORDS)]
+    request = Request.of_columns(config.data, columns)
     deadline = time.monotonic() + limit_s
     of_split = dict(zip(rows.numbers(np.array(sorted(wanted))).tolist(), sorted(wanted), strict=True))
     found: dict[int, str] = {}
     counts = Counter[str]()
-    for held_split, blocks in sources.read_by_source(config.data, [column.name for column in columns], texts):
-        for block, held_out in blocks:
+    for source in sources.source_ranges(config.data):
+        for block, held_out in sources.read_range(source, request):
             good = fit_block(block, columns)[1] if drops_rows else np.ones(len(block.index), bool)
-            for part, chosen in (("train", good & ~held_out), (held_split, good & held_out)):
+            for part, chosen in (("train", good & ~held_out), (source.held_split, good & held_out)):
                 index = block.index[chosen]
                 if part == split:
                     for number in of_split.keys() & set(range(counts[part], counts[part] + len(index))):

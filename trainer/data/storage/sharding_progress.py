@@ -54,10 +54,14 @@ class Sharded:
         )
 
 
+Report = Callable[[Sharded], None]
+"""Is called while shards are written, every second at most."""
+
+
 class ShardingProgress:
     """Counts rows, and passes at most every PERIOD_S to `report` how far the sharding is."""
 
-    def __init__(self, data: DataConfig, report: Callable[[Sharded], None] | None) -> None:
+    def __init__(self, data: DataConfig, report: Report | None) -> None:
         self._report = report
         self._began_at = self._reported_at = time.monotonic()
         self._rows = self._total_bytes = self._total_rows = 0

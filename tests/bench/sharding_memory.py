@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.schema.columns import ColumnType
-from onward.trainer.data.storage.sharding import make_shards
 from tests.support.ranks import ROOT
+from tests.support.shards import make_shards
 
 SIZES_MB = (50, 100, 200)
 ALLOWED_GROWTH = 1.3

@@ -97,7 +97,7 @@ def check_local_files(sections: Sections) -> list[str]:
             else:
                 check_named_files(config, signature, schema)
             if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
-                found, fitted = try_first_rows(config, signature)
+                found, fitted = try_first_rows(config, signature, schema)
                 misfits = data_problems(config, found, signature, fitted=fitted)
             if not misfits:
                 check_held_out(config, signature, schema)

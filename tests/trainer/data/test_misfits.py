@@ -16,9 +16,9 @@ from onward.trainer.data.input_columns import Feed
 from onward.trainer.data.misfits import MISFITS, remedy, remedy_of_absence
 from onward.trainer.data.schema.columns import Column, ColumnType
 from onward.trainer.data.schema.signature import Dims
-from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.errors import DataError
 from tests.support.graphs import tiny_bert, tiny_cities, tiny_mlp
+from tests.support.shards import make_shards
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "own-data.md"
 TEXT = Column(name="city", dtype="str")

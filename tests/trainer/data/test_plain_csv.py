@@ -18,8 +18,8 @@ from onward.trainer.data.formats import tables
 from onward.trainer.data.formats.csv_dialect import Dialect
 from onward.trainer.data.formats.plain_csv import PlainColumns
 from onward.trainer.data.schema.columns import Block, ColumnType
-from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.errors import DataError
+from tests.support.shards import make_shards
 
 READ = PlainColumns.read
 ODD = (

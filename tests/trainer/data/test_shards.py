@@ -28,11 +28,11 @@ from onward.trainer.data.storage.sharding import (
     HARMLESS,
     IN_EVERY_KEY,
     counted_settings,
-    make_shards,
 )
 from onward.trainer.data.storage.shards import ShardManifest, Shards, damaged_files, open_shards
 from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import sha256
+from tests.support.shards import make_shards
 
 GOLDEN = bytes.fromhex("1e000000 0b000000 080210073a0201024201 78 0b000000 1001 2204 0000003f 4201 79")
 """int64 x = [1, 2] and scalar float y = 0.5, as ONNX Runtime's trainer reads them."""

@@ -24,9 +24,9 @@ from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.held_out_rows import held_out
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.schema.columns import Column, ColumnType, Values
-from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.errors import DataError
+from tests.support.shards import make_shards
 
 X = np.arange(200, dtype=np.float32).reshape(100, 2) / 4
 Y = np.arange(100) % 3

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from typing import Any
 
 import numpy as np
 
@@ -16,57 +14,10 @@ from onward.trainer.errors import DataError
 
 SAMPLE_BYTES = 8 << 20
 """`infer_schema` stops after about this many bytes."""
-MOST_KEPT = 4
-"""Sources whose columns are kept in memory."""
-MOST_FILES = 64
-"""Of a source with more files the columns are not kept: to ask for the state of each would take longer."""
-NS = 10**9
-TICK_NS, COARSE_TICK_NS = NS // 20, 2 * NS
-"""A file that was written within this time may be written once more and have the same time of change. File systems
-that count whole seconds, such as FAT, have the coarse one."""
-
-Key = tuple[Any, ...]
-_kept: dict[Key, dict[str, Column]] = {}
 
 
 def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
-    """Infer the columns from the first rows of the source, or of each of several. Raises DataError.
-
-    Several steps of a command ask for them, so that they are kept while the files are as they were.
-    """
-    key = _key(data, max_rows)
-    if key is None:
-        return _infer(data, max_rows)
-    if key not in _kept:
-        found = _infer(data, max_rows)
-        if key != _key(data, max_rows):  # written meanwhile
-            return found
-        while len(_kept) >= MOST_KEPT:
-            _kept.pop(next(iter(_kept)))
-        _kept[key] = found
-    return dict(_kept[key])
-
-
-def _key(data: DataConfig, max_rows: int) -> Key | None:
-    """Return what the columns depend on: settings and the state of the files; None if that is not known surely."""
-    located = [sources.locate(each.source, data) for each in data.mixture]
-    files = [path for source in located for _, path in source.files[: MOST_FILES + 1]]
-    if len(files) > MOST_FILES:
-        return None
-    states = []
-    for path in files:
-        try:
-            found = path.stat()
-        except OSError:  # the reader says why
-            return None
-        age_ns = abs(time.time_ns() - found.st_mtime_ns)
-        if age_ns < (TICK_NS if found.st_mtime_ns % NS else COARSE_TICK_NS):
-            return None
-        states.append((str(path), found.st_ino, found.st_size, found.st_mtime_ns))
-    return repr(data.model_copy(update={"inputs": {}, "label": ""})), max_rows, *states
-
-
-def _infer(data: DataConfig, max_rows: int) -> dict[str, Column]:
+    """Infer the columns from the first rows of the source, or of each of several. Raises DataError."""
     schemas = [_infer_schema(data, number, max_rows) for number in range(len(data.mixture))]
     found = schemas[0]
     for number, other in enumerate(schemas[1:], start=1):

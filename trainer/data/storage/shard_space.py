@@ -12,40 +12,35 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.reading import sources
-from onward.trainer.data.schema.column_computers import ColumnComputer
-from onward.trainer.data.schema.columns import BYTES, Column
+from onward.trainer.data.schema.columns import BYTES
+from onward.trainer.data.storage.recipe import Recipe
 from onward.trainer.errors import StorageUnavailable
 
 log = logging.getLogger(__name__)
 
 
-def check_space(
-    directory: Path, data: DataConfig, columns: Sequence[Column], computers: Sequence[ColumnComputer]
-) -> None:
+def check_space(directory: Path, recipe: Recipe) -> None:
     """Raise StorageUnavailable if the shards will surely not fit into `directory`."""
-    consumed = frozenset[str]().union(*(each.consumed for each in computers))
-    estimate, free = shard_bytes(data, columns, consumed), shutil.disk_usage(directory).free
+    estimate, free = shard_bytes(recipe), shutil.disk_usage(directory).free
     if free >= estimate:
         return
     what = (
-        f"the shards of {data.source} take about {estimate / 1e6:,.0f} MB, but {free / 1e6:,.0f} MB of disk are free "
-        f"in {directory}; make room, or set ONWARD_HOME to a directory on a larger disk"
+        f"the shards of {recipe.data.source} take about {estimate / 1e6:,.0f} MB, but {free / 1e6:,.0f} MB of disk are "
+        f"free in {directory}; make room, or set ONWARD_HOME to a directory on a larger disk"
     )
     if free < estimate / 2:
         raise StorageUnavailable(what)
     log.warning("%s", what)
 
 
-def shard_bytes(data: DataConfig, columns: Sequence[Column], consumed: Collection[str] = ()) -> int:
+def shard_bytes(recipe: Recipe) -> int:
     """Return about the least size of the shards."""
-    kept = [column for column in columns if column.name not in consumed]
+    kept = recipe.source_columns
     row_bytes = sum(
         int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize
         for column in kept
@@ -53,7 +48,7 @@ def shard_bytes(data: DataConfig, columns: Sequence[Column], consumed: Collectio
     )
     holds_content = any(column.dtype == BYTES for column in kept)
     total = 0
-    for source in sources.all_sources(data):
+    for source in sources.all_sources(recipe.data):
         for _, path in source.files:
             if source.data_format.holds_content:
                 total += path.stat().st_size * holds_content

@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,36 +27,29 @@ from typing import Any
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.computations import read_and_computed
-from onward.trainer.data.formats.format_table import FORMATS, Request
+from onward.trainer.data.formats.format_table import FORMATS
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.inferred_schema import infer_schema
-from onward.trainer.data.reading.read_ahead import read_ahead
 from onward.trainer.data.schema.column_computers import (
-    ColumnComputer,
     describe_all,
     stored_of,
 )
 from onward.trainer.data.schema.columns import (
-    BYTES,
     MAX_NAMED_ROWS,
-    TEXT,
-    WORDS,
-    Column,
-    ColumnType,
     Schema,
     fit_block,
     in_parts,
     select,
 )
-from onward.trainer.data.schema.described_columns import stored_column
-from onward.trainer.data.schema.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
+from onward.trainer.data.schema.fitted import Fitted, all_fitted
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.files_of_cells import digests_of_named_files, naming_columns, outside_files
 from onward.trainer.data.storage.label_statistics import with_label_statistics
+from onward.trainer.data.storage.recipe import Recipe, recipe_of, stored_columns
 from onward.trainer.data.storage.shard_space import check_space
 from onward.trainer.data.storage.sharding_progress import Report
 from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, damaged_files
-from onward.trainer.data.storage.written_ranges import Recipe, write_shards
+from onward.trainer.data.storage.written_ranges import write_shards
 from onward.trainer.errors import DataError, OnwardError
 from onward.trainer.run.durable_files import fsync, sha256
 from onward.trainer.run.records import read_record, write_record
@@ -81,38 +74,33 @@ HARMLESS = frozenset({"evaluation_rows", "balance", "pad_values"})
 def make_training_shards(
     config: RunConfig, cache: Path, *, report: Report | None = None
 ) -> tuple[Path, ShardManifest, bool]:
-    """Shard the data that a configuration trains on, with the columns that are computed; else as `make_shards`.
+    """Shard the data that a configuration trains on, with the columns that are computed; else as `shard`.
 
-    Raises the errors of `make_shards`, `read_training_signature` and `open_computers`.
+    Raises the errors of `shard`, `read_training_signature` and `open_computers`.
     """
     signature = read_training_signature(config.model)
-    columns, computers = read_and_computed(config, signature, infer_schema(config.data))
     labels = {name for loss in config.losses for name in loss.columns}
-    directory, manifest, cached = make_shards(
-        config.data, columns, cache, computers=computers, labels=labels, report=report
-    )
+    directory, manifest, cached = shard(recipe_of(config, signature), cache, labels, report)
     return directory, with_label_statistics(directory, manifest, config, signature), cached
 
 
-def infer_training_schema(config: RunConfig, signature: Signature) -> Schema:
-    """Infer the columns from the first rows of the source, with those that are computed.
+def try_first_rows(
+    config: RunConfig, signature: Signature, schema: Schema | None = None
+) -> tuple[Schema, Mapping[str, Fitted]]:
+    """Return the columns of the source with those that are computed, and what is fitted, both of the first rows.
 
-    Raises DataError, also for results that cannot be stored, and the errors of `open_computers`.
+    schema: the columns of the source, if they are known. Raises DataError, also for results that cannot be stored, and
+    the errors of `open_computers`.
     """
-    return try_first_rows(config, signature)[0]
-
-
-def try_first_rows(config: RunConfig, signature: Signature) -> tuple[Schema, Mapping[str, Fitted]]:
-    """Return the columns as `infer_training_schema`, and what is fitted on the first rows. Raises the same errors."""
-    schema = infer_schema(config.data)
+    schema = schema or infer_schema(config.data)
     read, computers = read_and_computed(config, signature, schema)
     if not computers:
         return schema, {}
-    columns = stored_columns(config.data, read)
-    fit_to_source(computers, config.data, columns, most_blocks=1)
-    for whole in sources.first_blocks(config.data, Request.of_columns(config.data, columns).text):
-        for block, _ in in_parts(whole, whole.index, columns):
-            values, good, _ = fit_block(block, columns)
+    recipe = Recipe(config.data, stored_columns(config.data, read, schema), computers)
+    recipe.fit(most_blocks=1)
+    for whole in sources.first_blocks(config.data, recipe.request.text):
+        for block, _ in in_parts(whole, whole.index, recipe.columns):
+            values, good, _ = fit_block(block, recipe.columns)
             if good.any():
                 describe_all(computers, select(values, good))
                 computed = {column.name: column for column in stored_of(computers)}
@@ -122,41 +110,31 @@ def try_first_rows(config: RunConfig, signature: Signature) -> tuple[Schema, Map
 
 def check_named_files(config: RunConfig, signature: Signature, schema: Schema) -> None:
     """Raise DataError with the cells of all rows that name files which must not be read."""
-    stored = stored_columns(config.data, read_and_computed(config, signature, schema)[0], schema)
-    if problems := outside_files(config.data, stored):
+    if problems := outside_files(config.data, recipe_of(config, signature, schema).columns):
         raise DataError(problems)
 
 
 def check_held_out(config: RunConfig, signature: Signature, schema: Schema) -> None:
     """Read the first rows of the evaluation and test data. Raises DataError where none can be read as the others."""
-    stored = stored_columns(config.data, read_and_computed(config, signature, schema)[0], schema)
-    request = Request.of_columns(config.data, stored)
+    recipe = recipe_of(config, signature, schema)
     held_out = [rows for rows in sources.source_ranges(config.data) if not rows.is_trained]
     for rows in held_out:
-        for block, _ in islice(sources.read_range(rows, request), 1):
-            _, good, bad = fit_block(block, stored)
+        for block, _ in islice(sources.read_range(rows, recipe.request), 1):
+            _, good, bad = fit_block(block, recipe.columns)
             if len(good) and not good.any() and config.data.bad_rows == "fail":
                 raise DataError(f"{block.where(row)}: {bad[row]}" for row in sorted(bad)[:MAX_NAMED_ROWS])
 
 
-def make_shards(
-    data: DataConfig,
-    columns: Mapping[str, ColumnType] | None,
-    cache: Path,
-    *,
-    computers: Sequence[ColumnComputer] = (),
-    labels: Collection[str] = (),
-    report: Report | None = None,
+def shard(
+    recipe: Recipe, cache: Path, labels: Collection[str] = (), report: Report | None = None
 ) -> tuple[Path, ShardManifest, bool]:
     """Shard the data into `cache`, unless the same content is there; return (directory, manifest, was it there).
 
-    columns: the columns to read and the types they are read as; None keeps all of numbers. computers: add others.
-    labels: those that losses read, which messages name apart.
+    labels: the columns that losses read, which messages name apart.
     Raises DataError: bad rows (policy `fail`) with file and line, no rows for a split, unreadable files; and as
     `check_space`.
     """
-    stored = stored_columns(data, columns)
-    key = cache_key(data, stored, computers)
+    key = cache_key(recipe)
     final = cache / key
     if manifest := _intact_manifest(final, explain=True):
         return final, manifest, True
@@ -164,13 +142,12 @@ def make_shards(
     for stale in cache.glob(".*.partial"):
         if time.time() - stale.stat().st_mtime > STALE_S:  # a younger one may be of a process that still writes
             shutil.rmtree(stale, ignore_errors=True)
-    check_space(cache, data, stored, computers)
+    check_space(cache, recipe)
     # beside the final directory, because a rename is atomic only inside one file system
     partial = cache / f".{key}.{uuid.uuid4().hex}.partial"
     partial.mkdir()
     try:
-        fit_to_source(computers, data, stored)
-        recipe = Recipe(data, stored, computers)
+        recipe.fit()
         manifest = write_shards(recipe, key, partial, labels, report).with_digest()
         write_record(partial / "manifest.json", manifest)
         return final, _publish(partial, final) or manifest, False
@@ -178,61 +155,21 @@ def make_shards(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def fit_to_source(
-    computers: Sequence[ColumnComputer],
-    data: DataConfig,
-    stored: Sequence[Column],
-    *,
-    most_blocks: int | None = None,
-) -> None:
-    """Fit the computers that are to be fitted to the rows of the source, or to its first blocks. Raises DataError."""
-    if not (columns := columns_to_fit(computers, stored, skips_rows=data.bad_rows == "skip")):
-        return
-    request = Request.of_columns(data, columns)
-    blocks = sources.read(data, request.names, request.text)
-    # a few blocks are read without reading ahead
-    fit_computers(computers, read_ahead(blocks) if most_blocks is None else islice(blocks, most_blocks), columns)
-
-
-def stored_columns(
-    data: DataConfig, columns: Mapping[str, ColumnType] | None, schema: Schema | None = None
-) -> list[Column]:
-    """Return the columns as they are stored. Raises DataError for those that are missing or hold no numbers.
-
-    schema: the columns of the source, if they are known.
-    """
-    schema = schema or infer_schema(data)
-    types: Mapping[str, ColumnType | None]
-    types = {c.name: None for c in schema.values() if c.holds_numbers} if columns is None else columns
-    problems = [f"there is no column {name!r}, only {', '.join(schema)}" for name in types if name not in schema]
-    problems += [
-        f"column {name!r} holds {schema[name].kind}, not numbers"
-        for name, kind in types.items()
-        if name in schema
-        and not schema[name].holds_numbers
-        and (kind is None or kind.dtype not in (TEXT, WORDS, BYTES))
-    ]
-    if problems or not types:
-        raise DataError(f"{data.source}: {problem}" for problem in problems or ["there is no column of numbers"])
-    ragged = any(sources.locate(each.source, data).data_format.rows_vary for each in data.mixture)
-    return [stored_column(schema[name], kind, ragged=ragged) for name, kind in types.items()]
-
-
-def cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[ColumnComputer]) -> str:
+def cache_key(recipe: Recipe) -> str:
     """Digest all that decides the content of the shards: file names and contents, settings, columns, computed ones."""
-    located = sources.all_sources(data)
+    data, located = recipe.data, sources.all_sources(recipe.data)
     # contents and not modification times: a copied or touched file gives the same shards
     files = [[source.format, *((name, sha256(path)) for name, path in source.files)] for source in located]
     settings = counted_settings(data, {source.format for source in located})
-    content = [SHARD_VERSION, settings, files, [column.model_dump() for column in columns]]
-    content += [each.digest for each in computers]
+    content = [SHARD_VERSION, settings, files, [column.model_dump() for column in recipe.columns]]
+    content += [computer.digest for computer in recipe.computers]
     if reading := data.table.reading_settings():
         content.append(reading)
     if data.split != "random" and not data.evaluation_source:
         content.append([data.split, data.label])
     if data.sources or data.test_source:
         content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])
-    if named := naming_columns(data, columns):
+    if named := naming_columns(data, recipe.columns):
         content.append(digests_of_named_files(data, named))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 

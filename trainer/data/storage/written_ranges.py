@@ -12,20 +12,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
-from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.formats.format_table import Request
 from onward.trainer.data.misfits import remedy_of_missing
 from onward.trainer.data.reading.read_ahead import read_ahead
 from onward.trainer.data.reading.sources import SourceRange, read_range, source_ranges
 from onward.trainer.data.schema.column_computers import (
-    ColumnComputer,
-    RowPacker,
     computed_chunks,
-    packer_of,
     stored_of,
 )
 from onward.trainer.data.schema.columns import (
@@ -41,6 +36,7 @@ from onward.trainer.data.schema.columns import (
 )
 from onward.trainer.data.schema.described_columns import merge
 from onward.trainer.data.schema.fitted import all_fitted
+from onward.trainer.data.storage.recipe import Recipe
 from onward.trainer.data.storage.sharding_progress import Report, ShardingProgress
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.storage.split_writer import SplitWriter
@@ -51,52 +47,22 @@ MISSING_CELL = " is missing"
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What is read of the sources, what is computed of it, and which columns of both are stored."""
-
-    data: DataConfig
-    columns: Sequence[Column]
-    """The columns that are read."""
-    computers: Sequence[ColumnComputer]
-
-    @property
-    def packer(self) -> RowPacker | None:
-        """Return the computer that packs rows, or None."""
-        return packer_of(self.computers)
-
-    @cached_property
-    def source_columns(self) -> list[Column]:
-        """Return the columns that are read and stored as they are, to evaluate on."""
-        consumed = frozenset[str]().union(*(computer.consumed for computer in self.computers))
-        return [column for column in self.columns if column.name not in consumed]
-
-    @cached_property
-    def trained_columns(self) -> list[Column]:
-        """Return those that are stored to train on, too: not the columns that only the whole file reads."""
-        file_only = frozenset[str]().union(*(computer.file_only for computer in self.computers))
-        return [column for column in self.source_columns if column.name not in file_only]
-
-
-@dataclass(frozen=True)
 class BadRows:
     """The rows that were not stored."""
 
     number: int = 0
     named: tuple[str, ...] = ()
     """The first of them: file, line and reason."""
-    missing: frozenset[str] = field(default_factory=frozenset)
+    missing: frozenset[str] = frozenset()
     """Columns of which a cell is missing."""
     left_out: int = 0
     """Rows that are not bad: the settings leave them out."""
 
     def with_later(self, later: BadRows) -> BadRows:
         """Return both as one."""
-        return BadRows(
-            self.number + later.number,
-            (self.named + later.named)[:MAX_NAMED_ROWS],
-            self.missing | later.missing,
-            self.left_out + later.left_out,
-        )
+        named = (self.named + later.named)[:MAX_NAMED_ROWS]
+        missing = self.missing | later.missing
+        return BadRows(self.number + later.number, named, missing, self.left_out + later.left_out)
 
 
 def _bad_rows(block: Block, reasons: Mapping[int, str]) -> BadRows:
@@ -118,7 +84,7 @@ class RangeRows:
 def write_shards(
     recipe: Recipe, key: str, directory: Path, labels: Collection[str], report: Report | None = None
 ) -> ShardManifest:
-    """Write all splits in one pass over each source, a block at a time. labels: as in `make_shards`.
+    """Write all splits in one pass over each source, a block at a time. labels: as in `shard`.
 
     Raises DataError for bad rows (policy `fail`), and for a split or a source without rows.
     """
@@ -146,9 +112,6 @@ def write_shards(
     summaries = [computer.summary for computer in recipe.computers]
     if bad.left_out:
         summaries.append(f"{bad.left_out:,} rows without a value left out (data.table.missing = 'skip')")
-    pad_values: dict[str, float] = {}
-    for computer in recipe.computers:
-        pad_values |= computer.pad_values
     return ShardManifest(
         key=key,
         format="arrow",
@@ -162,7 +125,7 @@ def write_shards(
         left_out=bad.left_out,
         preprocessing="; ".join(summaries),
         file_columns=_observed(file_columns, writers.values()),
-        pad_values=pad_values,
+        pad_values=recipe.pad_values,
         fitted=all_fitted(recipe.computers),
     )
 
@@ -181,7 +144,7 @@ def write_range(
     rest is only counted.
     """
     before, bad = writers["train"].num_rows, BadRows()
-    blocks = read_range(rows, Request.of_columns(recipe.data, recipe.columns))
+    blocks = read_range(rows, recipe.request)
     for whole, held in read_ahead(blocks):
         for block, held_out in in_parts(whole, held, recipe.columns):
             keeps = recipe.data.bad_rows == "skip" or not (is_counted or bad.number)

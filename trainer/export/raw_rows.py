@@ -35,8 +35,7 @@ def read_raw_rows(config: RunConfig, signature: Signature, manifest: ShardManife
     found: dict[str, list[Any]] = {column.name: [] for column in stored}
     ranges = [rows for rows in sources.source_ranges(config.data) if rows.held_split == "evaluation"]
     for rows in ranges:
-        blocks = sources.read_range(rows, recipe.request)
-        for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, stored)):
+        for block, held_out in in_parts(sources.read_range(rows, recipe.request), stored):
             if not held_out.any():
                 continue
             kept = _rows_of(block, np.flatnonzero(held_out))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
-
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.columns import MAX_NAMED_ROWS, Column, Schema
@@ -40,13 +36,9 @@ def _infer_schema(data: DataConfig, number: int, max_rows: int) -> dict[str, Col
             column = infer(name, cells[: max_rows - rows])
             found[name] = merge(found[name], column) if name in found else column
         rows += len(block.index)
-        size += len(block.index) * sum(_row_bytes(column) for column in found.values())
+        size += len(block.index) * sum(column.row_bytes for column in found.values())
         if rows >= max_rows or size >= SAMPLE_BYTES:
             break
     if not rows:
         raise DataError([f"{source} holds no row that can be read", *bad[:MAX_NAMED_ROWS]])
     return found
-
-
-def _row_bytes(column: Column) -> int:
-    return 0 if not column.holds_numbers else math.prod(column.shape) * np.dtype(column.dtype).itemsize

@@ -162,7 +162,7 @@ def fit_computers(
     # rows that those refuse are not stored, and so must not be fitted to
     ready = [each for each in computers if isinstance(each, FittedComputer) and each not in waiting]
     ready = [each for each in ready if each.reads.keys() <= names]
-    for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, columns)):
+    for block, held_out in in_parts(blocks, columns):
         values, good, _ = fit_block(block, columns)
         good &= complete_rows(waiting, values, len(good))
         rows, training = select(values, good), ~held_out[good]

@@ -84,8 +84,7 @@ def read_first_rows(
     data = config.data
     recipe = recipe_of(config, signature, schema)
     stored, computers, packer = recipe.columns, recipe.computers, recipe.packer
-    numbers = [column for column in stored if column.holds_numbers]
-    row_bytes = sum(int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize for column in numbers)
+    row_bytes = sum(column.row_bytes for column in stored)
     most = max(1, min(most, KEPT_BYTES // max(row_bytes, 1)))
     # a small table may name many large files
     is_table = not any(source.data_format.holds_content for source in sources.all_sources(data))
@@ -130,7 +129,7 @@ def _gather(
     parts: list[dict[str, Values]] = []
     packer = packer_of(computers)
     num_kept, counts, reasons = 0, [0, 0], list[str]()
-    for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, stored)):
+    for block, held_out in in_parts(blocks, stored):
         values, good, bad = fit_block(block, stored)
         good &= complete_rows(computers, values, len(good))
         training = good & ~held_out

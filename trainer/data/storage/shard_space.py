@@ -14,8 +14,6 @@ import logging
 import shutil
 from pathlib import Path
 
-import numpy as np
-
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.columns import BYTES
 from onward.trainer.data.storage.recipe import Recipe
@@ -41,11 +39,7 @@ def check_space(directory: Path, recipe: Recipe) -> None:
 def shard_bytes(recipe: Recipe) -> int:
     """Return about the least size of the shards."""
     kept = recipe.source_columns
-    row_bytes = sum(
-        int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize
-        for column in kept
-        if column.holds_numbers and not column.variable
-    )
+    row_bytes = sum(column.row_bytes for column in kept if not column.variable)
     holds_content = any(column.dtype == BYTES for column in kept)
     total = 0
     for source in sources.all_sources(recipe.data):

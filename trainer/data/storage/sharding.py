@@ -98,13 +98,13 @@ def try_first_rows(
         return schema, {}
     recipe = Recipe(config.data, stored_columns(config.data, read, schema), computers)
     recipe.fit(most_blocks=1)
-    for whole in sources.first_blocks(config.data, recipe.request.text):
-        for block, _ in in_parts(whole, whole.index, recipe.columns):
-            values, good, _ = fit_block(block, recipe.columns)
-            if good.any():
-                describe_all(computers, select(values, good))
-                computed = {column.name: column for column in stored_of(computers)}
-                return {**schema, **computed}, all_fitted(computers)
+    blocks = ((block, block.index) for block in sources.first_blocks(config.data, recipe.request.text))
+    for block, _ in in_parts(blocks, recipe.columns):
+        values, good, _ = fit_block(block, recipe.columns)
+        if good.any():
+            describe_all(computers, select(values, good))
+            computed = {column.name: column for column in stored_of(computers)}
+            return {**schema, **computed}, all_fitted(computers)
     return schema, {}
 
 

@@ -144,13 +144,12 @@ def write_range(
     rest is only counted.
     """
     before, bad = writers["train"].num_rows, BadRows()
-    blocks = read_range(rows, recipe.request)
-    for whole, held in read_ahead(blocks):
-        for block, held_out in in_parts(whole, held, recipe.columns):
-            keeps = recipe.data.bad_rows == "skip" or not (is_counted or bad.number)
-            reasons = _write_block(block, held_out, recipe, writers["train"], writers[rows.held_split], keeps=keeps)
-            bad = bad.with_later(_bad_rows(block, reasons))
-            progress.add(len(block.index) + len(block.bad))
+    blocks = read_ahead(read_range(rows, recipe.request))
+    for block, held_out in in_parts(blocks, recipe.columns):
+        keeps = recipe.data.bad_rows == "skip" or not (is_counted or bad.number)
+        reasons = _write_block(block, held_out, recipe, writers["train"], writers[rows.held_split], keeps=keeps)
+        bad = bad.with_later(_bad_rows(block, reasons))
+        progress.add(len(block.index) + len(block.bad))
     for writer in writers.values():
         writer.end_source()
     return RangeRows(writers["train"].num_rows - before, bad)

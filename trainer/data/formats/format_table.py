@@ -148,6 +148,10 @@ FORMATS: Mapping[str, DataFormat] = {
 }
 
 
+COMPRESSED = frozenset(suffix for each in FORMATS.values() if each.may_be_compressed for suffix in each.suffixes)
+"""Suffixes that may stand before .gz."""
+
+
 def suffixes(tables: Collection[str] = ()) -> dict[str, str]:
     """Return suffix -> format, of the formats that need no table of [data], and of those that need one of `tables`."""
     usable = {name: each for name, each in FORMATS.items() if each.table in ("", *tables)}

@@ -15,13 +15,9 @@ import numpy as np
 
 from onward.trainer.bounds import SOURCE_FILES, check_regular
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.formats.format_table import FORMATS, DataFormat, Request, suffixes
+from onward.trainer.data.formats.format_table import COMPRESSED, FORMATS, DataFormat, Request, suffixes
 from onward.trainer.data.formats.text_files import unit_of
-from onward.trainer.data.images.image_sources import (
-    check_classes,
-    held_out_names,
-    refuse_empty_classes,
-)
+from onward.trainer.data.images.image_sources import check_classes, held_out_names, refuse_empty_classes
 from onward.trainer.data.reading.held_out_rows import held_out, held_out_files, stratified
 from onward.trainer.data.reading.saved_datasets import saved_dataset
 from onward.trainer.data.reading.series_windows import source_columns, windowed
@@ -115,9 +111,7 @@ def _walk(directory: Path, pattern: str, pruned: set[str]) -> list[str]:
 def _suffix(path: Path) -> str:
     """Return the end of a file's name; of tables that are compressed, what is before .gz."""
     inner = Path(path.stem).suffix.lower()
-    inner_format = suffixes().get(inner)
-    is_compressed = path.suffix.lower() == ".gz" and inner_format and FORMATS[inner_format].may_be_compressed
-    return inner if is_compressed else path.suffix.lower()
+    return inner if path.suffix.lower() == ".gz" and inner in COMPRESSED else path.suffix.lower()
 
 
 def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Source:
@@ -129,9 +123,8 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
     formats = {name: by_suffix.get(_suffix(path), "text") for name, path in found.items() if path.is_file()}
     if data.format != "auto":
         wanted: str = data.format
-        if (
-            len(formats) > 1 or FORMATS[wanted].path_column
-        ):  # of a directory or a glob, only files of this format are read
+        # of a directory or a glob, only files of this format are read
+        if len(formats) > 1 or FORMATS[wanted].path_column:
             formats = {name: kind for name, kind in formats.items() if kind == wanted or wanted == "text"}
     else:
         known = Counter(kind for kind in formats.values() if kind != "text")

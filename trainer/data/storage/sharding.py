@@ -30,17 +30,8 @@ from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.formats.format_table import FORMATS
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.inferred_schema import infer_schema
-from onward.trainer.data.schema.column_computers import (
-    describe_all,
-    stored_of,
-)
-from onward.trainer.data.schema.columns import (
-    MAX_NAMED_ROWS,
-    Schema,
-    fit_block,
-    in_parts,
-    select,
-)
+from onward.trainer.data.schema.column_computers import describe_all, stored_of
+from onward.trainer.data.schema.columns import MAX_NAMED_ROWS, Schema, fit_block, in_parts, select
 from onward.trainer.data.schema.fitted import Fitted, all_fitted
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.files_of_cells import digests_of_named_files, naming_columns, outside_files

@@ -12,17 +12,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
 from onward.trainer.data.misfits import remedy_of_missing
 from onward.trainer.data.reading.read_ahead import read_ahead
 from onward.trainer.data.reading.sources import SourceRange, read_range, source_ranges
-from onward.trainer.data.schema.column_computers import (
-    computed_chunks,
-    stored_of,
-)
+from onward.trainer.data.schema.column_computers import computed_chunks, stored_of
 from onward.trainer.data.schema.columns import (
     MAX_NAMED_ROWS,
     NOT_UTF8,
@@ -47,38 +44,31 @@ MISSING_CELL = " is missing"
 
 
 @dataclass(frozen=True)
-class BadRows:
-    """The rows that were not stored."""
+class RangeRows:
+    """What became of the rows of a block, of a range, or of all ranges."""
 
-    number: int = 0
+    trained: int = 0
+    """Rows in the training files: samples, where rows are packed."""
+    bad: int = 0
     named: tuple[str, ...] = ()
-    """The first of them: file, line and reason."""
+    """The first bad rows: file, line and reason."""
     missing: frozenset[str] = frozenset()
-    """Columns of which a cell is missing."""
+    """Columns of which a bad row has no cell."""
     left_out: int = 0
     """Rows that are not bad: the settings leave them out."""
 
-    def with_later(self, later: BadRows) -> BadRows:
+    def with_later(self, later: RangeRows) -> RangeRows:
         """Return both as one."""
         named = (self.named + later.named)[:MAX_NAMED_ROWS]
-        missing = self.missing | later.missing
-        return BadRows(self.number + later.number, named, missing, self.left_out + later.left_out)
+        trained, bad = self.trained + later.trained, self.bad + later.bad
+        return RangeRows(trained, bad, named, self.missing | later.missing, self.left_out + later.left_out)
 
 
-def _bad_rows(block: Block, reasons: Mapping[int, str]) -> BadRows:
+def _refused_rows(block: Block, reasons: Mapping[int, str]) -> RangeRows:
     bad = sorted(row for row, why in reasons.items() if not isinstance(why, LeftOut))
-    named = [f"{block.where(row)}: {reasons[row]}" for row in bad[:MAX_NAMED_ROWS]]
+    named = tuple(f"{block.where(row)}: {reasons[row]}" for row in bad[:MAX_NAMED_ROWS])
     missing = {reasons[row].removesuffix(MISSING_CELL) for row in bad if reasons[row].endswith(MISSING_CELL)}
-    return BadRows(len(bad), tuple(named), frozenset(missing), len(reasons) - len(bad))
-
-
-@dataclass(frozen=True)
-class RangeRows:
-    """What became of the rows of a range."""
-
-    trained: int
-    """Rows in the training files: samples, where rows are packed."""
-    bad: BadRows
+    return RangeRows(0, len(bad), named, frozenset(missing), len(reasons) - len(bad))
 
 
 def write_shards(
@@ -90,7 +80,7 @@ def write_shards(
     """
     data, progress = recipe.data, ShardingProgress(recipe.data, report)
     splits = ("train", "evaluation", "test") if data.test_source else ("train", "evaluation")
-    written, bad = list[RangeRows](), BadRows()
+    written, total = list[RangeRows](), RangeRows()
     with ExitStack() as opened:
         disk = opened.enter_context(ThreadPoolExecutor(1, "disk"))
         writers = {
@@ -98,20 +88,20 @@ def write_shards(
             for split in splits
         }
         for rows in source_ranges(data):
-            written.append(write_range(rows, recipe, writers, progress, is_counted=bad.number > 0))
-            bad = bad.with_later(written[-1].bad)
+            written.append(write_range(rows, recipe, writers, progress, is_counted=total.bad > 0))
+            total = total.with_later(written[-1])
         files = {split: tuple(writer.close()) for split, writer in writers.items()}
-    if bad.number and data.bad_rows == "fail":
-        raise DataError(_bad_row_problems(bad, recipe, labels))
-    _refuse_empty_split(recipe, {split: writer.num_rows for split, writer in writers.items()}, bad)
+    if total.bad and data.bad_rows == "fail":
+        raise DataError(_bad_row_problems(total, recipe, labels))
+    _refuse_empty_split(recipe, {split: writer.num_rows for split, writer in writers.items()}, total)
     sizes = [rows.trained for rows in written[: len(data.mixture)]]
     if 0 in sizes:
         raise DataError(f"{data.mixture[sizes.index(0)].source} holds no row to train on")
     file_columns = [column for column in recipe.source_columns if column not in recipe.trained_columns]
     stored = [*([] if recipe.packer else recipe.trained_columns), *stored_of(recipe.computers)]
     summaries = [computer.summary for computer in recipe.computers]
-    if bad.left_out:
-        summaries.append(f"{bad.left_out:,} rows without a value left out (data.table.missing = 'skip')")
+    if total.left_out:
+        summaries.append(f"{total.left_out:,} rows without a value left out (data.table.missing = 'skip')")
     return ShardManifest(
         key=key,
         format="arrow",
@@ -120,9 +110,9 @@ def write_shards(
         evaluation=files["evaluation"],
         test=files.get("test", ()),
         sizes=tuple(sizes) if data.sources else (),
-        skipped=bad.number,
-        skipped_rows=bad.named,
-        left_out=bad.left_out,
+        skipped=total.bad,
+        skipped_rows=total.named,
+        left_out=total.left_out,
         preprocessing="; ".join(summaries),
         file_columns=_observed(file_columns, writers.values()),
         pad_values=recipe.pad_values,
@@ -143,16 +133,16 @@ def write_range(
     is_counted: an earlier range has bad rows. With data.bad_rows "fail" no file will be kept after a bad row, so the
     rest is only counted.
     """
-    before, bad = writers["train"].num_rows, BadRows()
+    before, found = writers["train"].num_rows, RangeRows()
     blocks = read_ahead(read_range(rows, recipe.request))
     for block, held_out in in_parts(blocks, recipe.columns):
-        keeps = recipe.data.bad_rows == "skip" or not (is_counted or bad.number)
+        keeps = recipe.data.bad_rows == "skip" or not (is_counted or found.bad)
         reasons = _write_block(block, held_out, recipe, writers["train"], writers[rows.held_split], keeps=keeps)
-        bad = bad.with_later(_bad_rows(block, reasons))
+        found = found.with_later(_refused_rows(block, reasons))
         progress.add(len(block.index) + len(block.bad))
     for writer in writers.values():
         writer.end_source()
-    return RangeRows(writers["train"].num_rows - before, bad)
+    return replace(found, trained=writers["train"].num_rows - before)
 
 
 def _write_block(
@@ -179,28 +169,28 @@ def _observed(columns: Sequence[Column], writers: Collection[SplitWriter]) -> tu
     return tuple(described)
 
 
-def _bad_row_problems(bad: BadRows, recipe: Recipe, labels: Collection[str]) -> list[str]:
+def _bad_row_problems(rows: RangeRows, recipe: Recipe, labels: Collection[str]) -> list[str]:
     """Return the first bad rows, the number of the others, and what can be done."""
     data = recipe.data
-    more = [f"... and {bad.number - MAX_NAMED_ROWS:,} more"] if bad.number > MAX_NAMED_ROWS else []
-    rows, them = ("bad row", "it") if bad.number == 1 else ("bad rows", "them")
-    total = f"{bad.number:,} {rows}: correct {them}, or set data.bad_rows = 'skip' to leave such rows out"
-    if any(why.endswith(NOT_UTF8) for why in bad.named):
+    more = [f"... and {rows.bad - MAX_NAMED_ROWS:,} more"] if rows.bad > MAX_NAMED_ROWS else []
+    noun, them = ("bad row", "it") if rows.bad == 1 else ("bad rows", "them")
+    total = f"{rows.bad:,} {noun}: correct {them}, or set data.bad_rows = 'skip' to leave such rows out"
+    if any(why.endswith(NOT_UTF8) for why in rows.named):
         total += "; data.table.encoding = 'latin-1' (or 'cp1252', ...) reads a table in another encoding"
     fillable = {column.name for column in recipe.columns if column.holds_numbers or data.table.categories}
-    return [*bad.named, *more, total + remedy_of_missing(bad.missing & fillable - {*labels})]
+    return [*rows.named, *more, total + remedy_of_missing(rows.missing & fillable - {*labels})]
 
 
-def _refuse_empty_split(recipe: Recipe, rows: Mapping[str, int], bad: BadRows) -> None:
-    data, details = recipe.data, f"bad rows left out: {bad.number}"
+def _refuse_empty_split(recipe: Recipe, rows: Mapping[str, int], total: RangeRows) -> None:
+    data, details = recipe.data, f"bad rows left out: {total.bad}"
     if all(rows.values()):
         return
     if rows["train"] and rows["evaluation"]:
         raise DataError(f"data.test_source: {data.test_source} holds no row ({details})")
     if packer := recipe.packer:
         details += f", each a window of {packer.packed_columns[0].shape[0]} tokens"
-    if bad.left_out:
-        details += f", and {bad.left_out} without a value (data.table.missing = 'skip')"
+    if total.left_out:
+        details += f", and {total.left_out} without a value (data.table.missing = 'skip')"
     source = data.evaluation_source or f"data.evaluation_fraction {data.evaluation_fraction:g}"
     raise DataError(
         f"{data.source}: {rows['train']} rows to train on and {rows['evaluation']} to evaluate on (by {source}; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -65,9 +66,11 @@ class Recipe:
             return
         request = Request.of_columns(self.data, columns)
         blocks = sources.read(self.data, request.names, request.text)
-        # a few blocks are read without reading ahead
-        chosen = read_ahead(blocks) if most_blocks is None else islice(blocks, most_blocks)
-        fit_computers(self.computers, chosen, columns)
+        if most_blocks is not None:
+            fit_computers(self.computers, islice(blocks, most_blocks), columns)
+            return
+        with closing(read_ahead(blocks)) as ahead:
+            fit_computers(self.computers, ahead, columns)
 
 
 def recipe_of(config: RunConfig, signature: Signature, schema: Schema | None = None) -> Recipe:

@@ -134,8 +134,8 @@ def write_range(
     rest is only counted.
     """
     before, found = writers["train"].num_rows, RangeRows()
-    blocks = read_ahead(read_range(rows, recipe.request))
-    for block, held_out in in_parts(blocks, recipe.columns):
+    # without a name for the blocks, so that their files are closed where an error leaves the loop
+    for block, held_out in in_parts(read_ahead(read_range(rows, recipe.request)), recipe.columns):
         keeps = recipe.data.bad_rows == "skip" or not (is_counted or found.bad)
         reasons = _write_block(block, held_out, recipe, writers["train"], writers[rows.held_split], keeps=keeps)
         found = found.with_later(_refused_rows(block, reasons))

@@ -111,7 +111,7 @@ def check_all_rows(config: RunConfig) -> None:
     """
     from onward.infra.job.temporary_folders import owned_folder
     from onward.trainer.data.completed_settings import completed
-    from onward.trainer.data.first_rows import source_bytes
+    from onward.trainer.data.storage.first_rows import source_bytes
     from onward.trainer.data.storage.sharding import make_training_shards
     from onward.trainer.data.tables.class_names import single_classes
     from onward.trainer.run.local_copies import urls_in

@@ -21,7 +21,7 @@ from onward.trainer.config.section import Section
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES
 from onward.trainer.config.urls import is_registered, redacted, url_of
-from onward.trainer.data.allowed_files import folder_of
+from onward.trainer.data.schema.allowed_files import folder_of
 from onward.trainer.errors import ConfigError, OnwardError
 from onward.trainer.run.allowed_code import code_digests
 from onward.trainer.run.directory import onward_home

@@ -39,8 +39,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import HOW_TO_COMPILE
 from onward.trainer.data.completed_settings import with_inputs
 from onward.trainer.data.reading.fetching import fetch
+from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.scores_read import scores_said, with_scores
-from onward.trainer.data.signature import model_digest
 from onward.trainer.diagnostics.config_check import check_local_files
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable
 from onward.trainer.run.allowed_code import SHOWN, AllowedCode, code_digests

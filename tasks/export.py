@@ -41,7 +41,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.reading.fetching import restore_copies
-from onward.trainer.data.signature import TensorInfo, model_digest, read_signature
+from onward.trainer.data.schema.signature import TensorInfo, model_digest, read_signature
 from onward.trainer.diagnostics.config_check import export_conflicts, files_in_the_way
 from onward.trainer.errors import (
     CheckpointError,

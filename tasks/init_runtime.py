@@ -21,7 +21,7 @@ from onward.infra.job.launcher import LaunchError
 from onward.tasks.disk_space import shares, space_problems
 from onward.tasks.jobs import job_of
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.signature import model_bytes
+from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.quantities import mb
 from onward.trainer.run.causes import memory_advice

@@ -23,7 +23,7 @@ from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.config.urls import redacted, url_of
-from onward.trainer.data.signature import model_bytes
+from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.errors import Refused
 from onward.trainer.extras import how_to_install
 from onward.trainer.quantities import mb

@@ -16,7 +16,7 @@ from onward.tasks.prefect_results import metric_rows
 from onward.tasks.raw_prediction import raw_prediction_of
 from onward.tasks.shown_in_mlflow import data_digests, parameters, trained_from
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.signature import TensorInfo, read_signature
+from onward.trainer.data.schema.signature import TensorInfo, read_signature
 from onward.trainer.data.storage.shards import ShardManifest, Split
 from onward.trainer.run.directory import RunDir, read_settings
 from onward.trainer.run.durable_files import write_durably

@@ -19,7 +19,7 @@ from onward.tasks.task_logger import IN_RESULT
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
-from onward.trainer.data.first_rows import source_bytes
+from onward.trainer.data.storage.first_rows import source_bytes
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.sharding_progress import speed
 from onward.trainer.data.storage.shards import ShardManifest, Split

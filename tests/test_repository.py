@@ -153,7 +153,7 @@ def test_what_crosses_the_process_boundary_imports_no_torch_and_no_mpi() -> None
     program = (
         "import onward.trainer.config.loading, onward.trainer.run.directory, onward.trainer.run.records, "
         "onward.trainer.events, onward.trainer.errors, onward.trainer.data.storage.shards, "
-        "onward.trainer.data.signature, sys;"
+        "onward.trainer.data.schema.signature, sys;"
         "assert not {'torch', 'mpi4py', 'mlflow', 'prefect'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

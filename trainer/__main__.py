@@ -121,7 +121,7 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     from onward.trainer.data.batches.batches import Batch, evaluation_batches
     from onward.trainer.data.file_rows import FileRows
     from onward.trainer.data.losses_from_data import with_losses_from_data
-    from onward.trainer.data.signature import read_training_signature
+    from onward.trainer.data.schema.signature import read_training_signature
     from onward.trainer.data.storage.shards import open_shards
     from onward.trainer.data.text.byte_counts import with_bytes_of_targets
     from onward.trainer.export.evaluation_data import EvaluationData

@@ -24,7 +24,7 @@ from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.losses_from_data import with_losses_from_data
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.data.text.byte_counts import with_bytes_of_targets
 from onward.trainer.distributed.arithmetic import set_arithmetic

@@ -18,7 +18,7 @@ from typing import Literal
 from onward.flows.runs import all_runs, identity_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import HOW_TO_COMPILE
-from onward.trainer.data.signature import model_digest
+from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.row_counts import RowCount
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import OnwardError

@@ -19,7 +19,7 @@ import onnx
 
 from onward.tasks.export import export_file
 from onward.tasks.rehearsing import quantize
-from onward.trainer.data.signature import model_digest
+from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.run.directory import RunDir, read_config, read_config_as_given
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
 from tests.support import mobile_models, runs

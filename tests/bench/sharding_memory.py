@@ -19,15 +19,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import ColumnType
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.schema.columns import ColumnType
 from tests.support.ranks import ROOT
+from tests.support.shards import make_shards
 
 SIZES_MB = (50, 100, 200)
 ALLOWED_GROWTH = 1.3
 NUM_FEATURES = 32
-CASES = ((".csv", "arrow", 1), (".jsonl", "arrow", 1), (".parquet", "arrow", 1), (".csv", "pb", 10))
-"""(suffix of the input, format of the shards, the sizes are divided by this: protobuf takes its time)"""
+SUFFIXES = (".csv", ".jsonl", ".parquet")
 
 
 def write(path: Path, megabytes: int) -> None:
@@ -54,7 +53,7 @@ def write(path: Path, megabytes: int) -> None:
                     file.write(json.dumps({"x": row, "label": int(label)}) + "\n")
 
 
-def measure(path: Path, form: str) -> None:
+def measure(path: Path) -> None:
     """Shard one file and print: peak bytes above the imports, seconds, rows."""
     import pandas  # noqa: F401 - counted with the imports
 
@@ -65,7 +64,7 @@ def measure(path: Path, form: str) -> None:
         else {"x": ColumnType("float32", (NUM_FEATURES,))}
     )
     before, started_at = peak_bytes(), time.monotonic()
-    data = DataConfig(source=str(path), shard_format="pb" if form == "pb" else "arrow")
+    data = DataConfig(source=str(path))
     _, manifest, _ = make_shards(data, features | {"label": ColumnType("int64", ())}, path.parent / "cache")
     print(json.dumps([peak_bytes() - before, time.monotonic() - started_at, manifest.rows("train")]))
 
@@ -77,20 +76,20 @@ def peak_bytes() -> int:
 
 
 def main(sizes: list[int]) -> int:
-    print(f"{'input':>16} {'shards':>7} {'rows':>9} {'seconds':>8} {'MB/s':>6} {'peak MB':>8}")
+    print(f"{'input':>16} {'rows':>9} {'seconds':>8} {'MB/s':>6} {'peak MB':>8}")
     bounded = True
-    for suffix, form, part in CASES:
+    for suffix in SUFFIXES:
         peaks = []
-        for megabytes in (max(1, size // part) for size in sizes):
+        for megabytes in sizes:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / f"data{suffix}"
                 write(path, megabytes)
-                command = [sys.executable, "-m", "tests.bench.sharding_memory", "--measure", str(path), form]
+                command = [sys.executable, "-m", "tests.bench.sharding_memory", "--measure", str(path)]
                 answer = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
             peak, seconds, rows = json.loads(answer)
             peaks.append(peak)
             print(
-                f"{f'{megabytes} MB {suffix}':>16} {form:>7} {rows:>9,} {seconds:>8.1f} "
+                f"{f'{megabytes} MB {suffix}':>16} {rows:>9,} {seconds:>8.1f} "
                 f"{megabytes / seconds:>6.0f} {peak / 1e6:>8.0f}",
                 flush=True,
             )
@@ -101,6 +100,6 @@ def main(sizes: list[int]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
-        measure(Path(sys.argv[2]), sys.argv[3])
+        measure(Path(sys.argv[2]))
     else:
         sys.exit(main([int(size) for size in sys.argv[1:]] or list(SIZES_MB)))

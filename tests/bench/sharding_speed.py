@@ -31,8 +31,8 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import ColumnType
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.schema.columns import ColumnType
+from tests.support.shards import make_shards
 
 NAMES = [f"f{number}" for number in range(20)]
 FLOAT, LABEL, TEXT = ColumnType("float32", ()), ColumnType("int64", ()), ColumnType("str")

@@ -13,7 +13,7 @@ import torch
 
 from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.reading.digits import digits_block
+from onward.trainer.data.formats.digits import digits_block
 from onward.trainer.export.export import Checkpoint, export
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.run.directory import RunDir

@@ -15,12 +15,12 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, Batches, evaluation_batches
 from onward.trainer.data.input_columns import columns_to_read
-from onward.trainer.data.signature import read_training_signature
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.onnx_graph.builder import GraphWriter
 from tests.support import graphs
 from tests.support.runs import final_tensors, make_run, train_run, train_until
+from tests.support.shards import make_shards
 
 CPU = torch.device("cpu")
 NUM_ROWS = 102

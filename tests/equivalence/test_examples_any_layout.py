@@ -16,7 +16,7 @@ from onward.flows.examples.folders import write_example
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
-from onward.trainer.data.signature import model_digest, read_training_signature
+from onward.trainer.data.schema.signature import model_digest, read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.run.directory import RunDir, read_config

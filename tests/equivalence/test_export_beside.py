@@ -11,7 +11,7 @@ import pytest
 
 from onward.tasks.export import copy_to, export_file
 from onward.trainer.config.sections.results import ExportConfig
-from onward.trainer.data.signature import model_digest
+from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.errors import ExportRefused, RuntimeUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, read_record

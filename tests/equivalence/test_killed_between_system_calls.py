@@ -32,7 +32,7 @@ from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import newest_complete, verify
-from onward.trainer.data.signature import model_digest
+from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import ShardManifest, damaged_files
 from onward.trainer.distributed.processes import MPIContext

@@ -16,7 +16,7 @@ import torch
 from onnx import numpy_helper
 
 from onward.trainer.data.batches.batches import Batches
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.onnx_graph.small_models import build_resnet18

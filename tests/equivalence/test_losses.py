@@ -19,7 +19,7 @@ from torch import Tensor
 
 from onward.trainer.data.batches.batches import Batches, one_batch
 from onward.trainer.data.losses_from_data import with_losses_from_data
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.model.trainable import load_weights, open_trainable
 from onward.trainer.onnx_import.imported_graph import named_weights

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onward.trainer.data.batches.batches import Batches
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support import graphs

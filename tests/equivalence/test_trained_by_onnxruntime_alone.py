@@ -16,7 +16,7 @@ import torch
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.losses_from_data import with_class_axes, with_losses_from_data
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.export.training.files import TrainingArtifacts, write_artifacts
 from onward.trainer.onnx_graph.builder import GraphWriter

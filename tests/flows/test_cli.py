@@ -38,12 +38,12 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section, table_type
 from onward.trainer.config.sections.metrics import MetricConfig
-from onward.trainer.data.storage.sharding import make_shards
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 from onward.trainer.events import EventWriter
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, RankError, RunIdentity, TrainResult, write_record
 from tests.support.graphs import tiny_transformer
+from tests.support.shards import make_shards
 
 CONFIGS = sorted((Path(cli.__file__).parent / "configs").glob("*.toml"))
 

@@ -24,7 +24,7 @@ from onward.flows.planning.whole_run import RunPlan
 from onward.tasks import step_measurement
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.signature import model_digest
+from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.row_counts import RowCount
 from onward.trainer.errors import Diverged
 from onward.trainer.events import EventWriter

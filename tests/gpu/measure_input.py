@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 
 from onward.trainer.data.batches.batches import Batches
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.run.directory import read_config

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from onward.trainer.config.loading import build_config
-from onward.trainer.data.signature import model_digest
+from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.export.preprocessing import write_preprocessing
 from onward.trainer.export.served import raw_inputs

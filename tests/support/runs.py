@@ -25,7 +25,7 @@ from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.data_problems import data_problems
-from onward.trainer.data.signature import model_digest
+from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.errors import ConfigError
 from onward.trainer.events import Event, read_events

@@ -11,7 +11,7 @@ from onward.infra.tracking import Tracker
 from onward.tasks.class_tables import class_table
 from onward.tasks.monitor import monitor
 from onward.trainer.config.loading import build_config
-from onward.trainer.data.fitted import Fitted
+from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.events import Event, EventWriter
 from onward.trainer.run.directory import RunDir

@@ -19,7 +19,7 @@ from onward.tasks import promotion as task
 from onward.tasks.export import register
 from onward.tasks.promotion import judge, promote, promote_by_hand
 from onward.trainer.config.loading import build_config
-from onward.trainer.data.signature import model_digest
+from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.directory import RunDir, comparison_in, example_in
 from onward.trainer.run.records import Comparison, ExportedModel, RunIdentity, read_record, write_record

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from onward.trainer.attempt.restore import Trained
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, evaluation_batches
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext

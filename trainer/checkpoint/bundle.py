@@ -32,7 +32,7 @@ from onward.trainer.config.named_files import named_file, named_files
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES, PATHS, replaced
 from onward.trainer.data.reading.fetching import restore_copies
-from onward.trainer.data.signature import model_files
+from onward.trainer.data.schema.signature import model_files
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.text.tokenizer import tokenizer_file
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, printable, shown

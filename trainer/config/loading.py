@@ -78,6 +78,11 @@ def build_config(
     here."""
     found = list(problems)
     found += unknown_sections(raw, RunConfig)
+    if isinstance(data := raw.get("data"), Mapping) and data.get("shard_format") == "pb":
+        found.append(
+            "data.shard_format 'pb': shards are written as Arrow files only; remove the setting. Files in .pb are read "
+            "as before (data.format = 'pb')"
+        )
     read: dict[str, Any] = {}
     for name, section in SECTIONS.items():
         value = raw.get(name, {})

@@ -1,8 +1,13 @@
 """From data sources to batches of tensors.
 
-Sources are read in blocks (`sources`, `tables`, `arrow_files`, `tensorproto_files`), converted to columns of numbers
-(`columns`), matched with the graph inputs (`signature`, `input_columns`) and written once as shards (`sharding`).
-Ranks read shards (`shards`) and make batches from a position in the sample stream (`batches`, `permutation`). From
-outside, import `sharding.make_shards`, `inferred_schema.infer_schema`, `shards`, `signature`, `input_columns` and
-`batches`. Only `batches` imports torch, so that a configuration is checked without it. Nothing here is collective.
+    schema         columns, the signature of the model, axes and numbers of labels: read by all others
+    formats        a reader for each format of files, and their table
+    reading        sources: which files, which rows are held out, which columns
+    images audio text tables     what is computed of such columns, of rows and of batches
+    storage        shards: written once (`sharding`), read by row number (`shards`)
+    batches        tensors from a position in the sample stream
+
+From outside, import `sharding.make_training_shards`, `inferred_schema.infer_schema`, `shards`, `signature`,
+`input_columns` and `batches`. Only what computes batches imports torch, so that a configuration is checked without it.
+Nothing here is collective.
 """

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.audio.audio_clips import AudioClips, open_audio
-from onward.trainer.data.column_computers import ColumnComputer
-from onward.trainer.data.columns import ColumnType, Schema
 from onward.trainer.data.empty_targets import open_empty_targets
-from onward.trainer.data.fitted import FittedComputer
 from onward.trainer.data.images.image_computer import ImageComputer
 from onward.trainer.data.images.image_inputs import image_inputs, masks
 from onward.trainer.data.input_columns import columns_to_read
 from onward.trainer.data.preprocessing import open_preprocessor
+from onward.trainer.data.schema.column_computers import ColumnComputer
+from onward.trainer.data.schema.columns import ColumnType, Schema
+from onward.trainer.data.schema.fitted import FittedComputer
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.sequence_lengths import open_sequence_lengths
-from onward.trainer.data.signature import Signature
 from onward.trainer.data.tables.class_names import ClassNames, open_class_names
 from onward.trainer.data.tables.table_columns import Categories, NumberColumns, open_table_columns
 from onward.trainer.data.text.checks import open_tokenized_rows

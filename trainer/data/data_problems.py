@@ -14,9 +14,6 @@ import numpy as np
 from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data import misfits
-from onward.trainer.data.class_axis import find_class_axis
-from onward.trainer.data.columns import BYTES, TEXT, Column, Schema
-from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.images.decoding import MASK_TYPE
 from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
 from onward.trainer.data.input_columns import (
@@ -28,10 +25,13 @@ from onward.trainer.data.input_columns import (
     file_feeds,
     labels,
 )
-from onward.trainer.data.label_axes import fits
-from onward.trainer.data.label_axes import remedy as remedy_of_axes
 from onward.trainer.data.reading import sources
-from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_training_signature
+from onward.trainer.data.schema.class_axis import find_class_axis
+from onward.trainer.data.schema.columns import BYTES, TEXT, Column, Schema
+from onward.trainer.data.schema.fitted import Fitted
+from onward.trainer.data.schema.label_axes import fits
+from onward.trainer.data.schema.label_axes import remedy as remedy_of_axes
+from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.data.tables.class_names import class_problems
 from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.data.text.text_columns import text_columns
@@ -233,7 +233,7 @@ def _text_problems(config: RunConfig, feed: Feed, columns: list[Column]) -> Iter
     """Yield what is wrong with the columns of a feed of strings."""
     for column in columns:
         # the cells of a CSV file are text, also those that look like numbers
-        if column.dtype != TEXT and sources.locate(config.data.source, config.data).format != "csv":
+        if column.dtype != TEXT and sources.locate(config.data.source, config.data).data_format.has_types:
             yield f"{feed.target} takes strings, but column {column.name!r} holds {column.kind}, not text"
     shape = feed.sample_shape
     if feed.sequence and feed.stacked:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.columns import Column, Schema, Values
+from onward.trainer.data.schema.columns import Column, Schema, Values
 
 TAKES_NONE = ("classes", "sequences", "own", "none")
 """Labels of which a row may have none (`LossRule.labels`)."""

@@ -12,10 +12,10 @@ from typing import Any
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, Rows, one_batch
-from onward.trainer.data.columns import Array
 from onward.trainer.data.input_columns import file_feeds
 from onward.trainer.data.preprocessing import file_inputs
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.data.schema.signature import Signature
 
 
 @dataclass(frozen=True)

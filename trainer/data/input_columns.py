@@ -22,10 +22,10 @@ import numpy as np
 
 from onward.trainer.config.losses import key_of
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.columns import BYTES, TEXT, ColumnType
 from onward.trainer.data.images.image_inputs import ImageInput, image_inputs, masks
-from onward.trainer.data.label_axes import label_shape
-from onward.trainer.data.signature import Dims, Signature, TensorInfo
+from onward.trainer.data.schema.columns import BYTES, TEXT, ColumnType
+from onward.trainer.data.schema.label_axes import label_shape
+from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo
 from onward.trainer.data.text.text_columns import text_columns
 
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from onward.trainer.config.losses import LabelUnits, LossConfig
-from onward.trainer.data.columns import BYTES, Array, Schema
-from onward.trainer.data.fitted import Fitted, LabelledRows
+from onward.trainer.data.schema.columns import BYTES, Array, Schema
+from onward.trainer.data.schema.fitted import Fitted, LabelledRows
 from onward.trainer.data.tables.column_statistics import ColumnStatistics
 from onward.trainer.errors import ConfigError, DataError
 

@@ -15,14 +15,14 @@ import numpy as np
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.class_axis import find_class_axis
-from onward.trainer.data.columns import BYTES, Array, Schema
-from onward.trainer.data.fitted import LabelledRows
 from onward.trainer.data.images.decoding import decode_mask
 from onward.trainer.data.images.geometry import fitted_mask
 from onward.trainer.data.images.image_inputs import Mask, masks
 from onward.trainer.data.label_units import standardised_columns, with_label_units
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.class_axis import find_class_axis
+from onward.trainer.data.schema.columns import BYTES, Array, Schema
+from onward.trainer.data.schema.fitted import LabelledRows
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.errors import ConfigError
 
 ROWS_AT_ONCE, FILES_AT_ONCE = 65536, 256

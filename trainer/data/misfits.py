@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from onward.trainer.data.columns import BYTES, TEXT, Column
 from onward.trainer.data.input_columns import Feed
+from onward.trainer.data.schema.columns import BYTES, TEXT, Column
 
 MAX_NAMED = 10
 """Columns that a sentence names."""

@@ -26,10 +26,10 @@ import numpy as np
 import onnx
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.column_computers import rows_between
-from onward.trainer.data.columns import Array, Column, Values
 from onward.trainer.data.input_columns import Feed, feeds, file_feeds
-from onward.trainer.data.signature import Dims, Signature, TensorInfo, read_preprocessing
+from onward.trainer.data.schema.column_computers import rows_between
+from onward.trainer.data.schema.columns import Array, Column, Values
+from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo, read_preprocessing
 from onward.trainer.errors import DataError, UnsupportedModel
 from onward.trainer.onnx_graph.preprocessing import describe
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.columns import Array, Column, Values
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.columns import Array, Column, Values
+from onward.trainer.data.schema.signature import Signature
 
 
 def sequence_problems(labels: Array, lengths: Array | None, loss: LossConfig, *, steps: int | None) -> dict[int, str]:

@@ -26,9 +26,9 @@ from onward.trainer.data.computations import open_fitted
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.input_columns import computed_columns
 from onward.trainer.data.reading.fetching import fetch
+from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.reading.sources import locate
-from onward.trainer.data.signature import Signature, model_bytes, model_digest, read_training_signature
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.schema.signature import Signature, model_bytes, model_digest, read_training_signature
 from onward.trainer.data.storage.sharding import check_held_out, check_named_files, try_first_rows
 from onward.trainer.data.text.checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
@@ -97,7 +97,7 @@ def check_local_files(sections: Sections) -> list[str]:
             else:
                 check_named_files(config, signature, schema)
             if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
-                found, fitted = try_first_rows(config, signature)
+                found, fitted = try_first_rows(config, signature, schema)
                 misfits = data_problems(config, found, signature, fitted=fitted)
             if not misfits:
                 check_held_out(config, signature, schema)

@@ -12,8 +12,8 @@ from pathlib import Path
 from onward.trainer.config.distillation import SoftLoss, teacher_output
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import url_of
-from onward.trainer.data.class_axis import same_lengths
-from onward.trainer.data.signature import Signature, read_signature
+from onward.trainer.data.schema.class_axis import same_lengths
+from onward.trainer.data.schema.signature import Signature, read_signature
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.onnx_graph.index import did_you_mean, dims_of, known_types
 from onward.trainer.onnx_graph.model_files import read_model

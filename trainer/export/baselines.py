@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch
-from onward.trainer.data.columns import Array
-from onward.trainer.data.tables.series_windows import AHEAD
+from onward.trainer.data.reading.series_windows import AHEAD
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.metrics import EvaluationMetrics

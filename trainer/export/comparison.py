@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.signature import Signature, TensorInfo, read_signature
+from onward.trainer.data.schema.signature import Signature, TensorInfo, read_signature
 from onward.trainer.errors import OnwardError
 from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.export import trained_part

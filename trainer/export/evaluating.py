@@ -18,7 +18,7 @@ from torch import Tensor
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.metric_names import METRICS
 from onward.trainer.config.sections.metrics import MetricConfig, is_library, task_of
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.export.predictions import Predictions
 from onward.trainer.export.raw_batches import RawBatch

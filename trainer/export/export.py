@@ -35,7 +35,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.losses_from_data import take_from_data, with_class_axes, with_losses_from_data
-from onward.trainer.data.signature import digest_of_files, model_digest, read_training_signature
+from onward.trainer.data.schema.signature import digest_of_files, model_digest, read_training_signature
 from onward.trainer.data.storage.row_origins import row_origins
 from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.diagnostics.diff import compare

@@ -14,7 +14,7 @@ import onnxruntime
 from onnx import helper
 from torch import Tensor, nn
 
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.onnx_graph.index import inner_graphs, nodes_inside
 from onward.trainer.onnx_graph.onnxruntime_session import open_session

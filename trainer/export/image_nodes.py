@@ -23,7 +23,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.onnx_graph.builder import GraphExtender
 from onward.trainer.run.preprocessing_record import ImageInput
 

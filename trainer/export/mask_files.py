@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.export.predictions import Predictions
 from onward.trainer.run.durable_files import write_durably

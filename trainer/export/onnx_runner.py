@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from onward.trainer.data.batches.batches import Batch
-from onward.trainer.data.reading.npz_files import npz_content
+from onward.trainer.data.formats.npz_files import npz_content
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.differences import output_difference
 from onward.trainer.export.evaluation_data import EvaluationData

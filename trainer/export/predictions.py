@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from onward.trainer.data.columns import Array
-from onward.trainer.data.signature import model_digest
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.export.raw_batches import RawBatch
 from onward.trainer.export.served.predictor import BadRows, Predictor

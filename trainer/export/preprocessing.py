@@ -11,11 +11,11 @@ from typing import Literal
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.audio import AudioConfig
-from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.images import image_inputs as images
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.input_columns import Feed, file_feeds
-from onward.trainer.data.signature import Signature, read_training_signature
+from onward.trainer.data.schema.fitted import Fitted
+from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.tables.table_columns import INDICATOR
 from onward.trainer.data.text.checks import length_limit

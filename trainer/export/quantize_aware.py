@@ -22,9 +22,9 @@ from onnxruntime.quantization import QuantType, quantize_static
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
-from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.losses_from_data import with_losses_from_data
-from onward.trainer.data.signature import model_digest, read_training_signature
+from onward.trainer.data.schema.signature import model_digest, read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.errors import ConfigError
 from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.model_file import ModelFile

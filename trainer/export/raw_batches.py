@@ -23,15 +23,16 @@ import numpy as np
 from onward.trainer.bounds import CONTENT_BYTES, read_bounded
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.tables import TableConfig
-from onward.trainer.data.allowed_files import refuse_outside
-from onward.trainer.data.audio.decoding import AUDIO_FORMATS
-from onward.trainer.data.columns import BYTES, Block, Cells, Column, fit
+from onward.trainer.data.audio.decoding import AUDIO_SUFFIXES
+from onward.trainer.data.formats.format_table import suffixes
+from onward.trainer.data.formats.text_files import text_blocks
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
 from onward.trainer.data.reading import sources
-from onward.trainer.data.text.documents import text_blocks
+from onward.trainer.data.schema.allowed_files import refuse_outside
+from onward.trainer.data.schema.columns import BYTES, Block, Cells, Column, fit
 from onward.trainer.errors import DataError
 
-SUFFIXES_OF = {"image": IMAGE_SUFFIXES, "audio": tuple(AUDIO_FORMATS), "text": (".txt",)}
+SUFFIXES_OF = {"image": IMAGE_SUFFIXES, "audio": AUDIO_SUFFIXES, "text": (".txt",)}
 """What a raw column holds -> the names of files that are rows by themselves."""
 MAX_NAMED = 10
 
@@ -102,11 +103,11 @@ def _check_there(source: str, columns: Mapping[str, str]) -> None:
     if not path.exists():
         raise DataError(f"there is no file or folder {source}")
     own = sorted({suffix for kind in columns.values() for suffix in SUFFIXES_OF.get(kind, ())})
-    known = ", ".join([*sources.SUFFIXES, *own])
-    is_table = path.suffix.lower() in sources.SUFFIXES or path.name.lower().endswith(".gz")
+    known = ", ".join([*suffixes(), *own])
+    is_table = path.suffix.lower() in suffixes() or path.name.lower().endswith(".gz")
     if path.is_file() and not is_table:
         raise DataError(f"{source} ends in {path.suffix!r}: this model predicts rows of files that end in {known}")
-    if path.is_dir() and not _files(path, [*sources.SUFFIXES, ".gz"]):
+    if path.is_dir() and not _files(path, [*suffixes(), ".gz"]):
         found = Counter(each.suffix.lower() for _, each in _files(path, [""]))
         shown = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in found.most_common(5)) or "none"
         raise DataError(

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.column_computers import computed_chunks
-from onward.trainer.data.columns import TEXT, WORDS, Array, Block, Cells, fit_block, in_parts, select
-from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.reading import sources
-from onward.trainer.data.signature import Signature
-from onward.trainer.data.storage.inferred_schema import infer_schema
-from onward.trainer.data.storage.sharding import fit_to_source, stored_columns
+from onward.trainer.data.schema.column_computers import computed_chunks
+from onward.trainer.data.schema.columns import Array, Block, Cells, fit_block, in_parts, select
+from onward.trainer.data.schema.signature import Signature
+from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.shards import ShardManifest
 
 
@@ -28,18 +26,17 @@ def read_raw_rows(config: RunConfig, signature: Signature, manifest: ShardManife
 
     Raises DataError if the source cannot be read any more.
     """
-    schema = infer_schema(config.data)
-    columns, computers = read_and_computed(config, signature, schema)
-    stored = stored_columns(config.data, columns, schema)
+    recipe = recipe_of(config, signature)
+    stored, computers = recipe.columns, recipe.computers
     # only what is computed of a row says whether sharding has left it out
     is_checked = manifest.skipped > 0
     if is_checked:
-        fit_to_source(computers, config.data, stored)
-    texts = [column.name for column in stored if column.dtype in (TEXT, WORDS)]
+        recipe.fit()
     found: dict[str, list[Any]] = {column.name: [] for column in stored}
-    for split, blocks in sources.read_by_source(config.data, [column.name for column in stored], texts):
-        for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, stored)):
-            if split != "evaluation" or not held_out.any():
+    ranges = [rows for rows in sources.source_ranges(config.data) if rows.held_split == "evaluation"]
+    for rows in ranges:
+        for block, held_out in in_parts(sources.read_range(rows, recipe.request), stored):
+            if not held_out.any():
                 continue
             kept = _rows_of(block, np.flatnonzero(held_out))
             values, good, bad = fit_block(kept, stored)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from onward.trainer.config.sections.metrics import tasks_of
 from onward.trainer.data.batches.batches import Batch
-from onward.trainer.data.columns import Array
 from onward.trainer.data.images.image_inputs import ImageInput
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.metrics.measured import Measured

@@ -21,11 +21,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.columns import Array
 from onward.trainer.data.images.decoding import decode_image
 from onward.trainer.data.images.image_computer import pixels_of
 from onward.trainer.data.images.image_inputs import image_inputs
-from onward.trainer.data.signature import Signature, read_training_signature
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export import image_nodes

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import onnx
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph import surgery
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers

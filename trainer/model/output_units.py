@@ -14,9 +14,9 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.losses_from_data import with_losses_from_data
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.model.losses.label_units import label_axis, unstandardised
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import open_trainable

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.columns import Array
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.data.storage.soft_labels import SoftLabelFiles
 from onward.trainer.distributed.processes import MPIContext

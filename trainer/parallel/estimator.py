@@ -20,9 +20,9 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed, feeds
-from onward.trainer.data.signature import read_training_signature
-from onward.trainer.data.storage.sharding import infer_training_schema
-from onward.trainer.data.targets import counted_targets, labels_of
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.schema.target_counts import counted_targets, labels_of
+from onward.trainer.data.storage.sharding import try_first_rows
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.model import precision
@@ -115,7 +115,7 @@ class Estimator:
 def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return inputs, and labels for each loss, of one micro-batch: zeros, as long as the longest of the first rows."""
     signature = read_training_signature(config.model)
-    schema, text = infer_training_schema(config, signature), text_columns(config, signature)
+    schema, text = try_first_rows(config, signature)[0], text_columns(config, signature)
 
     def zeros(feed: Feed) -> Tensor:
         columns = [schema[name] for name in feed.columns]

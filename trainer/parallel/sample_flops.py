@@ -27,7 +27,7 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, Batches
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.flops import count_flops, measure_flops

@@ -17,11 +17,11 @@ import numpy as np
 from onward.trainer.bounds import opened
 from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.allowed_files import allowed_files
-from onward.trainer.data.audio.decoding import AUDIO_FORMATS, refuse_missing_package
+from onward.trainer.data.audio.decoding import AUDIO_SUFFIXES, refuse_missing_package
 from onward.trainer.data.misfits import LONG
 from onward.trainer.data.reading import sources
-from onward.trainer.data.signature import TensorInfo
+from onward.trainer.data.schema.allowed_files import allowed_files
+from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import FEW_FILES, Facts
@@ -78,7 +78,7 @@ def propose_audio_column(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo
     allowed = allowed_files(facts.data.source, facts.data)
     for name, cells in facts.cells.items():
         paths = [cell for cell in cells if isinstance(cell, str)]
-        if paths and all(path.lower().endswith(tuple(AUDIO_FORMATS)) for path in paths):
+        if paths and all(path.lower().endswith(AUDIO_SUFFIXES) for path in paths):
             paths = [path for path in paths if not allowed.refusal_of_cell(facts.folder, path)]
             _propose(draft, inputs, [facts.folder / path for path in paths], name)
             return True

@@ -14,11 +14,11 @@ import numpy as np
 
 from onward.trainer.bounds import opened
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.allowed_files import allowed_files
-from onward.trainer.data.columns import BYTES, TEXT, Array, Column, Schema, Values, fit
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES, check_size
 from onward.trainer.data.reading import sources
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.allowed_files import allowed_files
+from onward.trainer.data.schema.columns import BYTES, TEXT, Array, Column, Schema, Values, fit
 from onward.trainer.errors import DataError
 
 if TYPE_CHECKING:

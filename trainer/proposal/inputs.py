@@ -23,15 +23,16 @@ import numpy as np
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES
-from onward.trainer.data.columns import TEXT
 from onward.trainer.data.data_problems import type_problems
+from onward.trainer.data.formats.format_table import holds_images
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
 from onward.trainer.data.input_columns import Feed
 from onward.trainer.data.misfits import remedy
 from onward.trainer.data.reading import sources
+from onward.trainer.data.reading.series_windows import AHEAD
 from onward.trainer.data.reading.source_kinds import TEXT_SUFFIXES, boxes_found
-from onward.trainer.data.signature import TensorInfo
-from onward.trainer.data.tables.series_windows import AHEAD
+from onward.trainer.data.schema.columns import TEXT
+from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import Facts
@@ -131,7 +132,7 @@ def _propose_images(draft: Draft, source: str) -> None:
     """Propose [data.image] for image files that are the source themselves."""
     mask_folder = _mask_folder(Path(source))
     image = ImageConfig(mask_folder=mask_folder)
-    if _format(source, image=image) not in ("images", "webdataset"):
+    if not holds_images(_format(source, image=image)):
         return
     draft.set("data.image", {}, "the model takes images, and these are image files")
     if mask_folder:
@@ -155,7 +156,7 @@ def _mask_folder(folder: Path) -> str:
 
 def propose_image_column(draft: Draft, facts: Facts) -> None:
     """Propose the column of a table that holds images or their paths."""
-    if "data.image" in draft.entries or facts.format in ("images", "webdataset"):
+    if "data.image" in draft.entries or holds_images(facts.format):
         return
     names = [name for name in facts.schema if facts.looks_like_images(name)]
     known = [name for name in names if name.lower() in IMAGE_COLUMNS] or names

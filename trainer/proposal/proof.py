@@ -24,10 +24,10 @@ import torch
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.completed_settings import completed
-from onward.trainer.data.first_rows import read_first_rows
 from onward.trainer.data.losses_from_data import with_losses_from_data
-from onward.trainer.data.permutation import permutation
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.permutation import permutation
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch

@@ -19,7 +19,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.reading.source_kinds import PAGE
-from onward.trainer.data.signature import Signature, TensorInfo, read_training_signature
+from onward.trainer.data.schema.signature import Signature, TensorInfo, read_training_signature
 from onward.trainer.data.text.text_columns import ROLES
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch

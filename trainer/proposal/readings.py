@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.loss_rules import LossName
-from onward.trainer.data.class_axis import find_class_axis, same_lengths
-from onward.trainer.data.columns import TEXT, Array, Column
 from onward.trainer.data.label_units import are_far
-from onward.trainer.data.signature import Dims, TensorInfo
+from onward.trainer.data.schema.class_axis import find_class_axis, same_lengths
+from onward.trainer.data.schema.columns import TEXT, Array, Column
+from onward.trainer.data.schema.signature import Dims, TensorInfo
 from onward.trainer.errors import ConfigError
 from onward.trainer.proposal.facts import Facts
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from onward.trainer.data.columns import TEXT, Array
-from onward.trainer.data.signature import TensorInfo
+from onward.trainer.data.schema.columns import TEXT, Array
+from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import Facts
 from onward.trainer.proposal.targets import Target

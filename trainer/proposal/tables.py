@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import Array
-from onward.trainer.data.signature import TensorInfo
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.data.tables.column_patterns import matching
 from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.onnx_graph.index import Index

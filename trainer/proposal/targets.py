@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import onnx
 
 from onward.trainer.config.loss_rules import LOSS_RULES
-from onward.trainer.data.signature import FLOAT_NAMES, Signature, TensorInfo
-from onward.trainer.data.tables.series_windows import AHEAD
+from onward.trainer.data.reading.series_windows import AHEAD
+from onward.trainer.data.schema.signature import FLOAT_NAMES, Signature, TensorInfo
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.outputs import class_labels, score_tensors
 from onward.trainer.proposal.draft import Draft

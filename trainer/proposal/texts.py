@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from onward.trainer.data.columns import TEXT
-from onward.trainer.data.signature import Signature, TensorInfo
+from onward.trainer.data.schema.columns import TEXT
+from onward.trainer.data.schema.signature import Signature, TensorInfo
 from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
 from onward.trainer.data.text.special_tokens import END, MASK
 from onward.trainer.data.text.text_columns import ROLES

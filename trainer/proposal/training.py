@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import onnx
 
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.proposal.draft import Draft
 

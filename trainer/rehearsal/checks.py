@@ -19,9 +19,9 @@ from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.batches.step_shares import check_last_samples
 from onward.trainer.data.file_rows import FileRows
-from onward.trainer.data.first_rows import FirstRows, read_first_rows
 from onward.trainer.data.losses_from_data import with_losses_from_data
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.first_rows import FirstRows, read_first_rows
 from onward.trainer.diagnostics.audit_input import audit_of_run
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings
 from onward.trainer.diagnostics.output_warnings import output_warnings

@@ -31,7 +31,7 @@ from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.config.rules import ranks as rules
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch
-from onward.trainer.data.first_rows import FirstRows
+from onward.trainer.data.storage.first_rows import FirstRows
 from onward.trainer.data.storage.row_counts import count_rows
 from onward.trainer.distributed.arithmetic import set_arithmetic
 from onward.trainer.distributed.processes import MPIContext, threads_of_rank

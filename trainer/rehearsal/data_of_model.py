@@ -13,10 +13,11 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.data.columns import BYTES, TEXT, Schema
+from onward.trainer.data.formats.format_table import holds_images
 from onward.trainer.data.reading import sources
-from onward.trainer.data.signature import Signature, read_training_signature
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.columns import BYTES, TEXT, Schema
+from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import DataError
 
@@ -47,7 +48,7 @@ def _guessed(data: DataConfig, signature: Signature, model: Path) -> dict[str, A
             kind = sources.locate(data.source, data.model_copy(update={"image": ImageConfig()})).format
         except DataError:
             kind = ""
-        if kind in ("images", "webdataset"):
+        if holds_images(kind):
             return {"data.image": {}}
     schema = infer_schema(data)
     if takes_images and data.image is None and (column := image_column(schema)):

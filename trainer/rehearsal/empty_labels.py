@@ -6,8 +6,8 @@ import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.first_rows import FirstRows
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.signature import Signature
+from onward.trainer.data.storage.first_rows import FirstRows
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
 

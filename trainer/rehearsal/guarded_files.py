@@ -16,8 +16,8 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
-from onward.trainer.data.first_rows import read_first_rows
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.diagnostics.doctor import Diagnosis
 from onward.trainer.errors import ConfigError
 from onward.trainer.export.helper_nodes import costly_helpers

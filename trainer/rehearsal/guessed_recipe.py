@@ -9,8 +9,8 @@ from typing import Any
 
 from onward.trainer.config.loading import Override
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.fitted import Fitted
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.fitted import Fitted
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.export.preprocessing import TOKENIZER, describe

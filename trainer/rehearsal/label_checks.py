@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from onward.trainer.config.losses import LossConfig, key_of
-from onward.trainer.data.columns import BYTES, Array
-from onward.trainer.data.fitted import LabelledRows
 from onward.trainer.data.label_units import are_far
-from onward.trainer.data.targets import count_targets
+from onward.trainer.data.schema.columns import BYTES, Array
+from onward.trainer.data.schema.fitted import LabelledRows
+from onward.trainer.data.schema.target_counts import count_targets
 from onward.trainer.model.losses.loss_formulas import FORMULAS, LossInputs
 from onward.trainer.run.records import ExporterWarning
 

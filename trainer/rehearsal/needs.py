@@ -14,7 +14,7 @@ estimates the peak of a step from a dry run.
 from __future__ import annotations
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.signature import model_bytes
+from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.distributed.weights import TEACHER, Placement, Weight
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.optim.state import state_bytes

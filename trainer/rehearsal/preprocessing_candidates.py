@@ -17,7 +17,7 @@ from onward.trainer.config.sections.images import GREY_MEAN, GREY_STD, RGB_MEAN,
 from onward.trainer.config.sections.text import TextConfig
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.input_columns import file_feeds
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.text.tokenizer import open_tokenizer
 
 SPACES = "\u0120\u2581"

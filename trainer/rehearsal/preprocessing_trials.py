@@ -26,13 +26,13 @@ from onward.trainer.config.loading import load_config
 from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.columns import Array
-from onward.trainer.data.first_rows import FirstRows, read_first_rows
-from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.losses_from_data import with_losses_from_data
-from onward.trainer.data.permutation import permutation
-from onward.trainer.data.signature import Signature, read_training_signature
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.data.schema.fitted import Fitted
+from onward.trainer.data.schema.permutation import permutation
+from onward.trainer.data.schema.signature import Signature, read_training_signature
+from onward.trainer.data.storage.first_rows import FirstRows, read_first_rows
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.export import trained_part

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from onward.trainer.config.losses import unchosen_units
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.signature import model_bytes
+from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import Refused, UnsupportedModel
 from onward.trainer.model.fixed_batch import choose_fixed_batch

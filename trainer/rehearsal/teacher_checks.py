@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.first_rows import FirstRows
-from onward.trainer.data.signature import model_digest
+from onward.trainer.data.schema.signature import model_digest
+from onward.trainer.data.storage.first_rows import FirstRows
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.run.records import ExporterWarning

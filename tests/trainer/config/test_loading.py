@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from onward.trainer.config import rules
 from onward.trainer.config.loading import build_config, layered, load_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.config.sections.training import TrainConfig
@@ -437,6 +438,14 @@ def test_an_epoch_is_every_sample_once_and_the_last_step_may_be_smaller(
 def test_a_config_written_as_json_is_read_back_equal() -> None:
     config = build_config(GOOD)
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_the_former_shard_format_is_read_in_old_runs_and_refused_where_it_would_change_the_shards() -> None:
+    assert DataConfig.model_validate({"source": "d.npz", "shard_format": "pb"}) == DataConfig(source="d.npz")
+    settings = {"model": {"path": "m.onnx"}, "data": {"source": "d.npz"}, "train": {"num_steps": 1}}
+    assert load_config(settings, ["data.shard_format=arrow"]).data == load_config(settings).data
+    with pytest.raises(ConfigError, match=r"data\.shard_format 'pb': shards are written as Arrow files only; remove"):
+        load_config(settings, ["data.shard_format=pb"])
 
 
 def test_horizontal_is_the_former_name_of_tensor(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.data.batches.balanced_order import WINDOW_STEPS, BalancedOrder
 from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.batches.sample_stream import SampleStream
-from onward.trainer.data.permutation import Array
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.permutation import Array
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data
@@ -118,9 +118,8 @@ def configured(folder: Path, **sections: Any) -> Any:
     return build_config({"model": model, "data": data, "train": train, **sections})
 
 
-@pytest.mark.parametrize("shard_format", ["arrow", "pb"])
-def test_the_samples_of_a_step_are_the_same_on_any_layout_and_after_a_resume(tmp_path: Path, shard_format: str) -> None:
-    config = configured(tmp_path, data={"shard_format": shard_format, "rows_per_shard": 40})
+def test_the_samples_of_a_step_are_the_same_on_any_layout_and_after_a_resume(tmp_path: Path) -> None:
+    config = configured(tmp_path, data={"rows_per_shard": 40})
     assert check_files_and_data(dict(config)) == []
     signature = read_training_signature(config.model)
     directory, manifest, _ = make_training_shards(config, tmp_path / "cache")

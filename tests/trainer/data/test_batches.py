@@ -19,12 +19,12 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches, evaluation_batches
 from onward.trainer.data.input_columns import columns_to_read
-from onward.trainer.data.signature import Signature, read_training_signature
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.onnx_import.driver import to_module
 from tests.support import graphs
+from tests.support.shards import make_shards
 
 CPU = torch.device("cpu")
 

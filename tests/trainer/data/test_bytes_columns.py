@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import BYTES, ColumnType
-from onward.trainer.data.storage.inferred_schema import infer_schema
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.columns import BYTES, ColumnType
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import DataError
+from tests.support.shards import make_shards
 
 COLUMNS = {"image": ColumnType(BYTES), "label": ColumnType("int64", ())}
 CONTENTS = [bytes([number]) * (number + 1) + b"\0\xff" for number in range(256)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onward.trainer.data.class_axis import Dims, find_class_axis
+from onward.trainer.data.schema.class_axis import Dims, find_class_axis
 from onward.trainer.errors import ConfigError
 
 FOUND: dict[str, tuple[Dims, Dims, Dims | None, int]] = {

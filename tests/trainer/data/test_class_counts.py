@@ -10,9 +10,9 @@ import pytest
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.losses_from_data import with_losses_from_data
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.fitted import Fitted
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import ShardManifest, Shards, open_shards
 from onward.trainer.run.records import read_record, write_record

@@ -17,11 +17,11 @@ import pytest
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.data_problems import data_problems
-from onward.trainer.data.first_rows import read_first_rows
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.fitted import describe_classes
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
-from onward.trainer.data.tables.class_names import describe_classes
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import DataError
 

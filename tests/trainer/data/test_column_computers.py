@@ -12,15 +12,15 @@ import torch
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.batches import batches as batches_module
-from onward.trainer.data.batches.batch_transforms import Samples
 from onward.trainer.data.batches.batches import Batches, evaluation_batches
-from onward.trainer.data.columns import Array, Column, ColumnType, Values
-from onward.trainer.data.signature import read_training_signature
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.schema.batch_transforms import Samples
+from onward.trainer.data.schema.columns import Array, Column, ColumnType, Values
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.run.directory import read_config
 from tests.support.graphs import tiny_conv_net
 from tests.support.runs import make_run
+from tests.support.shards import make_shards
 
 
 class Times:

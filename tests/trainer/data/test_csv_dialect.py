@@ -13,14 +13,14 @@ from pydantic import ValidationError
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.tables import TableConfig
-from onward.trainer.data.columns import BLOCK_BYTES, ColumnType
-from onward.trainer.data.reading import tables
-from onward.trainer.data.reading.csv_dialect import dialect_of
+from onward.trainer.data.formats import tables
+from onward.trainer.data.formats.csv_dialect import dialect_of
+from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.reading.sources import locate, read
-from onward.trainer.data.storage.inferred_schema import infer_schema
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.schema.columns import BLOCK_BYTES, ColumnType
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import DataError
+from tests.support.shards import make_shards
 
 ROWS = 3000
 

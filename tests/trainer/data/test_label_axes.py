@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.data.label_axes import Dims, check_axes, fits, label_shape, remedy
+from onward.trainer.data.schema.label_axes import Dims, check_axes, fits, label_shape, remedy
 from onward.trainer.errors import ConfigError
 
 

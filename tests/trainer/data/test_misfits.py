@@ -11,14 +11,14 @@ import pytest
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.data.columns import Column, ColumnType
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.input_columns import Feed
 from onward.trainer.data.misfits import MISFITS, remedy, remedy_of_absence
-from onward.trainer.data.signature import Dims
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.schema.columns import Column, ColumnType
+from onward.trainer.data.schema.signature import Dims
 from onward.trainer.errors import DataError
 from tests.support.graphs import tiny_bert, tiny_cities, tiny_mlp
+from tests.support.shards import make_shards
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "own-data.md"
 TEXT = Column(name="city", dtype="str")

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from onward.trainer.data.storage import parquet_footers
-from onward.trainer.data.storage.parquet_footers import check_footers
+from onward.trainer.data.formats import parquet_footers
+from onward.trainer.data.formats.parquet_footers import check_footers
 from onward.trainer.errors import DataError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onward.trainer.data.permutation import hash_key, keyed_hash, permutation
+from onward.trainer.data.schema.permutation import hash_key, keyed_hash, permutation
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 1000, 4097, 65536])

@@ -14,12 +14,12 @@ import pytest
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.tables import TableConfig
-from onward.trainer.data.columns import Block, ColumnType
-from onward.trainer.data.reading import tables
-from onward.trainer.data.reading.csv_dialect import Dialect
-from onward.trainer.data.reading.plain_csv import PlainColumns
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.formats import tables
+from onward.trainer.data.formats.csv_dialect import Dialect
+from onward.trainer.data.formats.plain_csv import PlainColumns
+from onward.trainer.data.schema.columns import Block, ColumnType
 from onward.trainer.errors import DataError
+from tests.support.shards import make_shards
 
 READ = PlainColumns.read
 ODD = (

@@ -17,11 +17,12 @@ from onnx import parser
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data import column_computers, preprocessing
+from onward.trainer.data import preprocessing
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.file_rows import FileRows
-from onward.trainer.data.first_rows import read_first_rows
-from onward.trainer.data.signature import read_preprocessing, read_training_signature
+from onward.trainer.data.schema import column_computers
+from onward.trainer.data.schema.signature import read_preprocessing, read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data
@@ -79,11 +80,10 @@ def in_front(config: RunConfig, **inputs: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("write", [write_csv, write_jsonl, write_parquet])
-@pytest.mark.parametrize("shard_format", ["arrow", "pb"])
-def test_a_batch_is_what_the_model_computes_from_the_same_rows(tmp_path: Path, write: Any, shard_format: str) -> None:
+def test_a_batch_is_what_the_model_computes_from_the_same_rows(tmp_path: Path, write: Any) -> None:
     suffix = {write_csv: "csv", write_jsonl: "jsonl", write_parquet: "parquet"}[write]
     source = write(tmp_path / f"t.{suffix}", SENTENCES)
-    config = configuration(tmp_path, FOREIGN / "text-sentences.onnx", source, shard_format=shard_format)
+    config = configuration(tmp_path, FOREIGN / "text-sentences.onnx", source)
     train, evaluation = sharded(tmp_path, config)
     signature = read_training_signature(config.model)
     rows = FileRows(evaluation, config, signature)

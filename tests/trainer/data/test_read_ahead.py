@@ -50,5 +50,5 @@ def test_an_iterator_that_is_left_early_is_closed() -> None:
 
     ahead = read_ahead(items())
     assert next(ahead) == 0
-    ahead.close()  # type: ignore[attr-defined]
+    ahead.close()
     assert closed.is_set()

@@ -11,8 +11,7 @@ import pytest
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data import first_rows
-from onward.trainer.data.storage import row_counts
+from onward.trainer.data.storage import first_rows, row_counts
 from onward.trainer.data.storage.row_counts import count_rows
 from onward.trainer.data.storage.sharding import make_training_shards
 from tests.support.graphs import tiny_mlp

@@ -20,9 +20,9 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.columns import Column, fit
-from onward.trainer.data.signature import read_training_signature
-from onward.trainer.data.storage.described_columns import infer, merge
+from onward.trainer.data.schema.columns import Column, fit
+from onward.trainer.data.schema.described_columns import infer, merge
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.errors import DataError
@@ -96,10 +96,9 @@ def sharded(folder: Path, source: Path, **sections: Any) -> tuple[RunConfig, Sha
     return config, open_shards(directory, "train")
 
 
-@pytest.mark.parametrize("shard_format", ["arrow", "pb"])
 @pytest.mark.parametrize("source", [jsonl, parquet, arrow])
-def test_empty_lists_are_rows_that_are_padded_and_counted_as_none(source, shard_format, tmp_path):
-    config, train = sharded(tmp_path, source(tmp_path), data={"shard_format": shard_format})
+def test_empty_lists_are_rows_that_are_padded_and_counted_as_none(source, tmp_path):
+    config, train = sharded(tmp_path, source(tmp_path))
     column = train.columns["boxes"]
     assert (column.variable, column.shape) == (True, (10,))
     stored = train.read(np.arange(train.num_rows))["boxes"]

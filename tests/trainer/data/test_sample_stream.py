@@ -13,12 +13,12 @@ import pytest
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.sample_stream import SampleStream, shares
-from onward.trainer.data.columns import ColumnType
-from onward.trainer.data.permutation import permutation
-from onward.trainer.data.storage.inferred_schema import infer_schema
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.columns import ColumnType
+from onward.trainer.data.schema.permutation import permutation
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ConfigError, DataError
+from tests.support.shards import make_shards
 
 MIXTURES = [((100, 50), (3.0, 1.0)), ((7, 11, 13), (1.0, 1.0, 5.0)), ((5, 200), (1.0, 1.0)), ((40, 40), (1.0, 1.0))]
 

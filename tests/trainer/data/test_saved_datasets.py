@@ -10,12 +10,12 @@ import pyarrow as pa
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import ColumnType
+from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.reading.sources import first_blocks, read
-from onward.trainer.data.storage.inferred_schema import infer_schema
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.schema.columns import ColumnType
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import DataError
+from tests.support.shards import make_shards
 
 
 def save(directory: Path, tables: list[pa.Table], **state: object) -> Path:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.scores_read import scores_said, with_scores
-from onward.trainer.data.signature import read_training_signature
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.onnx_import.imported_graph import ImportedGraph

@@ -13,9 +13,10 @@ import pandas as pd
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.storage.recipe import Recipe, stored_columns
 from onward.trainer.data.storage.shard_space import shard_bytes
-from onward.trainer.data.storage.sharding import make_shards, stored_columns
 from onward.trainer.errors import RuntimeUnavailable
+from tests.support.shards import make_shards
 
 ROWS, WIDTH = 4000, 24
 
@@ -35,7 +36,7 @@ def sources(folder: Path) -> dict[str, Path]:
 def test_the_estimate_is_near_the_size_of_the_shards_that_are_written(tmp_path: Path) -> None:
     for path in sources(tmp_path).values():
         data = DataConfig(source=str(path))
-        estimate = shard_bytes(data, stored_columns(data, None))
+        estimate = shard_bytes(Recipe(data, stored_columns(data, None), ()))
         directory, _, _ = make_shards(data, None, tmp_path / "cache")
         written = sum(file.stat().st_size for file in directory.iterdir())
         assert 0.9 < estimate / written < 1.1, path.name
@@ -45,7 +46,7 @@ def test_a_disk_without_room_for_the_shards_is_refused_before_a_byte_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = DataConfig(source=str(sources(tmp_path)["csv"]))
-    estimate = shard_bytes(data, stored_columns(data, None))
+    estimate = shard_bytes(Recipe(data, stored_columns(data, None), ()))
 
     def room(free: int) -> Any:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))

@@ -1,4 +1,4 @@
-"""Shards keep every row, once; the bytes are those of ONNX Runtime's trainer, without its bugs."""
+"""Shards keep every row, once; the shards of ONNX Runtime's trainer are read, without its bugs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,24 @@ import onnx
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import Column, ColumnType
-from onward.trainer.data.storage import arrow_files, sharding, split_writer
-from onward.trainer.data.storage.arrow_files import ArrowReader, ArrowWriter
-from onward.trainer.data.storage.described_columns import extremes
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.config.sections.tables import OF_COLUMNS, TableConfig
+from onward.trainer.data.formats import arrow_files
+from onward.trainer.data.formats.arrow_files import ArrowReader, ArrowWriter
+from onward.trainer.data.formats.format_table import FORMATS
+from onward.trainer.data.formats.tensorproto_files import ProtoReader
+from onward.trainer.data.schema.columns import Column, ColumnType
+from onward.trainer.data.schema.described_columns import extremes
+from onward.trainer.data.storage import sharding, split_writer
+from onward.trainer.data.storage.sharding import (
+    COUNTED_OTHERWISE,
+    HARMLESS,
+    IN_EVERY_KEY,
+    counted_settings,
+)
 from onward.trainer.data.storage.shards import ShardManifest, Shards, damaged_files, open_shards
-from onward.trainer.data.storage.tensorproto_files import ProtoReader, ProtoWriter
 from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import sha256
+from tests.support.shards import make_shards
 
 GOLDEN = bytes.fromhex("1e000000 0b000000 080210073a0201024201 78 0b000000 1001 2204 0000003f 4201 79")
 """int64 x = [1, 2] and scalar float y = 0.5, as ONNX Runtime's trainer reads them."""
@@ -47,12 +56,9 @@ def both(directory: Path) -> tuple[Shards, Shards]:
     return open_shards(directory, "train"), open_shards(directory, "evaluation")
 
 
-@pytest.mark.parametrize("form", ["arrow", "pb"])
 @pytest.mark.parametrize("rows_per_shard", [1, 7, 1000])
-def test_every_row_is_in_exactly_one_split_with_its_values(
-    tmp_path: Path, npz: Path, form: Any, rows_per_shard: int
-) -> None:
-    data = DataConfig(source=str(npz), shard_format=form, rows_per_shard=rows_per_shard)
+def test_every_row_is_in_exactly_one_split_with_its_values(tmp_path: Path, npz: Path, rows_per_shard: int) -> None:
+    data = DataConfig(source=str(npz), rows_per_shard=rows_per_shard)
     directory, manifest, _ = make_shards(data, None, tmp_path / "cache")
     train, evaluation = both(directory)
     assert (train.num_rows, evaluation.num_rows) == (90, 10) == (manifest.rows("train"), manifest.rows("evaluation"))
@@ -68,11 +74,10 @@ def test_every_row_is_in_exactly_one_split_with_its_values(
     assert damaged_files(directory, manifest) == []
 
 
-@pytest.mark.parametrize("form", ["arrow", "pb"])
-def test_rows_of_varying_length_come_back_in_any_order(tmp_path: Path, form: Any) -> None:
+def test_rows_of_varying_length_come_back_in_any_order(tmp_path: Path) -> None:
     rows = [list(range(n % 5 + 1)) for n in range(50)]
     (tmp_path / "t.jsonl").write_text("\n".join(f'{{"v": {row}}}' for row in rows))
-    data = DataConfig(source=str(tmp_path / "t.jsonl"), shard_format=form, rows_per_shard=8, evaluation_fraction=0.02)
+    data = DataConfig(source=str(tmp_path / "t.jsonl"), rows_per_shard=8, evaluation_fraction=0.02)
     directory, _, _ = make_shards(data, {"v": ColumnType("int64", (None,))}, tmp_path / "cache")
     train = open_shards(directory, "train")
     read = train.read(np.arange(train.num_rows)[::-1])["v"]
@@ -158,11 +163,10 @@ def test_arrow_shards_are_mapped_not_loaded(tmp_path: Path, npz: Path) -> None:
 # -- the format of ONNX Runtime's trainer
 
 
-def test_the_golden_sample_is_written_byte_for_byte(tmp_path: Path) -> None:
-    writer = ProtoWriter(tmp_path / "t.pb", GOLDEN_COLUMNS)
-    writer.write({"x": np.array([[1, 2]]), "y": np.array([0.5], np.float32)})
-    writer.close()
-    assert (tmp_path / "t.pb").read_bytes() == GOLDEN
+def sample(tensors: dict[str, np.ndarray[Any, Any]]) -> bytes:
+    features = [onnx.numpy_helper.from_array(each, name).SerializeToString() for name, each in tensors.items()]
+    packed = b"".join(struct.pack("<I", len(feature)) + feature for feature in features)
+    return struct.pack("<I", len(packed)) + packed
 
 
 def test_the_golden_sample_is_read(tmp_path: Path) -> None:
@@ -175,12 +179,8 @@ def test_the_golden_sample_is_read(tmp_path: Path) -> None:
 
 
 def test_raw_data_in_any_order_is_read_too(tmp_path: Path) -> None:
-    features = [
-        onnx.numpy_helper.from_array(np.array(value, kind), name).SerializeToString()
-        for name, value, kind in (("y", 0.5, np.float32), ("other", 1, np.int32), ("x", [1, 2], np.int64))
-    ]
-    packed = b"".join(struct.pack("<I", len(f)) + f for f in features)
-    (tmp_path / "t.pb").write_bytes(struct.pack("<I", len(packed)) + packed)
+    tensors = {"y": np.array(0.5, np.float32), "other": np.array(1, np.int32), "x": np.array([1, 2])}
+    (tmp_path / "t.pb").write_bytes(sample(tensors))
     rows = ProtoReader(tmp_path / "t.pb", GOLDEN_COLUMNS).read(np.array([0]))
     assert (rows["x"][0].tolist(), float(rows["y"][0])) == ([1, 2], 0.5)
 
@@ -196,9 +196,7 @@ def test_a_tensor_that_is_missing_is_named_with_its_byte(tmp_path: Path) -> None
 
 
 def proto_source(path: Path, shapes: list[int]) -> DataConfig:
-    writer = ProtoWriter(path, [Column(name="x", dtype="float32", shape=(2,), variable=True)])
-    writer.write({"x": [np.ones(n, np.float32) for n in shapes]})
-    writer.close()
+    path.write_bytes(b"".join(sample({"x": np.ones(n, np.float32)}) for n in shapes))
     return DataConfig(source=str(path.parent / "*.pb"))
 
 
@@ -254,12 +252,29 @@ def test_unchanged_input_is_not_sharded_twice(tmp_path: Path, npz: Path) -> None
     assert (first / "manifest.json").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize(
-    "settings", [{"evaluation_fraction": 0.2}, {"rows_per_shard": 9}, {"shard_format": "pb"}, {"bad_rows": "skip"}]
-)
+@pytest.mark.parametrize("settings", [{"evaluation_fraction": 0.2}, {"rows_per_shard": 9}, {"bad_rows": "skip"}])
 def test_settings_that_matter_make_other_shards(tmp_path: Path, npz: Path, settings: dict[str, Any]) -> None:
     first = make(DataConfig(source=str(npz)), tmp_path / "cache")[0]
     assert make(DataConfig(source=str(npz), **settings), tmp_path / "cache")[0] != first
+
+
+def test_every_setting_of_the_data_is_in_the_key_or_listed_as_one_that_need_not_be() -> None:
+    listed = IN_EVERY_KEY | COUNTED_OTHERWISE | HARMLESS
+    of_formats = frozenset[str]().union(*(each.settings for each in FORMATS.values()))
+    assert DataConfig.model_fields.keys() == listed | of_formats
+    assert TableConfig.model_fields.keys() >= OF_COLUMNS
+    reading = {"separator", "decimal", "thousands", "quote", "encoding", "header", "window"}
+    assert TableConfig.model_fields.keys() - OF_COLUMNS == reading
+
+
+def test_a_setting_that_is_not_listed_counts_once_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "HARMLESS", HARMLESS - {"balance"})
+    data = DataConfig(source="digits", image_size=8)
+    settings = {"evaluation_fraction": 0.1, "bad_rows": "fail", "rows_per_shard": 65536, "shard_format": "arrow"}
+    settings |= {"image_size": 8, "image_channels": 3}
+    assert counted_settings(data, {"digits"}) == settings
+    balanced = data.model_copy(update={"balance": "length"})
+    assert counted_settings(balanced, {"digits"}) == settings | {"balance": "length"}
 
 
 def test_changed_content_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:
@@ -319,13 +334,13 @@ def test_of_two_processes_the_second_uses_the_shards_of_the_first(
     tmp_path: Path, npz: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meeting = threading.Barrier(2)
-    write = sharding._write
+    write = sharding.write_shards
 
     def write_together(*arguments: Any) -> ShardManifest:
         meeting.wait(10)
         return write(*arguments)
 
-    monkeypatch.setattr(sharding, "_write", write_together)
+    monkeypatch.setattr(sharding, "write_shards", write_together)
     results: list[Any] = []
     builders = [
         threading.Thread(

@@ -12,10 +12,10 @@ import pytest
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.data.columns import Column, ColumnType, Schema
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.input_columns import columns_to_read
-from onward.trainer.data.signature import read_signature
+from onward.trainer.data.schema.columns import Column, ColumnType, Schema
+from onward.trainer.data.schema.signature import read_signature
 from onward.trainer.errors import UnsupportedModel
 from tests.support import graphs
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx
@@ -16,15 +16,17 @@ import pytest
 
 from onward.trainer.bounds import Limit
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import Column, ColumnType, Values
-from onward.trainer.data.reading import sources, tables
+from onward.trainer.data.formats import arrow_files as arrowfile
+from onward.trainer.data.formats import tables, text_files
+from onward.trainer.data.formats import tensorproto_files as protofile
+from onward.trainer.data.formats.format_table import FORMATS
+from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.held_out_rows import held_out
-from onward.trainer.data.storage import arrow_files as arrowfile
-from onward.trainer.data.storage import tensorproto_files as protofile
-from onward.trainer.data.storage.inferred_schema import infer_schema
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.columns import Column, ColumnType, Values
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.errors import DataError
+from tests.support.shards import make_shards
 
 X = np.arange(200, dtype=np.float32).reshape(100, 2) / 4
 Y = np.arange(100) % 3
@@ -34,7 +36,7 @@ Y = np.arange(100) % 3
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small files take many pieces."""
     monkeypatch.setattr(tables, "BLOCK_BYTES", 300)
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 300)
     monkeypatch.setattr(arrowfile, "BLOCK_BYTES", 300)
     monkeypatch.setattr(protofile, "BLOCK_BYTES", 300)
 
@@ -104,16 +106,19 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, write: Callable[[Path]
     assert [c.dtype for c in manifest.columns] == ["float32"] * len(columns) + ["int64"]
 
 
-@pytest.mark.parametrize("form", ["arrow", "pb"])
-def test_shards_are_a_source_again(tmp_path: Path, form: str) -> None:
+def test_shards_are_a_source_again(tmp_path: Path) -> None:
     write_npz(tmp_path / "t.npz")
     wants = {"x": ColumnType("float32", (2,)), "y": ColumnType("int64", ())}
-    settings = {"shard_format": form, "rows_per_shard": 30}
-    directory, _, _ = make_shards(DataConfig(source=str(tmp_path / "t.npz"), **settings), wants, tmp_path / "first")
-    rows, _ = shard(tmp_path, directory / f"*.{form}", wants, **settings)
+    data = DataConfig(source=str(tmp_path / "t.npz"), rows_per_shard=30)
+    directory, _, _ = make_shards(data, wants, tmp_path / "first")
+    rows, _ = shard(tmp_path, directory / "*.arrow", wants, rows_per_shard=30)
     order = np.argsort(rows["x"][:, 0])
     np.testing.assert_array_equal(rows["x"][order], X)
     np.testing.assert_array_equal(rows["y"][order], Y)
+
+
+def test_every_format_that_can_be_set_has_a_record() -> None:
+    assert set(get_args(DataConfig.model_fields["format"].annotation)) == {"auto", *FORMATS}
 
 
 def test_a_directory_and_a_glob_are_read_file_after_file(tmp_path: Path) -> None:
@@ -334,7 +339,6 @@ def test_small_types_stay_small_for_a_graph_that_takes_floats(tmp_path: Path) ->
     np.savez(tmp_path / "t.npz", x=np.arange(20, dtype=np.uint8))
     wants = {"x": ColumnType("float32", ())}
     assert shard(tmp_path, tmp_path / "t.npz", wants)[1].columns[0].dtype == "uint8"
-    assert shard(tmp_path, tmp_path / "t.npz", wants, shard_format="pb")[1].columns[0].dtype == "float32"
 
 
 def test_digits_are_the_1797_images_standardised(tmp_path: Path) -> None:

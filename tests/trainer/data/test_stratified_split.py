@@ -12,11 +12,11 @@ import pytest
 
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import ColumnType
 from onward.trainer.data.reading import sources
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.schema.columns import ColumnType
 from onward.trainer.errors import ConfigError, DataError
 from tests.support.images import write_classes
+from tests.support.shards import make_shards
 
 COUNTS = {"1": 600, "2": 60, "3": 20}
 """Class -> its rows; the classes are mixed by a generator."""

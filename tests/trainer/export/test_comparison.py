@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import bootstrap
 
-from onward.trainer.data.signature import Signature, TensorInfo
+from onward.trainer.data.schema.signature import Signature, TensorInfo
 from onward.trainer.export.comparison import gain_interval, signature_differences
 
 IMAGE = TensorInfo("image", "float32", (None, 3, 32, 32))

@@ -20,7 +20,7 @@ from torch import Tensor
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
-from onward.trainer.data.signature import model_digest
+from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import CheckpointError, ExportRefused
 from onward.trainer.export import export

@@ -19,7 +19,7 @@ from PIL import Image
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.signature import model_digest, read_training_signature
+from onward.trainer.data.schema.signature import model_digest, read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.preprocessing import write_preprocessing

@@ -14,7 +14,7 @@ from onnx import TensorProto, numpy_helper
 from onward.tasks.export import export_file
 from onward.tasks.rehearsing import plan, quantize, rehearse
 from onward.trainer.config.sections.quantize import QuantizeConfig
-from onward.trainer.data.signature import model_digest
+from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.diagnostics.config_check import check_local_files
 from onward.trainer.errors import ConfigError
 from onward.trainer.export.neighbours import Neighbours

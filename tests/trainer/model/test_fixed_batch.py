@@ -15,8 +15,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import evaluation_batches
 from onward.trainer.data.batches.step_shares import check_last_samples
 from onward.trainer.data.input_columns import columns_to_read
-from onward.trainer.data.signature import read_training_signature
-from onward.trainer.data.storage.sharding import make_shards
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch
@@ -24,6 +23,7 @@ from onward.trainer.model.trainable import open_trainable
 from onward.trainer.parallel.planner import plan
 from tests.support.fixed_batches import FILES, exported, rows
 from tests.support.graphs import tiny_mlp
+from tests.support.shards import make_shards
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.batches.batches import Batch
-from onward.trainer.data.targets import count_targets, label_range
+from onward.trainer.data.schema.target_counts import count_targets, label_range
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses import chunked_loss
 from onward.trainer.model.losses.loss import Loss, Losses

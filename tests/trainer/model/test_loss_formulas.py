@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.batches.batches import Batch
-from onward.trainer.data.targets import label_range
+from onward.trainer.data.schema.target_counts import label_range
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses.loss import Loss
 from onward.trainer.onnx_graph.builder import GraphWriter

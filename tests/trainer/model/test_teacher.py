@@ -15,9 +15,9 @@ from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.columns import Column
-from onward.trainer.data.first_rows import FirstRows
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.columns import Column
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.first_rows import FirstRows
 from onward.trainer.distributed.weights import average_key, averages_in, checkpoint_key, weights_in
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.teacher_loss import TeacherLoss

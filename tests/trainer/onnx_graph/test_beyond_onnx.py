@@ -11,7 +11,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import onward
-from onward.trainer.data.signature import read_signature
+from onward.trainer.data.schema.signature import read_signature
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph import beyond_onnx
 from onward.trainer.onnx_graph.beyond_onnx import departures

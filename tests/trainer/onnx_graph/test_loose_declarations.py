@@ -10,7 +10,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import onward
-from onward.trainer.data.signature import read_signature
+from onward.trainer.data.schema.signature import read_signature
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_import import shape_assumptions
 from onward.trainer.onnx_import.driver import load_model

@@ -11,7 +11,7 @@ import pytest
 from onnx import parser
 
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.index import Index
 from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, find_preprocessing, preprocessing_model

@@ -14,7 +14,7 @@ import torch
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.model.trainable import open_trainable

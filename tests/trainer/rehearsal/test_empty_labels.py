@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from onward.trainer.config.loading import build_config
-from onward.trainer.data.first_rows import read_first_rows
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.rehearsal.empty_labels import check_empty_labels

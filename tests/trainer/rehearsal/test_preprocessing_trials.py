@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import onward
 from onward.flows.cli import app
-from onward.trainer.data.first_rows import read_first_rows
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.errors import ConfigError
 from onward.trainer.rehearsal.data_of_model import settings_for
 from onward.trainer.rehearsal.preprocessing_trials import best_order

@@ -21,6 +21,9 @@ from onward.trainer.config.sections.tables import TableConfig
 from onward.trainer.config.sections.text import TextConfig
 from onward.trainer.config.urls import Location, redacted, url_of
 
+SHARD_FORMATS = ("arrow", "pb")
+"""What the former setting `data.shard_format` could be; all shards are Arrow files now."""
+
 
 class SourceConfig(Section):
     """One of several sources that are mixed."""
@@ -81,8 +84,6 @@ class DataConfig(Section):
     have equal work. Each sample is still taken once per epoch, at a place that depends on the seed alone."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """What happens at a row that cannot be read: `fail` stops with its file and line, `skip` counts it and goes on."""
-    shard_format: Literal["arrow", "pb"] = "arrow"
-    """The format of the shards: Arrow IPC, or length-prefixed TensorProtos as ONNX Runtime's trainer reads them."""
     rows_per_shard: PositiveInt = 65536
     """Rows in one shard file. Sharding needs memory in proportion to it."""
     pad_values: dict[str, float] = {}
@@ -108,6 +109,14 @@ class DataConfig(Section):
         if urls := [redacted(url) for each in directories if (url := url_of(each))]:
             raise ValueError(f"names directories of this machine, not {', '.join(urls)}; name the URL in data.source")
         return directories
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leaves_out_the_former_shard_format(cls, settings: Any) -> Any:
+        """Read run directories of earlier versions; build_config refuses the setting where shards would differ."""
+        if not isinstance(settings, Mapping) or settings.get("shard_format") not in SHARD_FORMATS:
+            return settings
+        return {name: value for name, value in settings.items() if name != "shard_format"}
 
     @model_validator(mode="before")
     @classmethod

@@ -14,6 +14,10 @@ Missing = Literal["fail", "skip", "mean", "median"] | float
 """What becomes of a missing number: a bad row, no row, the mean or median of the training rows, or a constant."""
 
 
+OF_COLUMNS = frozenset({"standardise", "missing", "indicators", "log1p", "categories", "vocabularies"})
+"""Settings of [data.table] that decide what is computed of the columns; a new setting decides what is read."""
+
+
 class WindowConfig(Section):
     """Windows over the rows of time series: a past of `length` rows, and a future of `horizon` rows behind it. Column
     NAME becomes the past, [length], and NAME_ahead the future, [horizon]."""
@@ -73,8 +77,7 @@ class TableConfig(Section):
 
     def reading_settings(self) -> dict[str, Any]:
         """Return the settings that decide what rows are read from a file, as far as they are not the defaults."""
-        names = {"separator", "decimal", "thousands", "quote", "encoding", "header", "window"}
-        return self.model_dump(mode="json", include=names, exclude_defaults=True)
+        return self.model_dump(mode="json", exclude=set(OF_COLUMNS), exclude_defaults=True)
 
     @field_validator("encoding")
     @classmethod

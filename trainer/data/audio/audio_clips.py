@@ -16,8 +16,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.data.audio.decoding import NotAudio, decode_audio, fit_length, refuse_missing_package
 from onward.trainer.data.audio.log_mel import log_mel
-from onward.trainer.data.columns import BYTES, Array, Column, ColumnType, Schema, Values
-from onward.trainer.data.fitted import Fitted, FittedComputer
+from onward.trainer.data.schema.columns import BYTES, Array, Column, ColumnType, Schema, Values
+from onward.trainer.data.schema.fitted import Fitted, FittedComputer
 from onward.trainer.errors import ConfigError, DataError
 
 

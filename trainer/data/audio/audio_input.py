@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.audio import AudioConfig
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 
 
 def with_audio_input(config: RunConfig, local: RunConfig | None = None) -> RunConfig:

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.bounds import AUDIO_RATE, AUDIO_SAMPLES
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import ConfigError
 from onward.trainer.extras import how_to_install
 
-AUDIO_FORMATS = dict.fromkeys((".wav", ".flac", ".ogg", ".oga", ".aiff", ".mp3"), "audio")
-"""Formats that `data.format = "auto"` finds where there is a table [data.audio]."""
+AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".oga", ".aiff", ".mp3")
 
 
 BLOCK_SAMPLES = 1 << 20

@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.columns import Array
 
 
 def log_mel(wave: Array, *, sample_rate: int, window: int, hop: int, mel_bins: int, floor: float) -> Array:

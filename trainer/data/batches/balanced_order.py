@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from onward.trainer.data.permutation import Array, hash_key, keyed_hash
+from onward.trainer.data.schema.permutation import Array, hash_key, keyed_hash
 
 WINDOW_STEPS = 64
 """Steps in one window. More of them would need less padding, and leave less of the shuffle."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches.batch_transforms import BatchTransform
-from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.images.image_batches import ImageBatches
 from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.batch_transforms import BatchTransform
+from onward.trainer.data.schema.fitted import Fitted
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.text.block_masks import open_block_masks
 from onward.trainer.data.text.masking import open_masking
 

@@ -26,19 +26,19 @@ from torch import Tensor
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.balanced_order import BalancedOrder, Stream
 from onward.trainer.data.batches.batch_computations import open_batch_transforms
-from onward.trainer.data.batches.batch_transforms import Samples
 from onward.trainer.data.batches.device_copies import DeviceCopies
 from onward.trainer.data.batches.noise_keys import noise_keys
 from onward.trainer.data.batches.row_lengths import RowLengths
 from onward.trainer.data.batches.row_padding import least_lengths, longest_row, padded_rows
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.batches.step_shares import check_last_samples, divide, end_of_share
-from onward.trainer.data.columns import Array, Schema, Values
-from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.input_columns import Feed, feeds
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.batch_transforms import Samples
+from onward.trainer.data.schema.columns import Array, Schema, Values
+from onward.trainer.data.schema.fitted import Fitted
+from onward.trainer.data.schema.signature import Signature
+from onward.trainer.data.schema.target_counts import NO_LABELS, counted_targets, label_range, labels_of, target_counter
 from onward.trainer.data.storage.shards import Shards
-from onward.trainer.data.targets import NO_LABELS, counted_targets, label_range, labels_of, target_counter
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.stochastic_depth import NOISE
 

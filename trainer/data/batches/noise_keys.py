@@ -12,8 +12,8 @@ import zlib
 
 import numpy as np
 
-from onward.trainer.data.batches.batch_transforms import Samples
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.batch_transforms import Samples
+from onward.trainer.data.schema.columns import Array
 
 
 def noise_keys(samples: Samples, seed: int) -> Array:

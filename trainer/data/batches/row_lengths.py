@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.columns import Array, Schema, Values
 from onward.trainer.data.input_columns import Feed
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.columns import Array, Schema, Values
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.text.text_columns import text_columns
 
 PREDICTS_TOKENS = ("causal", "tokens")

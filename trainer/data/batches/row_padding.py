@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.data.columns import Array, Values
 from onward.trainer.data.input_columns import Feed
+from onward.trainer.data.schema.columns import Array, Values
 
 
 def longest_row(values: Values) -> int:

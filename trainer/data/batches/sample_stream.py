@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.permutation import Array, permutation
+from onward.trainer.data.schema.permutation import Array, permutation
 from onward.trainer.errors import ConfigError
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
-from onward.trainer.data.columns import Array
 from onward.trainer.data.images.geometry import Size
-from onward.trainer.data.permutation import hash_key, keyed_hash
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.data.schema.permutation import hash_key, keyed_hash
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onward.trainer.bounds import IMAGE_BYTES
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.columns import Array
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -17,7 +17,7 @@ import numpy as np
 
 from onward.trainer.bounds import IMAGE_BYTES
 from onward.trainer.config.sections.images import ImageConfig
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.columns import Array
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
-from onward.trainer.data.batches.batch_transforms import Samples
-from onward.trainer.data.columns import Array, Values
 from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
 from onward.trainer.data.images.decoding import decode_image, decode_mask
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
 from onward.trainer.data.images.image_computer import pixels_of
 from onward.trainer.data.images.image_inputs import ImageInput, Mask, MixedLabels
 from onward.trainer.data.images.image_threads import in_threads, room_for
+from onward.trainer.data.schema.batch_transforms import Samples
+from onward.trainer.data.schema.columns import Array, Values
 from onward.trainer.errors import DataError
 
 Sample: TypeAlias = tuple[str, Mapping[str, Any], torch.Generator | None]

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.sections.images import ImageConfig
-from onward.trainer.data.columns import BYTES, Array, Column, Values
 from onward.trainer.data.images.decoding import MASK_TYPE, decode_image, decode_mask
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
 from onward.trainer.data.images.image_inputs import ImageInput, Mask
 from onward.trainer.data.images.image_threads import in_threads, room_for
+from onward.trainer.data.schema.columns import BYTES, Array, Column, Values
 from onward.trainer.errors import DataError
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD, ImageConfig
-from onward.trainer.data.class_axis import find_class_axis
 from onward.trainer.data.images.geometry import Size
-from onward.trainer.data.signature import Dims, Signature, TensorInfo
+from onward.trainer.data.schema.class_axis import find_class_axis
+from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo
 from onward.trainer.errors import ConfigError
 from onward.trainer.quantities import shown_shape
 

@@ -21,18 +21,14 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.bounds import CONTENT_BYTES, TAR_HEADER_BYTES, check_regular
-from onward.trainer.data.columns import PART_ROWS, Array, Block, Cells
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
-from onward.trainer.data.permutation import hash_key
+from onward.trainer.data.schema.columns import PART_ROWS, Array, Block, Cells
+from onward.trainer.data.schema.permutation import hash_key
 from onward.trainer.errors import DataError
 
 Files = Sequence[tuple[str, Path]]
 """(name relative to the source, path), sorted by name."""
 
-COLUMN_OF = {"images": "image", "audio": "audio"}
-"""Format of single files in folders of classes -> the column that holds their paths."""
-IMAGE_FORMATS = {".tar": "webdataset", **dict.fromkeys(IMAGE_SUFFIXES, "images")}
-"""Formats that `data.format = "auto"` finds where there is a table [data.image]."""
 MAX_NAMED = 5
 """Files or classes that a message names."""
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.data.columns import Array, Block
-from onward.trainer.data.permutation import hash_key, keyed_hash
+from onward.trainer.data.schema.columns import Array, Block
+from onward.trainer.data.schema.permutation import hash_key, keyed_hash
 from onward.trainer.errors import DataError
 
 RESOLUTION = 20

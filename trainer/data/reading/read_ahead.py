@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 END: Any = object()
 
 
-def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
+def read_ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
     """Yield the items in their order. While one is used, the thread makes the next one, and no other.
 
     What the iterator raises is raised in the place of the item that it did not make. numpy, pyarrow, pandas and hashlib
@@ -25,6 +25,8 @@ def read_ahead(items: Iterator[Item]) -> Iterator[Item]:
                 # else the caller's last item and the two of this function would be in memory
                 del item
         finally:
-            # of a generator that is left before its end, the files are closed now
+            # of a generator that is left before its end, the files are closed now; not in the thread, which may have
+            # ended where the garbage collector leaves this one
+            wait([coming])
             if (close := getattr(items, "close", None)) is not None:
-                thread.submit(close).result()
+                close()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onward.trainer.bounds import opened
-from onward.trainer.data.audio.decoding import AUDIO_FORMATS
+from onward.trainer.data.audio.decoding import AUDIO_SUFFIXES
 from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".tex")
@@ -40,7 +40,7 @@ class Kind:
 
 KINDS = (
     Kind("images", tuple(IMAGE_SUFFIXES), "a table [data.image] makes Onward decode images"),
-    Kind("audio", tuple(AUDIO_FORMATS), "a table [data.audio] makes Onward decode audio files"),
+    Kind("audio", AUDIO_SUFFIXES, "a table [data.audio] makes Onward decode audio files"),
     Kind(
         "audio that libsndfile does not read",
         (".m4a", ".aac", ".wma", ".opus", ".amr"),

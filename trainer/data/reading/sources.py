@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import islice
@@ -14,48 +14,19 @@ from pathlib import Path
 import numpy as np
 
 from onward.trainer.bounds import SOURCE_FILES, check_regular
-from onward.trainer.bounds import opened as open_file
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.allowed_files import allowed_files, folder_of, refuse_outside
-from onward.trainer.data.audio.decoding import AUDIO_FORMATS
-from onward.trainer.data.columns import BLOCK_BYTES, Array, Block
-from onward.trainer.data.columns import is_unicode as _is_unicode
-from onward.trainer.data.images.image_sources import (
-    COLUMN_OF,
-    IMAGE_FORMATS,
-    check_classes,
-    folder_blocks,
-    held_out_names,
-    refuse_empty_classes,
-    tar_blocks,
-)
-from onward.trainer.data.reading.digits import digits_block
+from onward.trainer.data.formats.format_table import COMPRESSED, FORMATS, DataFormat, Request, suffixes
+from onward.trainer.data.formats.text_files import unit_of
+from onward.trainer.data.images.image_sources import check_classes, held_out_names, refuse_empty_classes
 from onward.trainer.data.reading.held_out_rows import held_out, held_out_files, stratified
-from onward.trainer.data.reading.npz_files import npz_blocks
 from onward.trainer.data.reading.saved_datasets import saved_dataset
+from onward.trainer.data.reading.series_windows import source_columns, windowed
 from onward.trainer.data.reading.source_kinds import kinds_found
-from onward.trainer.data.reading.tables import csv_blocks, json_blocks
-from onward.trainer.data.storage.arrow_files import arrow_blocks, parquet_blocks
-from onward.trainer.data.storage.parquet_footers import check_footers
-from onward.trainer.data.storage.tensorproto_files import proto_blocks
-from onward.trainer.data.tables.series_windows import source_columns, windowed
-from onward.trainer.data.text.documents import text_blocks, unit_of
+from onward.trainer.data.schema.allowed_files import allowed_files, folder_of, refuse_outside
+from onward.trainer.data.schema.columns import Array, Block
+from onward.trainer.data.schema.columns import is_unicode as _is_unicode
 from onward.trainer.errors import DataError
 
-SUFFIXES = {
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".tab": "csv",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".npz": "npz",
-    ".arrow": "arrow",
-    ".pb": "pb",
-}
-RAGGED = ("jsonl", "parquet", "pb")
-"""Formats whose rows are lists, which may differ in length."""
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Directories left out of the `stdlib` text: installed packages, and tests, which are as large as the rest."""
 
@@ -69,6 +40,11 @@ class Source:
     """(name relative to the source, path), sorted by name."""
     name: str = ""
     """As the settings name it; "" for data that every machine has."""
+
+    @property
+    def data_format(self) -> DataFormat:
+        """Return how files of this format are read."""
+        return FORMATS[self.format]
 
 
 # -- finding the files
@@ -135,17 +111,20 @@ def _walk(directory: Path, pattern: str, pruned: set[str]) -> list[str]:
 def _suffix(path: Path) -> str:
     """Return the end of a file's name; of tables that are compressed, what is before .gz."""
     inner = Path(path.stem).suffix.lower()
-    return inner if path.suffix.lower() == ".gz" and SUFFIXES.get(inner) in ("csv", "jsonl") else path.suffix.lower()
+    return inner if path.suffix.lower() == ".gz" and inner in COMPRESSED else path.suffix.lower()
 
 
 def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Source:
     # images beside data of another format are no data, unless there is a table [data.image]
-    by_suffix = SUFFIXES | (IMAGE_FORMATS if data.image or data.format in IMAGE_FORMATS.values() else {})
-    by_suffix |= AUDIO_FORMATS if data.audio or data.format == "audio" else {}
+    tables = {table for table in ("image", "audio") if getattr(data, table)}
+    if data.format != "auto":
+        tables.add(FORMATS[data.format].table)
+    by_suffix = suffixes(tables)
     formats = {name: by_suffix.get(_suffix(path), "text") for name, path in found.items() if path.is_file()}
     if data.format != "auto":
         wanted: str = data.format
-        if len(formats) > 1 or wanted in COLUMN_OF:  # of a directory or a glob, only files of this format are read
+        # of a directory or a glob, only files of this format are read
+        if len(formats) > 1 or FORMATS[wanted].path_column:
             formats = {name: kind for name, kind in formats.items() if kind == wanted or wanted == "text"}
     else:
         known = Counter(kind for kind in formats.values() if kind != "text")
@@ -164,7 +143,7 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
         raise DataError(_nothing_to_read(source, found, wanted, data))
     files = tuple((name, found[name]) for name in names)
     mask_folder = data.image.mask_folder if data.image else ""
-    if wanted in COLUMN_OF and not mask_folder:
+    if FORMATS[wanted].path_column and not mask_folder:
         refuse_empty_classes(Path(source), files)
     return Source(wanted, files, source)
 
@@ -187,87 +166,93 @@ def _nothing_to_read(source: str, found: Mapping[str, Path], wanted: str, data: 
 # -- reading
 
 
-def read(data: DataConfig, names: Sequence[str] | None, text: Collection[str] = ()) -> Iterator[tuple[Block, Array]]:
-    """Yield every row of the data in blocks, each with bool [n]: which of its rows are for evaluation.
+@dataclass(frozen=True)
+class SourceRange:
+    """Rows that are read, packed and counted together: those of one source."""
 
-    Several sources come one after the other. names: the columns to read, None for all. text: those of them that are
-    read as text, also where a cell of a CSV file looks like a number. Raises DataError for what cannot be read at all.
-    """
-    for split, blocks in read_by_source(data, names, text):
-        yield from blocks if split != "test" else ()
+    source: str
+    """As the settings name it."""
+    is_trained: bool
+    """Whether its rows are trained on, but for those that are held out."""
+    held_split: str = "evaluation"
+    """What the rows that are held out are for: `evaluation` or `test`."""
 
 
-def read_by_source(
-    data: DataConfig, names: Sequence[str] | None, text: Collection[str] = ()
-) -> Iterator[tuple[str, Iterator[tuple[Block, Array]]]]:
-    """Yield (what its rows that are held out are for, its blocks as `read` yields them) of each source in turn.
+def source_ranges(data: DataConfig) -> list[SourceRange]:
+    """Return what is read, in order: what is trained on, then `data.evaluation_source`, then `data.test_source`.
 
-    First come the sources that are trained on, then those of `data.evaluation_source`, then those of
-    `data.test_source`, which `read` leaves out.
+    Raises DataError if images to evaluate on have classes that none to train on has.
     """
     if data.audio or (data.image and not data.image.mask_folder):
         _check_image_classes(data)
-    for each in data.mixture:
-        yield "evaluation", _divided(each.source, data, names, text)
+    ranges = [SourceRange(each.source, is_trained=True) for each in data.mixture]
     if data.evaluation_source:
-        yield "evaluation", _whole(data.evaluation_source, data, names, text, held=True)
+        ranges.append(SourceRange(data.evaluation_source, is_trained=False))
     if data.test_source:
-        yield "test", _whole(data.test_source, data, names, text, held=True)
+        ranges.append(SourceRange(data.test_source, is_trained=False, held_split="test"))
+    return ranges
+
+
+def read_range(rows: SourceRange, request: Request) -> Iterator[tuple[Block, Array]]:
+    """Yield the rows of a range in blocks, each with bool [n]: which of its rows are held out.
+
+    Raises DataError for what cannot be read at all.
+    """
+    source = locate(rows.source, request.data)
+    if rows.is_trained and not request.data.evaluation_source:
+        return _divided(source, request)
+    return _whole(source, request, held=not rows.is_trained)
+
+
+def read(data: DataConfig, names: Sequence[str] | None, text: Collection[str] = ()) -> Iterator[tuple[Block, Array]]:
+    """Yield every row to train and to evaluate on, as `read_range`. names, text: as in `Request`."""
+    for rows in source_ranges(data):
+        if rows.held_split != "test":
+            yield from read_range(rows, Request(data, names, text))
 
 
 def _check_image_classes(data: DataConfig) -> None:
     """Raise DataError if images to evaluate on are in folders of classes that no source to train on has."""
     located = [locate(each.source, data) for each in data.mixture]
-    training = [file for source in located if source.format in COLUMN_OF for file in source.files]
+    training = [file for source in located if source.data_format.path_column for file in source.files]
     for key in ("evaluation_source", "test_source"):
-        if training and (name := getattr(data, key)) and (held_out := locate(name, data)).format in COLUMN_OF:
+        name = getattr(data, key)
+        if training and name and (held_out := locate(name, data)).data_format.path_column:
             check_classes(training, held_out.files, f"data.{key}")
 
 
-def _divided(
-    name: str, data: DataConfig, names: Sequence[str] | None, text: Collection[str]
-) -> Iterator[tuple[Block, Array]]:
+def _divided(source: Source, request: Request) -> Iterator[tuple[Block, Array]]:
     """Yield the rows of a source of training data, with those among them that are set aside for evaluation."""
-    if data.evaluation_source:
-        yield from _whole(name, data, names, text, held=False)
-        return
-    source = locate(name, data)
+    data, names, fraction = request.data, request.names, request.data.evaluation_fraction
     if window := data.table.window:
-        blocks = (block for _, block in _blocks(source, data, source_columns(names, window), text))
-        yield from windowed(blocks, window, names, data.evaluation_fraction)
-        return
-    if data.split == "stratified" and isinstance(data.label, str):
+        blocks = _blocks(source, replace(request, names=source_columns(names, window)))
+        yield from windowed((block for _, block in blocks), window, names, fraction)
+    elif data.split == "stratified" and isinstance(data.label, str):
         read = names if names is None or data.label in names else [*names, data.label]
-        yield from stratified(_blocks(source, data, read, text), data.label, data.evaluation_fraction, names)
-        return
-    if source.format == "text" and _text_unit(data) in ("", "file"):
-        chosen = held_out_files([name for name, _ in source.files], data.evaluation_fraction)
-        parts = [
-            (Source("text", tuple(file for file in source.files if (file[0] in chosen) == held)), held)
-            for held in (False, True)
-        ]
+        yield from stratified(_blocks(source, replace(request, names=read)), data.label, fraction, names)
+    elif source.format == "text" and _text_unit(data) in ("", "file"):
+        chosen = held_out_files([name for name, _ in source.files], fraction)
+        for held in (False, True):
+            files = tuple(file for file in source.files if (file[0] in chosen) == held)
+            for _, block in _blocks(Source("text", files), request):
+                yield block, np.full(len(block.index), held)
     else:
-        for name, block in _blocks(source, data, names, text):
-            if source.format in COLUMN_OF:
-                yield block, held_out_names(block, data.evaluation_fraction)
-            else:
-                yield block, held_out(name, block.index, data.evaluation_fraction)
-        return
-    for part, held in parts:
-        for _, block in _blocks(part, data, names, text):
-            yield block, np.full(len(block.index), held)
+        of_folders = bool(source.data_format.path_column)
+        for name, block in _blocks(source, request):
+            yield block, held_out_names(block, fraction) if of_folders else held_out(name, block.index, fraction)
 
 
-def _whole(
-    name: str, data: DataConfig, names: Sequence[str] | None, text: Collection[str], *, held: bool
-) -> Iterator[tuple[Block, Array]]:
-    if window := data.table.window:
-        blocks = (block for _, block in _blocks(locate(name, data), data, source_columns(names, window), text))
-        for block, _ in windowed(blocks, window, names, None):
-            yield block, np.full(len(block.index), held)
-        return
-    for _, block in _blocks(locate(name, data), data, names, text):
+def _whole(source: Source, request: Request, *, held: bool) -> Iterator[tuple[Block, Array]]:
+    for block in _all_blocks(source, request):
         yield block, np.full(len(block.index), held)
+
+
+def _all_blocks(source: Source, request: Request) -> Iterator[Block]:
+    """Yield all rows of a source; with data.table.window, all windows."""
+    window = request.data.table.window
+    wanted = replace(request, names=source_columns(request.names, window)) if window else request
+    blocks = (block for _, block in _blocks(source, wanted))
+    return (block for block, _ in windowed(blocks, window, request.names, None)) if window else blocks
 
 
 def all_sources(data: DataConfig) -> list[Source]:
@@ -277,105 +262,18 @@ def all_sources(data: DataConfig) -> list[Source]:
 
 
 def first_blocks(data: DataConfig, text: Collection[str] = (), number: int = 0) -> Iterator[Block]:
-    """Return an iterator over the rows of one of the sources, from its beginning; `text` as in `read`."""
-    source = locate(data.mixture[number].source, data)
-    blocks = (block for _, block in _blocks(source, data, None, text))
-    window = data.table.window
-    return (block for block, _ in windowed(blocks, window, None, None)) if window else blocks
+    """Return an iterator over the rows of one of the sources, from its beginning; `text` as in `Request`."""
+    return _all_blocks(locate(data.mixture[number].source, data), Request(data, None, text))
 
 
-def _blocks(
-    source: Source, data: DataConfig, names: Sequence[str] | None, text: Collection[str]
-) -> Iterator[tuple[str, Block]]:
+def _blocks(source: Source, request: Request) -> Iterator[tuple[str, Block]]:
     """Yield (name of the file in the source, some of its rows), file by file, with the files that cells may name."""
-    allowed = allowed_files(source.name, data) if source.name else None
-    for name, block in _read_blocks(source, data, names, text):
+    allowed = allowed_files(source.name, request.data) if source.name else None
+    unit = _text_unit(request.data) if source.format == "text" else ""
+    for name, block in source.data_format.read(source.files, replace(request, unit=unit)):
         yield name, replace(block, allowed=allowed)
-
-
-def _read_blocks(
-    source: Source, data: DataConfig, names: Sequence[str] | None, text: Collection[str]
-) -> Iterator[tuple[str, Block]]:
-    if source.format == "digits":
-        yield "digits", digits_block(data)
-    elif source.format == "text" and data.text is None:
-        for block in _windows(source, data.sequence_length):
-            yield "text", block
-    elif source.format == "text" and data.text is not None:
-        column, unit = data.text.columns, _text_unit(data)
-        for name, path in source.files:
-            for block in text_blocks(path, unit, column if isinstance(column, str) else column[0]):
-                yield name, block
-    elif source.format in COLUMN_OF:
-        mask_folder = data.image.mask_folder if data.image else ""
-        for block in folder_blocks(
-            source.files, names, COLUMN_OF[source.format], mask_folder, skips_rows=data.bad_rows == "skip"
-        ):
-            yield source.format, block
-    else:
-        if source.format == "parquet":
-            check_footers([path for _, path in source.files])
-        for name, path in source.files:
-            # only in CSV the type of a cell is not written down
-            csv = source.format == "csv"
-            blocks = csv_blocks(path, names, text, data.table) if csv else TYPED_READERS[source.format](path, names)
-            for block in blocks:
-                yield name, block
 
 
 def _text_unit(data: DataConfig) -> str:
     """Return what one text of a source of text files is; empty without [data.text], where it is bytes in windows."""
     return unit_of(data.text.documents, len(locate(data.mixture[0].source, data).files)) if data.text else ""
-
-
-TYPED_READERS: dict[str, Callable[[Path, Sequence[str] | None], Iterator[Block]]] = {
-    "jsonl": json_blocks,
-    "parquet": parquet_blocks,
-    "arrow": arrow_blocks,
-    "pb": proto_blocks,
-    "npz": npz_blocks,
-    "webdataset": tar_blocks,
-}
-
-
-# -- text: bytes in windows
-
-
-def _windows(source: Source, length: int) -> Iterator[Block]:
-    """Yield windows [n, length] over the bytes of all files, with a 0 byte after each file.
-
-    `label` is `input_ids` shifted by one byte. Windows do not overlap; the last bytes, at most `length`, are unused:
-
-        bytes       a b c d e f g h i      length 4
-        input_ids   a b c d|e f g h
-        label       b c d e|f g h i
-    """
-    rest, index = np.empty(0, np.uint8), 0
-    step = max(1, BLOCK_BYTES // length)
-    for piece in _joined(source):
-        data = np.concatenate([rest, piece])
-        count = (len(data) - 1) // length
-        inputs = data[: count * length].reshape(count, length)
-        labels = data[1 : count * length + 1].reshape(count, length)
-        for first in range(0, count, step):
-            rows = slice(first, first + step)
-            cells = {"input_ids": inputs[rows], "label": labels[rows]}
-            yield Block("text", np.arange(index + first, index + min(first + step, count)), cells, unit="window")
-        index += count
-        # carried into the next piece, so that windows do not depend on how the files are read
-        rest = data[count * length :]
-
-
-def _joined(source: Source) -> Iterator[Array]:
-    """Yield the bytes of all files, some megabytes at a time."""
-    pieces, size = [], 0
-    for _, path in source.files:
-        with open_file(path) as file:
-            while data := file.read(BLOCK_BYTES):
-                pieces.append(data)
-                size += len(data)
-                if size >= BLOCK_BYTES:
-                    yield np.frombuffer(b"".join(pieces), np.uint8)
-                    pieces, size = [], 0
-        pieces.append(b"\0")
-    yield np.frombuffer(b"".join(pieces), np.uint8)

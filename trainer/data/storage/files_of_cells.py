@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from onward.trainer.bounds import CONTENT_BYTES
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.allowed_files import named_path
-from onward.trainer.data.columns import BYTES, Column
-from onward.trainer.data.images.image_sources import COLUMN_OF
+from onward.trainer.data.formats.format_table import Request
 from onward.trainer.data.reading import sources
+from onward.trainer.data.schema.allowed_files import named_path
+from onward.trainer.data.schema.columns import BYTES, MAX_NAMED_ROWS, Column
 from onward.trainer.run.durable_files import sha256
-
-MAX_NAMED_ROWS = 20
-"""Rows that a message names; the others are counted."""
 
 
 def naming_columns(data: DataConfig, columns: Sequence[Column]) -> list[str]:
     """Return the columns whose cells may name files; [] for tar files, which are read as a stream."""
-    formats = {source.format for source in sources.all_sources(data)}
+    formats = [source.data_format for source in sources.all_sources(data)]
+    if any(each.holds_content and not each.path_column for each in formats):
+        return []
     # files in folders are those of the source; masks in folders of their own are not
-    own = {COLUMN_OF[each] for each in formats & COLUMN_OF.keys()}
-    names = [column.name for column in columns if column.dtype == BYTES and column.name not in own]
-    return [] if "webdataset" in formats else names
+    of_source = {each.path_column for each in formats}
+    return [column.name for column in columns if column.dtype == BYTES and column.name not in of_source]
 
 
 def outside_files(data: DataConfig, columns: Sequence[Column]) -> list[str]:
@@ -47,7 +45,8 @@ def digests_of_named_files(data: DataConfig, names: Sequence[str]) -> list[str]:
 
 def _named(data: DataConfig, names: Sequence[str]) -> Iterator[tuple[str, str, Path, str]]:
     """Yield (row, column, file, why it must not be read) of each cell that names a file."""
-    for block in (block for _, each in sources.read_by_source(data, names) for block, _ in each):
+    ranges = [sources.read_range(rows, Request(data, names)) for rows in sources.source_ranges(data)]
+    for block, _ in chain.from_iterable(ranges):
         folder, allowed = Path(block.file).parent, block.allowed_files
         for name in names:
             for at, cell in enumerate(block.cells.get(name, ())):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.fitted import Fitted
 from onward.trainer.data.label_units import standardised_columns, units_of_column
 from onward.trainer.data.losses_from_data import count_classes, counted_columns
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.fitted import Fitted
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.shards import ShardManifest, Shards
 from onward.trainer.run.records import write_record
 

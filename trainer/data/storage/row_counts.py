@@ -10,11 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.computations import read_and_computed
-from onward.trainer.data.first_rows import read_first_rows, source_bytes
-from onward.trainer.data.signature import read_training_signature
-from onward.trainer.data.storage.inferred_schema import infer_schema
-from onward.trainer.data.storage.sharding import cache_key, stored_columns
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows, source_bytes
+from onward.trainer.data.storage.recipe import recipe_of
+from onward.trainer.data.storage.sharding import cache_key
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.records import Record, read_record
@@ -63,8 +62,7 @@ def cached_shards(config: RunConfig, cache: Path) -> ShardManifest | None:
     """Return the manifest of the shards that the run would use, if they exist and the source is not very large."""
     if not cache.is_dir() or source_bytes(config.data) > DIGESTED_BYTES:
         return None
-    columns, computers = read_and_computed(config, read_training_signature(config.model), infer_schema(config.data))
-    key = cache_key(config.data, stored_columns(config.data, columns), computers)
+    key = cache_key(recipe_of(config, read_training_signature(config.model)))
     try:
         return read_record(cache / key / "manifest.json", ShardManifest)
     except (OnwardError, OSError):

@@ -12,13 +12,10 @@ from collections.abc import Collection
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.column_computers import packer_of
-from onward.trainer.data.columns import TEXT, WORDS, fit_block
-from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.reading import sources
-from onward.trainer.data.signature import Signature
-from onward.trainer.data.storage.inferred_schema import infer_schema
-from onward.trainer.data.storage.sharding import stored_columns
+from onward.trainer.data.schema.columns import fit_block
+from onward.trainer.data.schema.signature import Signature
+from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.shards import Shards, Split
 
 
@@ -30,20 +27,18 @@ def row_origins(
     Without those that are not found within `limit_s`; {} where the rows of the shards are not those of the source, as
     windows of packed texts are not. Raises DataError for a source that has changed since.
     """
-    read, computers = read_and_computed(config, signature, infer_schema(config.data))
+    recipe = recipe_of(config, signature)
     drops_rows = bool(rows.manifest.skipped or rows.manifest.left_out)
-    if packer_of(computers) or (drops_rows and computers):
+    if recipe.packer or (drops_rows and recipe.computers):
         return {}
-    columns = stored_columns(config.data, read)
-    texts = [column.name for column in columns if column.dtype in (TEXT, WORDS)]
     deadline = time.monotonic() + limit_s
     of_split = dict(zip(rows.numbers(np.array(sorted(wanted))).tolist(), sorted(wanted), strict=True))
     found: dict[int, str] = {}
     counts = Counter[str]()
-    for held_split, blocks in sources.read_by_source(config.data, [column.name for column in columns], texts):
-        for block, held_out in blocks:
-            good = fit_block(block, columns)[1] if drops_rows else np.ones(len(block.index), bool)
-            for part, chosen in (("train", good & ~held_out), (held_split, good & held_out)):
+    for source in sources.source_ranges(config.data):
+        for block, held_out in sources.read_range(source, recipe.request):
+            good = fit_block(block, recipe.columns)[1] if drops_rows else np.ones(len(block.index), bool)
+            for part, chosen in (("train", good & ~held_out), (source.held_split, good & held_out)):
                 index = block.index[chosen]
                 if part == split:
                     for number in of_split.keys() & set(range(counts[part], counts[part] + len(index))):

@@ -12,35 +12,24 @@ from __future__ import annotations
 
 import logging
 import shutil
-import zipfile
-from collections.abc import Collection, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.column_computers import ColumnComputer
-from onward.trainer.data.columns import BYTES, Column
 from onward.trainer.data.reading import sources
+from onward.trainer.data.schema.columns import BYTES
+from onward.trainer.data.storage.recipe import Recipe
 from onward.trainer.errors import StorageUnavailable
 from onward.trainer.quantities import mb
 
 log = logging.getLogger(__name__)
 
-SAMPLE_BYTES = 1 << 16
-"""The lines whose mean length is taken."""
 
-
-def check_space(
-    directory: Path, data: DataConfig, columns: Sequence[Column], computers: Sequence[ColumnComputer]
-) -> None:
+def check_space(directory: Path, recipe: Recipe) -> None:
     """Raise StorageUnavailable if the shards will surely not fit into `directory`."""
-    consumed = frozenset[str]().union(*(each.consumed for each in computers))
-    estimate, free = shard_bytes(data, columns, consumed), shutil.disk_usage(directory).free
+    estimate, free = shard_bytes(recipe), shutil.disk_usage(directory).free
     if free >= estimate:
         return
     what = (
-        f"the shards of {data.source} take about {mb(estimate)}, but {mb(free)} of disk are free "
+        f"the shards of {recipe.data.source} take about {mb(estimate)}, but {mb(free)} of disk are free "
         f"in {directory}; make room, or set ONWARD_HOME to a directory on a larger disk"
     )
     if free < estimate / 2:
@@ -48,41 +37,16 @@ def check_space(
     log.warning("%s", what)
 
 
-def shard_bytes(data: DataConfig, columns: Sequence[Column], consumed: Collection[str] = ()) -> int:
+def shard_bytes(recipe: Recipe) -> int:
     """Return about the least size of the shards."""
-    kept = [column for column in columns if column.name not in consumed]
-    row_bytes = sum(
-        int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize
-        for column in kept
-        if column.holds_numbers and not column.variable
-    )
+    kept = recipe.source_columns
+    row_bytes = sum(column.row_bytes for column in kept if not column.variable)
     holds_content = any(column.dtype == BYTES for column in kept)
     total = 0
-    for source in sources.all_sources(data):
+    for source in sources.all_sources(recipe.data):
         for _, path in source.files:
-            if source.format in ("images", "webdataset", "audio"):
+            if source.data_format.holds_content:
                 total += path.stat().st_size * holds_content
             else:
-                total += row_bytes * source_rows(path, source.format)
+                total += row_bytes * source.data_format.count_rows(path)
     return total
-
-
-def source_rows(path: Path, kind: str) -> int:
-    """Return about the number of rows of a file; 0 where only reading all of it would tell."""
-    if kind == "parquet":
-        import pyarrow.parquet as pq  # imported here: ranks never need it
-
-        return int(pq.read_metadata(path).num_rows)
-    if kind == "npz":
-        with zipfile.ZipFile(path) as archive:
-            name = archive.namelist()[0]
-            with archive.open(name) as file:
-                version = np.lib.format.read_magic(file)
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, _, _ = read(file)
-                return int(shape[0]) if shape else 0
-    if kind in ("csv", "jsonl") and path.suffix.lower() != ".gz":
-        with path.open("rb") as lines:
-            sample = lines.read(SAMPLE_BYTES)
-        return path.stat().st_size * sample.count(b"\n") // max(1, len(sample))
-    return 0

@@ -19,142 +19,113 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
 from itertools import islice
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.column_computers import ColumnComputer, computed_chunks, describe_all, packer_of, stored_of
-from onward.trainer.data.columns import (
-    BYTES,
-    NOT_UTF8,
-    TEXT,
-    WORDS,
-    Column,
-    ColumnType,
-    LeftOut,
-    Schema,
-    fit_block,
-    in_parts,
-    select,
-)
 from onward.trainer.data.computations import read_and_computed
-from onward.trainer.data.fitted import Fitted, all_fitted, columns_to_fit, fit_computers
-from onward.trainer.data.misfits import remedy_of_missing
+from onward.trainer.data.formats.format_table import FORMATS
 from onward.trainer.data.reading import sources
-from onward.trainer.data.reading.read_ahead import read_ahead
-from onward.trainer.data.signature import Signature, read_training_signature
-from onward.trainer.data.storage.described_columns import merge, stored_column
+from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.column_computers import describe_all, stored_of
+from onward.trainer.data.schema.columns import MAX_NAMED_ROWS, Schema, fit_block, in_parts, select
+from onward.trainer.data.schema.fitted import Fitted, all_fitted
+from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.files_of_cells import digests_of_named_files, naming_columns, outside_files
-from onward.trainer.data.storage.inferred_schema import infer_schema
 from onward.trainer.data.storage.label_statistics import with_label_statistics
+from onward.trainer.data.storage.recipe import Recipe, recipe_of, stored_columns
 from onward.trainer.data.storage.shard_space import check_space
-from onward.trainer.data.storage.sharding_progress import Sharded, ShardingProgress
+from onward.trainer.data.storage.sharding_progress import Report
 from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, damaged_files
-from onward.trainer.data.storage.split_writer import SplitWriter
+from onward.trainer.data.storage.written_ranges import write_shards
 from onward.trainer.errors import DataError, OnwardError
 from onward.trainer.run.durable_files import fsync, sha256
 from onward.trainer.run.records import read_record, write_record
 
 log = logging.getLogger(__name__)
 
-MAX_NAMED_ROWS = 20
-"""Bad rows that a message names; the others are counted."""
-MISSING_CELL = " is missing"
-"""The end of the reason of a bad row, behind the name of its column."""
 STALE_S = 86400.0
 """A partial directory that is older than this was left by a process that died."""
 
-
-Report = Callable[[Sharded], None]
-"""Is called while shards are written, every second at most."""
+IN_EVERY_KEY = frozenset({"evaluation_fraction", "bad_rows", "rows_per_shard"})
+"""Settings of [data] that are in the key of the cache, also where they have their defaults."""
+COUNTED_OTHERWISE = frozenset(
+    {"source", "format", "sources", "evaluation_source", "test_source", "text_files"}  # by the files
+    | {"inputs", "label", "classes", "split"}  # by the columns, and by what is computed of them
+    | {"image", "audio", "text", "table", "files_from"}  # by the digests of computers and of the files that cells name
+)
+"""Settings of [data] that decide the shards by way of something else that is in the key."""
+HARMLESS = frozenset({"evaluation_rows", "balance", "pad_values"})
+"""Settings of [data] that do not change the shards. A new setting counts until it is listed here."""
 
 
 def make_training_shards(
     config: RunConfig, cache: Path, *, report: Report | None = None
 ) -> tuple[Path, ShardManifest, bool]:
-    """Shard the data that a configuration trains on, with the columns that are computed; else as `make_shards`.
+    """Shard the data that a configuration trains on, with the columns that are computed; else as `shard`.
 
-    Raises the errors of `make_shards`, `read_training_signature` and `open_computers`.
+    Raises the errors of `shard`, `read_training_signature` and `open_computers`.
     """
     signature = read_training_signature(config.model)
-    columns, computers = read_and_computed(config, signature, infer_schema(config.data))
     labels = {name for loss in config.losses for name in loss.columns}
-    directory, manifest, cached = make_shards(
-        config.data, columns, cache, computers=computers, labels=labels, report=report
-    )
+    directory, manifest, cached = shard(recipe_of(config, signature), cache, labels, report)
     return directory, with_label_statistics(directory, manifest, config, signature), cached
 
 
-def infer_training_schema(config: RunConfig, signature: Signature) -> Schema:
-    """Infer the columns from the first rows of the source, with those that are computed.
+def try_first_rows(
+    config: RunConfig, signature: Signature, schema: Schema | None = None
+) -> tuple[Schema, Mapping[str, Fitted]]:
+    """Return the columns of the source with those that are computed, and what is fitted, both of the first rows.
 
-    Raises DataError, also for results that cannot be stored, and the errors of `open_computers`.
+    schema: the columns of the source, if they are known. Raises DataError, also for results that cannot be stored, and
+    the errors of `open_computers`.
     """
-    return try_first_rows(config, signature)[0]
-
-
-def try_first_rows(config: RunConfig, signature: Signature) -> tuple[Schema, Mapping[str, Fitted]]:
-    """Return the columns as `infer_training_schema`, and what is fitted on the first rows. Raises the same errors."""
-    schema = infer_schema(config.data)
+    schema = schema or infer_schema(config.data)
     read, computers = read_and_computed(config, signature, schema)
     if not computers:
         return schema, {}
-    columns = stored_columns(config.data, read)
-    fit_to_source(computers, config.data, columns, most_blocks=1)
-    texts = [column.name for column in columns if column.dtype in (TEXT, WORDS)]
-    for whole in sources.first_blocks(config.data, texts):
-        for block, _ in in_parts(whole, whole.index, columns):
-            values, good, _ = fit_block(block, columns)
-            if good.any():
-                describe_all(computers, select(values, good))
-                computed = {column.name: column for column in stored_of(computers)}
-                return {**schema, **computed}, all_fitted(computers)
+    recipe = Recipe(config.data, stored_columns(config.data, read, schema), computers)
+    recipe.fit(most_blocks=1)
+    blocks = ((block, block.index) for block in sources.first_blocks(config.data, recipe.request.text))
+    for block, _ in in_parts(blocks, recipe.columns):
+        values, good, _ = fit_block(block, recipe.columns)
+        if good.any():
+            describe_all(computers, select(values, good))
+            computed = {column.name: column for column in stored_of(computers)}
+            return {**schema, **computed}, all_fitted(computers)
     return schema, {}
 
 
 def check_named_files(config: RunConfig, signature: Signature, schema: Schema) -> None:
     """Raise DataError with the cells of all rows that name files which must not be read."""
-    stored = stored_columns(config.data, read_and_computed(config, signature, schema)[0], schema)
-    if problems := outside_files(config.data, stored):
+    if problems := outside_files(config.data, recipe_of(config, signature, schema).columns):
         raise DataError(problems)
 
 
 def check_held_out(config: RunConfig, signature: Signature, schema: Schema) -> None:
     """Read the first rows of the evaluation and test data. Raises DataError where none can be read as the others."""
-    stored = stored_columns(config.data, read_and_computed(config, signature, schema)[0], schema)
-    texts = [column.name for column in stored if column.dtype in (TEXT, WORDS)]
-    names = [column.name for column in stored]
-    for _, blocks in islice(sources.read_by_source(config.data, names, texts), len(config.data.mixture), None):
-        for block, _ in islice(blocks, 1):
-            _, good, bad = fit_block(block, stored)
+    recipe = recipe_of(config, signature, schema)
+    held_out = [rows for rows in sources.source_ranges(config.data) if not rows.is_trained]
+    for rows in held_out:
+        for block, _ in islice(sources.read_range(rows, recipe.request), 1):
+            _, good, bad = fit_block(block, recipe.columns)
             if len(good) and not good.any() and config.data.bad_rows == "fail":
                 raise DataError(f"{block.where(row)}: {bad[row]}" for row in sorted(bad)[:MAX_NAMED_ROWS])
 
 
-def make_shards(
-    data: DataConfig,
-    columns: Mapping[str, ColumnType] | None,
-    cache: Path,
-    *,
-    computers: Sequence[ColumnComputer] = (),
-    labels: Collection[str] = (),
-    report: Report | None = None,
+def shard(
+    recipe: Recipe, cache: Path, labels: Collection[str] = (), report: Report | None = None
 ) -> tuple[Path, ShardManifest, bool]:
     """Shard the data into `cache`, unless the same content is there; return (directory, manifest, was it there).
 
-    columns: the columns to read and the types they are read as; None keeps all of numbers. computers: add others.
-    labels: those that losses read, which messages name apart.
+    labels: the columns that losses read, which messages name apart.
     Raises DataError: bad rows (policy `fail`) with file and line, no rows for a split, unreadable files; and as
     `check_space`.
     """
-    stored = stored_columns(data, columns)
-    key = cache_key(data, stored, computers)
+    key = cache_key(recipe)
     final = cache / key
     if manifest := _intact_manifest(final, explain=True):
         return final, manifest, True
@@ -162,83 +133,46 @@ def make_shards(
     for stale in cache.glob(".*.partial"):
         if time.time() - stale.stat().st_mtime > STALE_S:  # a younger one may be of a process that still writes
             shutil.rmtree(stale, ignore_errors=True)
-    check_space(cache, data, stored, computers)
+    check_space(cache, recipe)
     # beside the final directory, because a rename is atomic only inside one file system
     partial = cache / f".{key}.{uuid.uuid4().hex}.partial"
     partial.mkdir()
     try:
-        fit_to_source(computers, data, stored)
-        manifest = _write(data, stored, key, partial, computers, labels, report).with_digest()
+        recipe.fit()
+        manifest = write_shards(recipe, key, partial, labels, report).with_digest()
         write_record(partial / "manifest.json", manifest)
         return final, _publish(partial, final) or manifest, False
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def fit_to_source(
-    computers: Sequence[ColumnComputer],
-    data: DataConfig,
-    stored: Sequence[Column],
-    *,
-    most_blocks: int | None = None,
-) -> None:
-    """Fit the computers that are to be fitted to the rows of the source, or to its first blocks. Raises DataError."""
-    if not (columns := columns_to_fit(computers, stored, skips_rows=data.bad_rows == "skip")):
-        return
-    texts = [column.name for column in columns if column.dtype in (TEXT, WORDS)]
-    blocks = sources.read(data, [column.name for column in columns], texts)
-    # a few blocks are read without reading ahead
-    fit_computers(computers, read_ahead(blocks) if most_blocks is None else islice(blocks, most_blocks), columns)
-
-
-def stored_columns(
-    data: DataConfig, columns: Mapping[str, ColumnType] | None, schema: Schema | None = None
-) -> list[Column]:
-    """Return the columns as they are stored. Raises DataError for those that are missing or hold no numbers.
-
-    schema: the columns of the source, if they are known.
-    """
-    schema = schema or infer_schema(data)
-    types: Mapping[str, ColumnType | None]
-    types = {c.name: None for c in schema.values() if c.holds_numbers} if columns is None else columns
-    problems = [f"there is no column {name!r}, only {', '.join(schema)}" for name in types if name not in schema]
-    problems += [
-        f"column {name!r} holds {schema[name].kind}, not numbers"
-        for name, kind in types.items()
-        if name in schema
-        and not schema[name].holds_numbers
-        and (kind is None or kind.dtype not in (TEXT, WORDS, BYTES))
-    ]
-    if problems or not types:
-        raise DataError(f"{data.source}: {problem}" for problem in problems or ["there is no column of numbers"])
-    ragged = any(sources.locate(each.source, data).format in sources.RAGGED for each in data.mixture)
-    # ONNX Runtime's trainer reads these files too, and does not convert types
-    exact = data.shard_format == "pb"
-    return [stored_column(schema[name], kind, exact=exact, ragged=ragged) for name, kind in types.items()]
-
-
-def cache_key(data: DataConfig, columns: Sequence[Column], computers: Sequence[ColumnComputer]) -> str:
+def cache_key(recipe: Recipe) -> str:
     """Digest all that decides the content of the shards: file names and contents, settings, columns, computed ones."""
-    located = sources.all_sources(data)
-    formats = {source.format for source in located}
-    settings = data.model_dump(
-        include={"evaluation_fraction", "bad_rows", "shard_format", "rows_per_shard"}
-        | ({"image_size", "image_channels"} if "digits" in formats else set())
-        | ({"sequence_length"} if "text" in formats else set())
-    )
+    data, located = recipe.data, sources.all_sources(recipe.data)
     # contents and not modification times: a copied or touched file gives the same shards
     files = [[source.format, *((name, sha256(path)) for name, path in source.files)] for source in located]
-    content = [SHARD_VERSION, settings, files, [column.model_dump() for column in columns]]
-    content += [each.digest for each in computers]
+    settings = counted_settings(data, {source.format for source in located})
+    content = [SHARD_VERSION, settings, files, [column.model_dump() for column in recipe.columns]]
+    content += [computer.digest for computer in recipe.computers]
     if reading := data.table.reading_settings():
         content.append(reading)
     if data.split != "random" and not data.evaluation_source:
         content.append([data.split, data.label])
     if data.sources or data.test_source:
         content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])
-    if named := naming_columns(data, columns):
+    if named := naming_columns(data, recipe.columns):
         content.append(digests_of_named_files(data, named))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def counted_settings(data: DataConfig, formats: Collection[str]) -> dict[str, Any]:
+    """Return the settings of [data] that are in the key as they are, for sources of these formats."""
+    always = set(IN_EVERY_KEY).union(*(FORMATS[name].settings for name in formats))
+    of_other_formats = set[str]().union(*(each.settings for each in FORMATS.values())) - always
+    # a new setting counts once it is set, so that the shards that exist are used until then
+    settings = data.model_dump(exclude={*COUNTED_OTHERWISE, *HARMLESS, *of_other_formats}, exclude_defaults=True)
+    # earlier versions had a choice of formats
+    return {**settings, **{name: getattr(data, name) for name in always}, "shard_format": "arrow"}
 
 
 def _intact_manifest(directory: Path, *, explain: bool = False) -> ShardManifest | None:
@@ -272,116 +206,3 @@ def _publish(partial: Path, final: Path) -> ShardManifest | None:
         raise
     fsync(final.parent)
     return None
-
-
-def _write(
-    data: DataConfig,
-    columns: Sequence[Column],
-    key: str,
-    directory: Path,
-    computers: Sequence[ColumnComputer],
-    labels: Collection[str],
-    report: Report | None = None,
-) -> ShardManifest:
-    """Write all splits in one pass over each source, a block at a time."""
-    names = ("train", "evaluation", "test") if data.test_source else ("train", "evaluation")
-    packer = packer_of(computers)
-    texts = [column.name for column in columns if column.dtype in (TEXT, WORDS)]
-    consumed = frozenset[str]().union(*(each.consumed for each in computers))
-    file_only = frozenset[str]().union(*(each.file_only for each in computers)) - consumed
-    own = [column for column in columns if column.name not in consumed]
-    kept = [column for column in own if column.name not in file_only]
-    skipped, left_out, skipped_rows, missing = 0, 0, list[str](), set[str]()
-    ends, progress = [], ShardingProgress(data, report)
-    with ExitStack() as opened:
-        disk = opened.enter_context(ThreadPoolExecutor(1, "disk"))
-        splits = {
-            split: opened.enter_context(SplitWriter(directory, split, data=data, packer=packer, disk=disk))
-            for split in names
-        }
-        for held_split, blocks in sources.read_by_source(data, [column.name for column in columns], texts):
-            for block, held_out in (
-                part for whole, held in read_ahead(blocks) for part in in_parts(whole, held, columns)
-            ):
-                values, good, bad = fit_block(block, columns)
-                for rows, held in computed_chunks(computers, block, values, good, held_out, bad):
-                    if data.bad_rows == "fail" and (
-                        skipped or not all(isinstance(why, LeftOut) for why in bad.values())
-                    ):
-                        continue  # no file will be kept, so the rest is only counted
-                    computed = stored_of(computers)
-                    splits["train"].add(select(rows, ~held), (*kept, *computed))
-                    splits[held_split].add(select(rows, held), (*own, *computed))
-                left_out += sum(isinstance(why, LeftOut) for why in bad.values())
-                bad = {row: why for row, why in bad.items() if not isinstance(why, LeftOut)}
-                remaining = MAX_NAMED_ROWS - len(skipped_rows)
-                skipped_rows += [f"{block.where(row)}: {bad[row]}" for row in islice(sorted(bad), remaining)]
-                skipped += len(bad)
-                missing |= {why.removesuffix(MISSING_CELL) for why in bad.values() if why.endswith(MISSING_CELL)}
-                progress.add(len(block.index) + len(block.bad))
-            for writer in splits.values():
-                writer.end_source()
-            ends.append(splits["train"].num_rows)
-        files = {split: tuple(writer.close()) for split, writer in splits.items()}
-    if skipped and data.bad_rows == "fail":
-        more = [f"... and {skipped - MAX_NAMED_ROWS:,} more"] if skipped > MAX_NAMED_ROWS else []
-        total = (
-            f"{skipped:,} bad row{'s' * (skipped != 1)}: correct {'them' if skipped > 1 else 'it'}, or set "
-            "data.bad_rows = 'skip' to leave such rows out"
-        )
-        if any(why.endswith(NOT_UTF8) for why in skipped_rows):
-            total += "; data.table.encoding = 'latin-1' (or 'cp1252', ...) reads a table in another encoding"
-        can_be_filled = {column.name for column in columns if column.holds_numbers or data.table.categories}
-        raise DataError([*skipped_rows, *more, total + remedy_of_missing(missing & can_be_filled - {*labels})])
-    of_tokens = f", each a window of {packer.packed_columns[0].shape[0]} tokens" if packer else ""
-    if left_out:
-        of_tokens += f", and {left_out} without a value (data.table.missing = 'skip')"
-    _refuse_empty_split(data, {split: writer.num_rows for split, writer in splits.items()}, skipped, of_tokens)
-    sizes = np.diff(ends[: len(data.mixture)], prepend=0).tolist()
-    if 0 in sizes:
-        raise DataError(f"{data.mixture[sizes.index(0)].source} holds no row to train on")
-
-    def observed(wanted: Sequence[Column]) -> tuple[Column, ...]:
-        found = [writer.observed for writer in splits.values()]
-        return tuple(_with_observed(column, [each.get(column.name) for each in found]) for column in wanted)
-
-    return ShardManifest(
-        key=key,
-        format=data.shard_format,
-        columns=observed((*(() if packer else kept), *stored_of(computers))),
-        train=files["train"],
-        evaluation=files["evaluation"],
-        test=files.get("test", ()),
-        sizes=tuple(sizes) if data.sources else (),
-        skipped=skipped,
-        skipped_rows=tuple(skipped_rows),
-        left_out=left_out,
-        preprocessing="; ".join(
-            [each.summary for each in computers]
-            + [f"{left_out:,} rows without a value left out (data.table.missing = 'skip')"] * bool(left_out)
-        ),
-        file_columns=observed([column for column in own if column.name in file_only]),
-        pad_values={name: value for each in computers for name, value in each.pad_values.items()},
-        fitted=all_fitted(computers),
-    )
-
-
-def _with_observed(column: Column, observed: Sequence[Column | None]) -> Column:
-    """Return the column with the extremes and the longest row of all splits."""
-    one, *others = [each for each in observed if each is not None]
-    for other in others:
-        one = merge(one, other)
-    return column.model_copy(update={"extremes": one.extremes, "shape": one.shape})
-
-
-def _refuse_empty_split(data: DataConfig, rows: Mapping[str, int], skipped: int, of_what: str = "") -> None:
-    if all(rows.values()):
-        return
-    if rows["train"] and rows["evaluation"]:
-        raise DataError(f"data.test_source: {data.test_source} holds no row (bad rows left out: {skipped})")
-    source = data.evaluation_source or f"data.evaluation_fraction {data.evaluation_fraction:g}"
-    raise DataError(
-        f"{data.source}: {rows['train']} rows to train on and {rows['evaluation']} to evaluate on "
-        f"(by {source}; bad rows left out: {skipped}{of_what}); both need at least one: give more rows, another "
-        "data.evaluation_fraction, or an evaluation_source"
-    )

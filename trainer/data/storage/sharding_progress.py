@@ -1,7 +1,7 @@
 """Say how far the sharding of a source is, while it goes on: 1.2 of 4.0 GB, 31 %, 152 MB/s, 0:18 left.
 
 The bytes are those of the source's files. How many of them are read is computed from the rows: Parquet and npz state
-their number, for CSV and JSON Lines it is estimated from the first lines (shard_space.py). Of other formats only the
+their number, for CSV and JSON Lines it is estimated from the first lines. Of other formats only the
 rows are counted.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.reading import sources
-from onward.trainer.data.storage.shard_space import source_rows
 
 PERIOD_S = 1.0
 """Between two reports."""
@@ -55,17 +54,21 @@ class Sharded:
         )
 
 
+Report = Callable[[Sharded], None]
+"""Is called while shards are written, every second at most."""
+
+
 class ShardingProgress:
     """Counts rows, and passes at most every PERIOD_S to `report` how far the sharding is."""
 
-    def __init__(self, data: DataConfig, report: Callable[[Sharded], None] | None) -> None:
+    def __init__(self, data: DataConfig, report: Report | None) -> None:
         self._report = report
         self._began_at = self._reported_at = time.monotonic()
         self._rows = self._total_bytes = self._total_rows = 0
         if report:
-            files = [(source.format, path) for source in sources.all_sources(data) for _, path in source.files]
+            files = [(source.data_format, path) for source in sources.all_sources(data) for _, path in source.files]
             self._total_bytes = sum(path.stat().st_size for _, path in files)
-            rows = [source_rows(path, kind) for kind, path in files]
+            rows = [data_format.count_rows(path) for data_format, path in files]
             self._total_rows = sum(rows) if all(rows) else 0
 
     def add(self, rows: int) -> None:

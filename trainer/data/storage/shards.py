@@ -2,7 +2,7 @@
 
     CACHE/<key>/manifest.json             ShardManifest: columns, files, SHA-256 digests
     CACHE/<key>/train-00000.arrow         rows 0 .. rows_per_shard - 1 of the training split
-    CACHE/<key>/train-00001.arrow         the next rows; files end in .pb in ONNX Runtime's TensorProto format
+    CACHE/<key>/train-00001.arrow         the next rows; earlier versions could write .pb, too
     CACHE/<key>/evaluation-00000.arrow    the rows that are held out
 
 `sharding.py` writes them.
@@ -20,12 +20,12 @@ from typing import Literal, Protocol, Self
 
 import numpy as np
 
-from onward.trainer.data.columns import Array, Column, Schema, Values
-from onward.trainer.data.fitted import Fitted
-from onward.trainer.data.permutation import hash_key, keyed_hash
-from onward.trainer.data.storage.arrow_files import ArrowReader
+from onward.trainer.data.formats.arrow_files import ArrowReader
+from onward.trainer.data.formats.tensorproto_files import ProtoReader
+from onward.trainer.data.schema.columns import Array, Column, Schema, Values
+from onward.trainer.data.schema.fitted import Fitted
+from onward.trainer.data.schema.permutation import hash_key, keyed_hash
 from onward.trainer.data.storage.soft_labels import SoftLabelFiles
-from onward.trainer.data.storage.tensorproto_files import ProtoReader
 from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.records import Record, read_record

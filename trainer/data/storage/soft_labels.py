@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.trainer.data.columns import Array, Values
+from onward.trainer.data.schema.columns import Array, Values
 from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import durable_file, sha256
 from onward.trainer.run.records import Record, read_record, write_record

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.column_computers import RowPacker
-from onward.trainer.data.columns import Column, Values
-from onward.trainer.data.storage.arrow_files import ArrowWriter
-from onward.trainer.data.storage.described_columns import extremes, outermost
+from onward.trainer.data.formats.arrow_files import ArrowWriter
+from onward.trainer.data.schema.column_computers import RowPacker
+from onward.trainer.data.schema.columns import Column, Values
+from onward.trainer.data.schema.described_columns import extremes, outermost
 from onward.trainer.data.storage.shards import ShardFile
-from onward.trainer.data.storage.tensorproto_files import ProtoWriter
 from onward.trainer.run.durable_files import fsync
-
-
-class _Writer(Protocol):
-    def write(self, values: Mapping[str, Values]) -> None: ...
-    def close(self) -> str: ...
-    def abandon(self) -> None: ...
-
-
-WRITERS: dict[str, Callable[[Path, Sequence[Column]], _Writer]] = {"arrow": ArrowWriter, "pb": ProtoWriter}
 
 
 class SplitWriter:
@@ -36,7 +26,7 @@ class SplitWriter:
         self._directory = directory
         self._split = split
         self._data = data
-        self._file: _Writer | None = None
+        self._file: ArrowWriter | None = None
         self._rows = 0
         self._done: list[ShardFile] = []
         self._disk = disk
@@ -75,7 +65,7 @@ class SplitWriter:
         self.num_rows += count
         while at < count:
             if self._file is None:
-                self._file = WRITERS[self._data.shard_format](self._path, columns)
+                self._file = ArrowWriter(self._path, columns)
             rows = min(count - at, self._data.rows_per_shard - self._rows)
             self._file.write({name: cells[at : at + rows] for name, cells in values.items()})
             self._rows += rows
@@ -102,7 +92,7 @@ class SplitWriter:
 
     @property
     def _path(self) -> Path:
-        return self._directory / f"{self._split}-{len(self._done):05d}.{self._data.shard_format}"
+        return self._directory / f"{self._split}-{len(self._done):05d}.arrow"
 
     def _end_file(self) -> None:
         if self._file is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.storage.inferred_schema import infer_schema
+from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.tables.column_patterns import as_tuple, expanded, is_pattern, matching
 from onward.trainer.data.tables.table_columns import INDICATOR
 

@@ -16,16 +16,14 @@ import numpy as np
 
 from onward.trainer.config.losses import key_of
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.columns import BYTES, TEXT, Array, Column, ColumnType, Schema, Values
-from onward.trainer.data.fitted import Fitted, FittedComputer
 from onward.trainer.data.reading import sources
+from onward.trainer.data.schema.columns import BYTES, TEXT, Array, Column, ColumnType, Schema, Values
+from onward.trainer.data.schema.fitted import MAX_NAMED, Fitted, FittedComputer, describe_classes
 from onward.trainer.data.text.text_columns import MAKES_LABELS
 from onward.trainer.errors import ConfigError, DataError
 
 MAX_CLASSES = 100_000
 """More different names than this are no class names."""
-MAX_NAMED = 10
-"""Classes that a message names; the others are counted."""
 BOOLEANS = ("false", "true")
 """The names of booleans, as JSON and TOML write them."""
 
@@ -43,8 +41,8 @@ def open_class_names(config: RunConfig, schema: Schema) -> list[ClassNames]:
         if column.dtype != TEXT and (given == "auto" or np.dtype(column.dtype).kind not in "biu"):
             continue
         # only in CSV the type of a cell is not written down: 007 may be a name
-        is_csv = sources.locate(config.data.source, config.data).format == "csv"
-        as_text = column.dtype == TEXT or (is_csv and not isinstance(given, str))
+        is_untyped = not sources.locate(config.data.source, config.data).data_format.has_types
+        as_text = column.dtype == TEXT or (is_untyped and not isinstance(given, str))
         found.append(ClassNames(column, None if isinstance(given, str) else given, as_text=as_text, ignored=ignored))
     return found
 
@@ -174,14 +172,6 @@ class ClassNames(FittedComputer):
         classes = self.fitted[self._name].classes
         shown = BOOLEANS[int(str(name))] if self._is_boolean else name
         return f"{self._name} is {str(shown)[:40]!r}, which is none of the {len(classes)} classes {_listed(classes)}"
-
-
-def describe_classes(name: str, found: Fitted) -> str:
-    """Return the classes of a column in words, and whether they are sorted."""
-    numbered = [f"{number} = {each}" for number, each in enumerate(found.classes[:MAX_NAMED])]
-    more = [f"... {len(found.classes) - MAX_NAMED:,} more"] if len(found.classes) > MAX_NAMED else []
-    order = ", in the order of their names (data.classes sets another order)" if found.sorted_by_name else ""
-    return f"classes of {name}: {', '.join([*numbered, *more])}{order}"
 
 
 def class_problems(name: str, found: Fitted, num_classes: int | None, output: str) -> list[str]:

@@ -19,7 +19,7 @@ from typing import IO
 
 import numpy as np
 
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.columns import Array
 
 
 @dataclass

@@ -17,10 +17,10 @@ import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.tables import Missing, Scaling
-from onward.trainer.data.columns import TEXT, Array, Column, ColumnType, LeftOut, Schema, Values
-from onward.trainer.data.fitted import Fitted, FittedComputer
 from onward.trainer.data.input_columns import file_feeds
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.columns import TEXT, Array, Column, ColumnType, LeftOut, Schema, Values
+from onward.trainer.data.schema.fitted import Fitted, FittedComputer
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.tables.column_patterns import matching, unmatched
 from onward.trainer.data.tables.column_statistics import ColumnStatistics
 from onward.trainer.errors import ConfigError, DataError

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.columns import Array
-from onward.trainer.data.fitted import LabelledRows
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.data.schema.fitted import LabelledRows
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
 

@@ -8,9 +8,9 @@ import onnx
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import metrics_of
-from onward.trainer.data.columns import Schema
 from onward.trainer.data.reading.sources import all_sources
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.columns import Schema
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.text.byte_counts import counts_bytes
 from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
 from onward.trainer.data.text.packing import PackedTexts
@@ -33,7 +33,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
     if columns is None:
         return []
     # cells of CSV files have no types: a number may be a text there
-    has_types = not any(source.format == "csv" for source in all_sources(config.data))
+    has_types = all(source.data_format.has_types for source in all_sources(config.data))
     problems = [*input_problems(columns, config, signature), *_column_problems(columns, schema, has_types=has_types)]
     problems += _byte_problems(columns, config)
     graph = read_model(config.model.path).graph
@@ -68,7 +68,7 @@ def _open(
     columns: TextColumns, tokenizer: OpenTokenizer, limit: int, config: RunConfig, graph: onnx.GraphProto
 ) -> TokenizedRows:
     left, why_right = pads_left(columns, tokenizer, graph)
-    storage = Storage(config.data.shard_format == "pb", counts_bytes(config), left, why_right)
+    storage = Storage(counts_bytes(config), left, why_right)
     if columns.config.task == "tokens":
         return WordLabels(columns, tokenizer, limit, storage, classes=config.data.classes)
     kinds = {"none": TokenizedRows, "joined": PackedTexts, "separate": SeparateTexts}

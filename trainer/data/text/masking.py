@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches.batch_transforms import Samples
-from onward.trainer.data.columns import Array, Values
-from onward.trainer.data.fitted import Fitted, Vocabulary
-from onward.trainer.data.permutation import hash_key, keyed_hash
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.batch_transforms import Samples
+from onward.trainer.data.schema.columns import Array, Values
+from onward.trainer.data.schema.fitted import Fitted, Vocabulary
+from onward.trainer.data.schema.permutation import hash_key, keyed_hash
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
 

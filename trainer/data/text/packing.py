@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from onward.trainer.data.column_computers import RowPacker
-from onward.trainer.data.columns import Array, Column, Values
+from onward.trainer.data.schema.column_computers import RowPacker
+from onward.trainer.data.schema.columns import Array, Column, Values
 from onward.trainer.data.text.byte_counts import TEXT_BYTES
 from onward.trainer.data.text.masking import WORDS
 from onward.trainer.data.text.text_columns import TextColumns

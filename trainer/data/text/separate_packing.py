@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from onward.trainer.data.columns import Array, Values
+from onward.trainer.data.schema.columns import Array, Values
 from onward.trainer.data.text.packing import PackedTexts
 from onward.trainer.data.text.text_columns import TextColumns
 from onward.trainer.data.text.tokenized_rows import Storage

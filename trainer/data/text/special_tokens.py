@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onward.trainer.data.fitted import Vocabulary
+from onward.trainer.data.schema.fitted import Vocabulary
 from onward.trainer.data.text.text_columns import TextColumns
 from onward.trainer.data.text.tokenizer import OpenTokenizer
 from onward.trainer.errors import ConfigError

@@ -16,8 +16,8 @@ from typing import get_args
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.text import TextConfig, TextRole
-from onward.trainer.data.columns import TEXT, WORDS, ColumnType
-from onward.trainer.data.signature import Signature, TensorInfo
+from onward.trainer.data.schema.columns import TEXT, WORDS, ColumnType
+from onward.trainer.data.schema.signature import Signature, TensorInfo
 
 ROLES: tuple[TextRole, ...] = get_args(TextRole)
 MAKES_LABELS = ("tokens", "causal", "masked")
@@ -114,11 +114,6 @@ def _labelled_loss(config: RunConfig) -> LossConfig | None:
 def input_problems(columns: TextColumns, config: RunConfig, signature: Signature) -> Iterator[str]:
     """Yield what is wrong with the inputs that the tokenizer is to feed."""
     known = [info.name for info in signature.fed]
-    if config.data.shard_format == "pb" and (columns.config.task == "masked" or columns.packing == "separate"):
-        yield (
-            "data.shard_format 'pb' is read as it is by ONNX Runtime's trainer, but masks are made with each batch; "
-            "use 'arrow'"
-        )
     for role, name in columns.config.inputs.items():
         if name not in known:
             yield (

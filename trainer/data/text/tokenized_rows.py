@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.sections.text import TextRole
-from onward.trainer.data.column_computers import RowDivider
-from onward.trainer.data.columns import Array, Column, Values
-from onward.trainer.data.fitted import Fitted, FittedComputer
+from onward.trainer.data.schema.column_computers import RowDivider
+from onward.trainer.data.schema.columns import Array, Column, Values
+from onward.trainer.data.schema.fitted import Fitted, FittedComputer
 from onward.trainer.data.text.byte_counts import TEXT_BYTES, bytes_of_tokens
 from onward.trainer.data.text.masking import WORDS
 from onward.trainer.data.text.special_tokens import find_special_tokens
@@ -48,8 +48,6 @@ WINDOWS = "/window"
 class Storage:
     """How the columns of tokens are stored."""
 
-    exact: bool = False
-    """In the types of the graph's inputs (data.shard_format = "pb")."""
     counts_bytes: bool = False
     """Whether the bytes of text that the targets of a row stand for are a column, too."""
     pads_left: bool = False
@@ -67,7 +65,7 @@ class TokenizedRows(FittedComputer, RowDivider):
         self._of, self._sources, self._config, self._storage = columns, columns.sources, columns.config, storage
         self._tokenizer, self._max_length, self._ignore_index = tokenizer, max_length, columns.ignore_index
         self._length = 0 if columns.is_packed else columns.fixed_length
-        self.types = {role: info.dtype if storage.exact else STORED_AS[role] for role, info in columns.inputs.items()}
+        self.types = {role: STORED_AS[role] for role in columns.inputs}
         """What is fed -> numpy's name of the type that it is stored in."""
         self._special = find_special_tokens(columns, tokenizer)
         self._pad: dict[TextRole, int] = {"input_ids": self._special.pad, "labels": columns.ignore_index}

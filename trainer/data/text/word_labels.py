@@ -14,9 +14,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from onward.trainer.data.columns import Array, Values
-from onward.trainer.data.fitted import Fitted
-from onward.trainer.data.tables.class_names import describe_classes
+from onward.trainer.data.schema.columns import Array, Values
+from onward.trainer.data.schema.fitted import Fitted, describe_classes
 from onward.trainer.data.text.text_columns import TextColumns
 from onward.trainer.data.text.tokenized_rows import Storage, TokenizedRows
 from onward.trainer.data.text.tokenizer import OpenTokenizer

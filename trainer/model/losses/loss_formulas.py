@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.data.targets import without_lengths
+from onward.trainer.data.schema.target_counts import without_lengths
 from onward.trainer.model.losses.gathered_rows import gathered_rows
 
 

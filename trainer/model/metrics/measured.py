@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.metric_names import Task
-from onward.trainer.data.targets import without_lengths
+from onward.trainer.data.schema.target_counts import without_lengths
 from onward.trainer.errors import DataError
 from onward.trainer.model.losses.loss import Loss
 from onward.trainer.model.losses.loss_formulas import as_rows, quantile_rows

@@ -23,8 +23,8 @@ from torch import Tensor
 from onward.trainer.checkpoint.exchange import gather_bytes
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, Batches
-from onward.trainer.data.columns import Array
-from onward.trainer.data.signature import Signature
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.row_origins import row_origins
 from onward.trainer.data.storage.shards import Shards, Split
 from onward.trainer.distributed.failures import lost_a_peer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onward.trainer.data.columns import Array
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.storage.shards import Shards, Split
 from onward.trainer.parallel.nonfinite.findings import NUM_ROWS, Finding
 

@@ -23,7 +23,7 @@ from onward.trainer.data.audio import audio_clips
 from onward.trainer.data.audio.audio_clips import AudioClips
 from onward.trainer.data.audio.decoding import NotAudio, decode_audio, fit_length
 from onward.trainer.data.audio.log_mel import log_mel
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data

@@ -18,7 +18,7 @@ from onward.trainer.data.batches.batches import Batch, Batches, one_batch
 from onward.trainer.data.images.augmentation import Augmentation, seeds
 from onward.trainer.data.images.decoding import decode_image, decode_mask
 from onward.trainer.data.losses_from_data import with_losses_from_data
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import Split, open_shards
 from onward.trainer.data.text.byte_counts import bytes_of_tokens, with_bytes_of_targets
 from onward.trainer.diagnostics.config_check import check_files_and_data

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.first_rows import read_first_rows
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.data.storage.shards import Split, open_shards
 from onward.trainer.errors import DataError
 from onward.trainer.onnx_graph.builder import GraphWriter
@@ -106,8 +106,8 @@ def test_columns_of_texts_are_packed_too_and_windows_do_not_depend_on_how_the_fi
     config = causal(tmp_path, "data.jsonl")
     assert problems(config) == []
     whole = windows(sharded(config, tmp_path)[0], "train")
-    from onward.trainer.data import column_computers
-    from onward.trainer.data.reading import tables
+    from onward.trainer.data.formats import tables
+    from onward.trainer.data.schema import column_computers
 
     monkeypatch.setattr(tables, "BLOCK_BYTES", 700)
     monkeypatch.setattr(column_computers, "MAX_ROWS", 3)

@@ -13,7 +13,7 @@ from onnx import TensorProto
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.onnx_graph.builder import GraphWriter
 from onward.trainer.parallel.estimator import example_batch
@@ -102,4 +102,3 @@ def test_graphs_that_cannot_keep_texts_apart_are_refused_with_the_reason(tmp_pat
     assert "input attention_mask has 2 dimensions" in " ".join(problems(packed(tmp_path, two)))
     floats = masked_attention(mask_type=TensorProto.FLOAT)
     assert "takes float32, which may be 1 and 0, or 0 and a large" in " ".join(problems(packed(tmp_path, floats)))
-    assert "use 'arrow'" in " ".join(problems(packed(tmp_path, masked_attention(), shard_format="pb")))

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
-from onward.trainer.data.signature import read_training_signature
-from onward.trainer.data.storage.sharding import infer_training_schema, make_training_shards
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.sharding import make_training_shards, try_first_rows
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
@@ -194,7 +194,7 @@ def test_the_planner_reckons_with_the_longest_rows(tmp_path: Path) -> None:
     bert_tokenizer(tmp_path / "tokenizer.json")
     write_csv(tmp_path / "data.csv", ["text", "label"], reviews(20))
     config = configured(tmp_path, wide_bert(), {"text": {"max_length": 48}})
-    schema = infer_training_schema(config, read_training_signature(config.model))
+    schema = try_first_rows(config, read_training_signature(config.model))[0]
     assert schema["input_ids"].shape == (48,)
     assert schema["input_ids"].variable
 

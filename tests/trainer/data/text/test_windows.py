@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.first_rows import read_first_rows
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.data.storage.shards import Shards, Split, open_shards
 from onward.trainer.errors import DataError
 from tests.support.graphs import tiny_token_classifier
@@ -75,8 +75,8 @@ def test_windows_are_those_of_the_library_and_both_splits_have_whole_texts(
 def test_blocks_and_first_rows_give_the_same_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = divided(tmp_path)
     _, whole = everything(sharded(config, tmp_path)[0], "train")
-    from onward.trainer.data import column_computers
-    from onward.trainer.data.reading import tables
+    from onward.trainer.data.formats import tables
+    from onward.trainer.data.schema import column_computers
 
     monkeypatch.setattr(tables, "BLOCK_BYTES", 300)
     monkeypatch.setattr(column_computers, "MAX_ROWS", 3)

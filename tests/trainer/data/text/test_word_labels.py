@@ -13,8 +13,8 @@ import pytest
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.first_rows import read_first_rows
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import DataError
 from tests.support.graphs import tiny_token_classifier

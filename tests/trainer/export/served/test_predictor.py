@@ -17,7 +17,7 @@ import pytest
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.export import served
 from onward.trainer.export.predictions import recipe_of

@@ -14,12 +14,12 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from onward.trainer.bounds import ROW_BYTES, TENSOR_DIMS, opened
-from onward.trainer.data.columns import BLOCK_BYTES, Array, Block
+from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block
 from onward.trainer.errors import DataError
 
 NO_HEADER = (RuntimeError, NotImplementedError, SyntaxError, TypeError, KeyError, RecursionError, tokenize.TokenError)
@@ -67,6 +67,20 @@ def npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
+def npz_rows(path: Path) -> int:
+    """Return the number of rows that the first array of an .npz file states."""
+    with zipfile.ZipFile(path) as archive, archive.open(archive.namelist()[0]) as file:
+        shape, _, _ = _header(file)
+        return int(shape[0]) if shape else 0
+
+
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read the header of an array: its shape, whether it is in column order, its type."""
+    version = np.lib.format.read_magic(file)
+    read = {(1, 0): np.lib.format.read_array_header_1_0}.get(version, np.lib.format.read_array_header_2_0)
+    return read(file)
+
+
 def _member_bytes(name: str, member: zipfile.ZipInfo) -> int:
     """Return the size of a member of an archive. Raises DataError for a size that its compressed bytes cannot have."""
     most = member.compress_size * {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: MOST_DEFLATED}.get(
@@ -82,9 +96,7 @@ class _Stream:
 
     def __init__(self, name: str, file: IO[bytes], size: int) -> None:
         self._file, self._name = file, name
-        version = np.lib.format.read_magic(self._file)
-        header = {(1, 0): np.lib.format.read_array_header_1_0}.get(version, np.lib.format.read_array_header_2_0)
-        shape, column_major, self._dtype = header(self._file)
+        shape, column_major, self._dtype = _header(self._file)
         if self._dtype.hasobject or not shape or (column_major and len(shape) > 1):
             what = "Python objects" if self._dtype.hasobject else "in column order" if shape else "a single number"
             raise DataError(f"{name} is {what}; save it as a plain array with a row for each sample")

@@ -13,15 +13,28 @@ import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.column_computers import ColumnComputer, computed_chunks, divider_of, packer_of, stored_of
-from onward.trainer.data.columns import BYTES, TEXT, WORDS, Array, Block, Column, Schema, Values, fit_block, in_parts
-from onward.trainer.data.computations import read_and_computed
-from onward.trainer.data.fitted import Fitted, all_fitted, complete_rows
-from onward.trainer.data.permutation import permutation
 from onward.trainer.data.reading import sources
-from onward.trainer.data.signature import Signature
-from onward.trainer.data.storage.inferred_schema import infer_schema
-from onward.trainer.data.storage.sharding import fit_to_source, stored_columns
+from onward.trainer.data.schema.column_computers import (
+    ColumnComputer,
+    computed_chunks,
+    divider_of,
+    packer_of,
+    stored_of,
+)
+from onward.trainer.data.schema.columns import (
+    BYTES,
+    Array,
+    Block,
+    Column,
+    Schema,
+    Values,
+    fit_block,
+    in_parts,
+)
+from onward.trainer.data.schema.fitted import Fitted, all_fitted, complete_rows
+from onward.trainer.data.schema.permutation import permutation
+from onward.trainer.data.schema.signature import Signature
+from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.errors import DataError
 
 COUNTED_BYTES = 16 << 20
@@ -69,21 +82,17 @@ def read_first_rows(
     Raises DataError when the source cannot be read or holds no row to train on, and the errors of `open_computers`.
     """
     data = config.data
-    schema = schema or infer_schema(data)
-    columns, computers = read_and_computed(config, signature, schema)
-    stored = stored_columns(data, columns, schema)
-    numbers = [column for column in stored if column.holds_numbers]
-    row_bytes = sum(int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize for column in numbers)
+    recipe = recipe_of(config, signature, schema)
+    stored, computers, packer = recipe.columns, recipe.computers, recipe.packer
+    row_bytes = sum(column.row_bytes for column in stored)
     most = max(1, min(most, KEPT_BYTES // max(row_bytes, 1)))
-    packer = packer_of(computers)
     # a small table may name many large files
-    is_table = not {each.format for each in sources.all_sources(data)} & {"images", "webdataset", "audio"}
+    is_table = not any(source.data_format.holds_content for source in sources.all_sources(data))
     names_files = is_table and any(column.dtype == BYTES for column in stored)
     is_small = not spread and source_bytes(data) <= COUNTED_BYTES
     is_counted = is_small and packer is None and divider_of(computers) is None and not names_files
-    fit_to_source(computers, data, stored, most_blocks=None if is_counted or spread else FITTED_BLOCKS)
-    texts = [column.name for column in stored if column.dtype in (TEXT, WORDS)]
-    blocks = sources.read(data, [column.name for column in stored], texts)
+    recipe.fit(most_blocks=None if is_counted or spread else FITTED_BLOCKS)
+    blocks = sources.read(data, recipe.request.names, recipe.request.text)
     if spread:
         blocks = _spread(blocks, _count_rows(data, stored), most)
     gathered = _gather(blocks, stored, computers, most, to_end=is_counted)
@@ -91,12 +100,10 @@ def read_first_rows(
         few = f", or they are fewer tokens than a window of {packer.packed_columns[0].shape[0]}" if packer else ""
         nothing = f"{data.source} holds no row to train on: all are bad, or held out for evaluation{few}"
         raise DataError([*gathered.reasons, nothing])
-    consumed = frozenset[str]().union(*(each.consumed for each in computers))
-    result = {column.name: column for column in (*(c for c in stored if c.name not in consumed), *stored_of(computers))}
+    result = {column.name: column for column in (*recipe.source_columns, *stored_of(computers))}
     joined = {name: _joined([part[name] for part in gathered.parts]) for name in result}
-    pad_values = {name: value for each in computers for name, value in each.pad_values.items()}
     counts = gathered.counts if is_counted else None
-    return FirstRows(result, pad_values, joined, gathered.num_kept, counts, all_fitted(computers))
+    return FirstRows(result, recipe.pad_values, joined, gathered.num_kept, counts, all_fitted(computers))
 
 
 class _Gathered(NamedTuple):
@@ -122,7 +129,7 @@ def _gather(
     parts: list[dict[str, Values]] = []
     packer = packer_of(computers)
     num_kept, counts, reasons = 0, [0, 0], list[str]()
-    for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, stored)):
+    for block, held_out in in_parts(blocks, stored):
         values, good, bad = fit_block(block, stored)
         good &= complete_rows(computers, values, len(good))
         training = good & ~held_out

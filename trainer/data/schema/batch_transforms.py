@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from onward.trainer.data.columns import Array, Values
+from onward.trainer.data.schema.columns import Array, Values
 
 ReadPositions = Callable[[Array], dict[str, Values]]
 

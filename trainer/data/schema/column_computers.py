@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Column, Values, select
+from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block, Column, Values, select
 
 MAX_ROWS = 4096
 """Rows that are computed in one call, at most."""
@@ -129,8 +129,7 @@ def computed_chunks(
         yield rows, held
         return
     describe_all(computers, rows)
-    columns = [column for each in computers for column in each.columns if column.holds_numbers]
-    row_bytes = sum(int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize for column in columns)
+    row_bytes = sum(column.row_bytes for each in computers for column in each.columns)
     step = max(1, min(MAX_ROWS, BLOCK_BYTES // max(row_bytes, 1)))
     for first in range(0, len(held), step):
         part, places = rows_between(rows, first, first + step), np.arange(first, min(first + step, len(held)))

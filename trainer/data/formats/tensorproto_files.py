@@ -1,4 +1,4 @@
-"""Read and write the shard files of ONNX Runtime's trainer: length-prefixed samples of ONNX TensorProtos.
+"""Read the shard files of ONNX Runtime's trainer: length-prefixed samples of ONNX TensorProtos.
 
     sample  := u32 size of all its features with their prefixes, feature*
     feature := u32 size, serialized onnx.TensorProto (its name is the column; no batch dimension)
@@ -17,63 +17,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from onward.trainer.bounds import opened
-from onward.trainer.data.columns import BLOCK_BYTES, TEXT, Array, Block, Column, Values
+from onward.trainer.data.schema.columns import BLOCK_BYTES, TEXT, Array, Block, Column, Values
 from onward.trainer.errors import DataError
 from onward.trainer.onnx_graph.model_files import TYPES, tensor_problems
-from onward.trainer.run.durable_files import HashedFile
 
 PREFIX = struct.Struct("<I")
-AS_BITS = {"float16": np.uint16, "bool": np.uint8}
-"""Types that are stored as integers with the same bits."""
-
-
-class ProtoWriter:
-    """Writes one shard file, sample by sample, with the same bytes as ORT's trainer."""
-
-    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
-        self._kinds = {
-            column.name: onnx.TensorProto.STRING
-            if column.dtype == TEXT
-            else helper.np_dtype_to_tensor_dtype(np.dtype(column.dtype))
-            for column in columns
-        }
-        self._file = HashedFile(path)
-
-    def write(self, values: Mapping[str, Values]) -> None:
-        """Append rows: column name -> its values."""
-        columns = [self._tensors(name, values[name]) for name in self._kinds]
-        for row in zip(*columns, strict=True):
-            features = b"".join(PREFIX.pack(len(data)) + data for data in row)
-            self._file.write(PREFIX.pack(len(features)) + features)
-
-    def _tensors(self, name: str, values: Values) -> Iterator[bytes]:
-        """Yield each row as a serialized TensorProto, its numbers in the typed field, as ORT's trainer writes them."""
-        kind = self._kinds[name]
-        tensor = onnx.TensorProto(data_type=kind, name=name)
-        numbers = getattr(tensor, helper.tensor_dtype_to_field(kind))
-        for value in values:
-            if kind == onnx.TensorProto.STRING:
-                yield numpy_helper.from_array(np.array(value, object), name).SerializeToString()
-                continue
-            array = np.asarray(value)
-            del tensor.dims[:], numbers[:]
-            tensor.dims.extend(array.shape)
-            bits = AS_BITS.get(array.dtype.name)
-            # fp16 is stored as the bits of integers in `int32_data`, as the ONNX format defines
-            numbers.extend((array.view(bits) if bits else array).ravel().tolist())
-            yield tensor.SerializeToString()
-
-    def close(self) -> str:
-        """Close the file; return the SHA-256 of its content."""
-        self._file.close()
-        return self._file.sha256
-
-    def abandon(self) -> None:
-        """Close the file as it is."""
-        self._file.close()
 
 
 class ProtoReader:

@@ -1,4 +1,4 @@
-"""Read text files as texts: whole files, lines, or paragraphs."""
+"""Read text files as texts (whole files, lines, or paragraphs), or as windows of bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from onward.trainer.bounds import TEXT_BYTES, opened, read_bounded
-from onward.trainer.data.columns import BLOCK_BYTES, Block
+from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block
 from onward.trainer.errors import DataError
 
 
@@ -79,3 +79,46 @@ def _decoded(text: bytes) -> str | bytes:
         return text.decode("utf-8-sig")
     except UnicodeDecodeError:
         return text  # reported as a bad row
+
+
+# -- bytes in windows
+
+
+def window_blocks(paths: Sequence[Path], length: int) -> Iterator[Block]:
+    """Yield windows [n, length] over the bytes of all files, with a 0 byte after each file.
+
+    `label` is `input_ids` shifted by one byte. Windows do not overlap; the last bytes, at most `length`, are unused:
+
+        bytes       a b c d e f g h i      length 4
+        input_ids   a b c d|e f g h
+        label       b c d e|f g h i
+    """
+    rest, index = np.empty(0, np.uint8), 0
+    step = max(1, BLOCK_BYTES // length)
+    for piece in _joined(paths):
+        data = np.concatenate([rest, piece])
+        count = (len(data) - 1) // length
+        inputs = data[: count * length].reshape(count, length)
+        labels = data[1 : count * length + 1].reshape(count, length)
+        for first in range(0, count, step):
+            rows = slice(first, first + step)
+            cells = {"input_ids": inputs[rows], "label": labels[rows]}
+            yield Block("text", np.arange(index + first, index + min(first + step, count)), cells, unit="window")
+        index += count
+        # carried into the next piece, so that windows do not depend on how the files are read
+        rest = data[count * length :]
+
+
+def _joined(paths: Sequence[Path]) -> Iterator[Array]:
+    """Yield the bytes of all files, some megabytes at a time."""
+    pieces, size = [], 0
+    for path in paths:
+        with opened(path) as file:
+            while data := file.read(BLOCK_BYTES):
+                pieces.append(data)
+                size += len(data)
+                if size >= BLOCK_BYTES:
+                    yield np.frombuffer(b"".join(pieces), np.uint8)
+                    pieces, size = [], 0
+        pieces.append(b"\0")
+    yield np.frombuffer(b"".join(pieces), np.uint8)

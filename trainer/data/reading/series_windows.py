@@ -23,8 +23,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from onward.trainer.config.sections.tables import WindowConfig
-from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, numbers
-from onward.trainer.data.permutation import hash_key
+from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block, numbers
+from onward.trainer.data.schema.permutation import hash_key
 from onward.trainer.errors import DataError
 
 AHEAD = "_ahead"

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onward.trainer.bounds import ROW_BYTES, check_regular
-from onward.trainer.data.columns import BLOCK_BYTES, BYTES, TEXT, Array, Block, Cells, Column, Values
-from onward.trainer.data.storage.arrow_sizes import check_sizes, dictionary_bytes
+from onward.trainer.data.formats.arrow_sizes import check_sizes, dictionary_bytes
+from onward.trainer.data.schema.columns import BLOCK_BYTES, BYTES, TEXT, Array, Block, Cells, Column, Values
 from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import HashedFile
 
@@ -204,6 +204,13 @@ def _record_batches(path: Path) -> Iterator[pa.RecordBatch]:
         check_sizes(path, mapped, has_footer=False)
         mapped.seek(0)
         yield from pa.ipc.open_stream(mapped)
+
+
+def parquet_rows(path: Path) -> int:
+    """Return the number of rows that the footer of a Parquet file states."""
+    import pyarrow.parquet as pq  # imported here: ranks never need it
+
+    return int(pq.read_metadata(path).num_rows)
 
 
 def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.columns import Array, Block, Column
+from onward.trainer.data.schema.columns import Array, Block, Column
 
 DIGITS_MEAN, DIGITS_STD = 0.3053, 0.3760
 """Mean and standard deviation of all pixels, scaled to 0..1."""

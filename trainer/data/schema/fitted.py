@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from onward.trainer.config.losses import LabelUnits
-from onward.trainer.data.columns import (
+from onward.trainer.data.schema.columns import (
     BYTES,
     Array,
     Block,
@@ -31,6 +31,9 @@ from onward.trainer.data.columns import (
     select,
 )
 from onward.trainer.run.records import Record
+
+MAX_NAMED = 10
+"""Classes that a message names; the others are counted."""
 
 
 class Vocabulary(Record):
@@ -80,6 +83,14 @@ class Fitted(Record):
     def is_label(self) -> bool:
         """Whether it is known as a label: what feeds an input has none of these."""
         return bool(self.classes or self.class_counts or self.label_units)
+
+
+def describe_classes(name: str, found: Fitted) -> str:
+    """Return the classes of a column in words, and whether they are sorted."""
+    numbered = [f"{number} = {each}" for number, each in enumerate(found.classes[:MAX_NAMED])]
+    more = [f"... {len(found.classes) - MAX_NAMED:,} more"] if len(found.classes) > MAX_NAMED else []
+    order = ", in the order of their names (data.classes sets another order)" if found.sorted_by_name else ""
+    return f"classes of {name}: {', '.join([*numbered, *more])}{order}"
 
 
 class LabelledRows(Protocol):
@@ -151,7 +162,7 @@ def fit_computers(
     # rows that those refuse are not stored, and so must not be fitted to
     ready = [each for each in computers if isinstance(each, FittedComputer) and each not in waiting]
     ready = [each for each in ready if each.reads.keys() <= names]
-    for block, held_out in (part for whole, held in blocks for part in in_parts(whole, held, columns)):
+    for block, held_out in in_parts(blocks, columns):
         values, good, _ = fit_block(block, columns)
         good &= complete_rows(waiting, values, len(good))
         rows, training = select(values, good), ~held_out[good]

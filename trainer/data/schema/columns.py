@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.bounds import CONTENT_BYTES, read_bounded
-from onward.trainer.data.allowed_files import AllowedFiles, named_path
+from onward.trainer.data.schema.allowed_files import AllowedFiles, named_path
 from onward.trainer.run.records import Record
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -23,6 +24,8 @@ BLOCK_BYTES = 4 << 20
 """About this much of a source file is in memory at a time."""
 PART_ROWS = 256
 """Rows of which the content is read from files of their own at a time."""
+MAX_NAMED_ROWS = 20
+"""Bad rows that a message names; the others are counted."""
 TEXT = "str"
 """The dtype of a column of text; its values are an array of Python strings."""
 WORDS = "words"
@@ -54,6 +57,11 @@ class Column(Record):
     def holds_numbers(self) -> bool:
         """Whether the cells are numbers, and not text or bytes."""
         return self.dtype not in (TEXT, BYTES, WORDS)
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of a row of numbers, of the longest one if the length varies; 0 for other cells."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize if self.holds_numbers else 0
 
     @property
     def kind(self) -> str:
@@ -322,18 +330,20 @@ def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values
     return values, good, bad
 
 
-def in_parts(block: Block, held_out: Array, columns: Sequence[Column]) -> Iterator[tuple[Block, Array]]:
-    """Yield a block in parts of a few rows if its cells may be paths, whose files are read with the part; else whole.
+def in_parts(blocks: Iterable[tuple[Block, Array]], columns: Sequence[Column]) -> Iterator[tuple[Block, Array]]:
+    """Yield blocks in parts of a few rows if their cells may be paths, whose files are read with the part; else whole.
 
-    held_out: bool [n], of which each part gets its own.
+    blocks: each with bool [n], which of its rows are held out; each part gets its own.
     """
-    rows = PART_ROWS if any(column.dtype == BYTES for column in columns) else max(len(block.index), 1)
-    for first in range(0, max(len(block.index), 1), rows):
-        part = slice(first, first + rows)
-        cells = {name: column[part] for name, column in block.cells.items()}
-        # those that have no cells are reported with the first part
-        bad = {} if first else block.bad
-        yield replace(block, index=block.index[part], cells=cells, bad=bad), held_out[part]
+    may_be_paths = any(column.dtype == BYTES for column in columns)
+    for block, held_out in blocks:
+        rows = PART_ROWS if may_be_paths else max(len(block.index), 1)
+        for first in range(0, max(len(block.index), 1), rows):
+            part = slice(first, first + rows)
+            cells = {name: column[part] for name, column in block.cells.items()}
+            # those that have no cells are reported with the first part
+            bad = {} if first else block.bad
+            yield replace(block, index=block.index[part], cells=cells, bad=bad), held_out[part]
 
 
 def select(values: Mapping[str, Values], chosen: Array) -> dict[str, Values]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.data.columns import BYTES, TEXT, WORDS, Array, Cells, Column, ColumnType, Values, numbers
+from onward.trainer.data.schema.columns import BYTES, TEXT, WORDS, Array, Cells, Column, ColumnType, Values, numbers
 
 PART_VALUES = 1 << 20
 """Values that are looked at together."""
@@ -117,10 +117,10 @@ def outermost(one: tuple[int | float, ...], other: tuple[int | float, ...], dtyp
     return tuple(values if len(values) <= 2 * ends else (*values[:ends], *values[-ends:]))
 
 
-def stored_column(column: Column, kind: ColumnType | None, *, exact: bool, ragged: bool) -> Column:
+def stored_column(column: Column, kind: ColumnType | None, *, ragged: bool) -> Column:
     """Return the column as it is stored: as it will be read, in the smallest type that loses nothing.
 
-    exact: store the type that is read, even if the source's own is smaller. ragged: rows of the source are lists, so
+    ragged: rows of the source are lists, so
     that later rows may be longer than those seen, which is allowed where the reader does not fix the length.
     """
     if kind is None:
@@ -137,5 +137,5 @@ def stored_column(column: Column, kind: ColumnType | None, *, exact: bool, ragge
     source, target = np.dtype(column.dtype), np.dtype(kind.dtype)
     is_smaller = source.itemsize < target.itemsize and np.can_cast(source, target) and source.kind != "b"
     # pixels of uint8, for example, are stored as such, and converted when a batch is made
-    dtype = source if is_smaller and not exact else target
+    dtype = source if is_smaller else target
     return Column(name=column.name, dtype=dtype.name, shape=shape, variable=variable)

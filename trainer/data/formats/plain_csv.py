@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onward.trainer.data.columns import Array, Cells
-from onward.trainer.data.reading.csv_cells import cells_of
-from onward.trainer.data.reading.csv_dialect import Dialect
+from onward.trainer.data.formats.csv_cells import cells_of
+from onward.trainer.data.formats.csv_dialect import Dialect
+from onward.trainer.data.schema.columns import Array, Cells
 
 CHUNK_BYTES = 1 << 16
 """Looked at together."""

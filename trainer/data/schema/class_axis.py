@@ -16,7 +16,7 @@ import math
 import operator
 from collections.abc import Sequence
 
-from onward.trainer.data.label_axes import remedy, rows_problem
+from onward.trainer.data.schema.label_axes import remedy, rows_problem
 from onward.trainer.errors import ConfigError
 from onward.trainer.quantities import shown_shape
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.data.columns import Array, Cells
-from onward.trainer.data.reading.csv_dialect import MISSING, Dialect
+from onward.trainer.data.formats.csv_dialect import MISSING, Dialect
+from onward.trainer.data.schema.columns import Array, Cells
 
 
 def texts_of(series: Any) -> Cells:

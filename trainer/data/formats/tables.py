@@ -18,12 +18,14 @@ import numpy as np
 
 from onward.trainer.bounds import CSV_COLUMNS, CSV_ROW_BYTES, JSON_CELLS, JSON_ROW_BYTES, Limit
 from onward.trainer.config.sections.tables import TableConfig
-from onward.trainer.data.columns import BLOCK_BYTES, Array, Block, Cells
-from onward.trainer.data.reading.csv_cells import cells_of, of_numbers, texts_of
-from onward.trainer.data.reading.csv_dialect import Bytes, Dialect, dialect_of, opened
-from onward.trainer.data.reading.plain_csv import PlainColumns, count_lines
+from onward.trainer.data.formats.csv_cells import cells_of, of_numbers, texts_of
+from onward.trainer.data.formats.csv_dialect import Bytes, Dialect, dialect_of, opened
+from onward.trainer.data.formats.plain_csv import PlainColumns, count_lines
+from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block, Cells
 from onward.trainer.errors import DataError
 
+SAMPLE_BYTES = 1 << 16
+"""The first lines, whose mean length is taken."""
 NEWLINE, RETURN = b"\n\r"
 MAX_NAMED = 20
 """Columns that a message names."""
@@ -61,6 +63,15 @@ def csv_blocks(
             if block is not None:
                 yield block
             del block
+
+
+def estimated_rows(path: Path) -> int:
+    """Return about the number of lines of a file, by the mean length of the first ones; 0 for a compressed file."""
+    if path.suffix.lower() == ".gz":
+        return 0
+    with path.open("rb") as lines:
+        sample = lines.read(SAMPLE_BYTES)
+    return path.stat().st_size * sample.count(b"\n") // max(1, len(sample))
 
 
 def json_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:

@@ -1,0 +1,1 @@
+"""Read files of each format in blocks of rows."""

@@ -1,0 +1,44 @@
+"""Infer the columns of a source from its first rows."""
+
+from __future__ import annotations
+
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.reading import sources
+from onward.trainer.data.schema.columns import MAX_NAMED_ROWS, Column, Schema
+from onward.trainer.data.schema.described_columns import infer, merge
+from onward.trainer.errors import DataError
+
+SAMPLE_BYTES = 8 << 20
+"""`infer_schema` stops after about this many bytes."""
+
+
+def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
+    """Infer the columns from the first rows of the source, or of each of several. Raises DataError."""
+    schemas = [_infer_schema(data, number, max_rows) for number in range(len(data.mixture))]
+    found = schemas[0]
+    for number, other in enumerate(schemas[1:], start=1):
+        if different := sorted(found.keys() ^ other.keys()):
+            names = [data.mixture[0].source, data.mixture[number].source]
+            raise DataError(f"{names[0]} and {names[1]} do not both have column {', '.join(different)}")
+        found = {name: merge(column, other[name]) for name, column in found.items()}
+    return found
+
+
+def _infer_schema(data: DataConfig, number: int, max_rows: int) -> dict[str, Column]:
+    source = data.mixture[number].source
+    if stated := sources.locate(source, data).data_format.columns:
+        return dict(stated(data))
+    found: dict[str, Column] = {}
+    rows, size, bad = 0, 0, list[str]()
+    for block in sources.first_blocks(data, number=number):
+        bad += [f"{block.where(row)}: {why}" for row, why in block.bad.items()]
+        for name, cells in block.cells.items() if len(block.index) else ():
+            column = infer(name, cells[: max_rows - rows])
+            found[name] = merge(found[name], column) if name in found else column
+        rows += len(block.index)
+        size += len(block.index) * sum(column.row_bytes for column in found.values())
+        if rows >= max_rows or size >= SAMPLE_BYTES:
+            break
+    if not rows:
+        raise DataError([f"{source} holds no row that can be read", *bad[:MAX_NAMED_ROWS]])
+    return found

@@ -26,9 +26,7 @@ import uvicorn
 from uvicorn.importer import import_from_string
 
 from onward.infra.login import login
-from onward.infra.mlflow_store import database_of, lock_database, make_if_missing
-from onward.infra.new_databases import make_database
-from onward.infra.prefect_database import path_of
+from onward.infra.mlflow_store import database_of, lock_database
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -105,7 +103,7 @@ def main(name: str, home: Path, port: int) -> None:
         # at once: several sockets can be bound to a port until one of them listens, and all others fail then
         listener.listen(BACKLOG)
         gc.disable()  # what is imported stays: looking through it for garbage takes a tenth of the start
-        application = _prefect(home) if name == "prefect" else _mlflow(home)
+        application = _prefect() if name == "prefect" else _mlflow(home)
         page = PREFECTS_PAGES if name == "prefect" else None
         checked = RequestCheck(application, login=login(home), page=page)
         gc.freeze()
@@ -116,12 +114,8 @@ def main(name: str, home: Path, port: int) -> None:
         sys.exit(3)  # its log has the error
 
 
-def _prefect(home: Path) -> Application:
+def _prefect() -> Application:
     os.environ["PREFECT__SERVER_FINAL"] = "1"  # as `prefect server start` makes it: it takes less memory
-    database = path_of(home)
-    url = import_from_string("prefect.settings:get_current_settings")().server.database.connection_url
-    if url and url.get_secret_value() == f"sqlite+aiosqlite:///{database}":  # and no other one that the user has set
-        make_database(database, "prefect")
     _lock_at_the_beginning()
     application: Application = import_from_string("prefect.server.api.server:create_app")()
     return application
@@ -155,7 +149,6 @@ def _mlflow(home: Path) -> Application:
         "_MLFLOW_SGI_NAME": "uvicorn",
     }
     with lock_database(database_of(store)):  # a run may make it, too
-        make_if_missing(store)
         initialize_backend_stores(store, store, "mlflow-artifacts:/")
     application: Application = import_from_string("mlflow.server.fastapi_app:app")
     return application

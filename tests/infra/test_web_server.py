@@ -53,7 +53,7 @@ def test_no_other_server_takes_the_port_while_the_application_is_made(
     class Made(Exception):
         pass
 
-    def make(home: Path) -> None:
+    def make() -> None:
         with socket.socket() as other:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with pytest.raises(OSError, match="already in use"):

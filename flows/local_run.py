@@ -69,7 +69,6 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
                 if "prefect" not in services.running(home):
                     print("onward: starting a Prefect server on 127.0.0.1", file=sys.stderr)
                 server = services.ensure(home, ["prefect"])["prefect"]
-                stack.enter_context(services.kept_running(home, "prefect", server))
                 environment = service_definitions.environment(home, prefect_url=server)
         except services.ServiceError as error:
             raise RuntimeUnavailable(str(error)) from None

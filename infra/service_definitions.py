@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,26 +18,27 @@ POOL = "onward"
 class Service:
     """One kind of server."""
 
-    command: Callable[[Path, int], list[str]]
-    """(home, port) -> the command line."""
+    command: Callable[[Path, Sequence[int]], list[str]]
+    """(home, the file descriptor of the listening socket, if it has one) -> the command line."""
     port: int
     """The preferred port; 0 = the service does not listen."""
     health: str
     """The URL path that returns 200 when the server is ready; without a port, the text in its log that shows it."""
 
 
-def _web_server(name: str) -> Callable[[Path, int], list[str]]:
-    return lambda home, port: [sys.executable, "-m", "onward.infra.web_server", name, str(home), str(port)]
+def _web_server(name: str) -> Callable[[Path, Sequence[int]], list[str]]:
+    words = [sys.executable, "-m", "onward.infra.web_server", name]
+    return lambda home, listener: [*words, str(home), *map(str, listener)]
 
 
-def _worker_command(home: Path, port: int) -> list[str]:
+def _worker(home: Path, listener: Sequence[int]) -> list[str]:
     return [sys.executable, "-m", "onward.flows.worker"]
 
 
 SERVICES: Mapping[str, Service] = {
     "prefect": Service(_web_server("prefect"), port=4200, health="/api/health"),
     "mlflow": Service(_web_server("mlflow"), port=5000, health="/health"),
-    "worker": Service(_worker_command, port=0, health="started!"),
+    "worker": Service(_worker, port=0, health="started!"),
 }
 
 CLIENT_SETTINGS: Mapping[str, str] = {

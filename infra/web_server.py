@@ -1,4 +1,4 @@
-"""Run Prefect's or MLflow's server on 127.0.0.1, behind a check of each request: `python -m ... NAME HOME PORT`.
+"""Run Prefect's or MLflow's server behind a check of each request: `python -m ... NAME HOME LISTENER`.
 
     browser or client --> check: Host, Origin, for MLflow the login --> Prefect's or MLflow's own application
 
@@ -34,8 +34,6 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 HOSTS = ("127.0.0.1", "localhost")
-BACKLOG = 2048
-"""Connections that may wait; uvicorn's own number."""
 HEALTH = ("/health", "/api/health")
 """Paths that answer without a login, to those who wait for the server."""
 PREFECTS_PAGES = re.compile(r"(?!/(api|docs|redoc|openapi\.json)(/|$)).*")
@@ -92,26 +90,19 @@ class RequestCheck:
         return path in HEALTH
 
 
-def main(name: str, home: Path, port: int) -> None:
-    """Run a server until SIGTERM. The port is taken before the application is made, which takes seconds.
+def main(name: str, home: Path, listener: int) -> None:
+    """Run a server until SIGTERM. listener: the file descriptor of its socket.
 
-    Who connects meanwhile waits for the answer.
+    Who connects while the application is made, which takes seconds, waits for the answer.
     """
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        # at once: several sockets can be bound to a port until one of them listens, and all others fail then
-        listener.listen(BACKLOG)
-        gc.disable()  # what is imported stays: looking through it for garbage takes a tenth of the start
-        application = _prefect() if name == "prefect" else _mlflow(home)
-        page = PREFECTS_PAGES if name == "prefect" else None
-        checked = RequestCheck(application, login=login(home), page=page)
-        gc.freeze()
-        gc.enable()
-        server = uvicorn.Server(uvicorn.Config(checked, log_level="warning"))
-        server.run(sockets=[listener])
-    if not server.started:
-        sys.exit(3)  # its log has the error
+    gc.disable()  # what is imported stays: looking through it for garbage takes a tenth of the start
+    application = _prefect() if name == "prefect" else _mlflow(home)
+    page = PREFECTS_PAGES if name == "prefect" else None
+    checked = RequestCheck(application, login=login(home), page=page)
+    gc.freeze()
+    gc.enable()
+    server = uvicorn.Server(uvicorn.Config(checked, log_level="warning"))
+    server.run(sockets=[socket.socket(fileno=listener)])
 
 
 def _prefect() -> Application:

@@ -48,9 +48,10 @@ moments before it reports its final state."""
 
 
 @contextlib.contextmanager
-def prefect_server(*, start: bool = True) -> Iterator[str]:
+def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
     """Yield the URL of a Prefect API: of the configured server, else of Onward's own, which is started if needed.
 
+    own: Onward's own, even if another one is configured.
     Sets the environment variables that Prefect and MLflow read, and keeps Onward's own server running inside. Raises
     RuntimeUnavailable when the server cannot be reached or started, and with `start=False` when Onward's own server
     and its worker do not both run.
@@ -59,7 +60,7 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
     make_private(home)
     with contextlib.ExitStack() as stack:
         try:
-            if url := services.configured_prefect():
+            if not own and (url := services.configured_prefect()):
                 services.check_reachable(url)
                 environment = {**service_definitions.CLIENT_SETTINGS, "PREFECT_API_URL": url, "ONWARD_HOME": str(home)}
             else:

@@ -67,6 +67,8 @@ def environment(home: Path, *, prefect_url: str = "") -> dict[str, str]:
         # Else a proxy that the environment names would get the requests to the own servers, and the login with them.
         **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(sorted(excepted))),
         "PREFECT_HOME": str(home / "prefect"),
+        # Prefect deletes old events, and what is left of flow runs that `onward gc` has deleted.
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,orphans",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         # Else Prefect copies its pages into the directory where it is installed.
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "prefect" / "pages"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,8 +20,6 @@ SAMPLE_BYTES = 8 << 20
 """`infer_schema` stops after about this many bytes."""
 MAX_NAMED_ROWS = 20
 """Bad rows that a message names."""
-MOST_KEPT = 4
-"""Sources whose columns are kept in memory."""
 MOST_FILES = 64
 """Of a source with more files the columns are not kept: to ask for the state of each would take longer."""
 NS = 10**9
@@ -28,8 +27,15 @@ TICK_NS, COARSE_TICK_NS = NS // 20, 2 * NS
 """A file that was written within this time may be written once more and have the same time of change. File systems
 that count whole seconds, such as FAT, have the coarse one."""
 
-Key = tuple[Any, ...]
-_kept: dict[Key, dict[str, Column]] = {}
+
+@dataclass(frozen=True)
+class _State:
+    """What the columns of a source depend on: equal states have the same columns."""
+
+    settings: str
+    files: tuple[tuple[str, int, int, int], ...]
+    max_rows: int
+    data: DataConfig = field(compare=False)
 
 
 def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
@@ -37,20 +43,16 @@ def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
 
     Several steps of a command ask for them, so that they are kept while the files are as they were.
     """
-    key = _key(data, max_rows)
-    if key is None:
-        return _infer(data, max_rows)
-    if key not in _kept:
-        found = _infer(data, max_rows)
-        if key != _key(data, max_rows):  # written meanwhile
-            return found
-        while len(_kept) >= MOST_KEPT:
-            _kept.pop(next(iter(_kept)))
-        _kept[key] = found
-    return dict(_kept[key])
+    state = _state(data, max_rows)
+    return _infer(data, max_rows) if state is None else dict(_inferred(state))
 
 
-def _key(data: DataConfig, max_rows: int) -> Key | None:
+@functools.lru_cache(maxsize=4)
+def _inferred(state: _State) -> dict[str, Column]:
+    return _infer(state.data, state.max_rows)
+
+
+def _state(data: DataConfig, max_rows: int) -> _State | None:
     """Return what the columns depend on: settings and the state of the files; None if that is not known surely."""
     located = [sources.locate(each.source, data) for each in data.mixture]
     files = [path for source in located for _, path in source.files[: MOST_FILES + 1]]
@@ -66,7 +68,7 @@ def _key(data: DataConfig, max_rows: int) -> Key | None:
         if age_ns < (TICK_NS if found.st_mtime_ns % NS else COARSE_TICK_NS):
             return None
         states.append((str(path), found.st_ino, found.st_size, found.st_mtime_ns))
-    return repr(data.model_copy(update={"inputs": {}, "label": ""})), max_rows, *states
+    return _State(repr(data.model_copy(update={"inputs": {}, "label": ""})), tuple(states), max_rows, data)
 
 
 def _infer(data: DataConfig, max_rows: int) -> dict[str, Column]:

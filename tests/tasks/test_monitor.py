@@ -270,7 +270,7 @@ def test_a_full_disk_is_logged_once_and_only_tensorboard_files_stop(
         write_record(path, record)
 
     monkeypatch.setattr("onward.tasks.event_shipping.write_record", write)
-    monkeypatch.setattr("onward.tasks.event_shipping.OUTAGE_PERIOD_S", 0.01)
+    monkeypatch.setattr("onward.tasks.mlflow_outages.PERIOD_S", 0.01)
     with caplog.at_level(logging.WARNING):
         assert monitor.fn(run).status == "FINISHED"
     assert points(tracker, "train/loss") == [loss(step, 1) for step in range(1, 11)]

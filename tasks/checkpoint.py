@@ -15,8 +15,8 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from onward.infra.mlflow_store import TrackingError, TrackingUnavailable, import_for_models
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.mlflow_store import TrackingError, TrackingUnavailable, import_for_models
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.metric_points import Evaluations
 from onward.tasks.mlflow_outages import Outage, tries_within
 from onward.tasks.task_logger import Log, task_logger

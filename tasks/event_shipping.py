@@ -16,9 +16,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from onward.infra.mlflow_store import TrackingError, file_of, last_steps
-from onward.infra.model_package import Point
-from onward.infra.tracking import BATCH, Status, Tracker
+from onward.infra.mlflow.mlflow_store import TrackingError, file_of, last_steps
+from onward.infra.mlflow.model_package import Point
+from onward.infra.mlflow.tracking import BATCH, Status, Tracker
 from onward.tasks.metric_points import points_of
 from onward.tasks.mlflow_outages import Outage, tries_within
 from onward.tasks.task_logger import Log

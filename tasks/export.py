@@ -22,10 +22,10 @@ import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from onward.infra.mlflow_store import TrackingError, registering_prepared
-from onward.infra.model_package import ModelFile, Port
+from onward.infra.mlflow.mlflow_store import TrackingError, registering_prepared
+from onward.infra.mlflow.model_package import ModelFile, Port
+from onward.infra.mlflow.tracking import Tracker
 from onward.infra.temporary_folders import owned_folder
-from onward.infra.tracking import Tracker
 from onward.tasks.explained_errors import problems_of
 from onward.tasks.metric_points import Evaluations, only_of_file, points_of_file
 from onward.tasks.mlflow_outages import Outage, tries_within

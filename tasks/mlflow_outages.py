@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 
-from onward.infra.mlflow_store import TrackingUnavailable
+from onward.infra.mlflow.mlflow_store import TrackingUnavailable
 from onward.tasks.task_logger import Log
 
 PERIOD_S = 5.0

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 from onward.flows.collection.flow_runs import database, deployments, old_flow_runs, own_prefect
 from onward.flows.collection.rules import Facts, Rules, age_days, gather, linked_shards, reason_to_keep
 from onward.flows.runs import is_running
-from onward.infra.checkpoint_records import CheckpointRecord, CheckpointRecords
-from onward.infra.mlflow_store import TrackingError, database_of, local_store
+from onward.infra.mlflow.checkpoint_records import CheckpointRecord, CheckpointRecords
+from onward.infra.mlflow.mlflow_store import TrackingError, database_of, local_store
 from onward.infra.temporary_folders import abandoned
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.records import Record

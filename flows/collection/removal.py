@@ -23,7 +23,7 @@ from onward.flows.collection.found import (
 from onward.flows.collection.rules import Facts, Rules, gather, linked_shards, reason_to_keep
 from onward.flows.runs import locked
 from onward.infra import mpirun
-from onward.infra.mlflow_store import TrackingError
+from onward.infra.mlflow.mlflow_store import TrackingError
 from onward.infra.temporary_folders import remove_if_abandoned
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir

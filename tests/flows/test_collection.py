@@ -21,8 +21,8 @@ from onward.flows.collection.flow_runs import database
 from onward.flows.collection.found import find
 from onward.flows.collection.removal import collect
 from onward.flows.collection.rules import FILES, Rules
-from onward.infra import services
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
+from onward.infra.servers import services
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onward.infra import service_state
-from onward.infra.tracking import Tracker, metric_name
+from onward.infra.mlflow.tracking import Tracker, metric_name
+from onward.infra.servers import service_state
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from onward.infra import service_state, services
+from onward.infra.servers import service_state, services
 from tests.support.other_account import needs_root, other_account
 from tests.support.workshop import Workshop, reached, until
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.checkpoint import checkpoint, mark_best
 from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.checkpoint.retention import announced

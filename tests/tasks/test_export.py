@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks import export as task
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.results import ExportConfig

@@ -24,9 +24,9 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from onward.flows.costs import cost_line
 from onward.flows.run_status import describe
-from onward.infra.mlflow_store import TrackingUnavailable
-from onward.infra.model_package import Point
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.mlflow_store import TrackingUnavailable
+from onward.infra.mlflow.model_package import Point
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.event_shipping import Cursor, Shipper
 from onward.tasks.monitor import monitor
 from onward.tasks.shown_in_mlflow import parameters

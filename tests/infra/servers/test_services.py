@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onward.infra import service_definitions, service_state, services, supervisor
+from onward.infra.servers import service_definitions, service_state, services, supervisor
 from tests.support.workshop import api, signed_in
 
 pytestmark = pytest.mark.usefixtures("only_servers")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("only_servers")
 USER = """
 import sys, time
 from pathlib import Path
-from onward.infra import services
+from onward.infra.servers import services
 with services.lease(Path(sys.argv[1])):
     print(services.ensure(Path(sys.argv[1]), ["prefect"])["prefect"], flush=True)
     sys.stdin.read()
@@ -90,7 +90,7 @@ def test_two_users_share_one_server_that_stops_after_the_last_of_them(shared_hom
 LEASE = """
 import sys
 from pathlib import Path
-from onward.infra import services
+from onward.infra.servers import services
 with services.lease(Path(sys.argv[1])):
     print("holds it", flush=True)
     sys.stdin.read()

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from onward.infra import web_server
-from onward.infra.web_server import Message, Receive, RequestCheck, Send
+from onward.infra.servers import web_server
+from onward.infra.servers.web_server import Message, Receive, RequestCheck, Send
 from tests.support.requests import ask, handshake
 
 FOREIGN = ("evil.example", "evil.example:4200", "127.0.0.1.evil.example", "localhost.", "0.0.0.0", "[::1]")

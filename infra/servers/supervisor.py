@@ -34,8 +34,8 @@ from typing import IO
 import psutil
 
 from onward.infra.parent_death import signalled_with_parent
-from onward.infra.service_definitions import SERVICES, environment
-from onward.infra.service_state import (
+from onward.infra.servers.service_definitions import SERVICES, environment
+from onward.infra.servers.service_state import (
     directory,
     healthy_url,
     is_pinned,
@@ -180,5 +180,5 @@ def signal_all(processes: Iterable[psutil.Process], number: int) -> None:
             process.send_signal(number)
 
 
-if __name__ == "__main__":  # python -m onward.infra.supervisor HOME NAME
+if __name__ == "__main__":  # python -m onward.infra.servers.supervisor HOME NAME
     sys.exit(supervise(Path(sys.argv[1]), sys.argv[2]))

@@ -1,6 +1,6 @@
 """Use Onward's own servers on this machine: hold a lease on them, start, find and stop them.
 
-Three services, all on 127.0.0.1 and under one home directory, each started by a supervisor (infra/supervisor.py):
+Three services, all on 127.0.0.1 and under one home directory, each started by a supervisor (supervisor.py):
 
     prefect   the flow server, SQLite      used by every `onward run` for which no other server is configured
     mlflow    the tracking server, SQLite  for the browser; a run writes to the database directly
@@ -25,8 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from onward.infra.service_definitions import SERVICES
-from onward.infra.service_state import (
+from onward.infra.servers.service_definitions import SERVICES
+from onward.infra.servers.service_state import (
     directory,
     healthy_url,
     is_pinned,
@@ -38,7 +38,7 @@ from onward.infra.service_state import (
     try_lock,
     unpin,
 )
-from onward.infra.supervisor import DRAIN_TIMEOUT_S, START_TIMEOUT_S, TERM_TIMEOUT_S, signal_all
+from onward.infra.servers.supervisor import DRAIN_TIMEOUT_S, START_TIMEOUT_S, TERM_TIMEOUT_S, signal_all
 
 LEAVING_TIMEOUT_S = 15.0
 """Longest time from the end of the worker to that of the processes of its runs, which have saved by then."""
@@ -160,7 +160,7 @@ def _start_if_needed(home: Path, name: str) -> str:
 
 def _start_supervisor(home: Path, name: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "onward.infra.supervisor", str(home), name],
+        [sys.executable, "-m", "onward.infra.servers.supervisor", str(home), name],
         cwd=home,  # `-m` imports from the working directory first, so it must not be a directory of the user's
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.infra.login import login
+from onward.infra.servers.login import login
 
 POOL = "onward"
 """The Prefect work pool from which a worker takes deployed runs."""
@@ -27,7 +27,7 @@ class Service:
 
 
 def _web_server(name: str) -> Callable[[Path, Sequence[int]], list[str]]:
-    words = [sys.executable, "-m", "onward.infra.web_server", name]
+    words = [sys.executable, "-m", "onward.infra.servers.web_server", name]
     return lambda home, listener: [*words, str(home), *map(str, listener)]
 
 

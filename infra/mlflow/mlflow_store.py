@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from onward.infra.login import keep_from_others
+from onward.infra.servers.login import keep_from_others
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

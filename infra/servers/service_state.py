@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from onward.infra.mpirun import boot_id
-from onward.infra.port_owner import is_ours
-from onward.infra.service_definitions import SERVICES
+from onward.infra.servers.port_owner import is_ours
+from onward.infra.servers.service_definitions import SERVICES
 
 MOST_BYTES = 1 << 16
 """Of the files here that say something of a server."""

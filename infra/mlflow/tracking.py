@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from onward.infra.mlflow_store import Store, database_of, local_store, log_metrics, translate_errors
-from onward.infra.model_package import ModelFile, Point, Port, write_package
-from onward.infra.service_state import healthy_url
+from onward.infra.mlflow.mlflow_store import Store, database_of, local_store, log_metrics, translate_errors
+from onward.infra.mlflow.model_package import ModelFile, Point, Port, write_package
+from onward.infra.servers.service_state import healthy_url
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel

@@ -25,8 +25,8 @@ from typing import Any
 import uvicorn
 from uvicorn.importer import import_from_string
 
-from onward.infra.login import login
-from onward.infra.mlflow_store import database_of, lock_database
+from onward.infra.mlflow.mlflow_store import database_of, lock_database
+from onward.infra.servers.login import login
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

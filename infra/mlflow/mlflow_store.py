@@ -6,7 +6,6 @@ A URI may hold a password. It is read from the environment alone, and no record,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import threading
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from onward.infra.servers.login import keep_from_others
+from onward.infra.servers.service_state import lock_database
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -270,15 +270,3 @@ def file_of(tracking_uri: str) -> str:
         return ""
     facts = database.stat()
     return f"{facts.st_dev}:{facts.st_ino}"
-
-
-@contextlib.contextmanager
-def lock_database(database: Path | None) -> Iterator[None]:
-    """Hold a lock while a new database gets its tables: when two processes create them at once, both fail."""
-    if database is None:
-        yield
-        return
-    database.parent.mkdir(parents=True, exist_ok=True)
-    with database.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -1,5 +1,4 @@
-"""Record runs, metrics, checkpoints and models in MLflow. Only this module, model_package.py,
-registry.py and mlflow_store.py import MLflow.
+"""Record runs, metrics, checkpoints and models in MLflow. Only this folder and the web server import MLflow.
 
 Every call may be repeated after an outage or a crash: a run is found by its tag, equal metric points are stored once, a
 checkpoint is recorded once per step, a model file is registered once. (`log_batch` stores points twice in MLflow's

@@ -52,6 +52,18 @@ def try_lock(file: IO[bytes]) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def lock_database(database: Path | None) -> Iterator[None]:
+    """Hold a lock while a new database gets its tables: when two processes create them at once, both fail."""
+    if database is None:
+        yield
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with database.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 # -- pinned: the servers run without users
 
 

@@ -25,8 +25,8 @@ from typing import Any
 import uvicorn
 from uvicorn.importer import import_from_string
 
-from onward.infra.mlflow.mlflow_store import database_of, lock_database
 from onward.infra.servers.login import login
+from onward.infra.servers.service_state import lock_database
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -128,8 +128,8 @@ def _mlflow(home: Path) -> Application:
     from mlflow.server import constants
     from mlflow.server.handlers import initialize_backend_stores
 
-    (home / "mlflow").mkdir(parents=True, exist_ok=True)
-    store = f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
+    database = home / "mlflow" / "mlflow.db"
+    store = f"sqlite:///{database}"
     # what `mlflow server` sets for the process that it starts
     os.environ |= {
         constants.BACKEND_STORE_URI_ENV_VAR: store,
@@ -139,7 +139,7 @@ def _mlflow(home: Path) -> Application:
         constants.SERVE_ARTIFACTS_ENV_VAR: "true",
         "_MLFLOW_SGI_NAME": "uvicorn",
     }
-    with lock_database(database_of(store)):  # a run may make it, too
+    with lock_database(database):  # a run may make it, too
         initialize_backend_stores(store, store, "mlflow-artifacts:/")
     application: Application = import_from_string("mlflow.server.fastapi_app:app")
     return application

@@ -8,7 +8,7 @@
     user of the server --reads pid and address--> services/prefect.supervisor              prefect server
 
 The supervisor takes the port and hands the listening socket on: no other program can have it meanwhile. A server
-that ends by itself is not started again: its log says why, and the next user starts another one.
+that ends by itself is not started again: its log says why, and the next user starts another one at the same port.
 
 A user of the servers holds a shared lock on `services/lease` (a flock). The supervisor can take the exclusive lock only
 when there is no user left; it then waits LINGER_S and tries again before it stops the server. It stops with the lock
@@ -41,6 +41,7 @@ from onward.infra.servers.service_state import (
     is_pinned,
     log_tail,
     open_lock_file,
+    read_state,
     responds,
     try_lock,
     write_state,
@@ -64,10 +65,11 @@ def supervise(home: Path, name: str) -> int:
     with open_lock_file(home, f"{name}.supervisor") as state, open_lock_file(home, "lease") as lease:
         if not try_lock(state):
             return 0  # another supervisor was started at the same time and was first
+        former = read_state(home, name).get("url", "")
         write_state(state, {"pid": os.getpid()})
         signals: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-        process, url = _launch(home, name)
+        process, url = _launch(home, name, former)
         if not _wait_until_healthy(home, name, process, url, signals):
             _stop(process, drain_s=0.0)
             return 1
@@ -76,6 +78,7 @@ def supervise(home: Path, name: str) -> int:
         if process.poll() is not None:
             return 1
         _stop(process, drain_s=DRAIN_TIMEOUT_S if name == "worker" else 0.0)
+        write_state(state, {})
         return 0
 
 
@@ -87,14 +90,18 @@ def listen(preferred: int) -> socket.socket:
         return socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
 
 
-def _launch(home: Path, name: str) -> tuple[psutil.Popen, str]:
-    """Start a server; return its process and its address, "" for one that does not listen."""
+def _launch(home: Path, name: str, former: str) -> tuple[psutil.Popen, str]:
+    """Start a server; return its process and its address, "" for one that does not listen.
+
+    former: the address of a server that has ended by itself, where its users look for it; else "".
+    """
     service = SERVICES[name]
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((directory(home) / f"{name}.log").open("wb"))
         files, url = [], ""
         if service.port:
-            listener = stack.enter_context(listen(service.port))
+            port = int(former.rpartition(":")[2]) if former else service.port
+            listener = stack.enter_context(listen(port))
             files, url = [listener.fileno()], f"http://127.0.0.1:{listener.getsockname()[1]}"
         prefect_url = url if name == "prefect" else healthy_url(home, "prefect")
         process = psutil.Popen(

@@ -116,7 +116,9 @@ def test_a_server_ends_with_its_killed_supervisor_and_the_next_user_starts_anoth
 
 
 @pytest.mark.slow
-def test_the_next_user_of_a_server_that_was_killed_starts_another_with_its_database(shared_home: Path) -> None:
+def test_the_next_user_of_a_server_that_was_killed_starts_another_at_its_port_with_its_database(
+    shared_home: Path,
+) -> None:
     with user(shared_home) as (_, url):
         made = api(signed_in(url, shared_home), "/flows/", {"name": "kept"})
         (server,) = psutil.Process(service_state.read_state(shared_home, "prefect")["pid"]).children()
@@ -124,6 +126,7 @@ def test_the_next_user_of_a_server_that_was_killed_starts_another_with_its_datab
         assert until(lambda: services.running(shared_home) == {}, limit_s=10)
         with user(shared_home) as (_, next_url):
             assert services.running(shared_home) == {"prefect": next_url}
+            assert next_url == url
             assert api(signed_in(next_url, shared_home), f"/flows/{made['id']}")["name"] == "kept"
     assert until(lambda: not of_home(shared_home), limit_s=15), of_home(shared_home)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -65,11 +66,11 @@ def supervise(home: Path, name: str) -> int:
     with open_lock_file(home, f"{name}.supervisor") as state, open_lock_file(home, "lease") as lease:
         if not try_lock(state):
             return 0  # another supervisor was started at the same time and was first
-        former = read_state(home, name).get("url", "")
+        port = _port(home, name)
         write_state(state, {"pid": os.getpid()})
         signals: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-        process, url = _launch(home, name, former)
+        process, url = _launch(home, name, port)
         if not _wait_until_healthy(home, name, process, url, signals):
             _stop(process, drain_s=0.0)
             return 1
@@ -82,30 +83,31 @@ def supervise(home: Path, name: str) -> int:
         return 0
 
 
+def _port(home: Path, name: str) -> int:
+    """Return the port of a server that has ended by itself, where its users look for it; else the usual one."""
+    former = re.fullmatch(r"http://127\.0\.0\.1:(\d{1,5})", str(read_state(home, name).get("url")))
+    return int(former[1]) if former else SERVICES[name].port
+
+
 def listen(preferred: int) -> socket.socket:
     """Return a socket that listens on 127.0.0.1 at the preferred port; at any other one if that is in use."""
     try:
         return socket.create_server(("127.0.0.1", preferred), backlog=BACKLOG)
-    except OSError:
+    except (OSError, OverflowError):
         return socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
 
 
-def _launch(home: Path, name: str, former: str) -> tuple[psutil.Popen, str]:
-    """Start a server; return its process and its address, "" for one that does not listen.
-
-    former: the address of a server that has ended by itself, where its users look for it; else "".
-    """
-    service = SERVICES[name]
+def _launch(home: Path, name: str, port: int) -> tuple[psutil.Popen, str]:
+    """Start a server; return its process and its address, "" for one that does not listen."""
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((directory(home) / f"{name}.log").open("wb"))
         files, url = [], ""
-        if service.port:
-            port = int(former.rpartition(":")[2]) if former else service.port
+        if port:
             listener = stack.enter_context(listen(port))
             files, url = [listener.fileno()], f"http://127.0.0.1:{listener.getsockname()[1]}"
         prefect_url = url if name == "prefect" else healthy_url(home, "prefect")
         process = psutil.Popen(
-            signalled_with_parent(service.command(home, files), signal.SIGTERM),
+            signalled_with_parent(SERVICES[name].command(home, files), signal.SIGTERM),
             env={**os.environ, **environment(home, prefect_url=prefect_url or "")},
             cwd=home,
             stdin=subprocess.DEVNULL,

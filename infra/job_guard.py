@@ -103,7 +103,7 @@ def signal_until_gone(
 
 
 def members(tag: str) -> list[int]:
-    """Return the job's processes on this host, found by the tag in their environment. Zombies have no environment."""
+    """Return the job's processes on this host, found by their tag. Zombies have none."""
     return living_tags().get(tag, [])
 
 

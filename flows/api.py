@@ -126,7 +126,7 @@ def _train(
     from onward.flows.run_status import outcome_of
     from onward.flows.runs import has_begun, how_to_continue, may_continue
     from onward.infra.job.forks import fork_server
-    from onward.infra.mlflow_store import made_ahead
+    from onward.infra.mlflow.mlflow_store import made_ahead
     from onward.tasks.registered_models import store_of
     from onward.tasks.rehearsing import begun_ahead
     from onward.trainer.run.origins import record_origins

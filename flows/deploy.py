@@ -12,8 +12,8 @@ from uuid import UUID
 from onward.flows.deployment_limits import Limits, limits_of, record
 from onward.flows.form import short_form
 from onward.flows.work_pool import START, pool_of, problem_of_pool
-from onward.infra.mlflow_store import without_password
-from onward.infra.service_definitions import CLIENT_SETTINGS, POOL
+from onward.infra.mlflow.mlflow_store import without_password
+from onward.infra.servers.service_definitions import CLIENT_SETTINGS, POOL
 from onward.tasks.registered_models import store_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.infra.mlflow_store import without_password
+from onward.infra.mlflow.mlflow_store import without_password
 from onward.trainer.config.named_files import named_files
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections.data import DataConfig

@@ -22,7 +22,7 @@ from prefect.settings import get_current_settings
 from prefect.states import Cancelled
 
 from onward.flows.runs import end_mlflow_run, how_to_continue, identity_of
-from onward.infra.mlflow_store import database_of
+from onward.infra.mlflow.mlflow_store import database_of
 from onward.tasks.explained_errors import problems_of
 from onward.tasks.prefect_events import emit
 from onward.trainer.errors import OnwardError, RuntimeUnavailable, Stopped, StorageUnavailable

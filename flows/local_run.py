@@ -20,8 +20,8 @@ from onward.flows.flow_log import flow_log
 from onward.flows.runs import end_mlflow_run, how_to_continue, is_running, run_directory_of
 from onward.infra import service_definitions, services
 from onward.infra.job.process_identity import is_gone, this_process
-from onward.infra.login import keep_from_others
-from onward.infra.tracking import Status
+from onward.infra.mlflow.tracking import Status
+from onward.infra.servers.login import keep_from_others
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.directory import RunDir, onward_home
@@ -48,9 +48,10 @@ moments before it reports its final state."""
 
 
 @contextlib.contextmanager
-def prefect_server(*, start: bool = True) -> Iterator[str]:
+def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
     """Yield the URL of a Prefect API: of the configured server, else of Onward's own, which is started if needed.
 
+    own: Onward's own, even if another one is configured.
     Sets the environment variables that Prefect and MLflow read, and keeps Onward's own server running inside. Raises
     RuntimeUnavailable when the server cannot be reached or started, and with `start=False` when Onward's own server
     and its worker do not both run.
@@ -59,7 +60,7 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
     make_private(home)
     with contextlib.ExitStack() as stack:
         try:
-            if url := services.configured_prefect():
+            if not own and (url := services.configured_prefect()):
                 services.check_reachable(url)
                 environment = {**service_definitions.CLIENT_SETTINGS, "PREFECT_API_URL": url, "ONWARD_HOME": str(home)}
             else:
@@ -69,7 +70,6 @@ def prefect_server(*, start: bool = True) -> Iterator[str]:
                 if "prefect" not in services.running(home):
                     print("onward: starting a Prefect server on 127.0.0.1", file=sys.stderr)
                 server = services.ensure(home, ["prefect"])["prefect"]
-                stack.enter_context(services.kept_running(home, "prefect", server))
                 environment = service_definitions.environment(home, prefect_url=server)
         except services.ServiceError as error:
             raise RuntimeUnavailable(str(error)) from None

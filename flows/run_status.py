@@ -12,7 +12,7 @@ from onward.flows.costs import bits_per_byte, cost_line
 from onward.flows.run_cause import cause_of
 from onward.flows.run_index import State as State
 from onward.flows.runs import identity_of, identity_or_error, is_running, reference_to
-from onward.infra.mlflow_store import file_of
+from onward.infra.mlflow.mlflow_store import file_of
 from onward.tasks.class_tables import class_table
 from onward.tasks.log_damage import damage_of_log
 from onward.trainer.bounds import RECORD_BYTES, read_bounded

@@ -16,9 +16,9 @@ from typing import IO, Any, Generic, TypeVar
 from onward.flows.run_index import listed_runs
 from onward.infra.job.process_identity import this_process
 from onward.infra.job.temporary_folders import owned_folder
-from onward.infra.mlflow_store import TrackingError
-from onward.infra.service_state import try_lock
-from onward.infra.tracking import Status, Tracker
+from onward.infra.mlflow.mlflow_store import TrackingError
+from onward.infra.mlflow.tracking import Status, Tracker
+from onward.infra.servers.service_state import try_lock
 from onward.trainer import bounds
 from onward.trainer.bounds import NotAFile
 from onward.trainer.checkpoint.retention import announced, discard, list_checkpoints, list_damaged

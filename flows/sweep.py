@@ -22,8 +22,8 @@ from onward.flows.runs import sign
 from onward.flows.sweeps import report
 from onward.flows.sweeps.trials import begin, result_of, train
 from onward.flows.train_onnx import end_mlflow_run_as
-from onward.infra.service_state import try_lock
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
+from onward.infra.servers.service_state import try_lock
 from onward.trainer.errors import ConfigError, TrainingFailed
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record

@@ -33,7 +33,7 @@ from onward.flows.form import Closed, settings_of
 from onward.flows.run_reports.at_the_end import reported
 from onward.flows.runs import command_to_continue, end_mlflow_run, how_to_continue, locked, run_directory_of
 from onward.infra.job.forks import fork_server
-from onward.infra.tracking import Status
+from onward.infra.mlflow.tracking import Status
 from onward.tasks.checkpoint import checkpoint as keep_checkpoints
 from onward.tasks.configure import configure
 from onward.tasks.explained_errors import explain_errors

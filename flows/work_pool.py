@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from onward.infra.service_definitions import POOL
+from onward.infra.servers.service_definitions import POOL
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.directory import onward_home
 

@@ -14,8 +14,8 @@ import shlex
 import socket
 import sys
 
-from onward.infra.login import keep_from_others
-from onward.infra.service_definitions import CLIENT_SETTINGS, POOL
+from onward.infra.servers.login import keep_from_others
+from onward.infra.servers.service_definitions import CLIENT_SETTINGS, POOL
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import onward_home
 

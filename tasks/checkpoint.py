@@ -8,7 +8,6 @@ paths and digests, not the files, when it can be reached. Training never waits f
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +15,10 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from onward.infra.mlflow_store import TrackingError, TrackingUnavailable, import_for_models
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.mlflow_store import TrackingError, TrackingUnavailable, import_for_models
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.metric_points import Evaluations
+from onward.tasks.mlflow_outages import Outage, tries_within
 from onward.tasks.task_logger import Log, task_logger
 from onward.trainer.checkpoint.retention import (
     Announced,
@@ -37,9 +37,6 @@ from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.priority import lower_priority
 from onward.trainer.run.records import CheckpointInfo, RunIdentity, read_record, write_record
 from onward.trainer.run.storage import storage_problem
-
-OUTAGE_PERIOD_S = 5.0
-"""Seconds until MLflow is tried again after an outage."""
 
 
 @task(name="checkpoint", task_run_name="checkpoint", cache_policy=NO_CACHE)
@@ -144,7 +141,7 @@ def mark_best(checkpoints: Iterable[CheckpointInfo], config: CheckpointConfig) -
 
 
 class CheckpointRecorder:
-    """Records checkpoints in MLflow by path and digest. An outage is logged once and waited out."""
+    """Records checkpoints in MLflow by path and digest."""
 
     def __init__(self, tracker: Tracker, log: Log, evaluations: Evaluations) -> None:
         self._tracker = tracker
@@ -152,62 +149,54 @@ class CheckpointRecorder:
         self._evaluations = evaluations
         self._recorded: set[tuple[str, bool]] = set()  # (digest, best)
         self._shown: frozenset[str] = frozenset()
-        self._retry_at = -math.inf
+        self._outage = Outage(log, begins="MLflow cannot be reached; checkpoints are recorded when it is back: %s")
 
     def send(self, checkpoints: Iterable[CheckpointInfo]) -> bool:
         """Record new checkpoints and those whose `best` has changed; return False while MLflow cannot be reached."""
-        if time.monotonic() < self._retry_at:
+        if self._outage.is_waiting():
             return False
         checkpoints = tuple(checkpoints)
-        for each in checkpoints:
-            if (each.digest, each.best) in self._recorded:
-                continue
-            try:
-                self._record(each)
-            except TrackingUnavailable as error:
-                if math.isinf(self._retry_at):
-                    self._log.warning("MLflow cannot be reached; checkpoints are recorded when it is back: %s", error)
-                self._retry_at = time.monotonic() + OUTAGE_PERIOD_S
-                return False
-            except Exception as error:
-                self._log.warning("step %d: MLflow refused the record of %s: %s", each.step, each.path, error)
-            # A former best is recorded again when it is the best again.
-            self._recorded -= {(each.digest, not each.best)}
-            self._recorded.add((each.digest, each.best))
-        self._retry_at = -math.inf
-        return self._mark_deleted(frozenset(each.path.name for each in checkpoints))
+        with self._outage.noticed():
+            for each in checkpoints:
+                if (each.digest, each.best) not in self._recorded:
+                    self._record(each)
+            self._mark_deleted(frozenset(each.path.name for each in checkpoints))
+        return self._outage.error is None
 
-    def _mark_deleted(self, kept: frozenset[str]) -> bool:
-        """Mark the records of checkpoints that were deleted since the last call; return False if MLflow is away."""
+    def _mark_deleted(self, kept: frozenset[str]) -> None:
+        """Mark the records of checkpoints that were deleted since the last call."""
         if self._shown - kept:
             try:
                 self._tracker.mark_deleted_checkpoints()
             except TrackingUnavailable:
-                self._retry_at = time.monotonic() + OUTAGE_PERIOD_S
-                return False
+                raise
             except TrackingError as error:
                 self._log.warning("MLflow refused to mark the records of deleted checkpoints: %s", error)
         self._shown = kept
-        return True
 
     def _record(self, info: CheckpointInfo) -> None:
-        self._tracker.record_checkpoint(
-            info.step,
-            path=info.path,
-            bytes=info.bytes,
-            digest=info.digest,
-            metrics=info.metrics,
-            points=self._evaluations.at(info.step) if info.metrics else (),
-            best=info.best,
-        )
+        """Record a checkpoint. A refusal is logged, and not tried again."""
+        try:
+            self._tracker.record_checkpoint(
+                info.step,
+                path=info.path,
+                bytes=info.bytes,
+                digest=info.digest,
+                metrics=info.metrics,
+                points=self._evaluations.at(info.step) if info.metrics else (),
+                best=info.best,
+            )
+        except TrackingUnavailable:
+            raise
+        except Exception as error:
+            self._log.warning("step %d: MLflow refused the record of %s: %s", info.step, info.path, error)
+        # A former best is recorded again when it is the best again.
+        self._recorded -= {(info.digest, not info.best)}
+        self._recorded.add((info.digest, info.best))
 
     def finish(self, checkpoints: Iterable[CheckpointInfo], *, patience_s: float) -> None:
         """Record the rest; give up after `patience_s`."""
-        deadline = time.monotonic() + patience_s
-        while not self.send(checkpoints):
-            if time.monotonic() > deadline:
-                self._log.error(
-                    "MLflow could not be reached for %.0f s; `onward resume` records the checkpoints", patience_s
-                )
+        for _ in tries_within(patience_s):
+            if self.send(checkpoints):
                 return
-            time.sleep(0.2)
+        self._log.error("MLflow could not be reached for %.0f s; `onward resume` records the checkpoints", patience_s)

@@ -19,9 +19,9 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.settings import get_current_settings
 
-from onward.infra import mlflow_store, tracking
 from onward.infra.git import commit_of
-from onward.infra.tracking import page_on_own_server
+from onward.infra.mlflow import mlflow_store, tracking
+from onward.infra.mlflow.tracking import page_on_own_server
 from onward.tasks.import_check import import_problems
 from onward.tasks.log_damage import damage_of_log
 from onward.tasks.machine_check import machine_problems

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.infra.mlflow_store import database_of
+from onward.infra.mlflow.mlflow_store import database_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.quantities import mb

@@ -11,24 +11,21 @@ a run that was put back from a copy has an older one.
 from __future__ import annotations
 
 import contextlib
-import time
 import zlib
 from pathlib import Path
 
 from pydantic import Field
 
-from onward.infra.mlflow_store import TrackingError, file_of, last_steps
-from onward.infra.model_package import Point
-from onward.infra.tracking import BATCH, Status, Tracker
+from onward.infra.mlflow.mlflow_store import TrackingError, file_of, last_steps
+from onward.infra.mlflow.model_package import Point
+from onward.infra.mlflow.tracking import BATCH, Status, Tracker
 from onward.tasks.metric_points import points_of
+from onward.tasks.mlflow_outages import Outage, tries_within
 from onward.tasks.task_logger import Log
-from onward.tasks.training_progress import Periodic
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import Record, read_record, write_record
 
-OUTAGE_PERIOD_S = 5.0
-"""Seconds until MLflow is tried again after an outage."""
 TAIL_BYTES = 256
 """Bytes before the cursor whose checksum shows that the log is still the same one."""
 
@@ -118,23 +115,28 @@ def _tail(path: Path, offset: int) -> int:
 
 
 class RetryingShipper:
-    """Shippers of all logs of a run, which log an outage of MLflow once and try again every OUTAGE_PERIOD_S."""
+    """Shippers of all logs of a run, which wait out an outage of MLflow."""
 
     def __init__(self, run: RunDir, tracker: Tracker, log: Log) -> None:
         self._run = run
         self._shipper = Shipper(run, tracker)
         self._nodes: dict[Path, Shipper] = {}
         self._log = log
-        self._due = Periodic(0.0)
+        self._outage = Outage(
+            log,
+            begins="metrics stay in the event log until MLflow can be reached again: %s",
+            ends="MLflow has all metrics again",
+            kinds=(TrackingError, OSError),
+        )
         self._tags: dict[str, str] = {}
         self._files: list[tuple[Path, str]] = []
         self._status: Status = "FAILED"  # so that the first tick sets RUNNING; an earlier attempt may have set another
 
     def tick(self, status: Status = "RUNNING") -> bool:
         """Send new points and the status; return False while MLflow, or the disk of the cursor, is unavailable."""
-        if not self._due():
+        if self._outage.is_waiting():
             return False
-        try:
+        with self._outage.noticed():
             self._shipper.ship()
             for path in sorted(self._run.nodes.glob("*.jsonl")):
                 if path not in self._nodes:
@@ -148,16 +150,8 @@ class RetryingShipper:
                 self._files.pop(0)
             if self._status != status:
                 self._shipper.tracker.set_status(status)
-        except (TrackingError, OSError) as error:
-            if not self._due.period_s:
-                self._log.warning("metrics stay in the event log until MLflow can be reached again: %s", error)
-            self._due = Periodic(OUTAGE_PERIOD_S)
-            self._due()
-            return False
-        if self._due.period_s:
-            self._log.info("MLflow has all metrics again")
-        self._due, self._status = Periodic(0.0), status
-        return True
+                self._status = status
+        return self._outage.error is None
 
     def tag(self, name: str, text: str) -> None:
         """Set a tag of the MLflow run with the next tick that reaches MLflow."""
@@ -170,15 +164,13 @@ class RetryingShipper:
 
     def finish(self, status: Status, *, patience_s: float, ended_early: str = "") -> None:
         """Send the rest and the final status; give up after `patience_s`. ended_early: why, or ""."""
-        deadline = time.monotonic() + patience_s
         if ended_early:
             self.tag("onward.ended_early", ended_early)
-        while not self.tick(status):
-            if time.monotonic() > deadline:
-                self._log.error(
-                    "MLflow could not be reached for %.0f s: it has the event log up to byte %d, and lacks the final "
-                    "status %s; `onward resume` of this run sends the rest",
-                    *(patience_s, self._shipper.cursor.offset, status),
-                )
+        for _ in tries_within(patience_s):
+            if self.tick(status):
                 return
-            time.sleep(0.2)
+        self._log.error(
+            "MLflow could not be reached for %.0f s: it has the event log up to byte %d, and lacks the final status "
+            "%s; `onward resume` of this run sends the rest",
+            *(patience_s, self._shipper.cursor.offset, status),
+        )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,12 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from onward.infra.job.temporary_folders import owned_folder
-from onward.infra.mlflow_store import TrackingError, TrackingUnavailable, registering_prepared
-from onward.infra.model_package import ModelFile, Port
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.mlflow_store import TrackingError, registering_prepared
+from onward.infra.mlflow.model_package import ModelFile, Port
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.explained_errors import problems_of
 from onward.tasks.metric_points import Evaluations, only_of_file, points_of_file
+from onward.tasks.mlflow_outages import Outage, tries_within
 from onward.tasks.model_card import CARD, write_card
 from onward.tasks.prefect_results import show_result
 from onward.tasks.promotion import promote
@@ -79,8 +79,8 @@ log = logging.getLogger(__name__)
 
 PROCESS = ("onward.trainer",)
 """The module that exports and makes variants."""
-PAUSES_S = (1.0, 3.0, 10.0)
-"""Pauses between the attempts to reach MLflow."""
+PATIENCE_S = 15.0
+"""Longest time for which an outage of MLflow is waited out."""
 
 
 @task(name="export", task_run_name="export", cache_policy=NO_CACHE)
@@ -195,20 +195,23 @@ def _show_result(run: RunDir, exported: ExportedModel, tracker: Tracker) -> None
 
 
 def _register_with_retries(tracker: Tracker, file: ModelFile, name: str) -> str:
-    for tries, pause_s in enumerate((*PAUSES_S, None), start=1):
+    outage = Outage(log, begins="the exported file is registered when MLflow is back: %s")
+    tries = 0
+    for _ in tries_within(PATIENCE_S):
+        if outage.is_waiting():
+            continue
+        tries += 1
         try:
-            return tracker.register_model(file, name=name)
-        except TrackingUnavailable as error:
-            if pause_s is None or says_storage(str(error)):  # a full disk stays full
-                raise RuntimeUnavailable(
-                    f"{error}; tried {tries} times. The exported file is verified and complete at {file.path}: "
-                    "`onward resume` registers it when MLflow is back"
-                ) from error
-            log.warning("%s; trying again in %g s", error, pause_s)
-            time.sleep(pause_s)
+            with outage.noticed():
+                return tracker.register_model(file, name=name)
         except TrackingError as error:
             raise RuntimeUnavailable(f"{error}. The exported file is verified and complete at {file.path}") from error
-    raise AssertionError("the last attempt returns or raises")
+        if says_storage(str(outage.error)):  # a full disk stays full
+            break
+    raise RuntimeUnavailable(
+        f"{outage.error}; tried {tries} times. The exported file is verified and complete at {file.path}: "
+        "`onward resume` registers it when MLflow is back"
+    ) from outage.error
 
 
 def _optimized(exported: ExportedModel) -> Iterator[Path]:

@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from onward.infra.model_package import Point
-from onward.infra.tracking import metric_name
+from onward.infra.mlflow.model_package import Point
+from onward.infra.mlflow.tracking import metric_name
 from onward.trainer.config.sections.metrics import AVERAGE_METRICS
 from onward.trainer.events import Event, read_events
 

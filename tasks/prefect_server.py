@@ -7,7 +7,7 @@ import urllib.request
 
 from prefect.settings import get_current_settings
 
-from onward.infra.service_state import responds
+from onward.infra.servers.service_state import responds
 
 
 def prefect_answers() -> bool:

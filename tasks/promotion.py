@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from prefect import runtime
 from prefect.artifacts import create_markdown_artifact
 
-from onward.infra.mlflow_store import TrackingError, database_of
-from onward.infra.registry import RegisteredVersion, Registry
+from onward.infra.mlflow.mlflow_store import TrackingError, database_of
+from onward.infra.mlflow.registry import RegisteredVersion, Registry
 from onward.tasks.prefect_events import emit
 from onward.tasks.prefect_server import prefect_answers
 from onward.tasks.shown_in_mlflow import about_version

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from onward.infra.model_package import RawColumn, RawPrediction
+from onward.infra.mlflow.model_package import RawColumn, RawPrediction
 from onward.trainer.data.schema.signature import read_signature
 from onward.trainer.export import served
 from onward.trainer.export.served.raw_inputs import LOG, RECORD, raw_columns, read_recipe, unusable

@@ -12,6 +12,7 @@ import logging
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,8 +46,9 @@ class _Begun:
     process: subprocess.Popen[bytes]
 
 
-_begun: list[_Begun] = []
-"""The rehearsal that was begun ahead in this process, until `rehearse` takes it."""
+_begun: ContextVar[_Begun | None] = ContextVar("rehearsal begun ahead", default=None)
+"""The rehearsal that was begun ahead. The command line begins it, and the task configure waits for it; between them is
+a Prefect flow, whose parameters are settings only."""
 
 
 @contextlib.contextmanager
@@ -63,11 +65,11 @@ def begun_ahead(config: RunConfig) -> Iterator[None]:
     with owned_folder("onward-rehearse-") as folder:
         _write_settings(folder, config, NONE, None)
         process = start_module("onward.trainer", "rehearse", str(folder), folder=folder, log=folder / "process.log")
-        _begun[:] = [_Begun(folder, process)]
+        token = _begun.set(_Begun(folder, process))
         try:
             yield
         finally:
-            _begun.clear()
+            _begun.reset(token)
             process.kill()
             process.wait()
 
@@ -158,7 +160,7 @@ def _process(
     """Run `python -m onward.trainer COMMAND` on a configuration; yield the directory with the records that it left."""
     with owned_folder(f"onward-{command}-") as folder:
         _write_settings(folder, config, copies, code)
-        ahead = _begun.pop() if _begun and command == "rehearse" else None
+        ahead = _begun.get() if command == "rehearse" else None
         if ahead and all(filecmp.cmp(ahead.folder / name, folder / name, shallow=False) for name in SETTINGS):
             _check(command, ahead.folder, how_it_ended(ahead.process, ahead.folder / "process.log"))
             yield ahead.folder

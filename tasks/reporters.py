@@ -14,8 +14,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from onward.infra.mlflow.tracking import Tracker
 from onward.infra.tensorboard import TensorBoard
-from onward.infra.tracking import Tracker
 from onward.infra.weights_and_biases import WeightsAndBiases
 from onward.tasks.attempt_reports import EndingReports
 from onward.tasks.event_shipping import RetryingShipper

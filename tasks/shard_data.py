@@ -11,9 +11,9 @@ from typing import get_args
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from onward.infra.mlflow_store import TrackingError
-from onward.infra.model_package import Port
-from onward.infra.tracking import DataSplit, Tracker
+from onward.infra.mlflow.mlflow_store import TrackingError
+from onward.infra.mlflow.model_package import Port
+from onward.infra.mlflow.tracking import DataSplit, Tracker
 from onward.tasks.shown_in_mlflow import digests_of
 from onward.tasks.task_logger import IN_RESULT
 from onward.trainer.config.run_config import RunConfig

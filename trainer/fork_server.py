@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import json
@@ -190,7 +189,7 @@ def _run(words: list[str], environment: dict[str, str], folder: str) -> None:
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)
-    _show_tag(environment.get(JOB_TAG, ""))
+    _hold_tag(environment.get(JOB_TAG, ""))
     tempfile.tempdir = None  # found by the environment of the server
     os.chdir(folder)
     if "PYTHONFAULTHANDLER" in environment:
@@ -200,18 +199,14 @@ def _run(words: list[str], environment: dict[str, str], folder: str) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _show_tag(tag: str) -> None:
-    """Write the tag of the fork's job where the kernel shows a process's environment (/proc/PID/environ).
+def _hold_tag(tag: str) -> None:
+    """Keep a file in memory open that is named after the tag of the fork's job: everybody finds its processes by that.
 
-    That is the memory with which the server began, so it has a tag of the same length. Everybody finds the processes of
-    a job by it.
+    What the kernel shows as the environment of a fork is that with which the server began. The file goes on to forks of
+    the fork; a process that runs another program has the tag in its environment.
     """
-    fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
-    first, last = int(fields[47]), int(fields[48])  # env_start and env_end, the fields 50 and 51 of proc(5)
-    entry = f"{JOB_TAG}=".encode()
-    at = ctypes.string_at(first, last - first).find(b"\0" + entry)
-    if at >= 0 and len(tag) == 32:
-        ctypes.memmove(first + at + 1 + len(entry), tag.encode(), 32)
+    if tag:
+        os.memfd_create(f"{JOB_TAG}={tag}")
 
 
 def _threads() -> set[str]:

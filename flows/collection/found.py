@@ -5,16 +5,19 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
+from onward.flows.collection.flow_runs import database, deployments, old_flow_runs, own_prefect
 from onward.flows.collection.rules import Facts, Rules, age_days, gather, linked_shards, reason_to_keep
 from onward.flows.runs import is_running
-from onward.infra import prefect_database
-from onward.infra.checkpoint_records import CheckpointRecord, CheckpointRecords
 from onward.infra.job.temporary_folders import abandoned
-from onward.infra.mlflow_store import TrackingError, database_of, local_store
+from onward.infra.mlflow.checkpoint_records import CheckpointRecord, CheckpointRecords
+from onward.infra.mlflow.mlflow_store import TrackingError, database_of, local_store
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.records import Record
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
 
 Kind = Literal["run", "shards", "checkpoint", "mlflow", "prefect", "temporary"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -48,8 +51,12 @@ class Found(Record):
 
 
 def find(rules: Rules, kinds: tuple[Kind, ...] = KINDS) -> Found:
-    """Return what the rules allow to remove."""
-    facts = gather(rules, prefect_database.deployments(onward_home()))
+    """Return what the rules allow to remove. Raises RuntimeUnavailable when Onward's Prefect server does not start."""
+    with own_prefect(kinds) as prefect:
+        return _found(rules, kinds, gather(rules, deployments(prefect)), prefect)
+
+
+def _found(rules: Rules, kinds: tuple[Kind, ...], facts: Facts, prefect: SyncPrefectClient | None) -> Found:
     items: list[Item] = []
     kept: list[Kept] = []
     doomed: set[str] = set()
@@ -69,9 +76,10 @@ def find(rules: Rules, kinds: tuple[Kind, ...] = KINDS) -> Found:
             Item(kind="temporary", name=str(path), bytes=size_of(path), why="its process was killed")
             for path in abandoned()
         ]
-    for kind, finder in (("mlflow", _mlflow), ("prefect", _prefect)):
-        if kind in kinds:
-            items += finder(rules, facts, doomed, kept)
+    if "mlflow" in kinds:
+        items += _mlflow(facts, doomed, kept)
+    if prefect and "prefect" in kinds:
+        items += _prefect(prefect, rules, doomed)
     return Found(items=tuple(items), kept=tuple(kept), bytes=sum(item.bytes for item in items))
 
 
@@ -147,7 +155,7 @@ def _leftovers(remaining: list[RunDir], rules: Rules) -> Iterator[Item]:
                     yield Item(kind="checkpoint", name=str(path), bytes=size_of(path), why=why)
 
 
-def _mlflow(rules: Rules, facts: Facts, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:
+def _mlflow(facts: Facts, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:
     """Yield the records of checkpoints that were deleted, for each store."""
     for store in sorted({local_store(onward_home()), *facts.stores}):
         database = database_of(store)
@@ -162,16 +170,8 @@ def _mlflow(rules: Rules, facts: Facts, doomed: set[str], kept: list[Kept]) -> I
             yield Item(kind="mlflow", name=store, bytes=0, why=f"{len(lost)} records of checkpoints that are deleted")
 
 
-def _prefect(rules: Rules, facts: Facts, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:
-    """Yield the flow runs and events of Onward's own Prefect server."""
-    path = prefect_database.path_of(onward_home())
-    if not path.exists():
-        return
-    try:
-        old = prefect_database.find_old(onward_home(), cutoff(rules), is_kept=lambda name: keeps(doomed, name))
-    except prefect_database.DatabaseRefused as error:
-        kept.append(Kept(name=str(path), why=str(error)))
-        return
-    if old.flow_runs or old.events:
-        why = f"{len(old.flow_runs)} flow runs, {old.events} events"
-        yield Item(kind="prefect", name=str(path), bytes=old.bytes, why=why)
+def _prefect(prefect: SyncPrefectClient, rules: Rules, doomed: set[str]) -> Iterator[Item]:
+    """Yield the flow runs of Onward's own Prefect server."""
+    old = old_flow_runs(prefect, cutoff(rules), is_kept=lambda name: keeps(doomed, name))
+    if old:
+        yield Item(kind="prefect", name=str(database()), bytes=0, why=f"{len(old)} flow runs")

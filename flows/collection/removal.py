@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from onward.flows.collection.flow_runs import deployments, old_flow_runs, own_prefect
 from onward.flows.collection.found import (
     KINDS,
     Found,
@@ -20,25 +22,30 @@ from onward.flows.collection.found import (
 )
 from onward.flows.collection.rules import Facts, Rules, gather, linked_shards, reason_to_keep
 from onward.flows.runs import locked
-from onward.infra import prefect_database
 from onward.infra.job.job import running_job
 from onward.infra.job.temporary_folders import remove_if_abandoned
-from onward.infra.mlflow_store import TrackingError
+from onward.infra.mlflow.mlflow_store import TrackingError
 from onward.trainer.errors import ConfigError
-from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.directory import RunDir
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
 
 
 def collect(rules: Rules, kinds: tuple[Kind, ...] = KINDS) -> Found:
     """Remove what the rules allow; return what was removed, and what stays."""
-    facts = gather(rules, prefect_database.deployments(onward_home()))
-    found = find(rules, kinds)
+    with own_prefect(kinds) as prefect:
+        return _collected(rules, gather(rules, deployments(prefect)), find(rules, kinds), prefect)
+
+
+def _collected(rules: Rules, facts: Facts, found: Found, prefect: SyncPrefectClient | None) -> Found:
     removed: list[Item] = []
     kept = list(found.kept)
     doomed = {Path(item.name).name for item in found.items if item.kind == "run"}
     for item in found.items:
         try:
-            why, size = _remove(item, rules, facts, doomed)
-        except (OSError, TrackingError, prefect_database.DatabaseRefused, ConfigError) as error:
+            why, size = _remove(item, rules, facts, doomed, prefect)
+        except (OSError, TrackingError, ConfigError) as error:
             why, size = str(error).splitlines()[0], 0
         if why:
             kept.append(Kept(name=item.name, why=why))
@@ -48,7 +55,9 @@ def collect(rules: Rules, kinds: tuple[Kind, ...] = KINDS) -> Found:
     return Found(items=tuple(removed), kept=tuple(kept), bytes=sum(each.bytes for each in removed), removed=True)
 
 
-def _remove(item: Item, rules: Rules, facts: Facts, doomed: set[str]) -> tuple[str, int]:
+def _remove(
+    item: Item, rules: Rules, facts: Facts, doomed: set[str], prefect: SyncPrefectClient | None
+) -> tuple[str, int]:
     """Remove one thing; return ("", bytes), or why it stays."""
     path = Path(item.name)
     if item.kind == "run":
@@ -65,8 +74,10 @@ def _remove(item: Item, rules: Rules, facts: Facts, doomed: set[str]) -> tuple[s
         records, lost = lost_records(item.name, doomed)
         records.delete(lost)
         return "", 0
-    _, size = prefect_database.remove_old(onward_home(), cutoff(rules), is_kept=lambda name: keeps(doomed, name))
-    return "", size
+    assert prefect is not None
+    for flow_run in old_flow_runs(prefect, cutoff(rules), is_kept=lambda name: keeps(doomed, name)):
+        prefect.delete_flow_run(flow_run)
+    return "", 0
 
 
 def _remove_run(run: RunDir, rules: Rules, facts: Facts) -> str:

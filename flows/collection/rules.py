@@ -18,8 +18,8 @@ from onward.flows.run_status import state_of
 from onward.flows.runs import is_running
 from onward.infra.job.job import running_job
 from onward.infra.job.job_guard import living_tags
-from onward.infra.mlflow_store import TrackingError
-from onward.infra.registry import Registry
+from onward.infra.mlflow.mlflow_store import TrackingError
+from onward.infra.mlflow.registry import Registry
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import RunDir, onward_home

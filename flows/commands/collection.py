@@ -33,8 +33,8 @@ def gc(
     """Show old runs, shards and records that nothing needs any more, and remove them with --yes.
 
     What is running, what a sweep, a registered model, a deployment or another run needs, and what Onward did not write
-    stays, and the list says why. MLflow's records of deleted checkpoints go, and old flow runs and events in the
-    database of Onward's own Prefect server; and the temporary directories of processes that were killed.
+    stays, and the list says why. MLflow's records of deleted checkpoints go, and old flow runs in Onward's own Prefect
+    server, which is started if it does not run; and the temporary directories of processes that were killed.
     """
     from onward.flows.collection.found import KINDS, find
     from onward.flows.collection.removal import collect

@@ -31,7 +31,7 @@ def up(as_json: Json = False) -> None:
     """
     api.require_flow("onward up")
     from onward.flows.work_pool import START
-    from onward.infra import services
+    from onward.infra.servers import services
 
     if configured := services.configured_prefect():
         raise RuntimeUnavailable(
@@ -110,8 +110,8 @@ def ui(as_json: Json = False) -> None:
     """
     api.require_flow("onward ui")
     from onward.flows.runs import all_runs, identity_of
-    from onward.infra.mlflow_store import TrackingError
-    from onward.infra.tracking import page_on_own_server, table_of
+    from onward.infra.mlflow.mlflow_store import TrackingError
+    from onward.infra.mlflow.tracking import page_on_own_server, table_of
 
     links = _start_services("prefect", "mlflow")
     if (known := all_runs()[:1]) and (identity := identity_of(known[0])):
@@ -129,7 +129,7 @@ def down(as_json: Json = False) -> None:
     Deployed runs save a checkpoint first, which takes at most about a minute. Temporary directories of processes that
     were killed are removed.
     """
-    from onward.infra import services
+    from onward.infra.servers import services
     from onward.infra.job.temporary_folders import remove_abandoned
     from onward.trainer.run.directory import onward_home
 
@@ -147,9 +147,9 @@ def down(as_json: Json = False) -> None:
 
 def _start_services(*names: str) -> dict[str, str]:
     """Start services that run until `onward down`; return their links."""
-    from onward.infra import services
-    from onward.infra.login import login_file
-    from onward.infra.tracking import TRAINING_PAGES
+    from onward.infra.mlflow.tracking import TRAINING_PAGES
+    from onward.infra.servers import services
+    from onward.infra.servers.login import login_file
     from onward.trainer.run.directory import onward_home
     from onward.trainer.run.private_home import make_private
 

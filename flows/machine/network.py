@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from onward.flows.machine.findings import Finding
-from onward.infra import services
 from onward.infra.job.hosts import clock_skews, read_hostfile, silent_hosts
-from onward.infra.service_definitions import SERVICES
-from onward.infra.service_state import is_supervised
+from onward.infra.servers import services
+from onward.infra.servers.service_definitions import SERVICES
+from onward.infra.servers.service_state import is_supervised
 from onward.tasks.machine_check import store_problems
 from onward.tasks.registered_models import store_of
 from onward.trainer.config.sections.results import MonitorConfig

@@ -19,7 +19,7 @@ from prefect.context import FlowRunContext
 from onward.flows.ending import SIGNALLED
 from onward.flows.runs import identity_of
 from onward.infra.job.temporary_folders import owned_folder
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.prefect_server import prefect_answers
 from onward.tasks.subprocesses import run_module
 from onward.trainer.errors import StorageUnavailable

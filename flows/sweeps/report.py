@@ -10,9 +10,9 @@ from typing import Any
 from prefect.artifacts import create_table_artifact
 
 from onward.flows.sweeps.outcome import table_of
-from onward.infra.mlflow_store import TrackingError, TrackingUnavailable
-from onward.infra.model_package import Point
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.mlflow_store import TrackingError, TrackingUnavailable
+from onward.infra.mlflow.model_package import Point
+from onward.infra.mlflow.tracking import Tracker
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.records import RunIdentity, read_record
 from onward.trainer.run.sweeps import Range, Sweep, Trial

@@ -37,8 +37,7 @@ ENVIRONMENT = {
     # numpy and scipy would start threads when they are imported; torch has threads of its own
     "OPENBLAS_NUM_THREADS": "1",
     "NUMEXPR_NUM_THREADS": "1",
-    # a fork writes its job's tag in the place of this one, where `members` reads it
-    TAG: NO_TAG,
+    TAG: NO_TAG,  # a fork holds its job's tag in a file, where `members` reads it
 }
 """Environment of the server, beside that of this process."""
 END_S = 5.0

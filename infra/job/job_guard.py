@@ -31,8 +31,9 @@ from pathlib import Path
 
 TAG = "ONWARD_RUN_TAG"
 _TAGGED = f"{TAG}=".encode()
-NO_TAG = "0" * 32
-"""In the place of a tag."""
+_TAG_FILE = f"/memfd:{TAG}="
+NO_TAG = "none"
+"""The tag of a fork server, whose forks hold theirs in a file."""
 GRACE_S = 10.0
 """Longest time a job gets to save after its flow process was killed."""
 RENEW_S = 1.0
@@ -102,7 +103,7 @@ def signal_until_gone(
 
 
 def members(tag: str) -> list[int]:
-    """Return the job's processes on this host, found by the tag in their environment. Zombies have no environment."""
+    """Return the job's processes on this host, found by their tag. Zombies have none."""
     return living_tags().get(tag, [])
 
 
@@ -112,10 +113,24 @@ def living_tags() -> dict[str, list[int]]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
-                for word in set((entry / "environ").read_bytes().split(b"\0")):
-                    if word.startswith(_TAGGED):
-                        found.setdefault(os.fsdecode(word.removeprefix(_TAGGED)), []).append(int(entry.name))
+                if tag := _tag_of(entry):
+                    found.setdefault(tag, []).append(int(entry.name))
     return found
+
+
+def _tag_of(process: Path) -> str:
+    """Return the tag of a process, given by its directory in /proc; "" without one."""
+    words = (process / "environ").read_bytes().split(b"\0")
+    tags = [os.fsdecode(word.removeprefix(_TAGGED)) for word in words if word.startswith(_TAGGED)]
+    if tags != [NO_TAG]:
+        return tags[0] if tags else ""
+    # a fork has the environment with which its server began, and holds a file that is named after its tag
+    for link in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):  # it was closed just now
+            file = str(link.readlink())
+            if file.startswith(_TAG_FILE):
+                return file.removeprefix(_TAG_FILE).partition(" ")[0]
+    return NO_TAG
 
 
 def is_suspended(pid: int) -> bool:

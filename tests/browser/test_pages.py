@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from onward.infra.login import login
-from onward.infra.tracking import table_of
+from onward.infra.mlflow.tracking import table_of
+from onward.infra.servers.login import login
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.browser import browser, driver, shot, shows

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra.model_package import Point
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.model_package import Point
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.event_shipping import Shipper, points_of
 from onward.tasks.monitor import monitor
 from onward.trainer.config.run_config import RunConfig

@@ -30,7 +30,7 @@ from onward.flows.planning.whole_run import RunPlan
 from onward.flows.report import config_lines, meanings, outcome, table
 from onward.flows.run_status import describe, held_out_text
 from onward.flows.runs import all_runs, command_to_continue, find_run, locked
-from onward.infra import services
+from onward.infra.servers import services
 from onward.tasks.rehearsing import plan as make_plan
 from onward.trainer import errors as errors_module
 from onward.trainer.config.loading import build_config, load_config

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record

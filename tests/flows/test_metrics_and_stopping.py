@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from onward.flows.report import outcome
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.model.metrics.library_measure import import_torchmetrics
 from onward.trainer.run.directory import RunDir

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra.login import login
+from onward.infra.servers.login import login
 from tests.support.workshop import Workshop, signed_in, until
 from tests.support.workshop import api as ask
 

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
 from tests.support.graphs import with_helpers

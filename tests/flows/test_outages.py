@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onward.infra import service_state
-from onward.infra.tracking import Tracker, metric_name
+from onward.infra.mlflow.tracking import Tracker, metric_name
+from onward.infra.servers import service_state
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record
@@ -166,17 +166,21 @@ def test_an_mlflow_server_that_is_killed_and_started_again_has_every_point_of_th
         server.kill()
 
 
-def test_a_run_whose_own_prefect_server_is_killed_goes_on_and_is_shown_as_completed(workshop: Workshop) -> None:
+def test_a_run_whose_own_prefect_server_is_killed_ends_with_its_result_and_one_line_and_is_completed_afterwards(
+    workshop: Workshop,
+) -> None:
     process = workshop.start("run", str(workshop.root / "config.toml"))
     run = workshop.new_run()
     until(lambda: reached(run, 50), limit_s=300)
     (server,) = psutil.Process(service_state.read_state(workshop.home, "prefect")["pid"]).children()
     server.kill()
-    out, error = process.communicate(timeout=400)
+    out, error = process.communicate(timeout=500)
     assert process.returncode == 0, error[-3000:]
     assert json.loads(out)["state"] == "exported"
+    assert error.count("its Prefect server does not answer any more") == 1
     assert "Traceback" not in error
     assert len(error.splitlines()) < MOST_LINES
+    workshop.onward("run", str(workshop.root / "config.toml"), "train.num_steps=10", "train.evaluation_period=10")
     database = workshop.home / "prefect" / "prefect.db"
     with contextlib.closing(sqlite3.connect(database)) as shown:
         rows = shown.execute("select state_type from flow_run where id = ?", [run.root.name]).fetchall()

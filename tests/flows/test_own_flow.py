@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onward.infra.login import login
+from onward.infra.servers.login import login
 from tests.support.graphs import tiny_mlp
 from tests.support.workshop import Workshop, api, signed_in
 from tests.test_docs import blocks

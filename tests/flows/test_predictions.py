@@ -22,8 +22,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import onward
-from onward.infra.mlflow_store import local_store
-from onward.infra.registry import Registry
+from onward.infra.mlflow.mlflow_store import local_store
+from onward.infra.mlflow.registry import Registry
 from onward.tasks.export import register
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.run.directory import RunDir

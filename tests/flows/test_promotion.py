@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import pytest
 
-from onward.infra.mlflow_store import local_store
-from onward.infra.registry import Registry
+from onward.infra.mlflow.mlflow_store import local_store
+from onward.infra.mlflow.registry import Registry
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.records import ExportedModel, Promotion, read_record

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from onward.infra.login import login
+from onward.infra.servers.login import login
 from onward.trainer.run.directory import RunDir
 from tests.support.requests import ask, handshake
 from tests.support.workshop import Workshop, api, reached, signed_in, until
@@ -140,7 +140,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "security.
 def program_of(process: psutil.Process) -> str:
     """Return the name that the page's table has for a process."""
     words = process.cmdline()
-    if "onward.infra.web_server" in words:
+    if "onward.infra.servers.web_server" in words:
         return {"prefect": "Prefect server", "mlflow": "MLflow server"}[words[3]]
     if "onward.flows.worker" in words or "worker" in words:
         return "worker"

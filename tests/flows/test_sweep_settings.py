@@ -17,13 +17,13 @@ from onward.flows.sweeps.making import make_sweep
 from onward.flows.sweeps.outcome import find_sweep, outcome_of, table_of
 from onward.flows.sweeps.settings import cannot_vary, read_space, split
 from onward.flows.sweeps.trials import trial_config
-from onward.infra.registry import Registry
+from onward.infra.mlflow.registry import Registry
 from onward.trainer.config.loading import load_config
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record, write_record
 from onward.trainer.run.sweeps import Membership, Range, Sweep, SweepDir, Trial, best_of
-from tests.infra.test_tracking import adder
+from tests.infra.mlflow.test_tracking import adder
 from tests.support.graphs import tiny_conv_net
 from tests.support.stores import new_run, tracking_store
 

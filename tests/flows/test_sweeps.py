@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from onward.infra.registry import Registry
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.registry import Registry
+from onward.infra.mlflow.tracking import Tracker
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
 from onward.trainer.run.sweeps import SweepDir, Trial

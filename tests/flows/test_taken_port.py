@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from onward.infra import service_state, services
+from onward.infra.servers import service_state, services
 from tests.support.other_account import needs_root, other_account
 from tests.support.workshop import Workshop, reached, until
 
@@ -40,7 +40,7 @@ def test_who_takes_the_port_of_a_killed_server_is_sent_no_login(workshop: Worksh
         server.kill()
         other.take()
         assert other.port == urlsplit(url).port
-        until(lambda: services.running(workshop.home).get("prefect", url) != url, limit_s=120)
+        until(lambda: "prefect" not in services.running(workshop.home), limit_s=120)
         short = ("train.num_steps=10", "train.evaluation_period=10", "name=second")
         workshop.onward("run", str(workshop.root / "config.toml"), *short, limit_s=900)  # on another port
         out, error = process.communicate(timeout=900)

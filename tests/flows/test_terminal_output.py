@@ -19,7 +19,7 @@ from onward.flows.commands import servers
 from onward.flows.commands.common import print_facts
 from onward.flows.flow_log import flow_log
 from onward.flows.report import changed_lines
-from onward.infra import services
+from onward.infra.servers import services
 from onward.tasks.task_logger import IN_RESULT, IN_TRAIN_LOG
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import RuntimeUnavailable

@@ -19,7 +19,7 @@ import pytest
 
 from onward.flows.report import meanings
 from onward.flows.train_onnx import MISSED_AFTER, is_missed, train_onnx
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import table_type

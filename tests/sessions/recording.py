@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 import pyte
 
-from onward.infra import services
+from onward.infra.servers import services
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
 from tests.sessions.script import Session

@@ -101,7 +101,7 @@ def kill_exporter(scene: Scene, choice: float) -> str:
 
 
 def kill_supervisor(scene: Scene, choice: float) -> str:
-    return f"supervisor, {send(scene.having('onward.infra.supervisor', 'prefect')[0], signal.SIGKILL)}"
+    return f"supervisor, {send(scene.having('onward.infra.servers.supervisor', 'prefect')[0], signal.SIGKILL)}"
 
 
 def kill_server(scene: Scene, choice: float) -> str:

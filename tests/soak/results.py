@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
 from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, ExportedModel, RunIdentity, read_record

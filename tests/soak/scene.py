@@ -22,7 +22,7 @@ TAG = "ONWARD_SOAK"
 """The environment variable that every process of a soak inherits."""
 Phase: TypeAlias = Literal["start", "train", "export"]
 """`start`: from the start of a command until the ranks have made a step. `export`: once training is done."""
-SERVICE_WORDS = ("onward.infra.supervisor", "onward.infra.web_server")
+SERVICE_WORDS = ("onward.infra.servers.supervisor", "onward.infra.servers.web_server")
 
 
 class NoTarget(Exception):
@@ -142,7 +142,7 @@ class Scene:
 
     def server(self) -> list[psutil.Process]:
         """Return the processes of the Prefect server, without its supervisor. Raises NoTarget without any."""
-        (supervisor, *_) = self.having("onward.infra.supervisor", "prefect")
+        (supervisor, *_) = self.having("onward.infra.servers.supervisor", "prefect")
         if not (found := supervisor.children(recursive=True)):
             raise NoTarget("the Prefect server does not run")
         return found

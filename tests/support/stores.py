@@ -16,8 +16,8 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onward.infra.mlflow_store import local_store
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.mlflow_store import local_store
+from onward.infra.mlflow.tracking import Tracker
 from tests.support.shared_files import made_once
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ import numpy as np
 import onnx
 import psutil
 
-from onward.infra import services
-from onward.infra.login import login
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
+from onward.infra.servers import services
+from onward.infra.servers.login import login
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.checkpoint import checkpoint, mark_best
 from onward.trainer.checkpoint.retention import announced
 from onward.trainer.checkpoint.save import save
@@ -210,7 +210,7 @@ def test_a_checkpoint_with_the_evaluation_of_an_earlier_step_is_not_the_best(tmp
 def test_an_outage_of_mlflow_only_delays_the_records(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onward.tasks.checkpoint.OUTAGE_PERIOD_S", 0.2)
+    monkeypatch.setattr("onward.tasks.mlflow_outages.PERIOD_S", 0.2)
     server = Server(tmp_path / "mlflow")
     server.start()
     try:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from onward.flows.run_status import describe
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.class_tables import class_table
 from onward.tasks.monitor import monitor
 from onward.trainer.config.loading import build_config

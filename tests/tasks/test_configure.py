@@ -10,8 +10,8 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from onward.infra.mlflow_store import local_store
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.mlflow_store import local_store
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.configure import configure
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.section import Section

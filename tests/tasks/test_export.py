@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks import export as task
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.results import ExportConfig
@@ -152,7 +152,8 @@ def test_a_damaged_file_is_exported_again(tmp_path: Path, process: Process) -> N
 
 def test_an_outage_of_mlflow_loses_nothing(tmp_path: Path, process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     process("export")
-    monkeypatch.setattr(task, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(task, "tries_within", lambda patience_s: range(2))
+    monkeypatch.setattr("onward.tasks.mlflow_outages.PERIOD_S", 0.0)
     copy = tmp_path / "deployed" / "digits.onnx"
     run = make_run(tmp_path, Tracker(f"http://127.0.0.1:{free_port()}", "1"), register_as="late", path=str(copy))
     with pytest.raises(RuntimeUnavailable, match=r"tried 2 times.*complete at .*model\.onnx.*onward resume"):

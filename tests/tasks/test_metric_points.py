@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra.model_package import Point
+from onward.infra.mlflow.model_package import Point
 from onward.tasks.metric_points import Evaluations, only_of_file, points_of, points_of_file
 from onward.trainer.events import Event, EventWriter
 

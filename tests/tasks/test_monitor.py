@@ -24,9 +24,9 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from onward.flows.costs import cost_line
 from onward.flows.run_status import describe
-from onward.infra.mlflow_store import TrackingUnavailable
-from onward.infra.model_package import Point
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.mlflow_store import TrackingUnavailable
+from onward.infra.mlflow.model_package import Point
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.event_shipping import Cursor, Shipper
 from onward.tasks.monitor import monitor
 from onward.tasks.shown_in_mlflow import parameters
@@ -270,7 +270,7 @@ def test_a_full_disk_is_logged_once_and_only_tensorboard_files_stop(
         write_record(path, record)
 
     monkeypatch.setattr("onward.tasks.event_shipping.write_record", write)
-    monkeypatch.setattr("onward.tasks.event_shipping.OUTAGE_PERIOD_S", 0.01)
+    monkeypatch.setattr("onward.tasks.mlflow_outages.PERIOD_S", 0.01)
     with caplog.at_level(logging.WARNING):
         assert monitor.fn(run).status == "FINISHED"
     assert points(tracker, "train/loss") == [loss(step, 1) for step in range(1, 11)]

@@ -14,7 +14,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from onward.infra.registry import RegisteredVersion, Registry
+from onward.infra.mlflow.registry import RegisteredVersion, Registry
 from onward.tasks import promotion as task
 from onward.tasks.export import register
 from onward.tasks.promotion import judge, promote, promote_by_hand

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onward.infra.model_package import RawColumn
+from onward.infra.mlflow.model_package import RawColumn
 from onward.tasks.raw_prediction import raw_prediction
 from tests.support import graphs
 from tests.support.exported_runs import exported_run, finished_run, two_tables

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra.registry import Registry
+from onward.infra.mlflow.registry import Registry
 from onward.tasks.registered_models import local_model, with_registered
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
@@ -15,7 +15,7 @@ from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.local_copies import LocalCopies, with_copies
-from tests.infra.test_tracking import adder
+from tests.infra.mlflow.test_tracking import adder
 from tests.support.stores import free_port, new_run, tracking_store
 
 

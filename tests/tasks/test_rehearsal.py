@@ -509,7 +509,7 @@ def test_a_rehearsal_that_was_begun_ahead_is_taken_for_the_same_run_alone_and_en
     with pytest.raises(KeyboardInterrupt), rehearsing.begun_ahead(config):
         raise KeyboardInterrupt
     assert started[-1].returncode is not None, "it is ended"
-    assert rehearsing._begun == []
+    assert rehearsing._begun.get() is None
 
 
 def test_a_run_that_has_begun_is_not_rehearsed_again(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:

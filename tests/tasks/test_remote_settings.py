@@ -14,7 +14,7 @@ import pytest
 
 from onward.flows import api
 from onward.flows.runs import clean_downloads
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.configure import configure
 from onward.tasks.shard_data import shard_data
 from onward.trainer.config.sections.data import DataConfig

@@ -89,6 +89,8 @@ def _is_cast(weight: Tensor) -> bool:
 
 
 _kept: dict[tuple[Tensor, bool, torch.memory_format], Tensor] | None = None
+"""The casts inside `casts_kept`. A variable of the module, because autograd recomputes forward passes on a GPU in
+threads of its own, where a ContextVar would be empty."""
 
 
 @contextmanager

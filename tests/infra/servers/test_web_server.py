@@ -9,14 +9,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 import uvicorn
 
-from onward.infra import web_server
-from onward.infra.supervisor import free_port
-from onward.infra.web_server import Message, Receive, RequestCheck, Send
+from onward.infra.servers import web_server
+from onward.infra.servers.web_server import Message, Receive, RequestCheck, Send
 from tests.support.requests import ask, handshake
 
 FOREIGN = ("evil.example", "evil.example:4200", "127.0.0.1.evil.example", "localhost.", "0.0.0.0", "[::1]")
@@ -45,25 +42,6 @@ def checked(login: str = "", page: re.Pattern[str] | None = None) -> Iterator[in
     yield int(server.servers[0].sockets[0].getsockname()[1])
     server.should_exit = True
     thread.join()
-
-
-def test_no_other_server_takes_the_port_while_the_application_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Made(Exception):
-        pass
-
-    def make(home: Path) -> None:
-        with socket.socket() as other:
-            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with pytest.raises(OSError, match="already in use"):
-                other.bind(("127.0.0.1", port))
-        raise Made
-
-    port = free_port(0)
-    monkeypatch.setattr(web_server, "_prefect", make)
-    with pytest.raises(Made):
-        web_server.main("prefect", tmp_path, port)
 
 
 def test_a_request_under_another_host_name_is_refused() -> None:

@@ -10,10 +10,10 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from onward.infra.mlflow_store import TrackingError
-from onward.infra.registry import RegisteredVersion, Registry
-from onward.infra.tracking import Tracker
-from tests.infra.test_tracking import adder
+from onward.infra.mlflow.mlflow_store import TrackingError
+from onward.infra.mlflow.registry import RegisteredVersion, Registry
+from onward.infra.mlflow.tracking import Tracker
+from tests.infra.mlflow.test_tracking import adder
 from tests.support.stores import Server, client, new_run
 
 

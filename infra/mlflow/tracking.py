@@ -1,5 +1,4 @@
-"""Record runs, metrics, checkpoints and models in MLflow. Only this module, model_package.py,
-registry.py and mlflow_store.py import MLflow.
+"""Record runs, metrics, checkpoints and models in MLflow. Only this folder and the web server import MLflow.
 
 Every call may be repeated after an outage or a crash: a run is found by its tag, equal metric points are stored once, a
 checkpoint is recorded once per step, a model file is registered once. (`log_batch` stores points twice in MLflow's
@@ -19,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from onward.infra.mlflow_store import Store, database_of, local_store, log_metrics, translate_errors
-from onward.infra.model_package import ModelFile, Point, Port, write_package
-from onward.infra.service_state import healthy_url
+from onward.infra.mlflow.mlflow_store import Store, database_of, local_store, log_metrics, translate_errors
+from onward.infra.mlflow.model_package import ModelFile, Point, Port, write_package
+from onward.infra.servers.service_state import healthy_url
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel

@@ -1,13 +1,12 @@
 """Use Onward's own servers on this machine: hold a lease on them, start, find and stop them.
 
-Three services, all on 127.0.0.1 and under one home directory, each started by a supervisor (infra/supervisor.py):
+Three services, all on 127.0.0.1 and under one home directory, each started by a supervisor (supervisor.py):
 
     prefect   the flow server, SQLite      used by every `onward run` for which no other server is configured
     mlflow    the tracking server, SQLite  for the browser; a run writes to the database directly
     worker    runs deployments
 
-Parallel runs share one server. It stops some seconds after the last of them has ended, also when that was killed. A
-server that ends by itself is started again by its supervisor, and a supervisor that was killed by the users.
+Parallel runs share one server. It stops some seconds after the last of them has ended, also when that was killed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -27,8 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from onward.infra.service_definitions import SERVICES
-from onward.infra.service_state import (
+from onward.infra.servers.service_definitions import SERVICES
+from onward.infra.servers.service_state import (
     directory,
     healthy_url,
     is_pinned,
@@ -40,10 +38,8 @@ from onward.infra.service_state import (
     try_lock,
     unpin,
 )
-from onward.infra.supervisor import DRAIN_TIMEOUT_S, RESTARTS, START_TIMEOUT_S, TERM_TIMEOUT_S, signal_all
+from onward.infra.servers.supervisor import DRAIN_TIMEOUT_S, START_TIMEOUT_S, TERM_TIMEOUT_S, signal_all
 
-WATCH_PERIOD_S = 2.0
-"""Seconds between two checks of a user that the supervisor of its server runs."""
 LEAVING_TIMEOUT_S = 15.0
 """Longest time from the end of the worker to that of the processes of its runs, which have saved by then."""
 
@@ -68,29 +64,6 @@ def ensure(home: Path, names: Iterable[str]) -> dict[str, str]:
     with open_lock_file(home, "starting") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         return {name: _start_if_needed(home, name) for name in names}
-
-
-@contextlib.contextmanager
-def kept_running(home: Path, name: str, url: str) -> Iterator[None]:
-    """Start the supervisor of a server again, on the same port, if it is killed meanwhile. Call inside `lease`."""
-    done = threading.Event()
-
-    def watch() -> None:
-        starts = 0
-        while not done.wait(WATCH_PERIOD_S) and starts < RESTARTS:
-            if not is_supervised(home, name):
-                starts += 1
-                with contextlib.suppress(OSError):
-                    _start_supervisor(home, name, port=int(url.rpartition(":")[2]))
-                done.wait(2.0**starts)  # it is not `is_supervised` at once
-
-    thread = threading.Thread(target=watch, name=f"watch the supervisor of {name}", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def running(home: Path) -> dict[str, str]:
@@ -185,9 +158,9 @@ def _start_if_needed(home: Path, name: str) -> str:
     raise ServiceError(f"the {name} server does not start (time limit {START_TIMEOUT_S:g} s); {why}")
 
 
-def _start_supervisor(home: Path, name: str, *, port: int = 0) -> subprocess.Popen[bytes]:
+def _start_supervisor(home: Path, name: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "onward.infra.supervisor", str(home), name, str(port)],
+        [sys.executable, "-m", "onward.infra.servers.supervisor", str(home), name],
         cwd=home,  # `-m` imports from the working directory first, so it must not be a directory of the user's
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from onward.infra.port_owner import refuse_others
+from onward.infra.servers.port_owner import refuse_others
 
 USER = "onward"
 

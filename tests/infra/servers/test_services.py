@@ -10,14 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
 
-from onward.infra import service_definitions, service_state, services, supervisor
+from onward.infra.servers import service_definitions, service_state, services, supervisor
 from tests.support.workshop import api, signed_in
 
 pytestmark = pytest.mark.usefixtures("only_servers")
@@ -25,24 +25,12 @@ pytestmark = pytest.mark.usefixtures("only_servers")
 USER = """
 import sys, time
 from pathlib import Path
-from onward.infra import services
+from onward.infra.servers import services
 with services.lease(Path(sys.argv[1])):
     print(services.ensure(Path(sys.argv[1]), ["prefect"])["prefect"], flush=True)
     sys.stdin.read()
 """
 """A process that needs the Prefect server until its stdin closes."""
-KEEPER = """
-import sys
-from pathlib import Path
-from onward.infra import services
-home = Path(sys.argv[1])
-with services.lease(home):
-    url = services.ensure(home, ["prefect"])["prefect"]
-    with services.kept_running(home, "prefect", url):
-        print(url, flush=True)
-        sys.stdin.read()
-"""
-"""A process that looks after the supervisor of its server, too."""
 
 
 def until(claim: Callable[[], bool], *, limit_s: float) -> bool:
@@ -102,7 +90,7 @@ def test_two_users_share_one_server_that_stops_after_the_last_of_them(shared_hom
 LEASE = """
 import sys
 from pathlib import Path
-from onward.infra import services
+from onward.infra.servers import services
 with services.lease(Path(sys.argv[1])):
     print("holds it", flush=True)
     sys.stdin.read()
@@ -128,31 +116,31 @@ def test_a_server_ends_with_its_killed_supervisor_and_the_next_user_starts_anoth
 
 
 @pytest.mark.slow
-def test_a_server_that_was_killed_is_started_again_on_its_port_with_its_database(shared_home: Path) -> None:
+def test_the_next_user_of_a_server_that_was_killed_starts_another_at_its_port_with_its_database(
+    shared_home: Path,
+) -> None:
     with user(shared_home) as (_, url):
-        server_api = signed_in(url, shared_home)
-        made = api(server_api, "/flows/", {"name": "kept"})
+        made = api(signed_in(url, shared_home), "/flows/", {"name": "kept"})
         (server,) = psutil.Process(service_state.read_state(shared_home, "prefect")["pid"]).children()
         server.kill()
-        assert until(lambda: not service_state.responds(f"{url}/api/health"), limit_s=5)
-        assert until(lambda: services.running(shared_home) == {"prefect": url}, limit_s=90)
-        assert api(server_api, f"/flows/{made['id']}")["name"] == "kept"
-        assert (shared_home / "services" / "prefect.log.before").exists()
+        assert until(lambda: services.running(shared_home) == {}, limit_s=10)
+        with user(shared_home) as (_, next_url):
+            assert services.running(shared_home) == {"prefect": next_url}
+            assert next_url == url
+            assert api(signed_in(next_url, shared_home), f"/flows/{made['id']}")["name"] == "kept"
     assert until(lambda: not of_home(shared_home), limit_s=15), of_home(shared_home)
 
 
-@pytest.mark.slow
-def test_a_user_starts_the_killed_supervisor_of_its_server_again(shared_home: Path) -> None:
-    with user(shared_home, KEEPER) as (_, url):
-        psutil.Process(service_state.read_state(shared_home, "prefect")["pid"]).kill()
-        assert until(lambda: "prefect" not in services.running(shared_home), limit_s=10)
-        assert until(lambda: services.running(shared_home) == {"prefect": url}, limit_s=90)
-    assert until(lambda: not of_home(shared_home), limit_s=15), of_home(shared_home)
+def test_a_server_listens_at_another_port_than_the_one_in_use() -> None:
+    with supervisor.listen(0) as stranger:
+        taken = stranger.getsockname()[1]
+        with supervisor.listen(taken) as listener:
+            assert listener.getsockname()[0] == "127.0.0.1"
+            assert listener.getsockname()[1] != taken
 
 
 PROGRAM = """
-import sys
-from pathlib import Path
+import os, socket, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 class Answering(BaseHTTPRequestHandler):
@@ -160,57 +148,25 @@ class Answering(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
-with open("starts", "a") as file:
-    file.write("once more")
-if len(Path("starts").read_text()) > 3 * len("once more"):
-    sys.exit("enough")
-server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Answering)
+server = HTTPServer(("127.0.0.1", 0), Answering, bind_and_activate=False)
+server.socket = socket.socket(fileno=int(sys.argv[1]))
 server.handle_request()
+sys.exit("enough")
 """
-"""A server that ends by itself once its supervisor has found it healthy, and the fourth time before that."""
+"""A server that ends by itself once its supervisor has found it healthy."""
 
 
-def test_a_server_that_ends_at_once_when_it_is_started_again_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def command(home: Path, port: int) -> list[str]:
-        return [sys.executable, "-c", PROGRAM, str(port)]
+def test_the_supervisor_ends_with_a_server_that_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(home: Path, listener: Sequence[int]) -> list[str]:
+        return [sys.executable, "-c", PROGRAM, *map(str, listener)]
 
-    service = service_definitions.Service(command, port=supervisor.free_port(0), health="/")
+    service = service_definitions.Service(command, port=4200, health="/")
     monkeypatch.setattr(supervisor, "SERVICES", {"prefect": service})
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(supervisor, "_sleep", lambda seconds, *, stop: None)
     with services.lease(tmp_path):
         assert supervisor.supervise(tmp_path, "prefect") == 1
-    assert (tmp_path / "starts").read_text() == 4 * "once more"
     assert "enough" in (tmp_path / "services" / "prefect.log").read_text()
-
-
-def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
-    with socket.socket() as stranger:
-        stranger.bind(("127.0.0.1", 0))
-        stranger.listen()
-        taken = stranger.getsockname()[1]
-        assert supervisor.free_port(taken) != taken
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["prefect", "mlflow"])
-def test_a_port_that_another_program_takes_just_before_the_server_is_replaced(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.socket() as stranger:
-        stranger.bind(("127.0.0.1", 0))
-        stranger.listen()
-        taken, any_port = stranger.getsockname()[1], supervisor.free_port
-        ports = iter([taken])
-        monkeypatch.setattr(supervisor, "free_port", lambda preferred: next(ports, 0) or any_port(0))
-        started = supervisor._start(tmp_path, name, stop=lambda: False)
-        assert started
-        supervisor._stop(started[0], drain_s=0.0)
-        assert service_state.responds(f"{started[1]}/health") is False
-    assert started[1].startswith("http://127.0.0.1:")
-    assert started[1] != f"http://127.0.0.1:{taken}"
+    assert not service_state.is_supervised(tmp_path, "prefect")
 
 
 @pytest.mark.slow

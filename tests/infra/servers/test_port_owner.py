@@ -17,11 +17,11 @@ import pytest
 import requests
 import websockets
 
-from onward.infra import port_owner
-from onward.infra.login import keep_from_others, login
-from onward.infra.mlflow_store import TrackingUnavailable
-from onward.infra.port_owner import is_ours, owner_of, refuse_others
-from onward.infra.tracking import Tracker
+from onward.infra.mlflow.mlflow_store import TrackingUnavailable
+from onward.infra.mlflow.tracking import Tracker
+from onward.infra.servers import port_owner
+from onward.infra.servers.login import keep_from_others, login
+from onward.infra.servers.port_owner import is_ours, owner_of, refuse_others
 from tests.support.other_account import UID, needs_root, other_account
 
 REFUSED = "user id 65534|All connection attempts failed"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from onward.infra.mlflow_store import Store, translate_errors
+from onward.infra.mlflow.mlflow_store import Store, translate_errors
 
 PAGE = 100
 

@@ -25,7 +25,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.infra.mlflow_store import (
+from onward.infra.mlflow.mlflow_store import (
     Store,
     TrackingError,
     TrackingUnavailable,
@@ -34,9 +34,9 @@ from onward.infra.mlflow_store import (
     with_password,
     without_password,
 )
-from onward.infra.model_package import ModelFile, Point, Port
-from onward.infra.registry import Registry
-from onward.infra.tracking import (
+from onward.infra.mlflow.model_package import ModelFile, Point, Port
+from onward.infra.mlflow.registry import Registry
+from onward.infra.mlflow.tracking import (
     COLUMNS,
     TRAINING_PAGES,
     VIEW_TAG,
@@ -51,7 +51,8 @@ from tests.support.stores import client, free_port, new_run, new_store, points, 
 
 def test_importing_tracking_does_not_import_mlflow() -> None:
     subprocess.run(
-        [sys.executable, "-c", "import onward.infra.tracking, sys; assert 'mlflow' not in sys.modules"], check=True
+        [sys.executable, "-c", "import onward.infra.mlflow.tracking, sys; assert 'mlflow' not in sys.modules"],
+        check=True,
     )
 
 
@@ -439,7 +440,7 @@ def test_a_refusal_raises_tracking_error_and_not_tracking_unavailable() -> None:
 @pytest.mark.slow
 def test_two_processes_can_create_the_tables_of_one_database_at_once(tmp_path: Path) -> None:
     code = (
-        "import sys; from onward.infra.tracking import Tracker; tracker = Tracker(sys.argv[1])\n"
+        "import sys; from onward.infra.mlflow.tracking import Tracker; tracker = Tracker(sys.argv[1])\n"
         "print(tracker.start_run('race', key=sys.argv[2], name='n', tags={}, params={})[0])"
     )
     makers = [
@@ -457,7 +458,7 @@ def test_two_processes_can_create_the_tables_of_one_database_at_once(tmp_path: P
 def test_preparing_a_registration_leaves_the_store_as_it_is_and_says_nothing_of_what_is_wrong(tmp_path: Path) -> None:
     code = """
 import sys
-from onward.infra.mlflow_store import registering_prepared
+from onward.infra.mlflow.mlflow_store import registering_prepared
 with registering_prepared(sys.argv[1]):
     print("inside")
 from mlflow.utils import requirements_utils

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.infra.login import login
+from onward.infra.servers.login import login
 
 POOL = "onward"
 """The Prefect work pool from which a worker takes deployed runs."""
@@ -18,26 +18,27 @@ POOL = "onward"
 class Service:
     """One kind of server."""
 
-    command: Callable[[Path, int], list[str]]
-    """(home, port) -> the command line."""
+    command: Callable[[Path, Sequence[int]], list[str]]
+    """(home, the file descriptor of the listening socket, if it has one) -> the command line."""
     port: int
     """The preferred port; 0 = the service does not listen."""
     health: str
     """The URL path that returns 200 when the server is ready; without a port, the text in its log that shows it."""
 
 
-def _web_server(name: str) -> Callable[[Path, int], list[str]]:
-    return lambda home, port: [sys.executable, "-m", "onward.infra.web_server", name, str(home), str(port)]
+def _web_server(name: str) -> Callable[[Path, Sequence[int]], list[str]]:
+    words = [sys.executable, "-m", "onward.infra.servers.web_server", name]
+    return lambda home, listener: [*words, str(home), *map(str, listener)]
 
 
-def _worker_command(home: Path, port: int) -> list[str]:
+def _worker(home: Path, listener: Sequence[int]) -> list[str]:
     return [sys.executable, "-m", "onward.flows.worker"]
 
 
 SERVICES: Mapping[str, Service] = {
     "prefect": Service(_web_server("prefect"), port=4200, health="/api/health"),
     "mlflow": Service(_web_server("mlflow"), port=5000, health="/health"),
-    "worker": Service(_worker_command, port=0, health="started!"),
+    "worker": Service(_worker, port=0, health="started!"),
 }
 
 CLIENT_SETTINGS: Mapping[str, str] = {
@@ -66,6 +67,8 @@ def environment(home: Path, *, prefect_url: str = "") -> dict[str, str]:
         # Else a proxy that the environment names would get the requests to the own servers, and the login with them.
         **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(sorted(excepted))),
         "PREFECT_HOME": str(home / "prefect"),
+        # Prefect deletes old events, and what is left of flow runs that `onward gc` has deleted.
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,orphans",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         # Else Prefect copies its pages into the directory where it is installed.
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "prefect" / "pages"),

@@ -6,7 +6,6 @@ A URI may hold a password. It is read from the environment alone, and no record,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import threading
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from onward.infra.login import keep_from_others
-from onward.infra.new_databases import make_database
+from onward.infra.servers.login import keep_from_others
+from onward.infra.servers.service_state import lock_database
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -163,21 +162,10 @@ def connect(tracking_uri: str) -> MlflowClient:
     # it prints 50 lines for each call that fails, which is raised as well
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     with lock_database(database_of(tracking_uri)):
-        make_if_missing(tracking_uri)
         client = MlflowClient(tracking_uri, tracking_uri)
         if database_of(tracking_uri):
             client.search_experiments(max_results=1)  # creates the tables of a new database that has none yet
     return client
-
-
-def make_if_missing(tracking_uri: str) -> None:
-    """Make the database of a store with its tables, if it is a file that does not exist. Call inside `lock_database`.
-
-    Where that is not possible, MLflow makes it itself, or says what is wrong.
-    """
-    database = database_of(tracking_uri)
-    if database and "?" not in tracking_uri:  # what follows is no part of the file's name
-        make_database(database, "mlflow")
 
 
 @contextlib.contextmanager
@@ -282,15 +270,3 @@ def file_of(tracking_uri: str) -> str:
         return ""
     facts = database.stat()
     return f"{facts.st_dev}:{facts.st_ino}"
-
-
-@contextlib.contextmanager
-def lock_database(database: Path | None) -> Iterator[None]:
-    """Hold a lock while a new database gets its tables: when two processes create them at once, both fail."""
-    if database is None:
-        yield
-        return
-    database.parent.mkdir(parents=True, exist_ok=True)
-    with database.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

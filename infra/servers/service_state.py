@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from onward.infra.job.process_identity import boot_id
-from onward.infra.port_owner import is_ours
-from onward.infra.service_definitions import SERVICES
+from onward.infra.servers.port_owner import is_ours
+from onward.infra.servers.service_definitions import SERVICES
 
 MOST_BYTES = 1 << 16
 """Of the files here that say something of a server."""
@@ -50,6 +50,18 @@ def try_lock(file: IO[bytes]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def lock_database(database: Path | None) -> Iterator[None]:
+    """Hold a lock while a new database gets its tables: when two processes create them at once, both fail."""
+    if database is None:
+        yield
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with database.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 # -- pinned: the servers run without users

@@ -1,4 +1,4 @@
-"""Run Prefect's or MLflow's server on 127.0.0.1, behind a check of each request: `python -m ... NAME HOME PORT`.
+"""Run Prefect's or MLflow's server behind a check of each request: `python -m ... NAME HOME LISTENER`.
 
     browser or client --> check: Host, Origin, for MLflow the login --> Prefect's or MLflow's own application
 
@@ -25,10 +25,8 @@ from typing import Any
 import uvicorn
 from uvicorn.importer import import_from_string
 
-from onward.infra.login import login
-from onward.infra.mlflow_store import database_of, lock_database, make_if_missing
-from onward.infra.new_databases import make_database
-from onward.infra.prefect_database import path_of
+from onward.infra.servers.login import login
+from onward.infra.servers.service_state import lock_database
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -36,8 +34,6 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 HOSTS = ("127.0.0.1", "localhost")
-BACKLOG = 2048
-"""Connections that may wait; uvicorn's own number."""
 HEALTH = ("/health", "/api/health")
 """Paths that answer without a login, to those who wait for the server."""
 PREFECTS_PAGES = re.compile(r"(?!/(api|docs|redoc|openapi\.json)(/|$)).*")
@@ -94,34 +90,23 @@ class RequestCheck:
         return path in HEALTH
 
 
-def main(name: str, home: Path, port: int) -> None:
-    """Run a server until SIGTERM. The port is taken before the application is made, which takes seconds.
+def main(name: str, home: Path, listener: int) -> None:
+    """Run a server until SIGTERM. listener: the file descriptor of its socket.
 
-    Who connects meanwhile waits for the answer.
+    Who connects while the application is made, which takes seconds, waits for the answer.
     """
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        # at once: several sockets can be bound to a port until one of them listens, and all others fail then
-        listener.listen(BACKLOG)
-        gc.disable()  # what is imported stays: looking through it for garbage takes a tenth of the start
-        application = _prefect(home) if name == "prefect" else _mlflow(home)
-        page = PREFECTS_PAGES if name == "prefect" else None
-        checked = RequestCheck(application, login=login(home), page=page)
-        gc.freeze()
-        gc.enable()
-        server = uvicorn.Server(uvicorn.Config(checked, log_level="warning"))
-        server.run(sockets=[listener])
-    if not server.started:
-        sys.exit(3)  # its log has the error
+    gc.disable()  # what is imported stays: looking through it for garbage takes a tenth of the start
+    application = _prefect() if name == "prefect" else _mlflow(home)
+    page = PREFECTS_PAGES if name == "prefect" else None
+    checked = RequestCheck(application, login=login(home), page=page)
+    gc.freeze()
+    gc.enable()
+    server = uvicorn.Server(uvicorn.Config(checked, log_level="warning"))
+    server.run(sockets=[socket.socket(fileno=listener)])
 
 
-def _prefect(home: Path) -> Application:
+def _prefect() -> Application:
     os.environ["PREFECT__SERVER_FINAL"] = "1"  # as `prefect server start` makes it: it takes less memory
-    database = path_of(home)
-    url = import_from_string("prefect.settings:get_current_settings")().server.database.connection_url
-    if url and url.get_secret_value() == f"sqlite+aiosqlite:///{database}":  # and no other one that the user has set
-        make_database(database, "prefect")
     _lock_at_the_beginning()
     application: Application = import_from_string("prefect.server.api.server:create_app")()
     return application
@@ -143,8 +128,8 @@ def _mlflow(home: Path) -> Application:
     from mlflow.server import constants
     from mlflow.server.handlers import initialize_backend_stores
 
-    (home / "mlflow").mkdir(parents=True, exist_ok=True)
-    store = f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
+    database = home / "mlflow" / "mlflow.db"
+    store = f"sqlite:///{database}"
     # what `mlflow server` sets for the process that it starts
     os.environ |= {
         constants.BACKEND_STORE_URI_ENV_VAR: store,
@@ -154,8 +139,7 @@ def _mlflow(home: Path) -> Application:
         constants.SERVE_ARTIFACTS_ENV_VAR: "true",
         "_MLFLOW_SGI_NAME": "uvicorn",
     }
-    with lock_database(database_of(store)):  # a run may make it, too
-        make_if_missing(store)
+    with lock_database(database):  # a run may make it, too
         initialize_backend_stores(store, store, "mlflow-artifacts:/")
     application: Application = import_from_string("mlflow.server.fastapi_app:app")
     return application

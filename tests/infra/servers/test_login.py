@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra.login import login
+from onward.infra.servers.login import login
 from onward.trainer.run.private_home import make_private
 
 
@@ -26,7 +26,9 @@ def test_the_login_is_generated_once_and_its_owner_alone_can_read_it(tmp_path: P
 
 
 def test_processes_that_generate_the_login_at_once_get_the_same(tmp_path: Path) -> None:
-    program = "import sys, pathlib; from onward.infra.login import login; print(login(pathlib.Path(sys.argv[1])))"
+    program = (
+        "import sys, pathlib; from onward.infra.servers.login import login; print(login(pathlib.Path(sys.argv[1])))"
+    )
     started = [
         subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE) for _ in range(4)
     ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onward.infra.mlflow_store import Store, TrackingError, translate_errors, with_password
+from onward.infra.mlflow.mlflow_store import Store, TrackingError, translate_errors, with_password
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

@@ -1,0 +1,82 @@
+"""Read and delete records of Onward's own Prefect server, through Prefect's client.
+
+Prefect deletes events after 7 days by itself, and flow runs never: 230 KB for each run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onward.trainer.run.directory import onward_home
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
+    from prefect.client.schemas.responses import DeploymentResponse
+
+FLOWS = ("train-onnx", "sweep-onnx")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
+PAGE = 200
+"""Prefect's limit of records per call."""
+
+
+def database() -> Path:
+    """Return the database of Onward's own Prefect server."""
+    return onward_home() / "prefect" / "prefect.db"
+
+
+@contextlib.contextmanager
+def own_prefect(kinds: Collection[str]) -> Iterator[SyncPrefectClient | None]:
+    """Yield a client of Onward's own Prefect server, which is started if needed.
+
+    None if there has never been a server, or if neither runs nor records of Prefect are among the kinds to remove.
+    Raises RuntimeUnavailable when the server does not start.
+    """
+    if not database().exists() or not {"run", "prefect"} & set(kinds):
+        yield None
+        return
+    from onward.flows.local_run import prefect_server
+
+    with prefect_server(own=True):
+        from prefect.client.orchestration import get_client
+
+        with get_client(sync_client=True) as client:
+            yield client
+
+
+def deployments(client: SyncPrefectClient | None) -> dict[str, str]:
+    """Return name -> parameters of the deployments."""
+    found: list[DeploymentResponse] = []
+    while client and (page := client.read_deployments(limit=PAGE, offset=len(found))):
+        found += page
+    return {f"deployment {each.name}": json.dumps(each.parameters) for each in found}
+
+
+def old_flow_runs(
+    client: SyncPrefectClient, before: datetime.datetime, *, is_kept: Callable[[str], bool]
+) -> list[UUID]:
+    """Return the ids of Onward's flow runs that have ended before a time.
+
+    is_kept: whether the run or sweep with this id stays.
+    """
+    from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
+
+    flows = FlowFilter.model_validate({"name": {"any_": FLOWS}})
+    ended = FlowRunFilter.model_validate({"state": {"type": {"any_": ENDED}}})
+    runs: list[FlowRun] = []
+    while page := client.read_flow_runs(flow_filter=flows, flow_run_filter=ended, limit=PAGE, offset=len(runs)):
+        runs += page
+    old = [run for run in runs if run.updated and run.updated < before]
+    return [run.id for run in old if not is_kept(_directory_name(run))]
+
+
+def _directory_name(run: FlowRun) -> str:
+    """Return the name of the directory of a flow run: that of the run that it resumed, of its sweep, or its own id."""
+    return str(run.parameters.get("sweep") or run.parameters.get("resume") or run.id)

@@ -1,0 +1,1 @@
+"""Runs, metrics, checkpoints and models in MLflow."""

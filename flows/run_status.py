@@ -21,7 +21,7 @@ from onward.trainer.checkpoint.retention import announced, describe_exported
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.label_units import describe_label_units
 from onward.trainer.data.reading.sources import locate
-from onward.trainer.data.storage.shards import ShardManifest, open_shards
+from onward.trainer.data.storage.shards import ShardManifest, open_evaluated
 from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, read_events
@@ -347,6 +347,6 @@ def held_out_text(run: RunDir) -> bytes:
     data, label = config.data, config.losses[0].label if config.losses else ""
     if not label or data.text or locate(data.source, data).format != "text" or not isinstance(label, str):
         return b""
-    shards = open_shards(run.shards, "evaluation", most=data.evaluation_rows)
+    shards = open_evaluated(run.shards, data)
     windows = shards.read(np.arange(shards.num_rows))[label]
     return np.asarray(windows, dtype=np.uint8).tobytes()

@@ -20,6 +20,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.first_rows import source_bytes
+from onward.trainer.data.resolve import write_resolved
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.sharding_progress import speed
 from onward.trainer.data.storage.shards import ShardManifest, Split
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @task(name="shard-data", task_run_name="shard-data", cache_policy=NO_CACHE)
 def shard_data(run: RunDir) -> ShardManifest:
-    """Create RUN_DIR/shards, a link into the shard cache; unchanged data is not sharded twice.
+    """Create RUN_DIR/shards, a link into the shard cache, and resolved.json; unchanged data is not sharded twice.
 
     Raises DataError with file and line for data that cannot be read, ConfigError when the data does not fit the model
     (`onward run` has checked only the first rows before), or has changed since training began.
@@ -50,6 +51,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     stream = sample_stream(manifest.sizes or (manifest.rows("train"),), config)
     _refuse_changes(run, manifest.key)
     _link(run.shards, directory)
+    write_resolved(run)
     files, size_bytes = len(manifest.train) + len(manifest.evaluation), source_bytes(config.data)
     log.info(
         "%d rows to train on, %d to evaluate on, %d %s files %s in %.1f s%s: %s",

@@ -22,12 +22,10 @@ from onward.trainer.checkpoint.consistency import check_copies
 from onward.trainer.checkpoint.load import load, verify_together
 from onward.trainer.checkpoint.resume import find_resume_point
 from onward.trainer.checkpoint.train_state import TrainState
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches, evaluation_batches
-from onward.trainer.data.losses_from_data import with_losses_from_data
+from onward.trainer.data.resolve import read_resolved
 from onward.trainer.data.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
-from onward.trainer.data.text.byte_counts import with_bytes_of_targets
+from onward.trainer.data.storage.shards import open_evaluated, open_shards
 from onward.trainer.distributed.arithmetic import set_arithmetic
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
@@ -61,7 +59,6 @@ from onward.trainer.run.time_spent import TimeSpent
 
 
 def train(
-    config: RunConfig,
     run: RunDir,
     mpi: MPIContext,
     *,
@@ -79,7 +76,7 @@ def train(
     started_at = time.monotonic()
 
     # -- 1. Ranks: who computes what, and in which arithmetic
-    config = set_arithmetic(config, mpi)
+    config = set_arithmetic(read_resolved(run), mpi)
     dims = ParallelDims.of(config.parallel)
     mesh = make_mesh(mpi, dims, timeout_s=config.collective_timeout_s)
     here = dims.coordinate(mpi.rank)
@@ -90,11 +87,9 @@ def train(
     signature = read_training_signature(config.model)
     share = {"replica": here.data, "num_replicas": dims.data}
     rows = open_shards(run.shards, "train")
-    held_out = open_shards(run.shards, "evaluation", most=config.data.evaluation_rows)
+    held_out = open_evaluated(run.shards, config.data)
     rows, held_out = with_soft_labels((rows, held_out), config, signature, run.teacher, mpi, beat=heartbeat.beat)
-    config = with_losses_from_data(config, rows, signature)
     batches = Batches(rows, config, signature, **share, device=mpi.device)
-    config = with_bytes_of_targets(config, held_out, signature)
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them

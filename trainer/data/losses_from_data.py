@@ -1,4 +1,4 @@
-"""Fill in what only the data says of a loss: "balanced" class weights, units of labels, and the axis of the classes.
+"""Compute the settings of a loss that the data decides: "balanced" class weights, units of labels, axis of the classes.
 
 labels 0 0 0 1   ->   weights 4 / (2 x 3) = 0.67 and 4 / (2 x 1) = 2: every class has the same sum of weights, 2
 
@@ -28,27 +28,23 @@ from onward.trainer.errors import ConfigError
 ROWS_AT_ONCE, FILES_AT_ONCE = 65536, 256
 
 
-def with_losses_from_data(config: RunConfig, rows: LabelledRows, signature: Signature) -> RunConfig:
-    """Return the configuration with numbers in place of "balanced" weights and of "standard" units of labels.
+def losses_from_data(config: RunConfig, rows: LabelledRows, signature: Signature) -> tuple[LossConfig, ...]:
+    """Return the losses with numbers in place of "balanced" weights and of "standard" units of labels.
 
-    Unchanged if no loss asks for them. rows: the training data, or its first rows where only the arithmetic is tried.
-    Reads the labels of all of them if their numbers are not known: of first rows, and of shards of an earlier version.
-    Raises ConfigError where there are none, and the errors of `with_label_units`.
+    rows: the training data, or a sample of it. Raises ConfigError where it has no labels, and the errors of
+    `with_label_units`.
     """
-    losses = config.losses
-    if not take_from_data(losses):
-        return config
-    found = [
-        loss.model_copy(update={"class_weights": _weights(loss, rows, config, signature)})
-        if loss.class_weights == "balanced"
-        else loss
-        for loss in losses
-    ]
-    return config.model_copy(update={"loss": with_label_units(found, rows)})
+    losses = []
+    for loss in config.losses:
+        if loss.class_weights == "balanced":
+            weights = _weights(loss, rows, config, signature)
+            loss = loss.model_copy(update={"class_weights": weights})
+        losses.append(loss)
+    return with_label_units(losses, rows)
 
 
 def take_from_data(losses: Sequence[LossConfig]) -> bool:
-    """Return whether something of the losses is still to be found on the data."""
+    """Return whether the data decides a setting of the losses."""
     return any(loss.class_weights == "balanced" for loss in losses) or bool(standardised_columns(losses))
 
 

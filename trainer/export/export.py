@@ -34,7 +34,8 @@ from torch import Tensor
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.images.image_inputs import image_inputs
-from onward.trainer.data.losses_from_data import take_from_data, with_class_axes, with_losses_from_data
+from onward.trainer.data.losses_from_data import with_class_axes
+from onward.trainer.data.resolve import read_resolved
 from onward.trainer.data.signature import digest_of_files, model_digest, read_training_signature
 from onward.trainer.data.storage.row_origins import row_origins
 from onward.trainer.data.storage.shards import Shards, open_shards
@@ -65,7 +66,6 @@ from onward.trainer.run.directory import (
     RunDir,
     changes_in,
     example_in,
-    read_config,
     read_config_as_given,
     samples_in,
 )
@@ -102,7 +102,7 @@ def export(
     test: the rows of `data.test_source`, on which the written file is evaluated once; nothing depends on it. Raises
     ExportRefused with a sentence for each check that failed; no file is written then.
     """
-    config, folder = _completed(run, read_config(run)), folder or run.export
+    config, folder = read_resolved(run), folder or run.export
     examines = config.monitor.report and folder == run.export
     source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
     trainable = open_trainable(config)
@@ -265,7 +265,7 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> Non
     """
     from onward.trainer.export.training.files import write_artifacts
 
-    config = _completed(run, read_config(run))
+    config = read_resolved(run)
     source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
     trainable = open_trainable(config)
     load_weights(trainable.module, checkpoint.weights)
@@ -277,13 +277,6 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> Non
         part = rows_first(extract_subgraph(written, settings), settings)
         rows, signature = open_shards(run.shards, "train"), read_training_signature(config.model)
         write_artifacts(folder, part, with_class_axes(config, rows.columns, signature), base=staging)
-
-
-def _completed(run: RunDir, config: RunConfig) -> RunConfig:
-    """Return the configuration with what its losses take from the data of the run."""
-    if not take_from_data(config.losses):
-        return config
-    return with_losses_from_data(config, open_shards(run.shards, "train"), read_training_signature(config.model))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.batches.step_shares import check_last_samples
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.first_rows import FirstRows, read_first_rows
-from onward.trainer.data.losses_from_data import with_losses_from_data
+from onward.trainer.data.resolve import resolve
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.diagnostics.audit_input import audit_of_run
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings
@@ -88,7 +88,7 @@ def checks(
     signature = read_training_signature(config.model)
     most = max(config.micro_batch_size, config.evaluation_batch_size, PARITY_ROWS)
     rows = read_first_rows(config, signature, most)
-    config = with_losses_from_data(config, rows, signature)
+    config = resolve(config, rows, signature)
     trained = with_teacher or trainable.module
     compute_teacher_apart(trained, config.model_copy(update={"precision": arithmetic}))
     graph = RehearsedGraph(

@@ -28,8 +28,8 @@ from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.columns import Array
 from onward.trainer.data.first_rows import FirstRows, read_first_rows
 from onward.trainer.data.fitted import Fitted
-from onward.trainer.data.losses_from_data import with_losses_from_data
 from onward.trainer.data.permutation import permutation
+from onward.trainer.data.resolve import resolve
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.inferred_schema import infer_schema
 from onward.trainer.errors import ConfigError, Refused
@@ -157,7 +157,7 @@ class _Experiment:
         if key not in self._read:
             rows = read_first_rows(config, self._signature, self._most, spread=True, schema=self._schema)
             if not self._read:  # no trial changes labels, so the first rows say what they say of the loss
-                losses = with_losses_from_data(self._config, rows, self._signature).losses
+                losses = resolve(self._config, rows, self._signature).losses
                 self._loss = Losses(losses, self._runner.outputs).each[0]
             self._read[key] = rows
         return self._read[key]

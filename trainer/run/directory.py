@@ -23,6 +23,7 @@ Flow, tasks and ranks exchange files in this directory and nothing else. After e
         job.json                the newest job: its tag, command and start time (infra/mpirun.py)
         shards/manifest.json    ShardManifest (a link into the shard cache)     shard data
         teacher/                what the teacher computes of each row (teacher.cache)    all ranks
+        resolved.json           ResolvedSettings: the settings that the data has completed    shard data
         attempt                 the number of the attempt that owns the directory (the fence)   train
         attempts/001/           train.log, result.json (AttemptResult)          train, rank 0
         attempts/001/ending.json  AttemptEnding: how it ended, and what followed    train
@@ -147,6 +148,10 @@ class RunDir:
     @property
     def shards(self) -> Path:
         return self.root / "shards"
+
+    @property
+    def resolved(self) -> Path:
+        return self.root / "resolved.json"
 
     @property
     def teacher(self) -> Path:

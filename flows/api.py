@@ -93,7 +93,7 @@ def resume(
     require_flow("onward.resume")
     from onward.flows.live_view.view import live_view
     from onward.flows.resuming import check_settings, checked_run, outcome_if_finished
-    from onward.trainer.run.directory import read_settings
+    from onward.trainer.run.directory import read_config
     from onward.trainer.run.local_copies import LocalCopies
     from onward.trainer.run.records import read_record
 
@@ -106,7 +106,7 @@ def resume(
         check_settings(found, accept=False)
     known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
     with live_view() as view:
-        saved = Given(read_settings(found), changes, lambda sections: problems_of(sections, known, resumed=True))
+        saved = Given(read_config(found, "given"), changes, lambda sections: problems_of(sections, known, resumed=True))
         resolved = saved.checked_here(resumed=True)
         if accept_config:  # after the rules have passed it
             check_settings(found, accept=True)

@@ -45,7 +45,7 @@ from onward.trainer.data.signature import model_digest
 from onward.trainer.diagnostics.config_check import check_local_files
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable
 from onward.trainer.run.allowed_code import SHOWN, AllowedCode, code_digests
-from onward.trainer.run.directory import RunDir, read_config, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import accepted_changes, refuse_edited, write_settings
 from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.names import name_of
@@ -96,7 +96,7 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
     local = with_copies(config, copies)  # with columns in place of patterns
     reads_scores = with_scores(config, local)
     if run.config.exists():
-        saved = read_settings(run)
+        saved = read_config(run, "given")
         refuse_edited(run)
         if _tensors_read(saved) == _tensors_read(reads_scores):  # else it is of a version that chose none
             config = reads_scores

@@ -52,15 +52,7 @@ from onward.trainer.errors import (
     StorageUnavailable,
 )
 from onward.trainer.run.delivered import remember
-from onward.trainer.run.directory import (
-    RunDir,
-    changes_in,
-    example_in,
-    read_config,
-    read_config_as_given,
-    samples_in,
-    variant_in,
-)
+from onward.trainer.run.directory import RunDir, changes_in, example_in, read_config, samples_in, variant_in
 from onward.trainer.run.durable_files import durable_file, remove_partials
 from onward.trainer.run.records import (
     CheckpointInfo,
@@ -106,7 +98,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
         failed.append(error)
     try:
         if config.export.path:
-            _deliver(read_config_as_given(run), exported)
+            _deliver(read_config(run, "local"), exported)
     except RuntimeUnavailable as error:
         failed.append(error)
     show_result(run, exported, result)
@@ -137,7 +129,7 @@ def export_file(
     """
     restore_copies(run)
     extras = extras or read_config(run).export
-    source = read_config_as_given(run).model.path
+    source = read_config(run, "local").model.path
     if out and (problems := export_conflicts(out.absolute(), source, extras.variants)):
         raise ConfigError(problems)  # before the export, which takes minutes for a large model
     if out and not extras.overwrite and (problems := files_in_the_way(out.absolute(), extras.variants)):

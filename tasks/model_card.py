@@ -18,7 +18,7 @@ from onward.tasks.shown_in_mlflow import data_digests, parameters, trained_from
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.signature import TensorInfo, read_signature
 from onward.trainer.data.storage.shards import ShardManifest, Split
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.preprocessing_record import (
     AudioInput,
@@ -53,7 +53,7 @@ def write_card(run: RunDir, exported: ExportedModel, folder: Path) -> Path:
 
 def model_card(run: RunDir, exported: ExportedModel) -> str:
     """Return the card in Markdown, with the header that Hugging Face reads."""
-    config = read_settings(run)
+    config = read_config(run, "given")
     identity = read_record(run.identity, RunIdentity) if run.identity.exists() else None
     shards = run.shards / "manifest.json"
     manifest = read_record(shards, ShardManifest) if shards.exists() else None

@@ -18,7 +18,7 @@ from onward.trainer.config.flat_settings import changed_settings, flat_settings
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import is_registered, url_of
 from onward.trainer.data.storage.shards import ShardManifest
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
 from onward.trainer.run.sweeps import membership
@@ -67,7 +67,7 @@ def description(run: RunDir, config: RunConfig, identity: RunIdentity, result: s
 
 def result_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
     """Return the tags of a run whose file is exported."""
-    config, identity = read_settings(run), read_record(run.identity, RunIdentity)
+    config, identity = read_config(run, "given"), read_record(run.identity, RunIdentity)
     result = before_and_after(exported, config.promote_metric)
     version = f"{exported.registered_as} {exported.version}".strip()
     return {
@@ -90,7 +90,7 @@ def before_and_after(exported: ExportedModel, first: str) -> str:
 
 def version_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
     """Return the facts of a registered version: the metrics, what it was trained from and on, and the runs."""
-    identity, config = read_record(run.identity, RunIdentity), read_settings(run)
+    identity, config = read_record(run.identity, RunIdentity), read_config(run, "given")
     facts = {
         "onward.result": before_and_after(exported, config.promote_metric),
         "onward.trained_from": trained_from(run, config),
@@ -106,7 +106,7 @@ def version_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
 
 def about_version(run: RunDir) -> str:
     """Return where a version comes from, in Markdown: the model before the training, the data, and the runs."""
-    identity, config = read_record(run.identity, RunIdentity), read_settings(run)
+    identity, config = read_record(run.identity, RunIdentity), read_config(run, "given")
     lines = [f"Trained from `{trained_from(run, config)}` on `{config.data.source}`, run `{identity.run_id}`"]
     links = {"MLflow": identity.mlflow_url, "Prefect": identity.prefect_url}
     lines += [f"[This run in {product}]({address})" for product, address in links.items() if address]

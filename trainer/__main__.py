@@ -52,7 +52,7 @@ with quick_imports():
     from onward.trainer.errors import ExportRefused, Stopped
     from onward.trainer.events import Heartbeat
     from onward.trainer.run.allowed_code import allow_code_of
-    from onward.trainer.run.directory import RunDir, comparison_in, read_config, read_config_as_given, variant_in
+    from onward.trainer.run.directory import RunDir, comparison_in, read_config, variant_in
     from onward.trainer.run.kept_settings import refuse_edited
     from onward.trainer.run.node_usage import recorded_usage
     from onward.trainer.run.records import ExportedModel, read_record, write_record
@@ -245,7 +245,7 @@ def make_quantized(folder: RunDir) -> int:
     from onward.trainer.run.refusals import exit_with_refusal
 
     with exit_with_refusal(folder.root):
-        config = read_config_as_given(folder)
+        config = read_config(folder, "local")
         made = quantize_aware.make_quantized(config, folder.quantized / config.model.path.name)
         write_record(folder.quantized / "quantized.json", made)
     return 0

@@ -26,7 +26,7 @@ from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.setting_paths import PATHS, replaced
 from onward.trainer.data.storage.shards import ShardManifest
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import Record, RunIdentity, read_record
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def origin_of(run: RunDir) -> Origin:
     shards = run.shards / "manifest.json"
     origin = {}
     if run.config.exists():
-        origin["config"] = digest_of_config(read_settings(run), identity.code_sha256 if identity else {})
+        origin["config"] = digest_of_config(read_config(run, "given"), identity.code_sha256 if identity else {})
     if identity and identity.model_sha256:
         origin["model"] = identity.model_sha256
     if shards.exists():

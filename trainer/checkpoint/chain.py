@@ -27,7 +27,7 @@ from onward.trainer.checkpoint.tensor_sums import ITEM_BYTES, KINDS, FileSums, a
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint, verify
 from onward.trainer.errors import CheckpointError
 from onward.trainer.events import Event, read_events
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import accepted_changes
 from onward.trainer.run.records import Record, RuntimeReport, read_record
 
@@ -75,7 +75,7 @@ def check_run(run: RunDir) -> CheckedRun:
     # a crash between a rename and its event: the attempt that went on from that checkpoint has logged its digest
     names |= {event.fields["certificate"]: f"step-{event.step:09d}" for event in events if _resumed_from(event)}
     names |= {NO_DIGEST: "the start"}
-    foreign = bool(run.config.exists() and read_settings(run).checkpoint.load)
+    foreign = bool(run.config.exists() and read_config(run, "given").checkpoint.load)
     known = tuple(
         each.model_copy(update={"goes_on_from": names.get(each.certificate.previous, "")}) if each.certificate else each
         for each in kept
@@ -98,7 +98,7 @@ def check_run(run: RunDir) -> CheckedRun:
 
 def repeats_bits(run: RunDir) -> bool:
     """Return whether a step of the run that is made again has the same bits: not on GPUs without `deterministic`."""
-    if not run.config.exists() or read_settings(run).train.deterministic:
+    if not run.config.exists() or read_config(run, "given").train.deterministic:
         return True
     return not run.runtime.exists() or all(
         rank.device == "cpu" for rank in read_record(run.runtime, RuntimeReport).ranks

@@ -62,13 +62,7 @@ from onward.trainer.onnx_graph.strip_training import TrainingForm, strip_trainin
 from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
 from onward.trainer.onnx_import.write_back import write_model
-from onward.trainer.run.directory import (
-    RunDir,
-    changes_in,
-    example_in,
-    read_config_as_given,
-    samples_in,
-)
+from onward.trainer.run.directory import RunDir, changes_in, example_in, read_config, samples_in
 from onward.trainer.run.durable_files import fsync, write_durably
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
 
@@ -144,7 +138,7 @@ def export(
         also = (baselines.measure, *((samples.add,) if samples else ()))
         after, fp32, kernels = runner.evaluate(*also), dict[str, float](), dict[str, int]()
         if config.quantize.aware:
-            floats = read_config_as_given(run).model.path
+            floats = read_config(run, "local").model.path
             fp32 = _metrics_of(ModelFile.read(floats), data, staging / "fp32", config) if floats.is_file() else {}
             kernels = integer_kernels(path)
         tested = _metrics_of(written, test, staging / "test", config) if test else {}

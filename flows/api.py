@@ -25,7 +25,6 @@ from onward.flows.configuration import (
     config,
     origins,
     prefect_at_home,
-    problems_of,
 )
 from onward.flows.stop_signals import acknowledged_interrupt, exit_on_sigterm
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
@@ -106,8 +105,13 @@ def resume(
         check_settings(found, accept=False)
     known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
     with live_view() as view:
-        saved = Given(read_config(found, "given"), changes, lambda sections: problems_of(sections, known, resumed=True))
-        resolved = saved.checked_here(resumed=True)
+
+        def check(sections: Mapping[str, Any]) -> list[str]:
+            from onward.tasks.file_check import check_files
+
+            return check_files(sections, known, resumed=True).problems
+
+        resolved = Given(read_config(found, "given"), changes, check).checked_here(resumed=True)
         if accept_config:  # after the rules have passed it
             check_settings(found, accept=True)
         return _train(resolved, view, resume=found.root.name, asked_ms=asked_ms)

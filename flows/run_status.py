@@ -219,7 +219,7 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
         bits_per_byte=bits_per_byte(exported.after["evaluation/loss"], text) if text else {},
         before=exported.before,
         after=exported.after,
-        exported=describe_exported(exported.step, announced(run), trained, config),
+        exported=describe_exported(exported.step, announced(run), trained, config.checkpoint),
         test=exported.test,
         parity=exported.parity,
         rounding=exported.rounding,
@@ -247,7 +247,7 @@ def _data(run: RunDir) -> str:
     manifest = read_record(path, ShardManifest)
     said = (
         manifest.preprocessing,
-        describe_masks(read_config(run), manifest.fitted),
+        describe_masks(read_config(run).data, manifest.fitted),
         describe_label_units(read_config(run).losses, manifest.fitted),
     )
     return "; ".join(filter(None, said))

@@ -85,7 +85,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
     """
     config = read_config(run)
     chosen = choose(checkpoints, config.export.checkpoint)
-    log.info("exporting %s", describe_exported(chosen.step, checkpoints, result, config))
+    log.info("exporting %s", describe_exported(chosen.step, checkpoints, result, config.checkpoint))
     with registering_prepared(read_record(run.identity, RunIdentity).tracking_uri):
         exported = _verified_before(run, chosen) or export_file(run, chosen.path)
     tags = {"step": str(exported.step), "checkpoint": chosen.path.name, "attempts": str(result.attempts)}

@@ -48,7 +48,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     # again, now with the extremes of all rows: `configure` has seen the first ones only
     if problems := data_problems(config, manifest.table, fitted=manifest.fitted):
         raise ConfigError(problems)
-    stream = sample_stream(manifest.sizes or (manifest.rows("train"),), config)
+    stream = sample_stream(manifest.sizes or (manifest.rows("train"),), config.data, config.train)
     _refuse_changes(run, manifest.key)
     _link(run.shards, directory)
     write_resolved(run)
@@ -80,7 +80,7 @@ def shard_data(run: RunDir) -> ShardManifest:
         log.info("%d rows are kept for the test of the exported file", manifest.rows("test"))
     if manifest.preprocessing:
         log.info("%s", manifest.preprocessing, extra=IN_RESULT)
-    if masks := describe_masks(config, manifest.fitted):
+    if masks := describe_masks(config.data, manifest.fitted):
         log.info("%s", masks, extra=IN_RESULT)
     if manifest.skipped:
         rows = "; ".join(manifest.skipped_rows[:5])

@@ -13,6 +13,8 @@ import numpy as np
 
 from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data import misfits
 from onward.trainer.data.class_axis import find_class_axis
 from onward.trainer.data.columns import BYTES, TEXT, Column, Schema
@@ -64,7 +66,7 @@ def data_problems(
         return list(error.problems)
     try:
         masks(config, signature)
-        image_inputs(config, signature)
+        image_inputs(config.data, signature)
         mixed_labels(config, signature)
     except ConfigError as error:  # which columns are read depends on it
         return list(error.problems)
@@ -88,7 +90,7 @@ def data_problems(
         elif feed.mask and schema[feed.columns[0]].dtype != MASK_TYPE:
             problems += _image_problems(feed, schema[feed.columns[0]], MASK_TYPE, feed.mask)
         elif feed.dtype == "string" and signature.computed:
-            problems += _text_problems(config, feed, [schema[name] for name in feed.columns])
+            problems += _text_problems(config.data, feed, [schema[name] for name in feed.columns])
         else:
             problems += type_problems(feed, [schema[name] for name in feed.columns])
     problems += _doubly_read(config, signature)
@@ -228,11 +230,11 @@ def _image_problems(feed: Feed, column: Column, dtype: str, shape: tuple[int, ..
         )
 
 
-def _text_problems(config: RunConfig, feed: Feed, columns: list[Column]) -> Iterator[str]:
+def _text_problems(data: DataConfig, feed: Feed, columns: list[Column]) -> Iterator[str]:
     """Yield what is wrong with the columns of a feed of strings."""
     for column in columns:
         # the cells of a CSV file are text, also those that look like numbers
-        if column.dtype != TEXT and sources.locate(config.data.source, config.data).format != "csv":
+        if column.dtype != TEXT and sources.locate(data.source, data).format != "csv":
             yield f"{feed.target} takes strings, but column {column.name!r} holds {column.kind}, not text"
     shape = feed.sample_shape
     if feed.sequence and feed.stacked:
@@ -342,7 +344,7 @@ def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mappin
     """Check that the ids of categories are rows of the embedding that an input indexes, where the graph shows it."""
     for feed in file_feeds(config, signature).values():
         found = {name: len(fitted[name].vocabulary) for name in feed.columns if name in fitted}
-        table = embedding_rows_of(config, feed.target.removeprefix("input ")) if any(found.values()) else None
+        table = embedding_rows_of(config.model, feed.target.removeprefix("input ")) if any(found.values()) else None
         for name, number in found.items():
             if table and number > table[0]:
                 yield (
@@ -352,9 +354,9 @@ def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mappin
                 )
 
 
-def embedding_rows_of(config: RunConfig, name: str) -> tuple[int, str] | None:
+def embedding_rows_of(model: ModelConfig, name: str) -> tuple[int, str] | None:
     """Return (rows, name) of the embedding that an input of the model indexes, or None."""
-    return embedding_rows(read_model(config.model.path).graph, name)
+    return embedding_rows(read_model(model.path).graph, name)
 
 
 def _declared_classes(loss: LossConfig, output: Dims, column: Column) -> int | None:

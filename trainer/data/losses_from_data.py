@@ -15,6 +15,7 @@ import numpy as np
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.class_axis import find_class_axis
 from onward.trainer.data.columns import BYTES, Array, Schema
 from onward.trainer.data.fitted import LabelledRows
@@ -87,14 +88,14 @@ def count_classes(
         for name in names:
             column = values[name]
             if name in files:
-                column = [_decoded(content, files[name], config).ravel() for content in column]
+                column = [_decoded(content, files[name], config.data).ravel() for content in column]
             flat = column.ravel() if isinstance(column, np.ndarray) else np.concatenate([*column, np.zeros(0, int)])
             found[name] = _sum([found[name], np.bincount(flat[flat >= 0].astype(np.int64))])
     return {name: tuple(counts.tolist()) for name, counts in found.items()}
 
 
-def _decoded(content: Any, mask: Mask, config: RunConfig) -> Array:
-    image = config.data.image
+def _decoded(content: Any, mask: Mask, data: DataConfig) -> Array:
+    image = data.image
     assert image is not None
     return fitted_mask(decode_mask(content, image.mask_values, mask.ignore_index), mask.size, image, mask.ignore_index)
 

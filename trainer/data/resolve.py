@@ -48,17 +48,17 @@ def resolve(
     completed = config
     if take_from_data(config.losses):
         completed = completed.model_copy(update={"loss": losses_from_data(config, rows, signature)})
-    if counts_bytes(config):
+    if counts_bytes(config.data, config.metrics):
         metrics = metrics_from_data(config, rows if evaluated is None else evaluated, signature)
         completed = completed.model_copy(update={"metrics": metrics})
-        if evaluated is not None and counts_bytes(completed):
+        if evaluated is not None and counts_bytes(completed.data, completed.metrics):
             raise ConfigError("metrics: bits_per_byte: the tokens of the evaluation data stand for no byte of text")
     return completed
 
 
 def depends_on_data(config: RunConfig) -> bool:
     """Return whether `resolve` would change the configuration."""
-    return take_from_data(config.losses) or counts_bytes(config)
+    return take_from_data(config.losses) or counts_bytes(config.data, config.metrics)
 
 
 def write_resolved(run: RunDir) -> None:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.losses_from_data import with_class_axes
 from onward.trainer.data.resolve import read_resolved
@@ -130,7 +131,9 @@ def export(
         runner = verify(written, expected, data=data, config=config.export)
         as_given = 0.0
         if form and not config.quantize.aware:
-            as_given = _compare_as_given(given, form, merged, compared, staging / "given", config, data)
+            as_given = _compare_as_given(
+                given, form, merged, compared, staging / "given", config.model, config.export, data
+            )
         cuda = check_on_cuda(runner, batches=config.export.parity_batches, tolerance=config.export.tolerance)
         examined = data.rows if examines else None
         losses = data.new_metrics(runner.outputs).losses
@@ -139,9 +142,9 @@ def export(
         after, fp32, kernels = runner.evaluate(*also), dict[str, float](), dict[str, int]()
         if config.quantize.aware:
             floats = read_config(run, "local").model.path
-            fp32 = _metrics_of(ModelFile.read(floats), data, staging / "fp32", config) if floats.is_file() else {}
+            fp32 = _metrics_of(ModelFile.read(floats), data, staging / "fp32", config.model) if floats.is_file() else {}
             kernels = integer_kernels(path)
-        tested = _metrics_of(written, test, staging / "test", config) if test else {}
+        tested = _metrics_of(written, test, staging / "test", config.model) if test else {}
         helpers = _cost_of_helpers(written, runner)
         changed = len(changed_tensors(written, expected.original, expected.weights))
         # the model is moved last: it names the other files, so it must not appear before them
@@ -187,7 +190,7 @@ def _cost_of_helpers(written: ModelFile, runner: OnnxRunner) -> str:
 
 def _worst_samples(config: RunConfig, losses: Losses, rows: Shards) -> WorstSamples:
     signature = read_training_signature(config.model)
-    return WorstSamples(losses, rows, image_inputs(config, signature), [info.name for info in signature.inputs])
+    return WorstSamples(losses, rows, image_inputs(config.data, signature), [info.name for info in signature.inputs])
 
 
 def _origins(config: RunConfig, data: EvaluationData, wanted: Sequence[int]) -> Mapping[int, str]:
@@ -207,7 +210,8 @@ def _compare_as_given(
     merged: ImportedGraph,
     module: ImportedGraph,
     folder: Path,
-    config: RunConfig,
+    model: ModelConfig,
+    export: ExportConfig,
     data: EvaluationData,
 ) -> float:
     """Compare the graph in the form in which it was given, with the trained weights, with the trained module.
@@ -219,19 +223,19 @@ def _compare_as_given(
         graph, place = onnx.ModelProto(), folder / str(norms)
         graph.CopyFrom(given)
         if norms is not None:
-            kept = tuple(filter(None, (*begin_at_numbers(graph, config.model).start, *config.model.outputs)))
-            strip_training(graph, keep=kept, base=config.model.path.parent, norms=norms)
+            kept = tuple(filter(None, (*begin_at_numbers(graph, model).start, *model.outputs)))
+            strip_training(graph, keep=kept, base=model.path.parent, norms=norms)
         place.mkdir(parents=True, exist_ok=True)
-        written_to, *_ = write_model(merged, graph, config.model.path, place / config.model.path.name)
+        written_to, *_ = write_model(merged, graph, model.path, place / model.path.name)
         file = ModelFile.read(written_to)
-        if not trains_subgraph(graph, config.model):
+        if not trains_subgraph(graph, model):
             return file
         (place / "part").mkdir()
-        return trained_part(file.proto, written_to, place / "part", config.model)
+        return trained_part(file.proto, written_to, place / "part", model)
 
     as_given = written(None)
     file = GivenFile(as_given, form, written(False) if form.draws else as_given)
-    return difference_of_forms(file, module, data, tolerance=config.export.tolerance)
+    return difference_of_forms(file, module, data, tolerance=export.tolerance)
 
 
 def examine(
@@ -313,9 +317,9 @@ def _rounded_as_stored(trained: ImportedGraph, merged: ImportedGraph, model: onn
     return module
 
 
-def _metrics_of(file: ModelFile, data: EvaluationData, folder: Path, config: RunConfig) -> dict[str, float]:
+def _metrics_of(file: ModelFile, data: EvaluationData, folder: Path, model: ModelConfig) -> dict[str, float]:
     """Return the metrics of a file, whose losses may read tensors inside its graph."""
-    return OnnxRunner(trained_part(file.proto, file.path, folder, config.model), data).evaluate()
+    return OnnxRunner(trained_part(file.proto, file.path, folder, model), data).evaluate()
 
 
 def trained_part(

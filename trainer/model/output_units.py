@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.first_rows import read_first_rows
@@ -30,7 +31,7 @@ def with_first_units(config: RunConfig) -> RunConfig:
 
     For estimates, which a few nodes more or fewer do not change. Raises the errors of `resolve`.
     """
-    if not _standardises(config):
+    if not _standardises(config.losses):
         return config
     signature = read_training_signature(config.model)
     config = resolve(config, read_first_rows(config, signature, ROWS), signature)
@@ -43,7 +44,7 @@ def choose_output_units(config: RunConfig) -> tuple[RunConfig, tuple[str, ...], 
     The configuration is unchanged, and both others are (), if no loss standardises its label. Raises the errors of
     `resolve` and `open_trainable`.
     """
-    if not _standardises(config):
+    if not _standardises(config.losses):
         return config, (), ()
     signature = read_training_signature(config.model)
     rows = read_first_rows(config, signature, max(ROWS, config.micro_batch_size))
@@ -78,8 +79,8 @@ def choose_output_units(config: RunConfig) -> tuple[RunConfig, tuple[str, ...], 
     return _with_units(config, chosen), tuple(chosen), tuple(said)
 
 
-def _standardises(config: RunConfig) -> bool:
-    return any(loss.standardise_label != "none" for loss in config.losses)
+def _standardises(losses: Sequence[LossConfig]) -> bool:
+    return any(loss.standardise_label != "none" for loss in losses)
 
 
 def _with_units(config: RunConfig, chosen: Sequence[str]) -> RunConfig:

@@ -120,7 +120,7 @@ def _widen(part: onnx.ModelProto, config: RunConfig) -> bool:
     The flow has replaced "auto"; a rank that is started by hand proves it again.
     """
     if config.model.fixed_batch == "auto" and declared_batch(part.graph):
-        use = use_of_part(part, config)
+        use = use_of_part(part, config.model, config.lora)
         if use.kind != "any":
             raise ConfigError(
                 f"the file declares a batch of {use.declared}, and no other is proved right: {use.reason}; set "

@@ -39,7 +39,7 @@ def candidates(config: RunConfig, signature: Signature) -> list[Settings]:
 
 
 def _images(config: RunConfig, signature: Signature) -> list[Settings]:
-    inputs = image_inputs(config, signature)
+    inputs = image_inputs(config.data, signature)
     if not inputs:
         return []
     channels = inputs[0].channels
@@ -84,7 +84,7 @@ def _lacks_lowercase(text: TextConfig) -> bool:
 
 def _tables(config: RunConfig, signature: Signature) -> list[Settings]:
     """Return the scales of columns of numbers; none where no input of floats reads single numbers or vectors."""
-    images = {each.name for each in image_inputs(config, signature)}
+    images = {each.name for each in image_inputs(config.data, signature)}
     scaled = [
         name
         for name, feed in file_feeds(config, signature).items()

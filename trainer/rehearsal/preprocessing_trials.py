@@ -72,7 +72,7 @@ def try_preprocessings(config: RunConfig, rows: int) -> PreprocessingTrials:
         file = ModelFile.read(config.model.path)
         part = trained_part(file.proto, file.path, Path(folder), config.model)
         proto = part.proto if isinstance(part, ModelFile) else part
-        if declared_batch(proto.graph) and (use := use_of_part(proto, config)).kind == "joint":
+        if declared_batch(proto.graph) and (use := use_of_part(proto, config.model, config.lora)).kind == "joint":
             raise ConfigError(
                 f"the file declares a batch of {use.declared} and its rows depend on each other ({use.reason}): "
                 "preprocessings cannot be tried on single rows"

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from onward.trainer.config.losses import key_of
+from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.columns import BYTES, TEXT, Array, Column, ColumnType, Schema, Values
 from onward.trainer.data.fitted import Fitted, FittedComputer
 from onward.trainer.data.reading import sources
@@ -36,7 +37,7 @@ def open_class_names(config: RunConfig, schema: Schema) -> list[ClassNames]:
     Raises ConfigError for `data.classes` that the column cannot have.
     """
     given, found = config.data.classes, []
-    for name, ignored in _class_columns(config):
+    for name, ignored in _class_columns(config.data, config.losses):
         column = schema.get(name)
         if column is None or column.dtype == BYTES:
             continue  # `data_problems` refuses it
@@ -49,12 +50,12 @@ def open_class_names(config: RunConfig, schema: Schema) -> list[ClassNames]:
     return found
 
 
-def _class_columns(config: RunConfig) -> Iterator[tuple[str, int]]:
+def _class_columns(data: DataConfig, losses: Sequence[LossConfig]) -> Iterator[tuple[str, int]]:
     """Yield (column, the label that is left out) for each column of class labels."""
-    found = {name: loss.ignored for loss in config.losses if loss.has_classes for name in loss.columns}
-    if config.data.text is not None and config.data.text.task in MAKES_LABELS and isinstance(config.data.label, str):
-        found.pop(config.data.label, None)  # made from the text
-    for name in config.data.image.mask_columns if config.data.image else ():
+    found = {name: loss.ignored for loss in losses if loss.has_classes for name in loss.columns}
+    if data.text is not None and data.text.task in MAKES_LABELS and isinstance(data.label, str):
+        found.pop(data.label, None)  # made from the text
+    for name in data.image.mask_columns if data.image else ():
         found.pop(name, None)
     yield from found.items()
 

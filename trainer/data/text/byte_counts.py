@@ -11,11 +11,13 @@ number is a column of the shards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.columns import Array
 from onward.trainer.data.fitted import LabelledRows
@@ -27,10 +29,10 @@ TEXT_BYTES = "/bytes"
 ROWS_AT_ONCE = 1024
 
 
-def counts_bytes(config: RunConfig) -> bool:
+def counts_bytes(data: DataConfig, metrics: Sequence[MetricConfig]) -> bool:
     """Return whether a metric needs the bytes of the text that the targets stand for."""
-    text = config.data.text
-    unknown = any(each.name == "bits_per_byte" and each.bytes_per_target is None for each in config.metrics)
+    text = data.text
+    unknown = any(each.name == "bits_per_byte" and each.bytes_per_target is None for each in metrics)
     return unknown and text is not None and text.task == "causal"
 
 

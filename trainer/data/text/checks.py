@@ -34,7 +34,10 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
         return []
     # cells of CSV files have no types: a number may be a text there
     has_types = not any(source.format == "csv" for source in all_sources(config.data))
-    problems = [*input_problems(columns, config, signature), *_column_problems(columns, schema, has_types=has_types)]
+    problems = [
+        *input_problems(columns, config.data, config.losses, signature),
+        *_column_problems(columns, schema, has_types=has_types),
+    ]
     problems += _byte_problems(columns, config)
     graph = read_model(config.model.path).graph
     limit, problem = length_limit(columns, graph)
@@ -54,7 +57,7 @@ def open_tokenized_rows(config: RunConfig, signature: Signature) -> TokenizedRow
     columns = text_columns(config, signature)
     if columns is None:
         return None
-    if problems := list(input_problems(columns, config, signature)):
+    if problems := list(input_problems(columns, config.data, config.losses, signature)):
         raise ConfigError(problems)
     graph = read_model(config.model.path).graph
     limit, problem = length_limit(columns, graph)
@@ -68,7 +71,7 @@ def _open(
     columns: TextColumns, tokenizer: OpenTokenizer, limit: int, config: RunConfig, graph: onnx.GraphProto
 ) -> TokenizedRows:
     left, why_right = pads_left(columns, tokenizer, graph)
-    storage = Storage(config.data.shard_format == "pb", counts_bytes(config), left, why_right)
+    storage = Storage(config.data.shard_format == "pb", counts_bytes(config.data, config.metrics), left, why_right)
     if columns.config.task == "tokens":
         return WordLabels(columns, tokenizer, limit, storage, classes=config.data.classes)
     kinds = {"none": TokenizedRows, "joined": PackedTexts, "separate": SeparateTexts}
@@ -77,7 +80,7 @@ def _open(
 
 def _byte_problems(columns: TextColumns, config: RunConfig) -> Iterator[str]:
     """Yield what is wrong with bits_per_byte of losses whose targets are not the next tokens."""
-    for each in config.metrics if counts_bytes(config) else ():
+    for each in config.metrics if counts_bytes(config.data, config.metrics) else ():
         measured = [loss for loss in config.losses if each in metrics_of(loss, config.metrics)]
         if each.name == "bits_per_byte" and any(loss.label != columns.label for loss in measured):
             yield (

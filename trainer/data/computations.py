@@ -26,7 +26,7 @@ def open_fitted(
 
     Raises ConfigError as `open_class_names`, `open_table_columns` and `open_audio`.
     """
-    in_place = open_class_names(config, schema), open_table_columns(config, signature, schema)
+    in_place = open_class_names(config.data, config.losses, schema), open_table_columns(config, signature, schema)
     return [*in_place[0], *in_place[1], *open_audio(config.data, schema)]
 
 

@@ -74,7 +74,7 @@ def data_problems(
     constant = {f"input {info.name}" for info in signature.fed if not _has_rows(info, signature)}
     computed, text = computed_columns(config, signature), text_columns(config, signature)
     made_of_text = text.computed if text else frozenset[str]()
-    for feed in (*file_feeds(config, signature).values(), *labels(config, signature)):
+    for feed in (*file_feeds(config.data, signature).values(), *labels(config, signature)):
         if made_of_text.issuperset(feed.columns) or (
             computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns)
         ):
@@ -95,7 +95,7 @@ def data_problems(
             problems += type_problems(feed, [schema[name] for name in feed.columns])
     problems += _doubly_read(config, signature)
     targets = {name for feed in labels(config, signature) for name in feed.columns}
-    problems += misfits.label_as_input(file_feeds(config, signature).values(), targets)
+    problems += misfits.label_as_input(file_feeds(config.data, signature).values(), targets)
     problems += _balance_problems(config, signature, schema)
     problems += _vocabulary_problems(config, signature, fitted)
     mask_names = config.data.image.mask_columns if config.data.image else ()
@@ -342,7 +342,7 @@ def _balance_problems(config: RunConfig, signature: Signature, schema: Schema) -
 
 def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]) -> Iterator[str]:
     """Check that the ids of categories are rows of the embedding that an input indexes, where the graph shows it."""
-    for feed in file_feeds(config, signature).values():
+    for feed in file_feeds(config.data, signature).values():
         found = {name: len(fitted[name].vocabulary) for name in feed.columns if name in fitted}
         table = embedding_rows_of(config.model, feed.target.removeprefix("input ")) if any(found.values()) else None
         for name, number in found.items():

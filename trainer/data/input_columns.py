@@ -99,10 +99,10 @@ def computed_columns(config: RunConfig, signature: Signature) -> frozenset[str]:
     return frozenset(signature.computed) | (text.computed if text else frozenset())
 
 
-def file_feeds(config: RunConfig, signature: Signature) -> dict[str, Feed]:
+def file_feeds(data: DataConfig, signature: Signature) -> dict[str, Feed]:
     """Return input of the file -> its feed; without pre-processing these are the inputs of the trained part."""
-    images = {each.name: each for each in image_inputs(config.data, signature)}
-    return {info.name: _feed(info, _columns_of(info, config.data, images), images) for info in signature.fed}
+    images = {each.name: each for each in image_inputs(data, signature)}
+    return {info.name: _feed(info, _columns_of(info, data, images), images) for info in signature.fed}
 
 
 def _columns_of(info: TensorInfo, data: DataConfig, images: Mapping[str, ImageInput]) -> str | tuple[str, ...]:
@@ -147,7 +147,7 @@ def feeds_of_source(config: RunConfig, signature: Signature) -> Iterator[Feed]:
     """Yield the feeds of inputs of the file, and of labels, whose columns the data has itself."""
     text = text_columns(config, signature)
     computed = text.computed if text else frozenset[str]()
-    for feed in (*file_feeds(config, signature).values(), *labels(config, signature)):
+    for feed in (*file_feeds(config.data, signature).values(), *labels(config, signature)):
         if not computed.issuperset(feed.columns):
             yield feed
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.images.image_inputs import image_inputs
@@ -137,7 +138,7 @@ def export(
         cuda = check_on_cuda(runner, batches=config.export.parity_batches, tolerance=config.export.tolerance)
         examined = data.rows if examines else None
         losses = data.new_metrics(runner.outputs).losses
-        samples = None if examined is None else _worst_samples(config, losses, examined)
+        samples = None if examined is None else _worst_samples(config.model, config.data, losses, examined)
         also = (baselines.measure, *((samples.add,) if samples else ()))
         after, fp32, kernels = runner.evaluate(*also), dict[str, float](), dict[str, int]()
         if config.quantize.aware:
@@ -188,9 +189,9 @@ def _cost_of_helpers(written: ModelFile, runner: OnnxRunner) -> str:
     return str(found or "")
 
 
-def _worst_samples(config: RunConfig, losses: Losses, rows: Shards) -> WorstSamples:
-    signature = read_training_signature(config.model)
-    return WorstSamples(losses, rows, image_inputs(config.data, signature), [info.name for info in signature.inputs])
+def _worst_samples(model: ModelConfig, data: DataConfig, losses: Losses, rows: Shards) -> WorstSamples:
+    signature = read_training_signature(model)
+    return WorstSamples(losses, rows, image_inputs(data, signature), [info.name for info in signature.inputs])
 
 
 def _origins(config: RunConfig, data: EvaluationData, wanted: Sequence[int]) -> Mapping[int, str]:

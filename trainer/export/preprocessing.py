@@ -72,7 +72,7 @@ def describe(
     """Return what becomes of raw data before the graph reads it. Raises ExportRefused without the tokenizer's file."""
     text = text_columns(config, signature)
     inputs: dict[str, ImageInput | TableInput | TokenInput | AudioInput] = {}
-    for name, feed in file_feeds(config, signature).items():
+    for name, feed in file_feeds(config.data, signature).items():
         audio = config.data.audio if config.data.audio and feed.columns == (config.data.audio.column,) else None
         inputs[name] = _audio_input(feed, audio, config.data) if audio else _table_input(feed, config.data, manifest)
     for each in image_inputs(config.data, signature):

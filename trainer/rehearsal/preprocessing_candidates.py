@@ -87,7 +87,7 @@ def _tables(config: RunConfig, signature: Signature) -> list[Settings]:
     images = {each.name for each in image_inputs(config.data, signature)}
     scaled = [
         name
-        for name, feed in file_feeds(config, signature).items()
+        for name, feed in file_feeds(config.data, signature).items()
         if "float" in feed.dtype and name not in images and len(feed.sample_shape or (1,)) <= 1
     ]
     kinds = ("none", "standard", "min_max") if scaled else ()

@@ -31,20 +31,20 @@ BOOLEANS = ("false", "true")
 """The names of booleans, as JSON and TOML write them."""
 
 
-def open_class_names(config: RunConfig, schema: Schema) -> list[ClassNames]:
+def open_class_names(data: DataConfig, losses: Sequence[LossConfig], schema: Schema) -> list[ClassNames]:
     """Return a computer for each label column that holds class names. `schema` describes the columns of the source.
 
     Raises ConfigError for `data.classes` that the column cannot have.
     """
-    given, found = config.data.classes, []
-    for name, ignored in _class_columns(config.data, config.losses):
+    given, found = data.classes, []
+    for name, ignored in _class_columns(data, losses):
         column = schema.get(name)
         if column is None or column.dtype == BYTES:
             continue  # `data_problems` refuses it
         if column.dtype != TEXT and (given == "auto" or np.dtype(column.dtype).kind not in "biu"):
             continue
         # only in CSV the type of a cell is not written down: 007 may be a name
-        is_csv = sources.locate(config.data.source, config.data).format == "csv"
+        is_csv = sources.locate(data.source, data).format == "csv"
         as_text = column.dtype == TEXT or (is_csv and not isinstance(given, str))
         found.append(ClassNames(column, None if isinstance(given, str) else given, as_text=as_text, ignored=ignored))
     return found

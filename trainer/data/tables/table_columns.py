@@ -53,7 +53,7 @@ def open_table_columns(config: RunConfig, signature: Signature, schema: Schema) 
     table = config.data.table
     if table == type(table)():
         return []
-    feeds = file_feeds(config, signature).values()
+    feeds = file_feeds(config.data, signature).values()
     read = [name for feed in feeds for name in feed.columns]
     inputs = [name for name in schema if name in read or f"{name}{INDICATOR}" in read]
     labels = {name for loss in config.losses for name in loss.columns}

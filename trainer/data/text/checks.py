@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import onnx
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.metrics import metrics_of
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.metrics import MetricConfig, metrics_of
 from onward.trainer.data.columns import Schema
 from onward.trainer.data.reading.sources import all_sources
 from onward.trainer.data.signature import Signature
@@ -46,7 +47,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
         tokenizer = open_tokenizer(columns.config.tokenizer)
         problems += _vocabulary_problems(columns, tokenizer, graph)
         if "input_ids" in columns.inputs:
-            _open(columns, tokenizer, limit, config, graph)
+            _open(columns, tokenizer, limit, config.data, config.metrics, graph)
     except ConfigError as error:
         problems += error.problems
     return problems
@@ -64,16 +65,21 @@ def open_tokenized_rows(config: RunConfig, signature: Signature) -> TokenizedRow
     if found := [each for each in (problem, _position_problem(columns, graph)) if each]:
         raise ConfigError(found)
     tokenizer = open_tokenizer(columns.config.tokenizer)
-    return _open(columns, tokenizer, limit, config, graph)
+    return _open(columns, tokenizer, limit, config.data, config.metrics, graph)
 
 
 def _open(
-    columns: TextColumns, tokenizer: OpenTokenizer, limit: int, config: RunConfig, graph: onnx.GraphProto
+    columns: TextColumns,
+    tokenizer: OpenTokenizer,
+    limit: int,
+    data: DataConfig,
+    metrics: Sequence[MetricConfig],
+    graph: onnx.GraphProto,
 ) -> TokenizedRows:
     left, why_right = pads_left(columns, tokenizer, graph)
-    storage = Storage(config.data.shard_format == "pb", counts_bytes(config.data, config.metrics), left, why_right)
+    storage = Storage(data.shard_format == "pb", counts_bytes(data, metrics), left, why_right)
     if columns.config.task == "tokens":
-        return WordLabels(columns, tokenizer, limit, storage, classes=config.data.classes)
+        return WordLabels(columns, tokenizer, limit, storage, classes=data.classes)
     kinds = {"none": TokenizedRows, "joined": PackedTexts, "separate": SeparateTexts}
     return kinds[columns.packing](columns, tokenizer, limit, storage)
 

@@ -16,6 +16,8 @@ from onward.tasks.prefect_results import metric_rows
 from onward.tasks.raw_prediction import raw_prediction_of
 from onward.tasks.shown_in_mlflow import data_digests, parameters, trained_from
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.signature import TensorInfo, read_signature
 from onward.trainer.data.storage.shards import ShardManifest, Split
 from onward.trainer.run.directory import RunDir, read_config
@@ -61,12 +63,12 @@ def model_card(run: RunDir, exported: ExportedModel) -> str:
     recipe = read_record(record, Preprocessing) if record else None
     sections: dict[str, Iterable[str]] = {
         "Model": _model(run, config, exported, identity),
-        "Data": _data(run, config, manifest, recipe),
+        "Data": _data(run, config.data, manifest, recipe),
         "Results": _results(config, exported, manifest),
         "Training": _training(config),
         "Preprocessing": _preprocessing(recipe, exported),
         "Predict": _predict(exported),
-        "Limits": _limits(config, exported, manifest),
+        "Limits": _limits(config.export, exported, manifest),
         "Intended use": ["*To be filled in: what the model is for, what it must not be used for, whom it may harm.*"],
         "Licence": ["*To be filled in, here and as `license` in the header: that of the file, and of its data.*"],
     }
@@ -83,7 +85,7 @@ def _opening(run: RunDir, config: RunConfig, exported: ExportedModel) -> list[st
 
 
 def _origin(run: RunDir, config: RunConfig) -> str:
-    return _place(trained_from(run, config))
+    return _place(trained_from(run, config.model))
 
 
 def _place(path: str) -> str:
@@ -118,10 +120,8 @@ def _tensor(info: TensorInfo) -> tuple[str, str, str]:
     return code(info.name), info.dtype, shape
 
 
-def _data(
-    run: RunDir, config: RunConfig, manifest: ShardManifest | None, recipe: Preprocessing | None
-) -> Iterator[str]:
-    yield f"Source: {_place(config.data.source)}"
+def _data(run: RunDir, data: DataConfig, manifest: ShardManifest | None, recipe: Preprocessing | None) -> Iterator[str]:
+    yield f"Source: {_place(data.source)}"
     if manifest:
         digests = data_digests(run)
         rows = [(what, f"{manifest.rows(split)}", f"`{digests[split]}`") for split, what in SPLITS if split in digests]
@@ -192,8 +192,8 @@ def _predict(exported: ExportedModel) -> Iterator[str]:
             yield from ("", f"Each row gets {_named(column.name for column in raw.predicted)}.")
 
 
-def _limits(config: RunConfig, exported: ExportedModel, manifest: ShardManifest | None) -> Iterator[str]:
-    chosen = "; the checkpoint was chosen by them" if config.export.checkpoint == "best" else ""
+def _limits(export: ExportConfig, exported: ExportedModel, manifest: ShardManifest | None) -> Iterator[str]:
+    chosen = "; the checkpoint was chosen by them" if export.checkpoint == "best" else ""
     yield f"- The results are those of the evaluation rows{chosen}. Rows of another origin were not measured."
     if manifest and not manifest.test:
         yield "- No rows were set aside by which nothing was chosen (`data.test_source`)."

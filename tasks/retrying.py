@@ -59,7 +59,7 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
     changed = ""
     if ending.kind == "out_of_memory" and config.launch.on_out_of_memory == "smaller" and config.launch.retries:
         # each size is tried once, so that this ends by itself
-        changed = _adjust(run, config, smaller_micro_batches(config, adjustments(run)))
+        changed = _adjust(run, config, smaller_micro_batches(config.micro_batch_size, adjustments(run)))
         retry = 1 if changed else 0
     elif ending.kind == "out_of_memory":
         retry = retry if may_pass(ending, earlier) else 0

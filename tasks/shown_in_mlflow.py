@@ -16,6 +16,7 @@ from prefect import runtime
 
 from onward.trainer.config.flat_settings import changed_settings, flat_settings
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.urls import is_registered, url_of
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.run.directory import RunDir, read_config
@@ -93,7 +94,7 @@ def version_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
     identity, config = read_record(run.identity, RunIdentity), read_config(run, "given")
     facts = {
         "onward.result": before_and_after(exported, config.promote_metric),
-        "onward.trained_from": trained_from(run, config),
+        "onward.trained_from": trained_from(run, config.model),
         "onward.trained_from_sha256": identity.model_sha256,
         "onward.data": config.data.source,
         **{f"onward.data_digest.{split}": digest for split, digest in data_digests(run).items()},
@@ -107,17 +108,17 @@ def version_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
 def about_version(run: RunDir) -> str:
     """Return where a version comes from, in Markdown: the model before the training, the data, and the runs."""
     identity, config = read_record(run.identity, RunIdentity), read_config(run, "given")
-    lines = [f"Trained from `{trained_from(run, config)}` on `{config.data.source}`, run `{identity.run_id}`"]
+    lines = [f"Trained from `{trained_from(run, config.model)}` on `{config.data.source}`, run `{identity.run_id}`"]
     links = {"MLflow": identity.mlflow_url, "Prefect": identity.prefect_url}
     lines += [f"[This run in {product}]({address})" for product, address in links.items() if address]
     return "\n\n".join(lines) + "\n"
 
 
-def trained_from(run: RunDir, config: RunConfig) -> str:
+def trained_from(run: RunDir, model: ModelConfig) -> str:
     """Return the registered version that the run began with, such as `digits/3`; else the path of its file."""
-    url = url_of(config.model.path)
+    url = url_of(model.path)
     if not is_registered(url):
-        return url or str(config.model.path)
+        return url or str(model.path)
     copies = read_record(run.remote, LocalCopies).copies if run.remote.exists() else ()
     versions = [copy.key.partition(" ")[0] for copy in copies if copy.url == url and " " in copy.key]
     return versions[0] if versions else url

@@ -91,7 +91,7 @@ def check_local_files(sections: Sections) -> list[str]:
             made = frozenset[str]().union(*(each.makes for each in open_fitted(config, signature, schema)))
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
             misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
-            misfits += [*_quantizing(config), *_patterns(config), *_cuts(config), *_absent_weights(config)]
+            misfits += [*_quantizing(config), *_patterns(config), *_cuts(config), *_absent_weights(config.model)]
             if misfits:
                 misfits += _selected(config)
             else:
@@ -116,12 +116,12 @@ def _selected(config: RunConfig) -> Iterator[str]:
             yield f"{what}; {remedy}"
 
 
-def _absent_weights(config: RunConfig) -> Iterator[str]:
+def _absent_weights(model: ModelConfig) -> Iterator[str]:
     """Yield the files of weights that belong to the model and are not beside it."""
-    folder = config.model.path.parent
-    for name in locations(read_model(config.model.path)):
+    folder = model.path.parent
+    for name in locations(read_model(model.path)):
         if not (folder / name).exists():
-            yield f"model.path: there is no file {folder / name}, which has weights of {config.model.path.name}"
+            yield f"model.path: there is no file {folder / name}, which has weights of {model.path.name}"
 
 
 def _training_files(config: RunConfig, signature: Signature) -> list[str]:

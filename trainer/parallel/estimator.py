@@ -63,7 +63,7 @@ class Estimator:
         inputs, labels = self._batches[rows]
         device, parallel = self._device, config.parallel
         autocast = partial(precision.autocast, config.precision, device)
-        check_replicas(self._module, config)
+        check_replicas(self._module, config.parallel)
         # where shards are unequal, the last rank has the largest
         divided = self._divide(config)
         known = self._costs.get((parallel.tensor, rows))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import ConfigError
@@ -135,7 +136,7 @@ def build_layout(
     rank (`device.typical`). with_costs: estimate the costs of the nodes even if nothing depends on them. Raises
     ConfigError or UnsupportedModel when the graph cannot be divided as configured.
     """
-    check_replicas(module, config)
+    check_replicas(module, config.parallel)
     last = config.parallel.tensor - 1
     # divided in place like the module itself, but only its shapes are used
     # before the module itself is divided, which happens in place
@@ -295,9 +296,9 @@ def _shared_weights(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[i
     return {name: tuple(coordinates) for name, coordinates in shared.items()}
 
 
-def check_replicas(module: ImportedGraph, config: RunConfig) -> None:
+def check_replicas(module: ImportedGraph, parallel: ParallelConfig) -> None:
     """Raise ConfigError for nodes with which replicas would not stay equal."""
-    if config.parallel.data > 1 and (problems := _conditional_updates(module)):
+    if parallel.data > 1 and (problems := _conditional_updates(module)):
         raise ConfigError(problems)
 
 

@@ -23,7 +23,9 @@ import numpy as np
 import torch
 
 from onward.trainer.config.loading import load_config
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.columns import Array
 from onward.trainer.data.first_rows import FirstRows, read_first_rows
@@ -77,17 +79,17 @@ def try_preprocessings(config: RunConfig, rows: int) -> PreprocessingTrials:
                 f"the file declares a batch of {use.declared} and its rows depend on each other ({use.reason}): "
                 "preprocessings cannot be tried on single rows"
             )
-        runner = OnnxRunner(part, _no_data(config))
+        runner = OnnxRunner(part, _no_data(config.model, config.losses))
         experiment = _Experiment(config, signature, runner, rows)
         ranked = experiment.ranked([_Trial(settings) for settings in candidates(config, signature)])
     return experiment.record(ranked)
 
 
-def _no_data(config: RunConfig) -> EvaluationData:
+def _no_data(model: ModelConfig, losses: Sequence[LossConfig]) -> EvaluationData:
     def new_metrics(names: Sequence[str]) -> EvaluationMetrics:
-        return EvaluationMetrics(Losses(config.losses, names), device=torch.device("cpu"))
+        return EvaluationMetrics(Losses(losses, names), device=torch.device("cpu"))
 
-    return EvaluationData(batches=list, new_metrics=new_metrics, model=config.model)
+    return EvaluationData(batches=list, new_metrics=new_metrics, model=model)
 
 
 @dataclass

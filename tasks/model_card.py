@@ -17,6 +17,7 @@ from onward.tasks.raw_prediction import raw_prediction_of
 from onward.tasks.shown_in_mlflow import data_digests, parameters, trained_from
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.signature import TensorInfo, read_signature
 from onward.trainer.data.storage.shards import ShardManifest, Split
@@ -80,12 +81,12 @@ def model_card(run: RunDir, exported: ExportedModel) -> str:
 
 
 def _opening(run: RunDir, config: RunConfig, exported: ExportedModel) -> list[str]:
-    origin, data = _origin(run, config), _place(config.data.source)
+    origin, data = _origin(run, config.model), _place(config.data.source)
     return [f"An ONNX file trained by Onward from {origin} on {data}, exported at step {exported.step}."]
 
 
-def _origin(run: RunDir, config: RunConfig) -> str:
-    return _place(trained_from(run, config.model))
+def _origin(run: RunDir, model: ModelConfig) -> str:
+    return _place(trained_from(run, model))
 
 
 def _place(path: str) -> str:
@@ -97,7 +98,7 @@ def _model(run: RunDir, config: RunConfig, exported: ExportedModel, identity: Ru
     trained = read_record(run.train, TrainResult) if run.train.exists() else None
     facts = {
         "SHA-256": f"`{exported.sha256}`",
-        "trained from": _origin(run, config),
+        "trained from": _origin(run, config.model),
         "SHA-256 of that file": f"`{identity.model_sha256}`" if identity and identity.model_sha256 else "",
         "step of the weights": f"{exported.step}" + (f"; the training ended at {trained.step}" if trained else ""),
         "weights": "moving average" if config.exports_average else "as trained",

@@ -16,7 +16,7 @@ from onward.infra.model_package import Port
 from onward.infra.tracking import DataSplit, Tracker
 from onward.tasks.shown_in_mlflow import digests_of
 from onward.tasks.task_logger import IN_RESULT
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.first_rows import source_bytes
@@ -85,7 +85,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     if manifest.skipped:
         rows = "; ".join(manifest.skipped_rows[:5])
         log.warning("bad rows left out (data.bad_rows = 'skip'): %d: %s", manifest.skipped, rows)
-    _record(run, config, manifest)
+    _record(run, config.data, manifest)
     return manifest
 
 
@@ -101,17 +101,17 @@ def _refuse_changes(run: RunDir, key: str) -> None:
         )
 
 
-def _record(run: RunDir, config: RunConfig, manifest: ShardManifest) -> None:
+def _record(run: RunDir, data: DataConfig, manifest: ShardManifest) -> None:
     """Record the data in MLflow by its digest. When MLflow cannot be reached, only this record is missing."""
     identity = read_record(run.identity, RunIdentity)
     if not identity.mlflow_run_id:
         return
-    name, digests = Path(config.data.source).name, digests_of(manifest)
+    name, digests = Path(data.source).name, digests_of(manifest)
     columns = tuple(
         Port(column.name, column.dtype, (-1,) if column.variable else column.shape)
         for column in manifest.table.values()
     )
-    data = [
+    splits = [
         DataSplit(
             f"{name}/{split}",
             "training" if split == "train" else split,
@@ -124,7 +124,7 @@ def _record(run: RunDir, config: RunConfig, manifest: ShardManifest) -> None:
     ]
     try:
         tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
-        tracker.log_datasets(data, source=run.shards.resolve())
+        tracker.log_datasets(splits, source=run.shards.resolve())
         if manifest.preprocessing:
             tracker.set_tags({"onward.data_columns": manifest.preprocessing})
     except TrackingError as error:

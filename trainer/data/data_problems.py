@@ -97,7 +97,7 @@ def data_problems(
     targets = {name for feed in labels(config, signature) for name in feed.columns}
     problems += misfits.label_as_input(file_feeds(config.data, signature).values(), targets)
     problems += _balance_problems(config, signature, schema)
-    problems += _vocabulary_problems(config, signature, fitted)
+    problems += _vocabulary_problems(config.model, config.data, signature, fitted)
     mask_names = config.data.image.mask_columns if config.data.image else ()
     for loss in config.losses:
         encoded = {name for name, column in schema.items() if name in mask_names and column.dtype != MASK_TYPE}
@@ -340,11 +340,13 @@ def _balance_problems(config: RunConfig, signature: Signature, schema: Schema) -
         yield f"data.balance is 'length', but every sample has one length ({kinds}); remove it"
 
 
-def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]) -> Iterator[str]:
+def _vocabulary_problems(
+    model: ModelConfig, data: DataConfig, signature: Signature, fitted: Mapping[str, Fitted]
+) -> Iterator[str]:
     """Check that the ids of categories are rows of the embedding that an input indexes, where the graph shows it."""
-    for feed in file_feeds(config.data, signature).values():
+    for feed in file_feeds(data, signature).values():
         found = {name: len(fitted[name].vocabulary) for name in feed.columns if name in fitted}
-        table = embedding_rows_of(config.model, feed.target.removeprefix("input ")) if any(found.values()) else None
+        table = embedding_rows_of(model, feed.target.removeprefix("input ")) if any(found.values()) else None
         for name, number in found.items():
             if table and number > table[0]:
                 yield (

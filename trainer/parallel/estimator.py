@@ -67,7 +67,9 @@ class Estimator:
         # where shards are unequal, the last rank has the largest
         divided = self._divide(config)
         known = self._costs.get((parallel.tensor, rows))
-        cuts = find_cuts(divided.module, config, inputs, autocast, with_costs=True, known=known)
+        cuts = find_cuts(
+            divided.module, config.parallel, config.recompute, inputs, autocast, with_costs=True, known=known
+        )
         self._costs[parallel.tensor, rows] = cuts.node_costs
         # as training does; `describe` knows this machine's GPU, which may not be that of every rank
         layout = cut(divided, cuts, config, typical(device.type, config.precision.compute))

@@ -20,7 +20,7 @@ import torch
 from onward.trainer.config.rules.ranks import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
-from onward.trainer.config.sections.training import PrecisionConfig
+from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig
 from onward.trainer.data.signature import read_training_signature
 from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
 from onward.trainer.distributed.preflight import free_memory
@@ -54,7 +54,7 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
         config, _ = choose_fixed_batch(config)
     config = with_first_units(config)
     module = module or open_with_teacher(config, by_parts=True).module
-    rates = _rates(module, config)
+    rates = _rates(module, config.optimizer)
     # `auto` copies the graph many times, and only the shapes of its weights are used
     drop_data(module.modules())
     estimator = Estimator(module, device)
@@ -71,12 +71,12 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
         ) from error
 
 
-def _rates(module: ImportedGraph, config: RunConfig) -> tuple[PlannedRate, ...]:
+def _rates(module: ImportedGraph, optimizer: OptimizerConfig) -> tuple[PlannedRate, ...]:
     """Return the layer and the learning rate of each trained weight; () without `optimizer.layer_decay`."""
-    scales = layer_scales(module, config.optimizer.layer_decay)
+    scales = layer_scales(module, optimizer.layer_decay)
     if not scales:
         return ()
-    optimizer, flattens = config.optimizer, config.optimizer.muon.convolutions == "flatten"
+    flattens = optimizer.muon.convolutions == "flatten"
     matrices = find_matrices(module, convolutions=flattens) if optimizer.name == "muon" else {}
     found = []
     for name, layer in number_layers(module).items():

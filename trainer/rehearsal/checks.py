@@ -81,7 +81,7 @@ def checks(
     time limit, in seconds from now. with_teacher: the module that is trained, where it is not that of `trainable`.
     Reads the first rows of the data. Raises DataError when there are none, ConfigError for an unknown `model.output`.
     """
-    arithmetic = _arithmetic(config, findings)
+    arithmetic = _arithmetic(config.precision, config.launch, findings)
     if config.graph.compile == "auto":
         findings.compile = not_compiled("the rehearsal ended before it was tried (launch.rehearsal_timeout_s)")
     elif config.graph.compile:
@@ -166,14 +166,14 @@ def checks(
     ]
 
 
-def _arithmetic(config: RunConfig, findings: Findings) -> PrecisionConfig:
+def _arithmetic(precision: PrecisionConfig, launch: LaunchConfig, findings: Findings) -> PrecisionConfig:
     """Return the precision in which the CPU rehearses: that of the run where it computes on CPUs, else fp32."""
-    compute = config.precision.compute
-    if not _is_on_gpu(config.launch):
-        return resolve_precision(config.precision, (0, 0))
+    compute = precision.compute
+    if not _is_on_gpu(launch):
+        return resolve_precision(precision, (0, 0))
     if compute != "fp32":
         findings.not_rehearsed.append(f"precision.compute {compute!r}, that of GPUs: the CPU computed in fp32")
-    return config.precision.model_copy(update={"compute": "fp32"})
+    return precision.model_copy(update={"compute": "fp32"})
 
 
 def _is_on_gpu(launch: LaunchConfig) -> bool:

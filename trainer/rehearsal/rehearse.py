@@ -101,7 +101,7 @@ def _check_division(config: RunConfig, module: ImportedGraph | None, findings: F
     try:
         plan(config, module and _without_data(module))
     except UnsupportedModel as error:
-        if not may_train_unplanned(config):
+        if not may_train_unplanned(config.parallel, config.recompute):
             findings.errors.append(error)
     except Refused as error:
         findings.errors.append(error)

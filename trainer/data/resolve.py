@@ -21,7 +21,7 @@ from onward.trainer.data.losses_from_data import losses_from_data, take_from_dat
 from onward.trainer.data.signature import Signature, read_training_signature
 from onward.trainer.data.storage.shards import ShardManifest, Split, open_evaluated, open_shards
 from onward.trainer.data.text.byte_counts import counts_bytes, metrics_from_data
-from onward.trainer.errors import ConfigError, RecordError
+from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import Record, read_record, write_record
 
@@ -62,22 +62,12 @@ def depends_on_data(config: RunConfig) -> bool:
 
 
 def write_resolved(run: RunDir) -> None:
-    """Write resolved.json for the shards of a run, unless it is there or the data decides nothing.
-
-    Raises the errors of `resolve`.
-    """
+    """Write resolved.json for the shards of a run, if their data decides a setting. Raises the errors of `resolve`."""
     config = read_config(run)
-    if not depends_on_data(config):
-        return
-    manifest = read_record(run.shards / "manifest.json", ShardManifest)
-    made_from = _digest(config, manifest)
-    try:
-        is_current = run.resolved.exists() and read_record(run.resolved, ResolvedSettings).made_from == made_from
-    except RecordError:  # damaged
-        is_current = False
-    if not is_current:
+    if depends_on_data(config):
+        manifest = read_record(run.shards / "manifest.json", ShardManifest)
         splits: tuple[Split, ...] = ("evaluation", "test") if manifest.test else ("evaluation",)
-        write_record(run.resolved, _resolved(run, config, made_from, splits))
+        write_record(run.resolved, _resolved(run, config, manifest, splits))
 
 
 def read_resolved(run: RunDir, split: Split = "evaluation") -> RunConfig:
@@ -89,20 +79,22 @@ def read_resolved(run: RunDir, split: Split = "evaluation") -> RunConfig:
     config = read_config(run)
     if not depends_on_data(config):
         return config
-    made_from = _digest(config, read_record(run.shards / "manifest.json", ShardManifest))
+    manifest = read_record(run.shards / "manifest.json", ShardManifest)
     settings = read_record(run.resolved, ResolvedSettings) if run.resolved.exists() else None
-    if settings is None or settings.made_from != made_from:
-        settings = _resolved(run, config, made_from, (split,))
+    if settings is None or settings.made_from != _digest(config, manifest):
+        settings = _resolved(run, config, manifest, (split,))
     return config.model_copy(update={"loss": settings.loss, "metrics": settings.metrics[split]})
 
 
-def _resolved(run: RunDir, config: RunConfig, made_from: str, splits: Iterable[Split]) -> ResolvedSettings:
+def _resolved(run: RunDir, config: RunConfig, manifest: ShardManifest, splits: Iterable[Split]) -> ResolvedSettings:
     rows, signature = open_shards(run.shards, "train"), read_training_signature(config.model)
     metrics, completed = {}, config
     for split in splits:
         completed = resolve(config, rows, signature, evaluated=open_evaluated(run.shards, config.data, split))
         metrics[split] = completed.metrics
-    return ResolvedSettings(made_from=made_from, loss=completed.loss, metrics=metrics)
+    kept = config.model_copy(update={"loss": completed.loss, "metrics": completed.metrics})
+    assert completed == kept, "ResolvedSettings lacks a setting that `resolve` completes"
+    return ResolvedSettings(made_from=_digest(config, manifest), loss=completed.loss, metrics=metrics)
 
 
 def _digest(config: RunConfig, manifest: ShardManifest) -> str:

@@ -92,6 +92,7 @@ def resume(
     require_flow("onward.resume")
     from onward.flows.live_view.view import live_view
     from onward.flows.resuming import check_settings, checked_run, outcome_if_finished
+    from onward.tasks.file_check import check_files
     from onward.trainer.run.directory import read_config
     from onward.trainer.run.local_copies import LocalCopies
     from onward.trainer.run.records import read_record
@@ -107,8 +108,6 @@ def resume(
     with live_view() as view:
 
         def check(sections: Mapping[str, Any]) -> list[str]:
-            from onward.tasks.file_check import check_files
-
             return check_files(sections, known, resumed=True).problems
 
         resolved = Given(read_config(found, "given"), changes, check).checked_here(resumed=True)

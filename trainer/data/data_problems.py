@@ -14,7 +14,6 @@ import numpy as np
 from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data import misfits
 from onward.trainer.data.class_axis import find_class_axis
 from onward.trainer.data.columns import BYTES, TEXT, Column, Schema
@@ -97,7 +96,7 @@ def data_problems(
     targets = {name for feed in labels(config, signature) for name in feed.columns}
     problems += misfits.label_as_input(file_feeds(config.data, signature).values(), targets)
     problems += _balance_problems(config, signature, schema)
-    problems += _vocabulary_problems(config.model, config.data, signature, fitted)
+    problems += _vocabulary_problems(config, signature, fitted)
     mask_names = config.data.image.mask_columns if config.data.image else ()
     for loss in config.losses:
         encoded = {name for name, column in schema.items() if name in mask_names and column.dtype != MASK_TYPE}
@@ -340,13 +339,13 @@ def _balance_problems(config: RunConfig, signature: Signature, schema: Schema) -
         yield f"data.balance is 'length', but every sample has one length ({kinds}); remove it"
 
 
-def _vocabulary_problems(
-    model: ModelConfig, data: DataConfig, signature: Signature, fitted: Mapping[str, Fitted]
-) -> Iterator[str]:
+def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]) -> Iterator[str]:
     """Check that the ids of categories are rows of the embedding that an input indexes, where the graph shows it."""
-    for feed in file_feeds(data, signature).values():
+    for feed in file_feeds(config.data, signature).values():
         found = {name: len(fitted[name].vocabulary) for name in feed.columns if name in fitted}
-        table = embedding_rows_of(model, feed.target.removeprefix("input ")) if any(found.values()) else None
+        if not any(found.values()):
+            continue
+        table = embedding_rows(read_model(config.model.path).graph, feed.target.removeprefix("input "))
         for name, number in found.items():
             if table and number > table[0]:
                 yield (
@@ -354,11 +353,6 @@ def _vocabulary_problems(
                     f"{table[1]} has {table[0]:,} rows; use another model, or merge categories and name those that are "
                     "left in data.table.vocabularies"
                 )
-
-
-def embedding_rows_of(model: ModelConfig, name: str) -> tuple[int, str] | None:
-    """Return (rows, name) of the embedding that an input of the model indexes, or None."""
-    return embedding_rows(read_model(model.path).graph, name)
 
 
 def _declared_classes(loss: LossConfig, output: Dims, column: Column) -> int | None:

@@ -92,12 +92,8 @@ def check_local_files(sections: Sections) -> list[str]:
             made = frozenset[str]().union(*(each.makes for each in open_fitted(config, signature, schema)))
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
             misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
-            misfits += [
-                *_quantizing(config.model, config.quantize),
-                *_patterns(config),
-                *_cuts(config),
-                *_absent_weights(config.model),
-            ]
+            misfits += [*_quantizing(config.model, config.quantize), *_patterns(config), *_cuts(config)]
+            misfits += _absent_weights(config.model)
             if misfits:
                 misfits += _selected(config.model)
             else:

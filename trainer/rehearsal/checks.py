@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import read_as_logits
 from onward.trainer.config.sections.ranks import LaunchConfig
@@ -105,7 +104,6 @@ def checks(
             "the smaller micro-batches at the end of the data: its samples are counted only while it is sharded, "
             "because it is large, or because texts are made into windows"
         )
-
     if rows.counts:
         try:
             check_last_samples(config, rows.counts[0])
@@ -155,7 +153,7 @@ def checks(
     return [
         ("the warnings of `onward doctor`", lambda: _warn(config, trainable, use, findings)),
         *((size.what, partial(run, size=size, gradients=size is first)) for size in sizes),
-        ("the units of the labels", lambda: _warn_of_labels(config.losses, rows, findings)),
+        ("the units of the labels", lambda: _warn_of_labels(config, rows, findings)),
         *(timed if config.precision.compute in ("auto", "bf16") and not _is_on_gpu(config.launch) else ()),
         *(counts if any(loss.count for loss in config.losses) else ()),
         *(sums if any(loss.name == "file" for loss in config.losses) else ()),
@@ -223,9 +221,9 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
             findings.refuse(problem)
 
 
-def _warn_of_labels(losses: Sequence[LossConfig], rows: FirstRows, findings: Findings) -> None:
+def _warn_of_labels(config: RunConfig, rows: FirstRows, findings: Findings) -> None:
     if findings.batches:
-        findings.warnings += tuple(label_warnings(losses, rows, findings.batches[0].loss))
+        findings.warnings += tuple(label_warnings(config.losses, rows, findings.batches[0].loss))
 
 
 def _numbers_trained(module: ImportedGraph) -> int:

@@ -373,14 +373,11 @@ def changes_in(export: Path) -> Path:
 
 
 State = Literal["given", "local", "configured"]
+"""config.json as it is; with changes of retries and local copies for URLs; and with the model of `quantize.aware`."""
 
 
 def read_config(run: RunDir, state: State = "configured") -> RunConfig:
     """Read the configuration of a run, which `trainer/data/resolve.py` completes from the data.
-
-        given         config.json as it is, with URLs
-        local         with what retries have changed, and local copies in place of URLs
-        configured    with the model of RUN_DIR/quantized in place of the given one, if `quantize.aware`
 
     Raises ConfigError if it is absent or invalid, RecordError for damaged records beside it.
     """
@@ -392,8 +389,7 @@ def read_config(run: RunDir, state: State = "configured") -> RunConfig:
         raise ConfigError(f"{run.config} is not a valid configuration: {error}") from None
     if state == "given":
         return config
-    if run.adjusted.exists():
-        config = adjusted(config, run.adjusted)
+    config = adjusted(config, run.adjusted) if run.adjusted.exists() else config
     if run.remote.exists():
         config = with_copies(config, read_record(run.remote, LocalCopies))
     if state == "local" or not config.quantize.aware:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -30,7 +31,9 @@ from onward.trainer.run.adjustments import Adjustments
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import write_settings
 from onward.trainer.run.records import read_record, write_record
+from tests.support.graphs import tiny_mlp
 from tests.support.ranks import ROOT
+from tests.support.runs import assert_equal_bits, final_tensors, make_run, train_run, train_until
 from tests.support.texts import gpt2_tokenizer, sentences, write_csv
 from tests.trainer.data.text.test_tokenized_rows import configured, sharded
 
@@ -174,6 +177,24 @@ def test_a_run_of_an_earlier_version_has_no_file_and_gets_the_same_numbers(run: 
     assert not run.resolved.exists(), "ranks read, and do not write"
     write_resolved(run)
     assert decided(read_resolved(run)) == decided(found)
+
+
+@pytest.mark.mpi
+def test_a_run_that_began_without_the_file_ends_with_the_bits_of_one_that_has_it(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0)
+    columns = {"features": rows.normal(size=(60, 4)).astype(np.float32), "label": rows.integers(3, size=60) % 2}
+    settings = {
+        "loss": {"class_weights": "balanced"},
+        "train": {"global_batch_size": 8, "num_steps": 6},
+        "checkpoint": {"period": 2},
+    }
+    undisturbed, old = (make_run(tmp_path / name, tiny_mlp(outputs=3), columns, **settings) for name in ("new", "old"))
+    train_run(undisturbed)
+    old.resolved.unlink()
+    train_until(old, ("scalars", 3), rank=0)
+    write_resolved(old)  # by the task shard data, when this version resumes the run
+    assert train_run(old).attempt == 2
+    assert_equal_bits(final_tensors(old), final_tensors(undisturbed))
 
 
 def test_settings_that_no_data_decides_need_no_file(run: RunDir) -> None:

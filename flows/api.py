@@ -25,7 +25,6 @@ from onward.flows.configuration import (
     config,
     origins,
     prefect_at_home,
-    problems_of,
 )
 from onward.flows.stop_signals import acknowledged_interrupt, exit_on_sigterm
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
@@ -93,7 +92,8 @@ def resume(
     require_flow("onward.resume")
     from onward.flows.live_view.view import live_view
     from onward.flows.resuming import check_settings, checked_run, outcome_if_finished
-    from onward.trainer.run.directory import read_settings
+    from onward.tasks.file_check import check_files
+    from onward.trainer.run.directory import read_config
     from onward.trainer.run.local_copies import LocalCopies
     from onward.trainer.run.records import read_record
 
@@ -106,8 +106,11 @@ def resume(
         check_settings(found, accept=False)
     known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
     with live_view() as view:
-        saved = Given(read_settings(found), changes, lambda sections: problems_of(sections, known, resumed=True))
-        resolved = saved.checked_here(resumed=True)
+
+        def check(sections: Mapping[str, Any]) -> list[str]:
+            return check_files(sections, known, resumed=True).problems
+
+        resolved = Given(read_config(found, "given"), changes, check).checked_here(resumed=True)
         if accept_config:  # after the rules have passed it
             check_settings(found, accept=True)
         return _train(resolved, view, resume=found.root.name, asked_ms=asked_ms)

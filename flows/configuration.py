@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from onward.trainer.config.layers import Layered, Source
     from onward.trainer.config.loading import Check, Override
     from onward.trainer.config.run_config import RunConfig
-    from onward.trainer.run.local_copies import LocalCopies
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
 Config: TypeAlias = "AnyPath | Mapping[str, Any] | RunConfig | Sequence[AnyPath | Mapping[str, Any]]"
@@ -57,11 +56,13 @@ class Given:
         ]
 
         def check(sections: Mapping[str, Any]) -> list[str]:
+            from onward.tasks.file_check import check_files  # here: it takes a second to import
+
             for example in examples:
                 if (model := sections.get("model")) and model.path == example.model:
                     with contextlib.suppress(OSError):  # reported below: no such file, ONWARD_HOME is not writable
                         example.write_model()
-            return problems_of(sections)
+            return check_files(sections).problems
 
         return cls(layers[0] if len(layers) == 1 else layers, changes, check, profile)
 
@@ -162,24 +163,6 @@ def checked_config(config: Config, overrides: Overrides = (), /, *, profile: str
     """
     given = Given.of(config, overrides, sections, profile=profile)
     return given.load(given.check)
-
-
-def problems_of(sections: Mapping[str, Any], known: LocalCopies | None = None, *, resumed: bool = False) -> list[str]:
-    """Return what is wrong with the files and the data of a configuration; what is named by URL is fetched first."""
-    from onward.tasks.import_check import import_problems
-    from onward.tasks.registered_models import with_registered
-    from onward.trainer.config.rules.ranks import sizes_beside_auto
-    from onward.trainer.data.reading.fetching import fetch
-    from onward.trainer.diagnostics.config_check import check_local_files
-    from onward.trainer.run.local_copies import with_copies
-
-    problems = [] if resumed or "parallel" not in sections else list(sizes_beside_auto(sections["parallel"]))
-    try:
-        copies, absent = fetch(sections, with_registered(sections, known))
-        local = with_copies(sections, copies)
-        return [*problems, *absent, *check_local_files(local), *import_problems(local)]
-    except ConfigError as error:
-        return [*problems, *error.problems]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from onward.flows.runs import (
 from onward.tasks.retrying import newest_checkpoint
 from onward.trainer.config.loading import load_config
 from onward.trainer.errors import ConfigError
-from onward.trainer.run.directory import RunDir, onward_home, read_config, read_settings
+from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.kept_settings import accept_edited, refuse_edited
 from onward.trainer.run.records import ExportedModel, read_record
 from onward.trainer.run.sweeps import membership
@@ -71,7 +71,7 @@ def check_settings(run: RunDir, *, accept: bool) -> None:
 
 def outcome_if_finished(run: RunDir, changes: Sequence[Override]) -> RunOutcome | None:
     """Return how a run ended with which nothing is left to do, and say so on stderr; None for any other run."""
-    if not is_finished(run, load_config(read_settings(run), changes)):
+    if not is_finished(run, load_config(read_config(run, "given"), changes)):
         return None
     print(
         f"onward: {reference_to(run)} is finished, and nothing was started. To train further, "

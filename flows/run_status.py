@@ -20,7 +20,7 @@ from onward.trainer.checkpoint.retention import announced, describe_exported
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.label_units import describe_label_units
 from onward.trainer.data.reading.sources import locate
-from onward.trainer.data.storage.shards import ShardManifest, open_shards
+from onward.trainer.data.storage.shards import ShardManifest, open_evaluated
 from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, read_events
@@ -218,7 +218,7 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
         bits_per_byte=bits_per_byte(exported.after["evaluation/loss"], text) if text else {},
         before=exported.before,
         after=exported.after,
-        exported=describe_exported(exported.step, announced(run), trained, config),
+        exported=describe_exported(exported.step, announced(run), trained, config.checkpoint),
         test=exported.test,
         parity=exported.parity,
         rounding=exported.rounding,
@@ -246,7 +246,7 @@ def _data(run: RunDir) -> str:
     manifest = read_record(path, ShardManifest)
     said = (
         manifest.preprocessing,
-        describe_masks(read_config(run), manifest.fitted),
+        describe_masks(read_config(run).data, manifest.fitted),
         describe_label_units(read_config(run).losses, manifest.fitted),
     )
     return "; ".join(filter(None, said))
@@ -346,6 +346,6 @@ def held_out_text(run: RunDir) -> bytes:
     data, label = config.data, config.losses[0].label if config.losses else ""
     if not label or data.text or locate(data.source, data).format != "text" or not isinstance(label, str):
         return b""
-    shards = open_shards(run.shards, "evaluation", most=data.evaluation_rows)
+    shards = open_evaluated(run.shards, data)
     windows = shards.read(np.arange(shards.num_rows))[label]
     return np.asarray(windows, dtype=np.uint8).tobytes()

@@ -35,7 +35,7 @@ from onward.trainer.errors import (
     RuntimeUnavailable,
     Stopped,
 )
-from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config, read_settings
+from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config
 from onward.trainer.run.download_cleaning import Cleaned, clean
 from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.names import name_given_to, run_named, short_id
@@ -89,7 +89,7 @@ def how_to_continue(run: RunDir) -> str:
 def how_to_train_further(run: RunDir) -> str:
     """Return a clause with the settings of a new run that begins where a run is, which may change everything else."""
     saved = list_checkpoints(run)
-    ways = [f"model.path={run.export / read_settings(run).model.path.name}"] if run.exported.exists() else []
+    ways = [f"model.path={run.export / read_config(run, 'given').model.path.name}"] if run.exported.exists() else []
     ways += [f"checkpoint.load={saved[-1]}"] if saved else []
     if not ways:
         return "start a new run: `onward run CONFIG SECTION.KEY=VALUE`"

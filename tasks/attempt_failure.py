@@ -15,7 +15,7 @@ from onward.trainer.errors import OnwardError, OutOfMemory, TrainingFailed
 from onward.trainer.events import last_beat
 from onward.trainer.run.attempt_endings import AttemptEnding
 from onward.trainer.run.causes import Cause, explain, memory_advice
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import RankError, RuntimeReport, read_record, write_record
 from onward.trainer.run.refusals import recorded_error
 
@@ -162,7 +162,7 @@ def host_of(run: RunDir, rank: int, config: RunConfig) -> str:
     """Return the host of a rank: over several hosts, as the preflight of the same hostfile found it."""
     if not config.launch.hostfile:
         return socket.gethostname()
-    if config.launch.hostfile == read_settings(run).launch.hostfile and run.runtime.exists():
+    if config.launch.hostfile == read_config(run, "given").launch.hostfile and run.runtime.exists():
         hosts = {each.rank: each.host for each in read_record(run.runtime, RuntimeReport).ranks}
         return hosts.get(rank, "unknown host")
     return "unknown host"  # hosts were lost since, and the ranks are others

@@ -22,10 +22,10 @@ from prefect.settings import get_current_settings
 from onward.infra.git import commit_of
 from onward.infra.mlflow import mlflow_store, tracking
 from onward.infra.mlflow.tracking import page_on_own_server
-from onward.tasks.import_check import import_problems
+from onward.tasks.file_check import CheckedFiles, check_files
 from onward.tasks.log_damage import damage_of_log
 from onward.tasks.machine_check import machine_problems
-from onward.tasks.registered_models import store_of, with_registered
+from onward.tasks.registered_models import store_of
 from onward.tasks.rehearsing import quantize, rehearse
 from onward.tasks.shown_in_mlflow import first_tags, parameters
 from onward.trainer.checkpoint.manifest import read_manifest
@@ -34,17 +34,14 @@ from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.named_files import named_files
 from onward.trainer.config.rules import Sections
-from onward.trainer.config.rules.ranks import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import HOW_TO_COMPILE
 from onward.trainer.data.completed_settings import with_inputs
-from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.scores_read import scores_said, with_scores
-from onward.trainer.diagnostics.config_check import check_local_files
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable
-from onward.trainer.run.allowed_code import SHOWN, AllowedCode, code_digests
-from onward.trainer.run.directory import RunDir, read_config, read_settings
+from onward.trainer.run.allowed_code import SHOWN, AllowedCode
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import accepted_changes, refuse_edited, write_settings
 from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.names import name_of
@@ -75,27 +72,20 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
     all problems at once, and the errors of `rehearse` and `identify`.
     """
     known = read_record(run.remote, LocalCopies) if run.remote.exists() and run.config.exists() else None
-    copies, code = LocalCopies(), dict(allowed or {})
+    checked: list[CheckedFiles] = []
 
     def check(sections: Sections) -> list[str]:
-        nonlocal copies, code
-        try:
-            copies, problems = fetch(sections, with_registered(sections, known))
-        except ConfigError as error:
-            return list(error.problems)
-        if "parallel" in sections and not run.config.exists():
-            problems += sizes_beside_auto(sections["parallel"])
-        local = with_copies(sections, copies)
-        code = code_digests(local) if allowed is None else code
-        return [*problems, *check_local_files(local), *import_problems(local, code)]
+        checked.append(check_files(sections, known, resumed=run.config.exists(), allowed=allowed))
+        return checked[0].problems
 
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
     config = build_config(dict(settings), check=check)
+    copies, code = checked[0].copies, checked[0].code
     config = with_inputs(config, with_copies(config, copies))
     local = with_copies(config, copies)  # with columns in place of patterns
     reads_scores = with_scores(config, local)
     if run.config.exists():
-        saved = read_settings(run)
+        saved = read_config(run, "given")
         refuse_edited(run)
         if _tensors_read(saved) == _tensors_read(reads_scores):  # else it is of a version that chose none
             config = reads_scores

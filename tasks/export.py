@@ -52,15 +52,7 @@ from onward.trainer.errors import (
     StorageUnavailable,
 )
 from onward.trainer.run.delivered import remember
-from onward.trainer.run.directory import (
-    RunDir,
-    changes_in,
-    example_in,
-    read_config,
-    read_config_as_given,
-    samples_in,
-    variant_in,
-)
+from onward.trainer.run.directory import RunDir, changes_in, example_in, read_config, samples_in, variant_in
 from onward.trainer.run.durable_files import durable_file, remove_partials
 from onward.trainer.run.records import (
     CheckpointInfo,
@@ -93,7 +85,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
     """
     config = read_config(run)
     chosen = choose(checkpoints, config.export.checkpoint)
-    log.info("exporting %s", describe_exported(chosen.step, checkpoints, result, config))
+    log.info("exporting %s", describe_exported(chosen.step, checkpoints, result, config.checkpoint))
     with registering_prepared(read_record(run.identity, RunIdentity).tracking_uri):
         exported = _verified_before(run, chosen) or export_file(run, chosen.path)
     tags = {"step": str(exported.step), "checkpoint": chosen.path.name, "attempts": str(result.attempts)}
@@ -105,7 +97,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
         failed.append(error)
     try:
         if config.export.path:
-            _deliver(read_config_as_given(run), exported)
+            _deliver(read_config(run, "local"), exported)
     except RuntimeUnavailable as error:
         failed.append(error)
     show_result(run, exported, result)
@@ -136,7 +128,7 @@ def export_file(
     """
     restore_copies(run)
     extras = extras or read_config(run).export
-    source = read_config_as_given(run).model.path
+    source = read_config(run, "local").model.path
     if out and (problems := export_conflicts(out.absolute(), source, extras.variants)):
         raise ConfigError(problems)  # before the export, which takes minutes for a large model
     if out and not extras.overwrite and (problems := files_in_the_way(out.absolute(), extras.variants)):

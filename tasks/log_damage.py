@@ -13,7 +13,7 @@ from onward.trainer.bounds import NotAFile, opened
 from onward.trainer.checkpoint.retention import list_checkpoints, step_in
 from onward.trainer.errors import ConfigError
 from onward.trainer.events import event_of
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 
 MOST_NAMED = 5
 """Gaps that a sentence names."""
@@ -54,7 +54,7 @@ def damage_of_log(run: RunDir) -> LogDamage:
     train.log_period: the log is on the disk before a checkpoint is.
     """
     try:
-        config = read_settings(run)
+        config = read_config(run, "given")
     except ConfigError:
         return LogDamage()
     saved = [step_in(path.name) for path in list_checkpoints(run)]  # before the log, which a running job goes on with

@@ -16,9 +16,12 @@ from onward.tasks.prefect_results import metric_rows
 from onward.tasks.raw_prediction import raw_prediction_of
 from onward.tasks.shown_in_mlflow import data_digests, parameters, trained_from
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.schema.signature import TensorInfo, read_signature
 from onward.trainer.data.storage.shards import ShardManifest, Split
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.preprocessing_record import (
     AudioInput,
@@ -53,7 +56,7 @@ def write_card(run: RunDir, exported: ExportedModel, folder: Path) -> Path:
 
 def model_card(run: RunDir, exported: ExportedModel) -> str:
     """Return the card in Markdown, with the header that Hugging Face reads."""
-    config = read_settings(run)
+    config = read_config(run, "given")
     identity = read_record(run.identity, RunIdentity) if run.identity.exists() else None
     shards = run.shards / "manifest.json"
     manifest = read_record(shards, ShardManifest) if shards.exists() else None
@@ -61,12 +64,12 @@ def model_card(run: RunDir, exported: ExportedModel) -> str:
     recipe = read_record(record, Preprocessing) if record else None
     sections: dict[str, Iterable[str]] = {
         "Model": _model(run, config, exported, identity),
-        "Data": _data(run, config, manifest, recipe),
+        "Data": _data(run, config.data, manifest, recipe),
         "Results": _results(config, exported, manifest),
         "Training": _training(config),
         "Preprocessing": _preprocessing(recipe, exported),
         "Predict": _predict(exported),
-        "Limits": _limits(config, exported, manifest),
+        "Limits": _limits(config.export, exported, manifest),
         "Intended use": ["*To be filled in: what the model is for, what it must not be used for, whom it may harm.*"],
         "Licence": ["*To be filled in, here and as `license` in the header: that of the file, and of its data.*"],
     }
@@ -78,12 +81,12 @@ def model_card(run: RunDir, exported: ExportedModel) -> str:
 
 
 def _opening(run: RunDir, config: RunConfig, exported: ExportedModel) -> list[str]:
-    origin, data = _origin(run, config), _place(config.data.source)
+    origin, data = _origin(run, config.model), _place(config.data.source)
     return [f"An ONNX file trained by Onward from {origin} on {data}, exported at step {exported.step}."]
 
 
-def _origin(run: RunDir, config: RunConfig) -> str:
-    return _place(trained_from(run, config))
+def _origin(run: RunDir, model: ModelConfig) -> str:
+    return _place(trained_from(run, model))
 
 
 def _place(path: str) -> str:
@@ -95,7 +98,7 @@ def _model(run: RunDir, config: RunConfig, exported: ExportedModel, identity: Ru
     trained = read_record(run.train, TrainResult) if run.train.exists() else None
     facts = {
         "SHA-256": f"`{exported.sha256}`",
-        "trained from": _origin(run, config),
+        "trained from": _origin(run, config.model),
         "SHA-256 of that file": f"`{identity.model_sha256}`" if identity and identity.model_sha256 else "",
         "step of the weights": f"{exported.step}" + (f"; the training ended at {trained.step}" if trained else ""),
         "weights": "moving average" if config.exports_average else "as trained",
@@ -118,10 +121,8 @@ def _tensor(info: TensorInfo) -> tuple[str, str, str]:
     return code(info.name), info.dtype, shape
 
 
-def _data(
-    run: RunDir, config: RunConfig, manifest: ShardManifest | None, recipe: Preprocessing | None
-) -> Iterator[str]:
-    yield f"Source: {_place(config.data.source)}"
+def _data(run: RunDir, data: DataConfig, manifest: ShardManifest | None, recipe: Preprocessing | None) -> Iterator[str]:
+    yield f"Source: {_place(data.source)}"
     if manifest:
         digests = data_digests(run)
         rows = [(what, f"{manifest.rows(split)}", f"`{digests[split]}`") for split, what in SPLITS if split in digests]
@@ -192,8 +193,8 @@ def _predict(exported: ExportedModel) -> Iterator[str]:
             yield from ("", f"Each row gets {_named(column.name for column in raw.predicted)}.")
 
 
-def _limits(config: RunConfig, exported: ExportedModel, manifest: ShardManifest | None) -> Iterator[str]:
-    chosen = "; the checkpoint was chosen by them" if config.export.checkpoint == "best" else ""
+def _limits(export: ExportConfig, exported: ExportedModel, manifest: ShardManifest | None) -> Iterator[str]:
+    chosen = "; the checkpoint was chosen by them" if export.checkpoint == "best" else ""
     yield f"- The results are those of the evaluation rows{chosen}. Rows of another origin were not measured."
     if manifest and not manifest.test:
         yield "- No rows were set aside by which nothing was chosen (`data.test_source`)."

@@ -16,7 +16,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable, StorageUnavailable
 from onward.trainer.run.adjustments import fewer_replicas
 from onward.trainer.run.attempt_endings import endings
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import write_record
 from onward.trainer.run.storage import storage_problem
 
@@ -43,7 +43,7 @@ def wait_until_ready(run: RunDir, config: RunConfig) -> None:
     time.sleep(min(last.delay_s, max(0.0, due_ms / 1000 - time.time())))
     if last.kind == "storage":
         wait_for_storage(run, config.launch.storage_wait_s)
-    if read_settings(run).launch.hostfile:
+    if read_config(run, "given").launch.hostfile:
         wait_for_hosts(run)
 
 
@@ -68,7 +68,7 @@ def wait_for_storage(run: RunDir, limit_s: float) -> None:
 
 def wait_for_hosts(run: RunDir) -> None:
     """Wait until every host of the hostfile answers; with `launch.on_host_lost = "fewer"` go on without the others."""
-    config = read_settings(run)
+    config = read_config(run, "given")
     hosts = read_hostfile(Path(config.launch.hostfile))
     silent = silent_hosts(list(hosts))
     for pause_s in HOST_PAUSES_S:

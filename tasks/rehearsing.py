@@ -138,7 +138,7 @@ def _planned(config: RunConfig, copies: LocalCopies, quantized: Path | None, cod
     try:
         return with_plan(config, plan(config, copies, quantized, code))
     except UnsupportedModel:
-        if may_train_unplanned(config):
+        if may_train_unplanned(config.parallel, config.recompute):
             return config
         raise
 

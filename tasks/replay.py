@@ -23,7 +23,7 @@ from onward.trainer.checkpoint.retention import list_checkpoints, step_in
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint, verify
 from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, Stopped
-from onward.trainer.run.directory import RunDir, onward_home, read_config, read_settings
+from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import Record, RunIdentity, read_record, write_record
 
 
@@ -81,7 +81,7 @@ def scratch_run(run: RunDir, start: int) -> Iterator[RunDir]:
     with tempfile.TemporaryDirectory(dir=onward_home(), prefix=".replay-") as name:
         scratch = RunDir(Path(name) / run.root.name)
         scratch.checkpoints.mkdir(parents=True)
-        settings = read_settings(run)
+        settings = read_config(run, "given")
         saving = settings.checkpoint.model_copy(update={"period": 0})  # only at the step to reach
         unprofiled = settings.monitor.model_copy(update={"profile_steps": ()})
         write_record(scratch.config, settings.model_copy(update={"checkpoint": saving, "monitor": unprofiled}))

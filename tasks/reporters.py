@@ -23,7 +23,7 @@ from onward.tasks.metric_points import values_of
 from onward.tasks.shown_in_mlflow import parameters
 from onward.tasks.task_logger import Log
 from onward.trainer.events import Event
-from onward.trainer.run.directory import RunDir, read_config, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import MetricsSummary, RunIdentity, read_record
 from onward.trainer.run.storage import storage_problem
 
@@ -73,7 +73,7 @@ def reporters_of(run: RunDir, log: Log, *, patience_s: float) -> list[Reporter]:
 
 def _weights_and_biases(run: RunDir) -> Board:
     """Return the run in W&B. It gets the parameters that MLflow gets, and where the report is."""
-    config, identity = read_settings(run), read_record(run.identity, RunIdentity)
+    config, identity = read_config(run, "given"), read_record(run.identity, RunIdentity)
     return WeightsAndBiases(
         run.root,
         run_id=identity.run_id,

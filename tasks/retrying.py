@@ -15,7 +15,7 @@ from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.run.adjustments import Adjustments, smaller_micro_batches, with_adjustments
 from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind, endings
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import read_record, write_record
 
 LONGEST_DELAY_S = 60.0
@@ -59,7 +59,7 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
     changed = ""
     if ending.kind == "out_of_memory" and config.launch.on_out_of_memory == "smaller" and config.launch.retries:
         # each size is tried once, so that this ends by itself
-        changed = _adjust(run, config, smaller_micro_batches(config, adjustments(run)))
+        changed = _adjust(run, config, smaller_micro_batches(config.micro_batch_size, adjustments(run)))
         retry = 1 if changed else 0
     elif ending.kind == "out_of_memory":
         retry = retry if may_pass(ending, earlier) else 0
@@ -85,7 +85,7 @@ def adjustments(run: RunDir) -> Adjustments:
 def _adjust(run: RunDir, before: RunConfig, changes: Adjustments | None) -> str:
     """Write changes and return them in words, as the beginning of a sentence; "" if there are none that are allowed."""
     try:
-        after = with_adjustments(read_settings(run), changes) if changes else None
+        after = with_adjustments(read_config(run, "given"), changes) if changes else None
     except ValueError:
         after = None
     if changes is None or after is None:

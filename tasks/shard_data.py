@@ -16,9 +16,10 @@ from onward.infra.mlflow.model_package import Port
 from onward.infra.mlflow.tracking import DataSplit, Tracker
 from onward.tasks.shown_in_mlflow import digests_of
 from onward.tasks.task_logger import IN_RESULT
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
+from onward.trainer.data.resolve import write_resolved
 from onward.trainer.data.storage.first_rows import source_bytes
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.sharding_progress import speed
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @task(name="shard-data", task_run_name="shard-data", cache_policy=NO_CACHE)
 def shard_data(run: RunDir) -> ShardManifest:
-    """Create RUN_DIR/shards, a link into the shard cache; unchanged data is not sharded twice.
+    """Create RUN_DIR/shards, a link into the shard cache, and resolved.json; unchanged data is not sharded twice.
 
     Raises DataError with file and line for data that cannot be read, ConfigError when the data does not fit the model
     (`onward run` has checked only the first rows before), or has changed since training began.
@@ -47,9 +48,10 @@ def shard_data(run: RunDir) -> ShardManifest:
     # again, now with the extremes of all rows: `configure` has seen the first ones only
     if problems := data_problems(config, manifest.table, fitted=manifest.fitted):
         raise ConfigError(problems)
-    stream = sample_stream(manifest.sizes or (manifest.rows("train"),), config)
+    stream = sample_stream(manifest.sizes or (manifest.rows("train"),), config.data, config.train)
     _refuse_changes(run, manifest.key)
     _link(run.shards, directory)
+    write_resolved(run)
     files, size_bytes = len(manifest.train) + len(manifest.evaluation), source_bytes(config.data)
     log.info(
         "%d rows to train on, %d to evaluate on, %d %s files %s in %.1f s%s: %s",
@@ -78,12 +80,12 @@ def shard_data(run: RunDir) -> ShardManifest:
         log.info("%d rows are kept for the test of the exported file", manifest.rows("test"))
     if manifest.preprocessing:
         log.info("%s", manifest.preprocessing, extra=IN_RESULT)
-    if masks := describe_masks(config, manifest.fitted):
+    if masks := describe_masks(config.data, manifest.fitted):
         log.info("%s", masks, extra=IN_RESULT)
     if manifest.skipped:
         rows = "; ".join(manifest.skipped_rows[:5])
         log.warning("bad rows left out (data.bad_rows = 'skip'): %d: %s", manifest.skipped, rows)
-    _record(run, config, manifest)
+    _record(run, config.data, manifest)
     return manifest
 
 
@@ -99,17 +101,17 @@ def _refuse_changes(run: RunDir, key: str) -> None:
         )
 
 
-def _record(run: RunDir, config: RunConfig, manifest: ShardManifest) -> None:
+def _record(run: RunDir, data: DataConfig, manifest: ShardManifest) -> None:
     """Record the data in MLflow by its digest. When MLflow cannot be reached, only this record is missing."""
     identity = read_record(run.identity, RunIdentity)
     if not identity.mlflow_run_id:
         return
-    name, digests = Path(config.data.source).name, digests_of(manifest)
+    name, digests = Path(data.source).name, digests_of(manifest)
     columns = tuple(
         Port(column.name, column.dtype, (-1,) if column.variable else column.shape)
         for column in manifest.table.values()
     )
-    data = [
+    splits = [
         DataSplit(
             f"{name}/{split}",
             "training" if split == "train" else split,
@@ -122,7 +124,7 @@ def _record(run: RunDir, config: RunConfig, manifest: ShardManifest) -> None:
     ]
     try:
         tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
-        tracker.log_datasets(data, source=run.shards.resolve())
+        tracker.log_datasets(splits, source=run.shards.resolve())
         if manifest.preprocessing:
             tracker.set_tags({"onward.data_columns": manifest.preprocessing})
     except TrackingError as error:

@@ -16,9 +16,10 @@ from prefect import runtime
 
 from onward.trainer.config.flat_settings import changed_settings, flat_settings
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.urls import is_registered, url_of
 from onward.trainer.data.storage.shards import ShardManifest
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
 from onward.trainer.run.sweeps import membership
@@ -67,7 +68,7 @@ def description(run: RunDir, config: RunConfig, identity: RunIdentity, result: s
 
 def result_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
     """Return the tags of a run whose file is exported."""
-    config, identity = read_settings(run), read_record(run.identity, RunIdentity)
+    config, identity = read_config(run, "given"), read_record(run.identity, RunIdentity)
     result = before_and_after(exported, config.promote_metric)
     version = f"{exported.registered_as} {exported.version}".strip()
     return {
@@ -90,10 +91,10 @@ def before_and_after(exported: ExportedModel, first: str) -> str:
 
 def version_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
     """Return the facts of a registered version: the metrics, what it was trained from and on, and the runs."""
-    identity, config = read_record(run.identity, RunIdentity), read_settings(run)
+    identity, config = read_record(run.identity, RunIdentity), read_config(run, "given")
     facts = {
         "onward.result": before_and_after(exported, config.promote_metric),
-        "onward.trained_from": trained_from(run, config),
+        "onward.trained_from": trained_from(run, config.model),
         "onward.trained_from_sha256": identity.model_sha256,
         "onward.data": config.data.source,
         **{f"onward.data_digest.{split}": digest for split, digest in data_digests(run).items()},
@@ -106,18 +107,18 @@ def version_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
 
 def about_version(run: RunDir) -> str:
     """Return where a version comes from, in Markdown: the model before the training, the data, and the runs."""
-    identity, config = read_record(run.identity, RunIdentity), read_settings(run)
-    lines = [f"Trained from `{trained_from(run, config)}` on `{config.data.source}`, run `{identity.run_id}`"]
+    identity, config = read_record(run.identity, RunIdentity), read_config(run, "given")
+    lines = [f"Trained from `{trained_from(run, config.model)}` on `{config.data.source}`, run `{identity.run_id}`"]
     links = {"MLflow": identity.mlflow_url, "Prefect": identity.prefect_url}
     lines += [f"[This run in {product}]({address})" for product, address in links.items() if address]
     return "\n\n".join(lines) + "\n"
 
 
-def trained_from(run: RunDir, config: RunConfig) -> str:
+def trained_from(run: RunDir, model: ModelConfig) -> str:
     """Return the registered version that the run began with, such as `digits/3`; else the path of its file."""
-    url = url_of(config.model.path)
+    url = url_of(model.path)
     if not is_registered(url):
-        return url or str(config.model.path)
+        return url or str(model.path)
     copies = read_record(run.remote, LocalCopies).copies if run.remote.exists() else ()
     versions = [copy.key.partition(" ")[0] for copy in copies if copy.url == url and " " in copy.key]
     return versions[0] if versions else url

@@ -52,7 +52,7 @@ with quick_imports():
     from onward.trainer.errors import ExportRefused, Stopped
     from onward.trainer.events import Heartbeat
     from onward.trainer.run.allowed_code import allow_code_of
-    from onward.trainer.run.directory import RunDir, comparison_in, read_config, read_config_as_given, variant_in
+    from onward.trainer.run.directory import RunDir, comparison_in, read_config, variant_in
     from onward.trainer.run.kept_settings import refuse_edited
     from onward.trainer.run.node_usage import recorded_usage
     from onward.trainer.run.records import ExportedModel, read_record, write_record
@@ -107,7 +107,7 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
     usage = recorded_usage(run, attempt=attempt, rank=mpi.rank, local_rank=mpi.local_rank, host=mpi.host)
     memory = memory_snapshots(config.monitor, run, mpi, attempt=attempt)
     with named_if_not_deterministic(), usage, memory:
-        result = train(config, run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=stop_requested)
+        result = train(run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=stop_requested)
     # This file is the only proof of success; the exit status of mpirun is none.
     if mpi.rank == 0:
         write_record(run.result(attempt), result)
@@ -120,20 +120,15 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     """Return the rows of a split and the metrics of the configured losses, with which exported files are evaluated."""
     from onward.trainer.data.batches.batches import Batch, evaluation_batches
     from onward.trainer.data.file_rows import FileRows
-    from onward.trainer.data.losses_from_data import with_losses_from_data
+    from onward.trainer.data.resolve import read_resolved
     from onward.trainer.data.schema.signature import read_training_signature
-    from onward.trainer.data.storage.shards import open_shards
-    from onward.trainer.data.text.byte_counts import with_bytes_of_targets
+    from onward.trainer.data.storage.shards import open_evaluated
     from onward.trainer.export.evaluation_data import EvaluationData
     from onward.trainer.model.losses.loss import Losses
     from onward.trainer.model.metrics.metrics import EvaluationMetrics
 
-    config, cpu = read_config(run), torch.device("cpu")
-    most = config.data.evaluation_rows if split == "evaluation" else 0
-    held_out, signature = open_shards(run.shards, split, most=most), read_training_signature(config.model)
-
-    config = with_losses_from_data(config, open_shards(run.shards, "train"), signature)
-    config = with_bytes_of_targets(config, held_out, signature)
+    config, cpu = read_resolved(run, split), torch.device("cpu")
+    held_out, signature = open_evaluated(run.shards, config.data, split), read_training_signature(config.model)
     shapes = {output.name: output.shape for output in signature.outputs}
 
     def new_metrics(output_names: Sequence[str]) -> EvaluationMetrics:
@@ -143,7 +138,7 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
         return evaluation_batches(held_out, config, signature, replica=0, num_replicas=1, device=cpu)
 
     # the whole file is verified, on the rows as the data has them, also where the ranks have read numbers only
-    as_stored = open_shards(run.shards, split, for_file=True, most=most)
+    as_stored = open_evaluated(run.shards, config.data, split, for_file=True)
     file_rows = FileRows(as_stored, config, signature) if signature.computed else None
     return EvaluationData(
         batches=batches,
@@ -245,7 +240,7 @@ def make_quantized(folder: RunDir) -> int:
     from onward.trainer.run.refusals import exit_with_refusal
 
     with exit_with_refusal(folder.root):
-        config = read_config_as_given(folder)
+        config = read_config(folder, "local")
         made = quantize_aware.make_quantized(config, folder.quantized / config.model.path.name)
         write_record(folder.quantized / "quantized.json", made)
     return 0

@@ -21,12 +21,10 @@ from onward.trainer.attempt.evaluation import Evaluation
 from onward.trainer.attempt.restore import Trained, restore
 from onward.trainer.checkpoint.background import CheckpointWriter
 from onward.trainer.checkpoint.train_state import TrainState
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
-from onward.trainer.data.losses_from_data import with_losses_from_data
+from onward.trainer.data.resolve import read_resolved
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
-from onward.trainer.data.text.byte_counts import with_bytes_of_targets
+from onward.trainer.data.storage.shards import open_evaluated, open_shards
 from onward.trainer.distributed.arithmetic import set_arithmetic
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
@@ -51,7 +49,6 @@ from onward.trainer.run.stopping import is_out_of_time, reason_to_end
 
 
 def train(
-    config: RunConfig,
     run: RunDir,
     mpi: MPIContext,
     *,
@@ -66,12 +63,11 @@ def train(
     Raises Diverged when the loss or a gradient is not finite at every allowed loss scale. Any other error of one rank
     ends the job. Checkpoints that were saved before stay in both cases.
     """
-    counts_hours = mpi.rank == 0 and config.stop.max_hours > 0
-    clock = StepClock(began_at=time.monotonic(), compiled_s=compiled_s, counts_hours=counts_hours)
+    clock = StepClock(began_at=time.monotonic(), compiled_s=compiled_s)
     beat = heartbeat.beat
 
     # -- 1. Ranks: who computes what, and in which arithmetic
-    config = set_arithmetic(config, mpi)
+    config = set_arithmetic(read_resolved(run), mpi)
     dims = ParallelDims.of(config.parallel)
     mesh = make_mesh(mpi, dims, timeout_s=config.collective_timeout_s)
     here = dims.coordinate(mpi.rank)
@@ -80,11 +76,9 @@ def train(
     # -- 2. Data: this replica's share, the same for all ranks of one replica
     signature = read_training_signature(config.model)
     rows = open_shards(run.shards, "train")
-    held_out = open_shards(run.shards, "evaluation", most=config.data.evaluation_rows)
+    held_out = open_evaluated(run.shards, config.data)
     rows, held_out = with_soft_labels((rows, held_out), config, signature, run.teacher, mpi, beat=beat)
-    config = with_losses_from_data(config, rows, signature)
     batches = Batches(rows, config, signature, replica=here.data, num_replicas=dims.data, device=mpi.device)
-    config = with_bytes_of_targets(config, held_out, signature)
     num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
@@ -124,7 +118,8 @@ def train(
         resumed=restored.resumed,
         damaged=restored.damaged,
     )
-    clock.begin_steps(trained_before_s=state.stop.trained_s)
+    counts_hours = mpi.rank == 0 and config.stop.max_hours > 0
+    clock.begin_steps(trained_before_s=state.stop.trained_s, counts_hours=counts_hours)
     clock.emit(events, state.step)
     if state.step == 0:
         with clock("evaluation"):

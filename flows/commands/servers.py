@@ -129,8 +129,8 @@ def down(as_json: Json = False) -> None:
     Deployed runs save a checkpoint first, which takes at most about a minute. Temporary directories of processes that
     were killed are removed.
     """
-    from onward.infra.servers import services
     from onward.infra.job.temporary_folders import remove_abandoned
+    from onward.infra.servers import services
     from onward.trainer.run.directory import onward_home
 
     stopped, left = services.down(onward_home())

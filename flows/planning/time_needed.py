@@ -24,7 +24,7 @@ from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import OnwardError
 from onward.trainer.onnx_graph.structure import structure_digest
 from onward.trainer.parallel.plan_record import Plan
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.pace import Pace, calibration_file, key_of, pace_of, settings_of_pace
 from onward.trainer.run.records import Record, RuntimeReport, read_record
 from onward.trainer.run.this_machine import machine_text
@@ -96,7 +96,7 @@ def _paces_of_runs(config: RunConfig) -> Iterator[Pace]:
 
 
 def _is_alike(run: RunDir, config: RunConfig, settings: object, structure: str) -> bool:
-    own, identity = read_settings(run), identity_of(run)
+    own, identity = read_config(run, "given"), identity_of(run)
     if config.model.fixed_batch == "auto":  # a rehearsal has chosen it for the run
         own = own.model_copy(update={"model": own.model.model_copy(update={"fixed_batch": "auto"})})
     if config.graph.compile == "auto":  # likewise, and without compiling the settings of how have been dropped
@@ -115,7 +115,7 @@ def _is_alike(run: RunDir, config: RunConfig, settings: object, structure: str) 
 
 
 def _pace(run: RunDir) -> Pace | None:
-    own, identity = read_settings(run), identity_of(run)
+    own, identity = read_config(run, "given"), identity_of(run)
     pace = pace_of(read_events_of(run), batch=own.train.global_batch_size)
     if pace is None or identity is None:
         return None

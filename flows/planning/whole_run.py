@@ -11,6 +11,8 @@ from onward.flows.planning.time_needed import TimeNeeded, key_of_run, known_pace
 from onward.tasks.rehearsing import plan as make_plan
 from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.storage.row_counts import RowCount, count_rows
 from onward.trainer.parallel.plan_record import Plan, with_plan
@@ -74,13 +76,15 @@ def plan_run(
         epochs=samples / rows.train if samples is not None and rows.train else None,
         time=time_needed(chosen, layout, rows, pace),
         disk=disk_needed(chosen, layout.needs),
-        copy_bytes=layout.needs.checkpoint_bytes if _writes_beside_training(chosen, layout) else 0,
+        copy_bytes=layout.needs.checkpoint_bytes
+        if _writes_beside_training(chosen.parallel, chosen.checkpoint, layout)
+        else 0,
         changed=changed,
         origins={key: where for key, where in (origins or {}).items() if key in changed},
     )
 
 
-def _writes_beside_training(config: RunConfig, layout: Plan) -> bool:
+def _writes_beside_training(parallel: ParallelConfig, checkpoint: CheckpointConfig, layout: Plan) -> bool:
     """Return whether checkpoints are copied, where the hosts have the memory (trainer/checkpoint/background.py)."""
-    wanted = config.checkpoint.background
-    return not (layout.device.startswith("CPU") and config.parallel.memory_gib) if wanted == "auto" else wanted
+    wanted = checkpoint.background
+    return not (layout.device.startswith("CPU") and parallel.memory_gib) if wanted == "auto" else wanted

@@ -23,7 +23,7 @@ from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.prefect_server import prefect_answers
 from onward.tasks.subprocesses import run_module
 from onward.trainer.errors import StorageUnavailable
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.ending import RunEnding, ending_of
 from onward.trainer.run.phases import enter_phase
 
@@ -45,7 +45,7 @@ def reported(run: RunDir) -> Iterator[None]:
             ending = ending_of(run)
             # where a disk has ended the run, it takes no report either, and the error of the run says so
             storage = ending is not None and ending.error == StorageUnavailable.__name__
-            if not storage and run.config.exists() and read_settings(run).monitor.report:
+            if not storage and run.config.exists() and read_config(run, "given").monitor.report:
                 _report(run, ending)
         except StorageUnavailable as error:
             log.warning("no report of the run; `onward report %s` writes it: %s", run.root.name[:8], error)

@@ -22,7 +22,7 @@ from onward.trainer.diagnostics.difference import Difference
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, read_events
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
-from onward.trainer.run.directory import RunDir, changes_in, read_settings, samples_in
+from onward.trainer.run.directory import RunDir, changes_in, read_config, samples_in
 from onward.trainer.run.ending import RunEnding, ending_of
 from onward.trainer.run.records import (
     ExportedModel,
@@ -168,7 +168,7 @@ def read_facts(run: RunDir) -> RunFacts:
             left_out.append(f"{what}: {error}")
             return without
 
-    config = known("the configuration", lambda: read_settings(run), None)
+    config = known("the configuration", lambda: read_config(run, "given"), None)
     ending = ending_of(run)
     # inside of its flow, whose ending is written already, the lock is still held
     running = ending is None and known("the lock", lambda: is_running(run), False)

@@ -28,7 +28,7 @@ from onward.trainer.errors import (
     UnsupportedModel,
 )
 from onward.trainer.events import last_beat
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import RunIdentity, TrainResult, read_record, write_record
 from onward.trainer.run.sweeps import Membership, Pruned, Sweep, SweepDir, Trial
 
@@ -102,7 +102,7 @@ def result_of(trial: Trial, plan: Sweep, state: State[Any] | None, *, first: Tri
 
 def value_of(run: RunDir, plan: Sweep) -> float:
     """Return the metric of the checkpoint that would be exported. Raises ConfigError if it has none."""
-    chosen = choose(announced(run), read_settings(run).export.checkpoint)
+    chosen = choose(announced(run), read_config(run, "given").export.checkpoint)
     value = chosen.metrics.get(plan.metric, math.nan)
     if not math.isfinite(value):
         known = ", ".join(sorted(chosen.metrics))

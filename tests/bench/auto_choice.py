@@ -102,7 +102,7 @@ def train_all(mpi: MPIContext, roots: list[str]) -> None:
         if mpi.rank == 0:
             run.begin_attempt()
         dist.barrier()
-        train(read_config(run), run, mpi, attempt=1, heartbeat=Heartbeat(run.heartbeat), stop_requested=lambda: False)
+        train(run, mpi, attempt=1, heartbeat=Heartbeat(run.heartbeat), stop_requested=lambda: False)
 
 
 def step_s(run: RunDir) -> float:

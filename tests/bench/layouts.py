@@ -69,7 +69,7 @@ def profiled(mpi: MPIContext, root: str) -> float:
     torch.distributed.barrier()
     heartbeat = Heartbeat(run.heartbeat)
     with profile(activities=[ProfilerActivity.CPU]) as found:
-        train(read_config(run), run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
+        train(run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
     return sum(event.time_range.elapsed_us() for event in found.events() if event.name.startswith("gloo:")) / 1e6
 
 

@@ -153,7 +153,7 @@ def measured(mpi: MPIContext, small: str, root: str) -> int:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         before = resident("VmRSS")
         meter = Meter(run.heartbeat)
-        train(read_config(run), run, mpi, attempt=1, heartbeat=meter, stop_requested=lambda: False)
+        train(run, mpi, attempt=1, heartbeat=meter, stop_requested=lambda: False)
     return meter.peak - before
 
 

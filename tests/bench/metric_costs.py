@@ -29,7 +29,7 @@ from onward.trainer.loop import train
 from onward.trainer.parallel.sample_flops import Lengths, SampleFlops
 from onward.trainer.parallel.step_clock import StepClock
 from onward.trainer.parallel.throughput import Throughput, Work
-from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.directory import RunDir
 from tests.support.graphs import tiny_transformer
 from tests.support.ranks import run_ranks
 from tests.support.runs import make_run, tiny_text
@@ -68,7 +68,7 @@ def _times(mpi: MPIContext, run: RunDir, *, plain: bool) -> Times:
     torch.distributed.barrier()
     with without() if plain else contextlib.nullcontext(), mock.patch.object(EventWriter, "scalars", noted):
         heartbeat = Heartbeat(run.heartbeat)
-        train(read_config(run), run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
+        train(run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
     last = max(at)
     return at[last][0] - at[FIRST][0], at[last][1] - at[FIRST][1]
 

@@ -20,7 +20,7 @@ import onnx
 from onward.tasks.export import export_file
 from onward.tasks.rehearsing import quantize
 from onward.trainer.data.schema.signature import model_digest
-from onward.trainer.run.directory import RunDir, read_config, read_config_as_given
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
 from tests.support import mobile_models, runs
 
@@ -42,8 +42,8 @@ def trained(folder: Path, model: onnx.ModelProto, columns: Mapping[str, Any], **
 
 def insert_nodes(run: RunDir) -> None:
     """Do what `configure` does with `quantize.aware`, in a run directory that was made without it."""
-    if read_config_as_given(run).quantize.aware:
-        quantize(run, read_config_as_given(run))
+    if read_config(run, "local").quantize.aware:
+        quantize(run, read_config(run, "local"))
         identity, digest = read_record(run.identity, RunIdentity), model_digest(read_config(run).model.path)
         write_record(run.identity, identity.model_copy(update={"model_sha256": digest}))
 

@@ -99,9 +99,7 @@ def measured(mpi: MPIContext, root: str) -> list[int]:
     loop.open_with_teacher, loop.build_rank_model = open_, built
     run = RunDir(Path(root))
     try:
-        loop.train(
-            read_config(run), run, mpi, attempt=1, heartbeat=Heartbeat(run.heartbeat), stop_requested=lambda: False
-        )
+        loop.train(run, mpi, attempt=1, heartbeat=Heartbeat(run.heartbeat), stop_requested=lambda: False)
     except _Measured as found:
         return list(found.args)
     finally:

@@ -169,7 +169,7 @@ def train_all(mpi: MPIContext, roots: list[str]) -> None:
             run.begin_attempt()
         torch.distributed.barrier()
         heartbeat = Counting(run.heartbeat)
-        train(read_config(run), run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
+        train(run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
         if {1, 2} <= made.keys():  # not where it began with a checkpoint of the first step
             (run.root / f"collectives-{mpi.rank}").write_text(str(made[2] - made[1]))
     collectives.all_reduce = vocabulary_loss.all_reduce = collective

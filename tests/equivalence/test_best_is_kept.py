@@ -56,7 +56,7 @@ def test_a_checkpoint_is_saved_whenever_an_evaluation_is_the_best_so_far_and_the
         status="done", attempts=1, step=24, samples_seen=192, metrics=result.metrics, elapsed_s=result.elapsed_s
     )
     first, last = (info.metrics["evaluation/loss"] for info in kept(worse))
-    assert describe_exported(4, kept(worse), ended, read_config(worse)) == (
+    assert describe_exported(4, kept(worse), ended, read_config(worse).checkpoint) == (
         f"step 4: evaluation/loss {first:.4g}; the last, step 24, had {last:.4g}"
     )
 

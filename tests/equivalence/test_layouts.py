@@ -208,7 +208,7 @@ def with_a_planted_overflow(mpi: MPIContext, root: str, rank: int, step: int) ->
     if mpi.rank == 0:
         run.begin_attempt()
     torch.distributed.barrier()
-    result = loop.train(read_config(run), run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
+    result = loop.train(run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
     return result.step
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.data.batches.batches import Batches, one_batch
-from onward.trainer.data.losses_from_data import with_losses_from_data
+from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.model.trainable import load_weights, open_trainable
@@ -103,7 +103,7 @@ class ByHand:
             load_weights(self.module, tensors(run, step, "model/"))
         self.signature = read_training_signature(config.model)
         rows = open_shards(run.shards, "train")
-        config = with_losses_from_data(config, rows, self.signature)
+        config = resolve(config, rows, self.signature)
         self.config = config.model_copy(
             update={"train": config.train.model_copy(update={"gradient_accumulation_steps": 1})}
         )

@@ -15,7 +15,8 @@ import torch
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
-from onward.trainer.data.losses_from_data import with_class_axes, with_losses_from_data
+from onward.trainer.data.losses_from_data import with_class_axes
+from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.export.training.files import TrainingArtifacts, write_artifacts
@@ -139,7 +140,7 @@ def test_twenty_steps_without_torch_land_where_the_loop_lands(
     )
     config, folder = read_config(run), tmp_path / "alone"
     rows, signature = open_shards(run.shards, "train"), read_training_signature(config.model)
-    config = with_losses_from_data(with_class_axes(config, rows.columns, signature), rows, signature)
+    config = with_class_axes(resolve(config, rows, signature), rows.columns, signature)
     record = write_artifacts(folder, onnx.load(config.model.path), config, base=tmp_path)
     np.savez(folder / "batches.npz", **batches_of(run, config, record))
 

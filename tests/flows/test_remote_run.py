@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 
 from onward.trainer.diagnostics.diff import compare
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from tests.support.cloud_stores import AZURE_KEY, HUB_TOKEN, STORES
 from tests.support.remote_servers import object_store, web_server
 from tests.support.workshop import Workshop
@@ -80,7 +80,7 @@ def test_model_data_and_export_may_be_urls(workshop: Workshop, monkeypatch: pyte
         assert status == 0, stderr
         assert web.cuts_left == 0
         assert ran["after"]["evaluation/loss"] < ran["before"]["evaluation/loss"]
-        assert read_settings(RunDir(Path(ran["directory"]))).data.source == f"{web.url}/data/train.npz"
+        assert read_config(RunDir(Path(ran["directory"])), "given").data.source == f"{web.url}/data/train.npz"
         bucket.download_file("bucket", "trained/model.onnx", str(workshop.root / "trained.onnx"))
         assert (workshop.root / "trained.onnx").read_bytes() == Path(ran["model"]).read_bytes()
         onnxruntime.InferenceSession(str(workshop.root / "trained.onnx"), providers=["CPUExecutionProvider"])

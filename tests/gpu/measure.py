@@ -37,7 +37,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.events import Heartbeat
 from onward.trainer.loop import train
-from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.directory import RunDir
 from tests.gpu import ranks
 from tests.gpu.device import DEVICE, REHEARSAL, synchronize
 from tests.support.runs import Array, events, make_run
@@ -121,7 +121,7 @@ def train_until_enough(run: RunDir, mpi: MPIContext, at_step: Callable[[int], No
     dist.barrier()
     heartbeat, attempt = StepStarts(run, at_step), run.current_attempt
     try:
-        train(read_config(run), run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=lambda: False)
+        train(run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=lambda: False)
     except Enough:  # a checkpoint may still be written in the background, into a directory that is about to be removed
         for thread in threading.enumerate():
             if thread.name == "checkpoint":

@@ -17,7 +17,7 @@ import numpy as np
 from onward.trainer.checkpoint.retention import Announced
 from onward.trainer.run.adjustments import Adjustments
 from onward.trainer.run.attempt_endings import AttemptEnding
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.ending import RunEnding
 from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.records import (
@@ -127,7 +127,7 @@ def _write_records(run: RunDir) -> None:
 
 def _records(run: RunDir) -> dict[Path, Record]:
     home, checked = run.root.parents[1], CheckpointInfo
-    settings = read_settings(run).model_dump(mode="json")
+    settings = read_config(run, "given").model_dump(mode="json")
     found = [checked(step=step, path=run.checkpoint(step), bytes=1, digest="0" * 64, metrics={}) for step in (2, 4)]
     gone = RankError(attempt=1, rank=0, host="h", step=3, cause="ValueError: x", traceback="", at_ms=1)
     over = AttemptEnding(

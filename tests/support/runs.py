@@ -25,6 +25,7 @@ from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.data_problems import data_problems
+from onward.trainer.data.resolve import write_resolved
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.errors import ConfigError
@@ -68,6 +69,7 @@ def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array],
     if problems := data_problems(config, manifest.table):
         raise ConfigError(problems)
     run.shards.symlink_to(shards, target_is_directory=True)
+    write_resolved(run)
     return run
 
 

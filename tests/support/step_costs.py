@@ -30,7 +30,7 @@ from onward.trainer.events import Heartbeat
 from onward.trainer.loop import train
 from onward.trainer.parallel import throughput
 from onward.trainer.parallel.pipeline.engine import Pipeline
-from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.directory import RunDir
 from tests.support import graphs
 from tests.support.ranks import run_ranks
 from tests.support.runs import make_run, tiny_images, tiny_text
@@ -132,7 +132,7 @@ def _count(mpi: MPIContext, run: RunDir) -> Counts:
         costs.methods(),
         costs,
     ):
-        train(read_config(run), run, mpi, **how, stop_requested=lambda: False)
+        train(run, mpi, **how, stop_requested=lambda: False)
     return dict(costs.found)
 
 

@@ -387,13 +387,13 @@ def test_without_a_time_in_bf16_the_precision_is_not_chosen_and_the_run_is_not_r
             }
         ),
     )
-    _time(None, lambda: pytest.fail("no micro-batch has run"), config, findings)  # type: ignore[arg-type]
+    _time(None, lambda: pytest.fail("no micro-batch has run"), config.precision, findings)  # type: ignore[arg-type]
     findings.batches.append(RehearsedBatch(what="training", rows=1, loss=1.0, elapsed_s=0.1))
 
     def unsupported() -> Any:
         raise RuntimeError("not implemented for 'BFloat16'")
 
-    _time(None, unsupported, config, findings)  # type: ignore[arg-type]
+    _time(None, unsupported, config.precision, findings)  # type: ignore[arg-type]
     assert findings.compute == ""
     assert findings.not_rehearsed == ["the time in fp32 and bf16: RuntimeError: not implemented for 'BFloat16'"]
 

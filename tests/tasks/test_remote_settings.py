@@ -26,7 +26,7 @@ from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.errors import ConfigError
 from onward.trainer.extras import how_to_install
 from onward.trainer.run import remote_files
-from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config, read_settings
+from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config
 from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.graphs import tiny_conv_net
@@ -80,7 +80,7 @@ def test_the_configuration_keeps_urls_and_ranks_read_local_copies(
     sections: dict[str, Any], bucket: Any, tmp_path: Path
 ) -> None:
     run = begin(sections)
-    settings, config = read_settings(run), read_config(run)
+    settings, config = read_config(run, "given"), read_config(run)
     assert url_of(settings.model.path) == "s3://bucket/models/model.onnx"
     assert settings.data.source == "s3://bucket/train"
     assert config.model.path.is_file()

@@ -47,4 +47,4 @@ def test_a_version_names_the_version_that_its_run_began_with(tmp_path: Path) -> 
     config = build_config({"name": "a", **SECTIONS, "model": {"path": "models:/digits@champion"}})
     copy = LocalCopy(url="models:/digits@champion", path=tmp_path / "m.onnx", key="digits/3 abc", bytes=1)
     write_record(run.remote, LocalCopies(copies=(copy,)))
-    assert trained_from(run, config) == "digits/3"
+    assert trained_from(run, config.model) == "digits/3"

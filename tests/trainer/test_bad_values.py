@@ -108,9 +108,7 @@ def diverge(mpi: MPIContext, root: str) -> str:
     loop.build_rank_model, loop.BadValues.explain_step = kept, compared  # type: ignore[method-assign]
     try:
         with pytest.raises(Diverged) as diverged:
-            loop.train(
-                read_config(run), run, mpi, attempt=1, heartbeat=Heartbeat(run.heartbeat), stop_requested=lambda: False
-            )
+            loop.train(run, mpi, attempt=1, heartbeat=Heartbeat(run.heartbeat), stop_requested=lambda: False)
     finally:
         loop.build_rank_model, loop.BadValues.explain_step = build, explain  # type: ignore[method-assign]
     return str(diverged.value)

@@ -13,7 +13,7 @@ from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ReplicasDiffer
 from onward.trainer.events import Heartbeat
-from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.directory import RunDir
 from tests.support.graphs import tiny_transformer
 from tests.support.quotes import assert_quoted
 from tests.support.ranks import run_ranks
@@ -49,9 +49,7 @@ def train_with_a_flipped_bit(mpi: MPIContext, root: str, step: int) -> list[str]
     loop.build_rank_model = kept
     try:
         with pytest.raises(ReplicasDiffer) as noticed:
-            loop.train(
-                read_config(run), run, mpi, attempt=1, heartbeat=Flipping(run.heartbeat), stop_requested=lambda: False
-            )
+            loop.train(run, mpi, attempt=1, heartbeat=Flipping(run.heartbeat), stop_requested=lambda: False)
     finally:
         loop.build_rank_model = build
     torch.distributed.barrier()

@@ -39,8 +39,7 @@ def parsed_models(mpi: MPIContext, root: str) -> list[str]:
     onnx.load_model_from_string = counting(onnx.load_model_from_string)
     run = RunDir(Path(root))
     attempt = run.begin_attempt()
-    config = read_config(run)
-    train(config, run, mpi, attempt=attempt, heartbeat=Heartbeat(run.heartbeat), stop_requested=lambda: False)
+    train(run, mpi, attempt=attempt, heartbeat=Heartbeat(run.heartbeat), stop_requested=lambda: False)
     return parsed
 
 

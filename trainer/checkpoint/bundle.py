@@ -37,7 +37,7 @@ from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.text.tokenizer import tokenizer_file
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, printable, shown
 from onward.trainer.run.allowed_code import AllowedCode
-from onward.trainer.run.directory import RunDir, read_config_as_given, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.record_base import Former
 from onward.trainer.run.records import Record, RunIdentity, read_record, write_record
@@ -112,7 +112,7 @@ def write_bundle(run: RunDir, checkpoint: VerifiedCheckpoint, target: Path) -> B
 
 def _collected(run: RunDir, checkpoint: VerifiedCheckpoint) -> tuple[dict[str, Path], bytes]:
     """Return name in the bundle -> file, and the settings with these names in place of paths."""
-    config = read_config_as_given(run)
+    config = read_config(run, "local")
     model = config.model.path
     sources = _below("model", model.parent, model_files(model))
     code: dict[str, str] = {}
@@ -309,7 +309,7 @@ def _absolute_settings(run: RunDir, folder: Path, bundle: Path) -> RunConfig:
             raise CheckpointError(f"{bundle} is refused: its settings name '{shown(text)}', which is not in it")
         return type(value)(str(folder / text))
 
-    settings: Any = read_settings(run)
+    settings: Any = read_config(run, "given")
     for key in PATHS:
         settings = replaced(settings, key.split("."), partial(opened, key))
     nowhere = settings.monitor.model_copy(update={"tracking_uri": ""})

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import fsync
@@ -62,9 +62,11 @@ def announced(run: RunDir) -> tuple[CheckpointInfo, ...]:
     return ()
 
 
-def describe_exported(step: int, checkpoints: Iterable[CheckpointInfo], trained: TrainResult, config: RunConfig) -> str:
+def describe_exported(
+    step: int, checkpoints: Iterable[CheckpointInfo], trained: TrainResult, checkpoint: CheckpointConfig
+) -> str:
     """Return which step is exported: "step 263: evaluation/loss 0.9134; the last, step 329, had 0.9257"."""
-    name = config.checkpoint.best_metric
+    name = checkpoint.best_metric
     measured = {info.step: info.metrics[name] for info in checkpoints if name in info.metrics}
     value = f": {name} {measured[step]:.4g}" if step in measured else ""
     if step == trained.step:

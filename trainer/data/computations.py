@@ -26,8 +26,8 @@ def open_fitted(
 
     Raises ConfigError as `open_class_names`, `open_table_columns` and `open_audio`.
     """
-    in_place = open_class_names(config, schema), open_table_columns(config, signature, schema)
-    return [*in_place[0], *in_place[1], *open_audio(config, schema)]
+    in_place = open_class_names(config.data, config.losses, schema), open_table_columns(config, signature, schema)
+    return [*in_place[0], *in_place[1], *open_audio(config.data, schema)]
 
 
 def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> list[ColumnComputer]:
@@ -40,14 +40,14 @@ def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> l
         open_preprocessor(config, signature),
         open_tokenized_rows(config, signature),
     )
-    checks: list[ColumnComputer] = [*open_sequence_lengths(config, signature)]
-    checks += open_empty_targets(config, schema)
+    checks: list[ColumnComputer] = [*open_sequence_lengths(config.losses, signature)]
+    checks += open_empty_targets(config.losses, schema)
     return [*open_fitted(config, signature, schema), *checks, *(computer for computer in opened if computer)]
 
 
 def open_images(config: RunConfig, signature: Signature) -> ImageComputer | None:
     """Return what decodes images; None without [data.image]. Raises ConfigError as `image_inputs`."""
-    images = image_inputs(config, signature)
+    images = image_inputs(config.data, signature)
     if not images or config.data.image is None:
         return None
     return ImageComputer(images, config.data.image, masks(config, signature))

@@ -13,6 +13,7 @@ import numpy as np
 
 from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data import misfits
 from onward.trainer.data.images.decoding import MASK_TYPE
 from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
@@ -65,7 +66,7 @@ def data_problems(
         return list(error.problems)
     try:
         masks(config, signature)
-        image_inputs(config, signature)
+        image_inputs(config.data, signature)
         mixed_labels(config, signature)
     except ConfigError as error:  # which columns are read depends on it
         return list(error.problems)
@@ -73,7 +74,7 @@ def data_problems(
     constant = {f"input {info.name}" for info in signature.fed if not _has_rows(info, signature)}
     computed, text = computed_columns(config, signature), text_columns(config, signature)
     made_of_text = text.computed if text else frozenset[str]()
-    for feed in (*file_feeds(config, signature).values(), *labels(config, signature)):
+    for feed in (*file_feeds(config.data, signature).values(), *labels(config, signature)):
         if made_of_text.issuperset(feed.columns) or (
             computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns)
         ):
@@ -89,12 +90,12 @@ def data_problems(
         elif feed.mask and schema[feed.columns[0]].dtype != MASK_TYPE:
             problems += _image_problems(feed, schema[feed.columns[0]], MASK_TYPE, feed.mask)
         elif feed.dtype == "string" and signature.computed:
-            problems += _text_problems(config, feed, [schema[name] for name in feed.columns])
+            problems += _text_problems(config.data, feed, [schema[name] for name in feed.columns])
         else:
             problems += type_problems(feed, [schema[name] for name in feed.columns])
     problems += _doubly_read(config, signature)
     targets = {name for feed in labels(config, signature) for name in feed.columns}
-    problems += misfits.label_as_input(file_feeds(config, signature).values(), targets)
+    problems += misfits.label_as_input(file_feeds(config.data, signature).values(), targets)
     problems += _balance_problems(config, signature, schema)
     problems += _vocabulary_problems(config, signature, fitted)
     mask_names = config.data.image.mask_columns if config.data.image else ()
@@ -229,11 +230,11 @@ def _image_problems(feed: Feed, column: Column, dtype: str, shape: tuple[int, ..
         )
 
 
-def _text_problems(config: RunConfig, feed: Feed, columns: list[Column]) -> Iterator[str]:
+def _text_problems(data: DataConfig, feed: Feed, columns: list[Column]) -> Iterator[str]:
     """Yield what is wrong with the columns of a feed of strings."""
     for column in columns:
         # the cells of a CSV file are text, also those that look like numbers
-        if column.dtype != TEXT and sources.locate(config.data.source, config.data).data_format.has_types:
+        if column.dtype != TEXT and sources.locate(data.source, data).data_format.has_types:
             yield f"{feed.target} takes strings, but column {column.name!r} holds {column.kind}, not text"
     shape = feed.sample_shape
     if feed.sequence and feed.stacked:
@@ -341,9 +342,11 @@ def _balance_problems(config: RunConfig, signature: Signature, schema: Schema) -
 
 def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]) -> Iterator[str]:
     """Check that the ids of categories are rows of the embedding that an input indexes, where the graph shows it."""
-    for feed in file_feeds(config, signature).values():
+    for feed in file_feeds(config.data, signature).values():
         found = {name: len(fitted[name].vocabulary) for name in feed.columns if name in fitted}
-        table = embedding_rows_of(config, feed.target.removeprefix("input ")) if any(found.values()) else None
+        if not any(found.values()):
+            continue
+        table = embedding_rows(read_model(config.model.path).graph, feed.target.removeprefix("input "))
         for name, number in found.items():
             if table and number > table[0]:
                 yield (
@@ -351,11 +354,6 @@ def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mappin
                     f"{table[1]} has {table[0]:,} rows; use another model, or merge categories and name those that are "
                     "left in data.table.vocabularies"
                 )
-
-
-def embedding_rows_of(config: RunConfig, name: str) -> tuple[int, str] | None:
-    """Return (rows, name) of the embedding that an input of the model indexes, or None."""
-    return embedding_rows(read_model(config.model.path).graph, name)
 
 
 def _declared_classes(loss: LossConfig, output: Dims, column: Column) -> int | None:

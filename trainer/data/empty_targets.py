@@ -7,10 +7,9 @@ user's own counts what it wants. Every other loss would take the padding for tar
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.schema.columns import Column, Schema, Values
 
 TAKES_NONE = ("classes", "sequences", "own", "none")
@@ -47,9 +46,9 @@ class EmptyTargets:
         return {}, bad
 
 
-def open_empty_targets(config: RunConfig, schema: Schema) -> Iterator[EmptyTargets]:
+def open_empty_targets(losses: Sequence[LossConfig], schema: Schema) -> Iterator[EmptyTargets]:
     """Yield what refuses rows without labels, for each loss that needs them and whose columns hold lists of numbers."""
-    for loss in config.losses:
+    for loss in losses:
         columns = [schema[name] for name in loss.columns if name in schema]
         is_list = any(column.holds_numbers and (column.variable or len(column.shape) == 1) for column in columns)
         if loss.rule.labels not in TAKES_NONE and is_list:

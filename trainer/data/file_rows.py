@@ -39,7 +39,7 @@ class FileRows:
         """Return the same rows as the file takes them: input -> array [B, ...], or a list of B arrays."""
         names = [info.name for info in self.signature.inputs]
         given = dict(zip(names, self.batch(numbers).inputs, strict=False))
-        feeds = file_feeds(self.config, self.signature)
+        feeds = file_feeds(self.config.data, self.signature)
         # what both take is read from the batch, in which rows of varying length are padded
         own = file_inputs({name: feed for name, feed in feeds.items() if name not in given}, self.rows.read(numbers))
         return own | {name: given[name].numpy() for name in feeds if name in given}

@@ -22,6 +22,7 @@ import numpy as np
 
 from onward.trainer.config.losses import key_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.images.image_inputs import ImageInput, image_inputs, masks
 from onward.trainer.data.schema.columns import BYTES, TEXT, ColumnType
 from onward.trainer.data.schema.label_axes import label_shape
@@ -84,9 +85,9 @@ def feeds(config: RunConfig, signature: Signature) -> list[Feed]:
     What pre-processing or a tokenizer computes is stored under the name of the tensor.
     """
     computed = computed_columns(config, signature)
-    images = {each.name: each for each in image_inputs(config, signature)}
+    images = {each.name: each for each in image_inputs(config.data, signature)}
     found = [
-        _feed(info, info.name if info.name in computed else _columns_of(info, config, images), images)
+        _feed(info, info.name if info.name in computed else _columns_of(info, config.data, images), images)
         for info in signature.inputs
     ]
     return [*found, *labels(config, signature)]
@@ -98,15 +99,15 @@ def computed_columns(config: RunConfig, signature: Signature) -> frozenset[str]:
     return frozenset(signature.computed) | (text.computed if text else frozenset())
 
 
-def file_feeds(config: RunConfig, signature: Signature) -> dict[str, Feed]:
+def file_feeds(data: DataConfig, signature: Signature) -> dict[str, Feed]:
     """Return input of the file -> its feed; without pre-processing these are the inputs of the trained part."""
-    images = {each.name: each for each in image_inputs(config, signature)}
-    return {info.name: _feed(info, _columns_of(info, config, images), images) for info in signature.fed}
+    images = {each.name: each for each in image_inputs(data, signature)}
+    return {info.name: _feed(info, _columns_of(info, data, images), images) for info in signature.fed}
 
 
-def _columns_of(info: TensorInfo, config: RunConfig, images: Mapping[str, ImageInput]) -> str | tuple[str, ...]:
+def _columns_of(info: TensorInfo, data: DataConfig, images: Mapping[str, ImageInput]) -> str | tuple[str, ...]:
     """Return the columns that feed an input of the file: those of its name, unless the configuration names others."""
-    return images[info.name].column if info.name in images else config.data.inputs.get(info.name, info.name)
+    return images[info.name].column if info.name in images else data.inputs.get(info.name, info.name)
 
 
 def labels(config: RunConfig, signature: Signature) -> Iterator[Feed]:
@@ -146,7 +147,7 @@ def feeds_of_source(config: RunConfig, signature: Signature) -> Iterator[Feed]:
     """Yield the feeds of inputs of the file, and of labels, whose columns the data has itself."""
     text = text_columns(config, signature)
     computed = text.computed if text else frozenset[str]()
-    for feed in (*file_feeds(config, signature).values(), *labels(config, signature)):
+    for feed in (*file_feeds(config.data, signature).values(), *labels(config, signature)):
         if not computed.issuperset(feed.columns):
             yield feed
 

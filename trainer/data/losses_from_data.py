@@ -1,4 +1,4 @@
-"""Fill in what only the data says of a loss: "balanced" class weights, units of labels, and the axis of the classes.
+"""Compute the settings of a loss that the data decides: "balanced" class weights, units of labels, axis of the classes.
 
 labels 0 0 0 1   ->   weights 4 / (2 x 3) = 0.67 and 4 / (2 x 1) = 2: every class has the same sum of weights, 2
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.images.decoding import decode_mask
 from onward.trainer.data.images.geometry import fitted_mask
 from onward.trainer.data.images.image_inputs import Mask, masks
@@ -28,27 +29,23 @@ from onward.trainer.errors import ConfigError
 ROWS_AT_ONCE, FILES_AT_ONCE = 65536, 256
 
 
-def with_losses_from_data(config: RunConfig, rows: LabelledRows, signature: Signature) -> RunConfig:
-    """Return the configuration with numbers in place of "balanced" weights and of "standard" units of labels.
+def losses_from_data(config: RunConfig, rows: LabelledRows, signature: Signature) -> tuple[LossConfig, ...]:
+    """Return the losses with numbers in place of "balanced" weights and of "standard" units of labels.
 
-    Unchanged if no loss asks for them. rows: the training data, or its first rows where only the arithmetic is tried.
-    Reads the labels of all of them if their numbers are not known: of first rows, and of shards of an earlier version.
-    Raises ConfigError where there are none, and the errors of `with_label_units`.
+    rows: the training data, or a sample of it. Raises ConfigError where it has no labels, and the errors of
+    `with_label_units`.
     """
-    losses = config.losses
-    if not take_from_data(losses):
-        return config
-    found = [
-        loss.model_copy(update={"class_weights": _weights(loss, rows, config, signature)})
-        if loss.class_weights == "balanced"
-        else loss
-        for loss in losses
-    ]
-    return config.model_copy(update={"loss": with_label_units(found, rows)})
+    losses = []
+    for loss in config.losses:
+        if loss.class_weights == "balanced":
+            weights = _weights(loss, rows, config, signature)
+            loss = loss.model_copy(update={"class_weights": weights})
+        losses.append(loss)
+    return with_label_units(losses, rows)
 
 
 def take_from_data(losses: Sequence[LossConfig]) -> bool:
-    """Return whether something of the losses is still to be found on the data."""
+    """Return whether the data decides a setting of the losses."""
     return any(loss.class_weights == "balanced" for loss in losses) or bool(standardised_columns(losses))
 
 
@@ -91,14 +88,14 @@ def count_classes(
         for name in names:
             column = values[name]
             if name in files:
-                column = [_decoded(content, files[name], config).ravel() for content in column]
+                column = [_decoded(content, files[name], config.data).ravel() for content in column]
             flat = column.ravel() if isinstance(column, np.ndarray) else np.concatenate([*column, np.zeros(0, int)])
             found[name] = _sum([found[name], np.bincount(flat[flat >= 0].astype(np.int64))])
     return {name: tuple(counts.tolist()) for name, counts in found.items()}
 
 
-def _decoded(content: Any, mask: Mask, config: RunConfig) -> Array:
-    image = config.data.image
+def _decoded(content: Any, mask: Mask, data: DataConfig) -> Array:
+    image = data.image
     assert image is not None
     return fitted_mask(decode_mask(content, image.mask_values, mask.ignore_index), mask.size, image, mask.ignore_index)
 

@@ -63,7 +63,7 @@ def open_preprocessor(config: RunConfig, signature: Signature) -> Preprocessor |
         return None
     results = [info for info in signature.inputs if info.name in signature.computed]
     trained = {name for feed in feeds(config, signature) for name in feed.columns}
-    own = file_feeds(config, signature)
+    own = file_feeds(config.data, signature)
     file_only = frozenset(name for feed in own.values() for name in feed.columns) - trained
     return Preprocessor(model, results, own, file_only)
 

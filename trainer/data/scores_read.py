@@ -17,10 +17,11 @@ from pathlib import Path
 
 import onnx
 
-from onward.trainer.config.distillation import teacher_output
+from onward.trainer.config.distillation import SoftLoss, teacher_output
 from onward.trainer.config.loss_rules import LOSS_RULES, SIGMOID, SOFTMAX
-from onward.trainer.config.losses import key_of, with_outputs
+from onward.trainer.config.losses import LossConfig, key_of, with_outputs
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import Refused
 from onward.trainer.onnx_graph.index import FLOAT_TYPES, Index, dims_of, known_types, opsets_of
@@ -54,7 +55,9 @@ def with_scores(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
     try:
         outputs = _outputs(where.model.path)
         # a file without outputs is refused elsewhere
-        if not outputs or not any(_fits(outputs[0], name, axis) for name, axis in _asked(config)):
+        if not outputs or not any(
+            _fits(outputs[0], name, axis) for name, axis in _asked(config.teacher, config.losses)
+        ):
             return config
         first = outputs[0]
         return _named(config, first, Path(where.teacher.path) if where.teacher.path else None)
@@ -101,11 +104,11 @@ def _is_open(config: RunConfig) -> bool:
     return "" in [*config.model.outputs, *(output for each in config.losses for output in each.outputs)]
 
 
-def _asked(config: RunConfig) -> list[tuple[str, int | None]]:
+def _asked(teacher: TeacherConfig, losses: Sequence[LossConfig]) -> list[tuple[str, int | None]]:
     """Return (loss, axis of the classes if it is set) of each loss that reads the first output without naming it."""
-    if not config.losses:  # a teacher alone
-        return [(config.teacher.loss, config.teacher.class_axis)]
-    return [(each.name, each.class_axis) for each in config.losses if each.outputs == ("",)]
+    if not losses:  # a teacher alone
+        return [(teacher.loss, teacher.class_axis)]
+    return [(each.name, each.class_axis) for each in losses if each.outputs == ("",)]
 
 
 def _named(config: RunConfig, first: _Output, teacher: Path | None) -> RunConfig:
@@ -117,7 +120,7 @@ def _named(config: RunConfig, first: _Output, teacher: Path | None) -> RunConfig
     named = dict.fromkeys(new for new, each in zip(read, losses, strict=True) if not each.output) or {scores: None}
     changed: dict[str, object] = {}
     if teacher is not None:
-        output = _of_teacher(config, first, [str(name) for name in named], teacher)
+        output = _of_teacher(config.soft_losses, first, [str(name) for name in named], teacher)
         changed["teacher"] = config.teacher.model_copy(update={"output": output})
     if len(losses) < 2:
         changed["model"] = config.model.model_copy(update={"output": scores})
@@ -128,14 +131,16 @@ def _named(config: RunConfig, first: _Output, teacher: Path | None) -> RunConfig
     return config.model_copy(update={"model": with_outputs(config.model, config.losses)})
 
 
-def _of_teacher(config: RunConfig, first: _Output, named: Sequence[str], path: Path) -> str | dict[str, str]:
+def _of_teacher(
+    soft_losses: Sequence[SoftLoss], first: _Output, named: Sequence[str], path: Path
+) -> str | dict[str, str]:
     """Return `teacher.output`, which is not set: the teacher's scores for the model's, else as its default is.
 
     named: what the losses read that named no output.
     """
     assert first.found is not None
     theirs, pairs = {each.name: each for each in _outputs(path)}, dict[str, str]()
-    for soft in config.soft_losses:
+    for soft in soft_losses:
         if soft.matched:
             continue
         own = theirs[teacher_output(soft, first.name, list(theirs))]

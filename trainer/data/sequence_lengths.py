@@ -10,12 +10,11 @@ The length of the output itself may be known only when a batch is computed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.schema.columns import Array, Column, Values
 from onward.trainer.data.schema.signature import Signature
 
@@ -90,9 +89,9 @@ def _padded(values: Values, pad_value: int) -> Array:
     return padded
 
 
-def open_sequence_lengths(config: RunConfig, signature: Signature) -> Iterator[SequenceLengths]:
+def open_sequence_lengths(losses: Sequence[LossConfig], signature: Signature) -> Iterator[SequenceLengths]:
     """Yield what checks the input lengths of each loss that has any."""
-    for loss in config.losses:
+    for loss in losses:
         if loss.input_lengths:
             output = signature.output(loss.outputs[0])
             shape = output.shape if output and output.shape else ()

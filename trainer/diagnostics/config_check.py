@@ -18,6 +18,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import is_library
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.quantize import QuantizeConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES
 from onward.trainer.config.urls import redacted, url_of
@@ -91,9 +92,10 @@ def check_local_files(sections: Sections) -> list[str]:
             made = frozenset[str]().union(*(each.makes for each in open_fitted(config, signature, schema)))
             misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
             misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
-            misfits += [*_quantizing(config), *_patterns(config), *_cuts(config), *_absent_weights(config)]
+            misfits += [*_quantizing(config.model, config.quantize), *_patterns(config), *_cuts(config)]
+            misfits += _absent_weights(config.model)
             if misfits:
-                misfits += _selected(config)
+                misfits += _selected(config.model)
             else:
                 check_named_files(config, signature, schema)
             if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
@@ -107,21 +109,21 @@ def check_local_files(sections: Sections) -> list[str]:
     return problems
 
 
-def _selected(config: RunConfig) -> Iterator[str]:
+def _selected(model: ModelConfig) -> Iterator[str]:
     """Yield which outputs hold what a detector has chosen among its boxes, in a run in which something does not fit."""
-    model = read_model(config.model.path)
-    for output in config.model.outputs:
-        what, remedy = selected_output(model, output)
+    file = read_model(model.path)
+    for output in model.outputs:
+        what, remedy = selected_output(file, output)
         if what:
             yield f"{what}; {remedy}"
 
 
-def _absent_weights(config: RunConfig) -> Iterator[str]:
+def _absent_weights(model: ModelConfig) -> Iterator[str]:
     """Yield the files of weights that belong to the model and are not beside it."""
-    folder = config.model.path.parent
-    for name in locations(read_model(config.model.path)):
+    folder = model.path.parent
+    for name in locations(read_model(model.path)):
         if not (folder / name).exists():
-            yield f"model.path: there is no file {folder / name}, which has weights of {config.model.path.name}"
+            yield f"model.path: there is no file {folder / name}, which has weights of {model.path.name}"
 
 
 def _training_files(config: RunConfig, signature: Signature) -> list[str]:
@@ -148,12 +150,12 @@ def _training_files(config: RunConfig, signature: Signature) -> list[str]:
     return problems
 
 
-def _quantizing(config: RunConfig) -> list[str]:
+def _quantizing(model: ModelConfig, quantize: QuantizeConfig) -> list[str]:
     """Return why the model cannot be quantized as `quantize.aware` says."""
-    if not config.quantize.aware:
+    if not quantize.aware:
         return []
-    model, size = read_model(config.model.path), model_bytes(config.model.path)
-    return quantizing_problems(model, config.quantize, size=size)
+    file, size = read_model(model.path), model_bytes(model.path)
+    return quantizing_problems(file, quantize, size=size)
 
 
 def _patterns(config: RunConfig) -> Iterator[str]:

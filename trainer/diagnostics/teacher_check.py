@@ -11,6 +11,7 @@ from pathlib import Path
 
 from onward.trainer.config.distillation import SoftLoss, teacher_output
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.data.schema.class_axis import same_lengths
 from onward.trainer.data.schema.signature import Signature, read_signature
@@ -42,7 +43,7 @@ def teacher_file_problems(config: RunConfig, signature: Signature) -> list[str]:
         apply_surgery(ours, config.model, seed=0)
     except Refused as error:
         return [f"teacher.path: {problem}" for problem in error.problems]
-    problems = [*_input_problems(config, signature, theirs)]
+    problems = [*_input_problems(config.teacher, signature, theirs)]
     own, other = known_types(ours), known_types(read_model(path))
     first = (list(filter(None, config.model.outputs)) or [signature.outputs[0].name])[0]
     for soft in config.soft_losses:
@@ -79,9 +80,9 @@ def _setting(soft: SoftLoss) -> str:
     return "[[teacher.match]]" if soft.matched else "teacher.output"
 
 
-def _input_problems(config: RunConfig, signature: Signature, theirs: Signature) -> Iterator[str]:
+def _input_problems(teacher: TeacherConfig, signature: Signature, theirs: Signature) -> Iterator[str]:
     ours = {info.name: info for info in signature.inputs}
-    mapped = config.teacher.inputs
+    mapped = teacher.inputs
     for name in mapped:
         if name not in (known := [info.name for info in theirs.inputs]):
             yield f"teacher.inputs names {name!r}, which is not an input of the teacher{did_you_mean(name, known)}"

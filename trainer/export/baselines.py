@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.reading.series_windows import AHEAD
 from onward.trainer.data.schema.columns import Array
@@ -44,7 +45,7 @@ class Baselines:
         losses = data.new_metrics(outputs).losses
         kinds = [_kind(each) for each in losses.each]
         self._constant = " and ".join(dict.fromkeys(kinds)) if kinds and all(kinds) and not losses.soft else ""
-        self._series = _series(config, losses) if data.rows is not None else ""
+        self._series = _series(config.data, losses) if data.rows is not None else ""
         names = [name for name, is_known in ((self._constant, self._constant), (LAST, self._series)) if is_known]
         self._metrics: dict[str, EvaluationMetrics] = {name: data.new_metrics(outputs) for name in names}
         self._losses = losses
@@ -145,14 +146,14 @@ def _kind(loss: Loss) -> str:
     return MEAN if loss.config.rule.tasks == ("values",) else ""
 
 
-def _series(config: RunConfig, losses: Losses) -> str:
+def _series(data: DataConfig, losses: Losses) -> str:
     """Return the column of the past of the only label, which is the future of a window; "" if it is none."""
     columns = [name for loss in losses.each for name in loss.config.columns]
-    if config.data.table.window is None or len(columns) != 1 or losses.each[0].config.rule.tasks != ("values",):
+    if data.table.window is None or len(columns) != 1 or losses.each[0].config.rule.tasks != ("values",):
         return ""
     (label,) = columns
     past = label.removesuffix(AHEAD)
-    fed = {name for names in config.data.inputs.values() for name in ([names] if isinstance(names, str) else names)}
+    fed = {name for names in data.inputs.values() for name in ([names] if isinstance(names, str) else names)}
     return past if past != label and past in fed else ""
 
 

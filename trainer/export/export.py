@@ -32,9 +32,12 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.images.image_inputs import image_inputs
-from onward.trainer.data.losses_from_data import take_from_data, with_class_axes, with_losses_from_data
+from onward.trainer.data.losses_from_data import with_class_axes
+from onward.trainer.data.resolve import read_resolved
 from onward.trainer.data.schema.signature import digest_of_files, model_digest, read_training_signature
 from onward.trainer.data.storage.row_origins import row_origins
 from onward.trainer.data.storage.shards import Shards, open_shards
@@ -61,14 +64,7 @@ from onward.trainer.onnx_graph.strip_training import TrainingForm, strip_trainin
 from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
 from onward.trainer.onnx_import.write_back import write_model
-from onward.trainer.run.directory import (
-    RunDir,
-    changes_in,
-    example_in,
-    read_config,
-    read_config_as_given,
-    samples_in,
-)
+from onward.trainer.run.directory import RunDir, changes_in, example_in, read_config, samples_in
 from onward.trainer.run.durable_files import fsync, write_durably
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
 
@@ -102,7 +98,7 @@ def export(
     test: the rows of `data.test_source`, on which the written file is evaluated once; nothing depends on it. Raises
     ExportRefused with a sentence for each check that failed; no file is written then.
     """
-    config, folder = _completed(run, read_config(run)), folder or run.export
+    config, folder = read_resolved(run), folder or run.export
     examines = config.monitor.report and folder == run.export
     source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
     trainable = open_trainable(config)
@@ -136,18 +132,20 @@ def export(
         runner = verify(written, expected, data=data, config=config.export)
         as_given = 0.0
         if form and not config.quantize.aware:
-            as_given = _compare_as_given(given, form, merged, compared, staging / "given", config, data)
+            as_given = _compare_as_given(
+                given, form, merged, compared, staging / "given", config.model, config.export, data
+            )
         cuda = check_on_cuda(runner, batches=config.export.parity_batches, tolerance=config.export.tolerance)
         examined = data.rows if examines else None
         losses = data.new_metrics(runner.outputs).losses
-        samples = None if examined is None else _worst_samples(config, losses, examined)
+        samples = None if examined is None else _worst_samples(config.model, config.data, losses, examined)
         also = (baselines.measure, *((samples.add,) if samples else ()))
         after, fp32, kernels = runner.evaluate(*also), dict[str, float](), dict[str, int]()
         if config.quantize.aware:
-            floats = read_config_as_given(run).model.path
-            fp32 = _metrics_of(ModelFile.read(floats), data, staging / "fp32", config) if floats.is_file() else {}
+            floats = read_config(run, "local").model.path
+            fp32 = _metrics_of(ModelFile.read(floats), data, staging / "fp32", config.model) if floats.is_file() else {}
             kernels = integer_kernels(path)
-        tested = _metrics_of(written, test, staging / "test", config) if test else {}
+        tested = _metrics_of(written, test, staging / "test", config.model) if test else {}
         helpers = _cost_of_helpers(written, runner)
         changed = len(changed_tensors(written, expected.original, expected.weights))
         # the model is moved last: it names the other files, so it must not appear before them
@@ -191,9 +189,9 @@ def _cost_of_helpers(written: ModelFile, runner: OnnxRunner) -> str:
     return str(found or "")
 
 
-def _worst_samples(config: RunConfig, losses: Losses, rows: Shards) -> WorstSamples:
-    signature = read_training_signature(config.model)
-    return WorstSamples(losses, rows, image_inputs(config, signature), [info.name for info in signature.inputs])
+def _worst_samples(model: ModelConfig, data: DataConfig, losses: Losses, rows: Shards) -> WorstSamples:
+    signature = read_training_signature(model)
+    return WorstSamples(losses, rows, image_inputs(data, signature), [info.name for info in signature.inputs])
 
 
 def _origins(config: RunConfig, data: EvaluationData, wanted: Sequence[int]) -> Mapping[int, str]:
@@ -213,7 +211,8 @@ def _compare_as_given(
     merged: ImportedGraph,
     module: ImportedGraph,
     folder: Path,
-    config: RunConfig,
+    model: ModelConfig,
+    export: ExportConfig,
     data: EvaluationData,
 ) -> float:
     """Compare the graph in the form in which it was given, with the trained weights, with the trained module.
@@ -225,19 +224,19 @@ def _compare_as_given(
         graph, place = onnx.ModelProto(), folder / str(norms)
         graph.CopyFrom(given)
         if norms is not None:
-            kept = tuple(filter(None, (*begin_at_numbers(graph, config.model).start, *config.model.outputs)))
-            strip_training(graph, keep=kept, base=config.model.path.parent, norms=norms)
+            kept = tuple(filter(None, (*begin_at_numbers(graph, model).start, *model.outputs)))
+            strip_training(graph, keep=kept, base=model.path.parent, norms=norms)
         place.mkdir(parents=True, exist_ok=True)
-        written_to, *_ = write_model(merged, graph, config.model.path, place / config.model.path.name)
+        written_to, *_ = write_model(merged, graph, model.path, place / model.path.name)
         file = ModelFile.read(written_to)
-        if not trains_subgraph(graph, config.model):
+        if not trains_subgraph(graph, model):
             return file
         (place / "part").mkdir()
-        return trained_part(file.proto, written_to, place / "part", config.model)
+        return trained_part(file.proto, written_to, place / "part", model)
 
     as_given = written(None)
     file = GivenFile(as_given, form, written(False) if form.draws else as_given)
-    return difference_of_forms(file, module, data, tolerance=config.export.tolerance)
+    return difference_of_forms(file, module, data, tolerance=export.tolerance)
 
 
 def examine(
@@ -265,7 +264,7 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> Non
     """
     from onward.trainer.export.training.files import write_artifacts
 
-    config = _completed(run, read_config(run))
+    config = read_resolved(run)
     source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
     trainable = open_trainable(config)
     load_weights(trainable.module, checkpoint.weights)
@@ -277,13 +276,6 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> Non
         part = rows_first(extract_subgraph(written, settings), settings)
         rows, signature = open_shards(run.shards, "train"), read_training_signature(config.model)
         write_artifacts(folder, part, with_class_axes(config, rows.columns, signature), base=staging)
-
-
-def _completed(run: RunDir, config: RunConfig) -> RunConfig:
-    """Return the configuration with what its losses take from the data of the run."""
-    if not take_from_data(config.losses):
-        return config
-    return with_losses_from_data(config, open_shards(run.shards, "train"), read_training_signature(config.model))
 
 
 @contextlib.contextmanager
@@ -326,9 +318,9 @@ def _rounded_as_stored(trained: ImportedGraph, merged: ImportedGraph, model: onn
     return module
 
 
-def _metrics_of(file: ModelFile, data: EvaluationData, folder: Path, config: RunConfig) -> dict[str, float]:
+def _metrics_of(file: ModelFile, data: EvaluationData, folder: Path, model: ModelConfig) -> dict[str, float]:
     """Return the metrics of a file, whose losses may read tensors inside its graph."""
-    return OnnxRunner(trained_part(file.proto, file.path, folder, config.model), data).evaluate()
+    return OnnxRunner(trained_part(file.proto, file.path, folder, model), data).evaluate()
 
 
 def trained_part(

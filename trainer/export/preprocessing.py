@@ -5,12 +5,15 @@ configuration, manifest of the shards, signature  ->  FOLDER/preprocessing.json,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.audio import AudioConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.images import image_inputs as images
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.input_columns import Feed, file_feeds
@@ -69,29 +72,29 @@ def describe(
     """Return what becomes of raw data before the graph reads it. Raises ExportRefused without the tokenizer's file."""
     text = text_columns(config, signature)
     inputs: dict[str, ImageInput | TableInput | TokenInput | AudioInput] = {}
-    for name, feed in file_feeds(config, signature).items():
+    for name, feed in file_feeds(config.data, signature).items():
         audio = config.data.audio if config.data.audio and feed.columns == (config.data.audio.column,) else None
-        inputs[name] = _audio_input(feed, audio, config) if audio else _table_input(feed, config, manifest)
-    for each in image_inputs(config, signature):
-        inputs[each.name] = _image_input(each, config, signature)
+        inputs[name] = _audio_input(feed, audio, config.data) if audio else _table_input(feed, config.data, manifest)
+    for each in image_inputs(config.data, signature):
+        inputs[each.name] = _image_input(each, config.data, signature)
     if text:
-        inputs |= _token_inputs(text, config, manifest)
+        inputs |= _token_inputs(text, config.data, manifest)
     return Preprocessing(
         model=exported.path.name,
         sha256=exported.sha256,
         begins_at=config.model.start,
         inputs=inputs,
         window_length=config.data.table.window.length if config.data.table.window else None,
-        text=_tokenizer(text, config) if text else None,
-        outputs=tuple(_outputs(config, manifest, signature)),
+        text=_tokenizer(text, config.model) if text else None,
+        outputs=tuple(_outputs(config.losses, manifest, signature)),
     )
 
 
-def _image_input(image: images.ImageInput, config: RunConfig, signature: Signature) -> ImageInput:
+def _image_input(image: images.ImageInput, data: DataConfig, signature: Signature) -> ImageInput:
     from PIL import __version__ as pillow_version
 
-    assert config.data.image is not None
-    settings = config.data.image
+    assert data.image is not None
+    settings = data.image
     (dtype,) = (info.dtype for info in signature.fed if info.name == image.name)
     return ImageInput(
         column=image.column,
@@ -111,15 +114,15 @@ def _image_input(image: images.ImageInput, config: RunConfig, signature: Signatu
     )
 
 
-def _audio_input(feed: Feed, audio: AudioConfig, config: RunConfig) -> AudioInput:
-    settings, pad = audio.model_dump(exclude={"seconds"}), config.data.pad_values.get(audio.column, 0.0)
+def _audio_input(feed: Feed, audio: AudioConfig, data: DataConfig) -> AudioInput:
+    settings, pad = audio.model_dump(exclude={"seconds"}), data.pad_values.get(audio.column, 0.0)
     return AudioInput(**settings, samples=audio.length, dtype=feed.dtype, pad_value=pad)
 
 
-def _table_input(feed: Feed, config: RunConfig, manifest: ShardManifest) -> TableInput:
+def _table_input(feed: Feed, data: DataConfig, manifest: ShardManifest) -> TableInput:
     known = {column.name: column for column in (*manifest.columns, *manifest.file_columns)}
     varies = any(known[name].variable for name in feed.columns if name in known)
-    pads = {**manifest.pad_values, **config.data.pad_values}
+    pads = {**manifest.pad_values, **data.pad_values}
     return TableInput(
         columns=tuple(_column(name, manifest) for name in feed.columns),
         stacked=feed.stacked,
@@ -147,8 +150,8 @@ def _column(name: str, manifest: ShardManifest) -> TableColumn:
     )
 
 
-def _token_inputs(text: TextColumns, config: RunConfig, manifest: ShardManifest) -> dict[str, TokenInput]:
-    pads = {**manifest.pad_values, **config.data.pad_values}
+def _token_inputs(text: TextColumns, data: DataConfig, manifest: ShardManifest) -> dict[str, TokenInput]:
+    pads = {**manifest.pad_values, **data.pad_values}
     found = {}
     for role, info in text.inputs.items():
         if role != "labels":
@@ -158,12 +161,12 @@ def _token_inputs(text: TextColumns, config: RunConfig, manifest: ShardManifest)
     return found
 
 
-def _tokenizer(text: TextColumns, config: RunConfig) -> Tokenizer:
+def _tokenizer(text: TextColumns, model: ModelConfig) -> Tokenizer:
     try:
         opened = open_tokenizer(text.config.tokenizer)
     except ConfigError as error:
         raise ExportRefused(error.problems) from error
-    most, _ = length_limit(text, read_model(config.model.path).graph)
+    most, _ = length_limit(text, read_model(model.path).graph)
     return Tokenizer(
         file=TOKENIZER,
         sha256=opened.digest,
@@ -176,8 +179,8 @@ def _tokenizer(text: TextColumns, config: RunConfig) -> Tokenizer:
     )
 
 
-def _outputs(config: RunConfig, manifest: ShardManifest, signature: Signature) -> Iterator[OutputMeaning]:
-    for loss in config.losses:
+def _outputs(losses: Sequence[LossConfig], manifest: ShardManifest, signature: Signature) -> Iterator[OutputMeaning]:
+    for loss in losses:
         output = signature.output(loss.outputs[0])
         names = [manifest.fitted[name].classes for name in loss.columns if name in manifest.fitted]
         yield OutputMeaning(

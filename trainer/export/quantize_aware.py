@@ -22,7 +22,7 @@ from onnxruntime.quantization import QuantType, quantize_static
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
-from onward.trainer.data.losses_from_data import with_losses_from_data
+from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.signature import model_digest, read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.errors import ConfigError
@@ -104,7 +104,7 @@ def _calibration_rows(config: RunConfig) -> EvaluationData:
     """Return training rows, in batches of those of an evaluation."""
     signature = read_training_signature(config.model)
     rows = read_first_rows(config, signature, config.quantize.calibration_rows, spread=True)
-    config = with_losses_from_data(config, rows, signature)
+    config = resolve(config, rows, signature)
     count = min(config.quantize.calibration_rows, rows.num_rows)
     size = max(1, min(config.evaluation_batch_size, count))
 

@@ -277,7 +277,7 @@ def _raw_batches(
 
     Images differ in size, so that each is a batch of its own, repeated where the graph fixes the size of a batch.
     """
-    images = {each.column: each.channels == 1 for each in image_inputs(config, signature)}
+    images = {each.column: each.channels == 1 for each in image_inputs(config.data, signature)}
     categories = {
         column.name: column
         for how in recipe.inputs.values()

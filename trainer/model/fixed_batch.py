@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import onnx
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import LoraConfig, ModelConfig
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph import surgery
@@ -41,26 +42,26 @@ def choose_fixed_batch(config: RunConfig) -> tuple[RunConfig, BatchUse]:
     part = rows_first(surgery.extract_subgraph(model, settings), settings)
     if not declared_batch(part.graph):
         return config, BatchUse("any", 0)
-    use = use_of_part(part, config)
+    use = use_of_part(part, config.model, config.lora)
     if problems := list(batch_size_problems(config, use)):
         raise ConfigError(problems)
-    chosen = config.model.model_copy(update={"fixed_batch": _choice(config, use)})
+    chosen = config.model.model_copy(update={"fixed_batch": _choice(config.model, use)})
     return config.model_copy(update={"model": chosen}), use
 
 
-def use_of_part(part: onnx.ModelProto, config: RunConfig) -> BatchUse:
+def use_of_part(part: onnx.ModelProto, model: ModelConfig, lora: LoraConfig) -> BatchUse:
     """Return how the trained part of a file is used, found by running it."""
-    chosen = (*config.model.train, *config.lora.also_train)
-    return batch_use(part, config.model.path.parent, train=chosen, outputs=config.model.outputs)
+    chosen = (*model.train, *lora.also_train)
+    return batch_use(part, model.path.parent, train=chosen, outputs=model.outputs)
 
 
-def _choice(config: RunConfig, use: BatchUse) -> str:
-    return use.kind if config.model.fixed_batch == "auto" else config.model.fixed_batch
+def _choice(model: ModelConfig, use: BatchUse) -> str:
+    return use.kind if model.fixed_batch == "auto" else model.fixed_batch
 
 
 def batch_size_problems(config: RunConfig, use: BatchUse) -> Iterator[str]:
     """Yield what is wrong with `model.fixed_batch` and with the sizes of micro-batches, for a fixed batch."""
-    choice, declared, train = _choice(config, use), use.declared, config.train
+    choice, declared, train = _choice(config.model, use), use.declared, config.train
     allowed = {"any": ("any", "own", "joint"), "own": ("own", "joint"), "joint": ("joint",)}[use.kind]
     if choice not in allowed and use.proved:
         yield (

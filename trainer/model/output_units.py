@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.losses_from_data import with_losses_from_data
+from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.model.losses.label_units import label_axis, unstandardised
@@ -28,12 +29,12 @@ ROWS = 64
 def with_first_units(config: RunConfig) -> RunConfig:
     """Return the configuration with units fitted on the first rows, as one with fresh weights has them.
 
-    For estimates, which a few nodes more or fewer do not change. Raises the errors of `with_losses_from_data`.
+    For estimates, which a few nodes more or fewer do not change. Raises the errors of `resolve`.
     """
-    if not _standardises(config):
+    if not _standardises(config.losses):
         return config
     signature = read_training_signature(config.model)
-    config = with_losses_from_data(config, read_first_rows(config, signature, ROWS), signature)
+    config = resolve(config, read_first_rows(config, signature, ROWS), signature)
     return _with_units(config, ["standardised"] * len(config.losses))
 
 
@@ -41,13 +42,13 @@ def choose_output_units(config: RunConfig) -> tuple[RunConfig, tuple[str, ...], 
     """Return the configuration with units fitted on the first rows, the choice of each loss, and what was compared.
 
     The configuration is unchanged, and both others are (), if no loss standardises its label. Raises the errors of
-    `with_losses_from_data` and `open_trainable`.
+    `resolve` and `open_trainable`.
     """
-    if not _standardises(config):
+    if not _standardises(config.losses):
         return config, (), ()
     signature = read_training_signature(config.model)
     rows = read_first_rows(config, signature, max(ROWS, config.micro_batch_size))
-    config = with_losses_from_data(config, rows, signature)
+    config = resolve(config, rows, signature)
     module = open_trainable(_with_units(config, ["label"] * len(config.losses))).module.eval()
     fixed = config.model.fixed_batch not in ("auto", "any")
     number = config.micro_batch_size if fixed else min(ROWS, rows.num_rows)
@@ -78,8 +79,8 @@ def choose_output_units(config: RunConfig) -> tuple[RunConfig, tuple[str, ...], 
     return _with_units(config, chosen), tuple(chosen), tuple(said)
 
 
-def _standardises(config: RunConfig) -> bool:
-    return any(loss.standardise_label != "none" for loss in config.losses)
+def _standardises(losses: Sequence[LossConfig]) -> bool:
+    return any(loss.standardise_label != "none" for loss in losses)
 
 
 def _with_units(config: RunConfig, chosen: Sequence[str]) -> RunConfig:

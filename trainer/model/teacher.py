@@ -27,6 +27,7 @@ from torch import Tensor, fx, nn
 from onward.trainer.config.distillation import SoftLoss, teacher_output
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.distributed.weights import PROJECTION, TEACHER
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.trainable import TrainableModel, open_trainable
@@ -60,7 +61,9 @@ def open_with_teacher(config: RunConfig, *, cached: bool = False, by_parts: bool
         return open_trainable(config, by_parts=by_parts)
     soft = config.soft_losses
     trainable = open_trainable(config, also=tuple(each.student for each in soft if each.student), by_parts=by_parts)
-    part, outputs = _teacher_part(config, trainable.module.output_names[0], by_parts=by_parts)
+    part, outputs = _teacher_part(
+        config.teacher, config.soft_losses, trainable.module.output_names[0], by_parts=by_parts
+    )
     shapes = {value.name: dims_of(value) for value in part.graph.output}
     if cached:
         merged = _with_soft_labels(trainable.module, soft)
@@ -72,15 +75,17 @@ def open_with_teacher(config: RunConfig, *, cached: bool = False, by_parts: bool
     return replace(trainable, module=merged)
 
 
-def _teacher_part(config: RunConfig, first: str, *, by_parts: bool) -> tuple[onnx.ModelProto, list[str]]:
+def _teacher_part(
+    teacher: TeacherConfig, soft_losses: Sequence[SoftLoss], first: str, *, by_parts: bool
+) -> tuple[onnx.ModelProto, list[str]]:
     """Return the part of the teacher's graph that is computed, and its output for each soft loss.
 
     first: the model's first output.
     """
-    path = Path(config.teacher.path)
+    path = Path(teacher.path)
     model = load_model(path, by_parts=by_parts)
     known = [value.name for value in model.graph.output]
-    outputs = [teacher_output(each, first, known) for each in config.soft_losses]
+    outputs = [teacher_output(each, first, known) for each in soft_losses]
     settings = ModelConfig(path=path, output=tuple(dict.fromkeys(outputs)))
     if start := begin_at_numbers(model, settings).start:
         raise ConfigError(

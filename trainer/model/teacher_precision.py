@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.teacher import TeacherConfig
+from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.model.precision import COMPUTE
 from onward.trainer.model.weight_casts import PRODUCTS, VIEWS
 from onward.trainer.onnx_import.imported_graph import TEACHER_MODULE, ImportedGraph
@@ -47,15 +49,15 @@ def _widened(value: Any) -> Any:
     return value.float() if is_half else value
 
 
-def teacher_compute(config: RunConfig) -> str:
+def teacher_compute(teacher: TeacherConfig, precision: PrecisionConfig) -> str:
     """Return the type in which the teacher computes; "" if it is the model's, which needs nothing."""
-    wanted, own = config.teacher.compute, config.precision.compute
-    return "" if not config.teacher.path or wanted in ("auto", own) else wanted
+    wanted, own = teacher.compute, precision.compute
+    return "" if not teacher.path or wanted in ("auto", own) else wanted
 
 
 def compute_teacher_apart(module: ImportedGraph, config: RunConfig) -> None:
     """Let the teacher compute in its own type, in place; to be called once layers have been searched for."""
-    compute = teacher_compute(config)
+    compute = teacher_compute(config.teacher, config.precision)
     nodes = [node for node in module.graph.nodes if node.meta.get("teacher")]
     if not compute or not nodes:  # soft labels that were computed before have no teacher beside the model
         return

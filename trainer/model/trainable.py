@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import LoraConfig, ModelConfig
 from onward.trainer.distributed.weights import check_fit
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.adapters import Adapter, add_adapters, merge_adapters
@@ -83,7 +84,7 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: boo
         settings = settings.model_copy(update={"output": returned})
     part = rows_first(surgery.extract_subgraph(model, settings), settings)
     chosen = (*config.model.train, *config.lora.also_train, *beside)
-    widen = _widen(part, config)
+    widen = _widen(part, config.model, config.lora)
     module = to_module(
         part,
         base=base,
@@ -114,19 +115,19 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: boo
     return TrainableModel(module, model, base, adapters, plain, dropout)
 
 
-def _widen(part: onnx.ModelProto, config: RunConfig) -> bool:
+def _widen(part: onnx.ModelProto, model: ModelConfig, lora: LoraConfig) -> bool:
     """Return whether the graph is imported for every batch size, as `model.fixed_batch` says.
 
     The flow has replaced "auto"; a rank that is started by hand proves it again.
     """
-    if config.model.fixed_batch == "auto" and declared_batch(part.graph):
-        use = use_of_part(part, config)
+    if model.fixed_batch == "auto" and declared_batch(part.graph):
+        use = use_of_part(part, model, lora)
         if use.kind != "any":
             raise ConfigError(
                 f"the file declares a batch of {use.declared}, and no other is proved right: {use.reason}; set "
                 f"model.fixed_batch = {use.kind!r}"
             )
-    return config.model.fixed_batch in ("auto", "any")
+    return model.fixed_batch in ("auto", "any")
 
 
 def _add_dropout(module: ImportedGraph, ratio: float) -> tuple[str, ...]:

@@ -63,11 +63,13 @@ class Estimator:
         inputs, labels = self._batches[rows]
         device, parallel = self._device, config.parallel
         autocast = partial(precision.autocast, config.precision, device)
-        check_replicas(self._module, config)
+        check_replicas(self._module, config.parallel)
         # where shards are unequal, the last rank has the largest
         divided = self._divide(config)
         known = self._costs.get((parallel.tensor, rows))
-        cuts = find_cuts(divided.module, config, inputs, autocast, with_costs=True, known=known)
+        cuts = find_cuts(
+            divided.module, config.parallel, config.recompute, inputs, autocast, with_costs=True, known=known
+        )
         self._costs[parallel.tensor, rows] = cuts.node_costs
         # as training does; `describe` knows this machine's GPU, which may not be that of every rank
         layout = cut(divided, cuts, config, typical(device.type, config.precision.compute))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import ParallelConfig, RecomputeConfig
 from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import ConfigError
@@ -135,13 +136,13 @@ def build_layout(
     rank (`device.typical`). with_costs: estimate the costs of the nodes even if nothing depends on them. Raises
     ConfigError or UnsupportedModel when the graph cannot be divided as configured.
     """
-    check_replicas(module, config)
+    check_replicas(module, config.parallel)
     last = config.parallel.tensor - 1
     # divided in place like the module itself, but only its shapes are used
     # before the module itself is divided, which happens in place
     module_of_last = module if rank == last else _copy_without_data(module)
     divided = divide(module_of_last, config, rank=last, group=group, device=device)
-    cuts = find_cuts(divided.module, config, example, autocast, with_costs=with_costs)
+    cuts = find_cuts(divided.module, config.parallel, config.recompute, example, autocast, with_costs=with_costs)
     largest = cut(divided, cuts, config, device)
     if rank == last:
         return largest
@@ -222,7 +223,8 @@ def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 def find_cuts(
     module: ImportedGraph,
-    config: RunConfig,
+    parallel: ParallelConfig,
+    recompute: RecomputeConfig,
     example: Sequence[Tensor],
     autocast: Autocast,
     *,
@@ -233,9 +235,8 @@ def find_cuts(
 
     module: divided for the last tensor-parallel rank. known: the costs, if they have been estimated for this example.
     """
-    parallel = config.parallel
     num_stages = parallel.pipeline * parallel.stages_per_rank
-    has_units = parallel.zero or parallel.units or config.recompute.mode in ("whole", "selective")
+    has_units = parallel.zero or parallel.units or recompute.mode in ("whole", "selective")
     if num_stages == 1 and not has_units and not with_costs:
         return Cuts((), (), {})  # a model whose shapes depend on data can be trained like this, but not estimated
     node_costs = known or estimate_costs(module, example, autocast=autocast)
@@ -295,9 +296,9 @@ def _shared_weights(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[i
     return {name: tuple(coordinates) for name, coordinates in shared.items()}
 
 
-def check_replicas(module: ImportedGraph, config: RunConfig) -> None:
+def check_replicas(module: ImportedGraph, parallel: ParallelConfig) -> None:
     """Raise ConfigError for nodes with which replicas would not stay equal."""
-    if config.parallel.data > 1 and (problems := _conditional_updates(module)):
+    if parallel.data > 1 and (problems := _conditional_updates(module)):
         raise ConfigError(problems)
 
 

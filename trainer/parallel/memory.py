@@ -53,6 +53,7 @@ from torch import Tensor, fx, nn
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.training import AverageConfig, TrainConfig
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.model.weight_casts import cast_weights
 from onward.trainer.optim.state import state_bytes
@@ -89,7 +90,10 @@ def estimate_memory(
         gradients=static.gradients,
         optimizer=static.optimizer,
         activations=activations,
-        transient=peak - activations + static.gathered + _buffer_bytes(stages, config, batch_bytes),
+        transient=peak
+        - activations
+        + static.gathered
+        + _buffer_bytes(stages, config.train, config.parallel, batch_bytes),
     )
 
 
@@ -107,7 +111,7 @@ def activation_budget(
     in_flight = max(itertools.accumulate(1 if is_forward else -1 for is_forward, _ in passes))
     static = _static_memory(stages, weights, config)
     taken = static.weights + static.gradients + static.optimizer + static.gathered
-    taken += _buffer_bytes(stages, config, batch_bytes)
+    taken += _buffer_bytes(stages, config.train, config.parallel, batch_bytes)
     limit = int(config.parallel.memory_gib * 2**30)
     taken += reserve(config.parallel, device_type, limit).total
     return limit - taken, math.ceil(in_flight / config.parallel.stages_per_rank)
@@ -200,7 +204,7 @@ def _static_memory(stages: Sequence[Stage], weights: Sequence[Weight], config: R
     casts = {weight for stage in stages for part in stage.chain.parts for weight in _cast_weights(part.module)}
     if not zero:
         held += _bytes_in_half(casts)
-        updates = state_bytes(config.optimizer, own) + _average_bytes(weights, trained, config)
+        updates = state_bytes(config.optimizer, own) + _average_bytes(weights, trained, config.average)
         return _StaticMemory(held, trained, updates, 0)
     sharding = zero_sharding(stages, weights, config.parallel)
     # the rank keeps its shard of these only; what is gathered at a time is added below
@@ -218,7 +222,7 @@ def _static_memory(stages: Sequence[Stage], weights: Sequence[Weight], config: R
     return _StaticMemory(
         weights=held + gathered,
         gradients=own_trained + unsharded_gradients,
-        optimizer=state + _average_bytes(weights, own_trained, config),
+        optimizer=state + _average_bytes(weights, own_trained, config.average),
         gathered=2 * max(sharding.scattered_bytes, default=0),
     )
 
@@ -231,18 +235,18 @@ def _bytes_in_half(weights: Iterable[Tensor]) -> int:
     return sum(weight.nbytes // 2 for weight in weights)
 
 
-def _average_bytes(weights: Sequence[Weight], trained: int, config: RunConfig) -> int:
+def _average_bytes(weights: Sequence[Weight], trained: int, average: AverageConfig) -> int:
     """Return the size of the moving averages (optim/averages.py): of the trained weights and running statistics."""
     statistics = sum(weight.tensor.nbytes for weight in weights if is_statistic(weight.tensor))
-    return trained + statistics if config.average.kind != "none" else 0
+    return trained + statistics if average.kind != "none" else 0
 
 
-def _buffer_bytes(stages: Sequence[Stage], config: RunConfig, batch_bytes: int) -> int:
+def _buffer_bytes(stages: Sequence[Stage], train: TrainConfig, parallel: ParallelConfig, batch_bytes: int) -> int:
     """Return the size of the data, of this step and the next, and of torch's receive buffers, for all micro-batches."""
     # one stage sends nothing, so there are no receive buffers
     received = 0
-    for stage in stages if config.parallel.pipeline > 1 else ():
+    for stage in stages if parallel.pipeline > 1 else ():
         received += sum(value.nbytes for value in stage.received_meta)
         if stage.index < stage.num_stages - 1:
             received += sum(value.nbytes for value in stage.output_meta if value.requires_grad)
-    return config.train.gradient_accumulation_steps * (received + 2 * batch_bytes)
+    return train.gradient_accumulation_steps * (received + 2 * batch_bytes)

@@ -134,13 +134,13 @@ class Plan(Record):
 
 def needs_plan(config: RunConfig) -> bool:
     """Return whether the layout has to be planned: chosen, or tried on the graph. Data parallelism divides nothing."""
-    return not may_train_unplanned(config) or config.parallel.tensor > 1
+    return not may_train_unplanned(config.parallel, config.recompute) or config.parallel.tensor > 1
 
 
-def may_train_unplanned(config: RunConfig) -> bool:
+def may_train_unplanned(parallel: ParallelConfig, recompute: RecomputeConfig) -> bool:
     """Return whether a graph can be trained that has no plan, because its shapes depend on data: it is not cut."""
-    parallel = config.parallel
-    is_cut = parallel.pipeline > 1 or parallel.zero or parallel.units or config.recompute.mode in ("whole", "selective")
+    divides = parallel.pipeline > 1 or parallel.zero or parallel.units
+    is_cut = divides or recompute.mode in ("whole", "selective")
     return parallel.sizes == "given" and not is_cut
 
 

@@ -19,6 +19,8 @@ import torch
 
 from onward.trainer.config.rules.ranks import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
+from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
 from onward.trainer.distributed.preflight import free_memory
@@ -53,7 +55,7 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
         config, _ = choose_fixed_batch(config)
     config = with_first_units(config)
     module = module or open_with_teacher(config, by_parts=True).module
-    rates = _rates(module, config)
+    rates = _rates(module, config.optimizer)
     # `auto` copies the graph many times, and only the shapes of its weights are used
     drop_data(module.modules())
     estimator = Estimator(module, device)
@@ -70,12 +72,12 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
         ) from error
 
 
-def _rates(module: ImportedGraph, config: RunConfig) -> tuple[PlannedRate, ...]:
+def _rates(module: ImportedGraph, optimizer: OptimizerConfig) -> tuple[PlannedRate, ...]:
     """Return the layer and the learning rate of each trained weight; () without `optimizer.layer_decay`."""
-    scales = layer_scales(module, config.optimizer.layer_decay)
+    scales = layer_scales(module, optimizer.layer_decay)
     if not scales:
         return ()
-    optimizer, flattens = config.optimizer, config.optimizer.muon.convolutions == "flatten"
+    flattens = optimizer.muon.convolutions == "flatten"
     matrices = find_matrices(module, convolutions=flattens) if optimizer.name == "muon" else {}
     found = []
     for name, layer in number_layers(module).items():
@@ -91,7 +93,7 @@ def _rates(module: ImportedGraph, config: RunConfig) -> tuple[PlannedRate, ...]:
 def _choose(estimator: Estimator, config: RunConfig, device: torch.device) -> Plan:
     """Return the plan with the shortest step of all divisions of the ranks that fit into memory."""
     num_ranks = config.launch.num_ranks
-    limit = int(config.parallel.memory_gib * 2**30) or _memory_of_a_rank(config, device)
+    limit = int(config.parallel.memory_gib * 2**30) or _memory_of_a_rank(config.launch, device)
     if problems := list(sizes_beside_auto(config.parallel)):
         raise ConfigError(problems)
     fitting: list[Estimate] = []
@@ -102,9 +104,10 @@ def _choose(estimator: Estimator, config: RunConfig, device: torch.device) -> Pl
         except ConfigError as error:
             considered.append(f"{' x '.join(f'{axis} {sizes[axis]}' for axis in AXES)}: {error}")
     if not fitting:
+        kept = _kept_free(config.precision, config.parallel, device, limit)
         raise ConfigError(
             [
-                f"no division of {num_ranks} ranks fits into {gib(limit)} a rank{_kept_free(config, device, limit)}; "
+                f"no division of {num_ranks} ranks fits into {gib(limit)} a rank{kept}; "
                 "take more ranks, a smaller train.global_batch_size, or raise parallel.memory_gib",
                 *considered,
             ]
@@ -153,20 +156,20 @@ def _first_that_fits(estimator: Estimator, config: RunConfig, device: torch.devi
     raise ConfigError(f"takes {gib(estimate.peak_bytes)} at least")
 
 
-def _memory_of_a_rank(config: RunConfig, device: torch.device) -> int:
+def _memory_of_a_rank(launch: LaunchConfig, device: torch.device) -> int:
     """Return the bytes that one rank may use: what is free, divided by the ranks that share it."""
     if device.type == "cpu":
         # without a hostfile all ranks share this machine's memory
-        return free_memory(device) // (1 if config.launch.hostfile else config.launch.num_ranks)
+        return free_memory(device) // (1 if launch.hostfile else launch.num_ranks)
     # the context of this process, which to ask for the free memory has made, ends with the process
     free = min(free_memory(device) + CONTEXT_BYTES, torch.cuda.get_device_properties(device).total_memory)
     # with a hostfile each host has as many GPUs as `ranks_per_gpu` leaves its ranks
-    ranks_here = 1 if config.launch.hostfile else config.launch.num_ranks
-    return free // max(config.launch.ranks_per_gpu, math.ceil(ranks_here / torch.cuda.device_count()))
+    ranks_here = 1 if launch.hostfile else launch.num_ranks
+    return free // max(launch.ranks_per_gpu, math.ceil(ranks_here / torch.cuda.device_count()))
 
 
-def _kept_free(config: RunConfig, device: torch.device, limit: int) -> str:
-    kept = reserve(config.parallel, describe(device, config.precision.compute).type, limit).total
+def _kept_free(precision: PrecisionConfig, parallel: ParallelConfig, device: torch.device, limit: int) -> str:
+    kept = reserve(parallel, describe(device, precision.compute).type, limit).total
     return f", of which at least {gib(kept)} are kept free for CUDA, NCCL and fragmentation" if kept else ""
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import TEACHER, Placement, Weight, checkpoint_key, slices
@@ -178,7 +179,7 @@ def build_rank_model(
     _copy_shared_parameters(own)
     for stage in own:
         # the stages of this rank only: the full model may not fit on the device
-        _move(stage.chain, mpi.device, but=_sharded_tensors(layout.weights([stage], here), config))
+        _move(stage.chain, mpi.device, but=_sharded_tensors(layout.weights([stage], here), config.parallel))
     choose_formats(layout, own, config, mpi.device)
     weights = layout.weights(own, here)
     recompute_units(layout, own, config, example, pipeline=here.pipeline)
@@ -238,9 +239,9 @@ def build_pipeline(model: RankModel, config: RunConfig, mesh: DeviceMesh, mpi: M
     )
 
 
-def _sharded_tensors(weights: Sequence[Weight], config: RunConfig) -> set[Tensor]:
+def _sharded_tensors(weights: Sequence[Weight], parallel: ParallelConfig) -> set[Tensor]:
     """Return the weights that ZeRO shards. They stay on the host until `Sharded` moves them, unit by unit."""
-    zero = config.parallel.zero
+    zero = parallel.zero
     return {weight.tensor for weight in weights if zero and is_sharded(weight, zero=zero)}
 
 

@@ -30,19 +30,19 @@ class StepClock:
     """Adds up the parts of an attempt by the clock of this rank, and writes the sums as events "times".
 
     began_at: `time.monotonic()` when the loop began. compiled_s: returns the seconds of compilations so far, which
-    count as `compile` and not as the part that they are in. counts_hours: whether `trained_s` is counted.
+    count as `compile` and not as the part that they are in.
     """
 
-    def __init__(self, *, began_at: float, compiled_s: Callable[[], float], counts_hours: bool = False) -> None:
+    def __init__(self, *, began_at: float, compiled_s: Callable[[], float]) -> None:
         self.seconds = dict.fromkeys(("setup", "compile", "data_wait", "steps", "evaluation", "checkpoint"), 0.0)
         """Sum -> seconds of this attempt."""
         self.in_steps_s = 0.0
         """Seconds of the steps, with their compilations and the waiting for samples."""
-        self._began_at, self._compiled_s, self._counts_hours = began_at, compiled_s, counts_hours
+        self._began_at, self._compiled_s = began_at, compiled_s
         self._sum = "setup"
         self._marked_at, self._compiled_before = began_at, compiled_s()
         self._emitted_at, self._is_due = began_at, True
-        self._trained_before_s = 0.0
+        self._trained_before_s, self._counts_hours = 0.0, False
         self._step_began_at: float | None = None
         self._recent_steps_s: deque[float] = deque(maxlen=3)
 
@@ -74,10 +74,14 @@ class StepClock:
         self.seconds["data_wait"] += wait_s
         self.seconds["steps"] -= wait_s
 
-    def begin_steps(self, *, trained_before_s: float = 0.0) -> None:
-        """End the set-up. trained_before_s: `trained_s` of the attempts before this one."""
+    def begin_steps(self, *, trained_before_s: float = 0.0, counts_hours: bool = False) -> None:
+        """End the set-up.
+
+        trained_before_s: `trained_s` of the attempts before this one. counts_hours: whether this rank counts it.
+        """
         self.mark()
-        self._sum, self._trained_before_s = "steps", trained_before_s
+        self._sum = "steps"
+        self._trained_before_s, self._counts_hours = trained_before_s, counts_hours
 
     def begin_step(self) -> float:
         """Begin a step; return the longest time from one step to the next among the last three, 0 without any."""

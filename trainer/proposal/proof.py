@@ -24,7 +24,7 @@ import torch
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.completed_settings import completed
-from onward.trainer.data.losses_from_data import with_losses_from_data
+from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.permutation import permutation
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
@@ -168,7 +168,7 @@ class _Training:
         size = config.micro_batch_size
         is_packed = config.data.text is not None and config.data.text.task in ("causal", "masked")
         rows = read_first_rows(config, signature, steps * size, spread=not is_packed)
-        config = with_losses_from_data(config, rows, signature)
+        config = resolve(config, rows, signature)
         arithmetic = resolve_precision(config.precision, (0, 0))
         losses = Losses(config.losses, module.output_names, module.output_shapes, soft=config.soft_losses)
         self._graph = RehearsedGraph(module, losses, autocast=partial(autocast, arithmetic, CPU))

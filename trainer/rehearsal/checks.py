@@ -15,11 +15,12 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import read_as_logits
+from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.batches.step_shares import check_last_samples
 from onward.trainer.data.file_rows import FileRows
-from onward.trainer.data.losses_from_data import with_losses_from_data
+from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import FirstRows, read_first_rows
 from onward.trainer.diagnostics.audit_input import audit_of_run
@@ -80,7 +81,7 @@ def checks(
     time limit, in seconds from now. with_teacher: the module that is trained, where it is not that of `trainable`.
     Reads the first rows of the data. Raises DataError when there are none, ConfigError for an unknown `model.output`.
     """
-    arithmetic = _arithmetic(config, findings)
+    arithmetic = _arithmetic(config.precision, config.launch, findings)
     if config.graph.compile == "auto":
         findings.compile = not_compiled("the rehearsal ended before it was tried (launch.rehearsal_timeout_s)")
     elif config.graph.compile:
@@ -89,7 +90,7 @@ def checks(
     signature = read_training_signature(config.model)
     most = max(config.micro_batch_size, config.evaluation_batch_size, PARITY_ROWS)
     rows = read_first_rows(config, signature, most)
-    config = with_losses_from_data(config, rows, signature)
+    config = resolve(config, rows, signature)
     trained = with_teacher or trainable.module
     compute_teacher_apart(trained, config.model_copy(update={"precision": arithmetic}))
     graph = RehearsedGraph(
@@ -98,13 +99,12 @@ def checks(
         autocast=partial(autocast, arithmetic, CPU),
         metrics=config.metrics,
     )
-    check_cache(config, rows, trained, findings)
+    check_cache(config.teacher, config.soft_losses, rows, trained, findings)
     if rows.counts is None and (config.train.num_epochs or rows.num_rows > 1):
         findings.not_rehearsed.append(
             "the smaller micro-batches at the end of the data: its samples are counted only while it is sharded, "
             "because it is large, or because texts are made into windows"
         )
-
     if rows.counts:
         try:
             check_last_samples(config, rows.counts[0])
@@ -139,10 +139,10 @@ def checks(
     timed = [
         (
             "the time of a micro-batch in fp32 and bf16",
-            lambda: _time(graph, partial(batch, first.rows, "training"), config, findings),
+            lambda: _time(graph, partial(batch, first.rows, "training"), config.precision, findings),
         )
     ]
-    run = partial(_run, graph, batch=batch, findings=findings, too_long=partial(remedy_of_length, graph, config))
+    run = partial(_run, graph, batch=batch, findings=findings, too_long=partial(remedy_of_length, graph, config.data))
     evaluated = [size.rows for size in sizes if size.kind == "evaluation"]
     both: dict[Kind, int] = {"training": first.rows, "evaluation": (evaluated or [config.evaluation_batch_size])[0]}
     compiled = [
@@ -155,7 +155,7 @@ def checks(
         ("the warnings of `onward doctor`", lambda: _warn(config, trainable, use, findings)),
         *((size.what, partial(run, size=size, gradients=size is first)) for size in sizes),
         ("the units of the labels", lambda: _warn_of_labels(config, rows, findings)),
-        *(timed if config.precision.compute in ("auto", "bf16") and not _is_on_gpu(config) else ()),
+        *(timed if config.precision.compute in ("auto", "bf16") and not _is_on_gpu(config.launch) else ()),
         *(counts if any(loss.count for loss in config.losses) else ()),
         *(sums if any(loss.is_own for loss in config.losses) else ()),
         ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
@@ -165,20 +165,20 @@ def checks(
     ]
 
 
-def _arithmetic(config: RunConfig, findings: Findings) -> PrecisionConfig:
+def _arithmetic(precision: PrecisionConfig, launch: LaunchConfig, findings: Findings) -> PrecisionConfig:
     """Return the precision in which the CPU rehearses: that of the run where it computes on CPUs, else fp32."""
-    compute = config.precision.compute
-    if not _is_on_gpu(config):
-        return resolve_precision(config.precision, (0, 0))
+    compute = precision.compute
+    if not _is_on_gpu(launch):
+        return resolve_precision(precision, (0, 0))
     if compute != "fp32":
         findings.not_rehearsed.append(f"precision.compute {compute!r}, that of GPUs: the CPU computed in fp32")
-    return config.precision.model_copy(update={"compute": "fp32"})
+    return precision.model_copy(update={"compute": "fp32"})
 
 
-def _is_on_gpu(config: RunConfig) -> bool:
+def _is_on_gpu(launch: LaunchConfig) -> bool:
     # the ranks of a hostfile may have GPUs that this machine lacks
-    may_be = config.launch.device == "auto" and (torch.cuda.is_available() or bool(config.launch.hostfile))
-    return config.launch.device == "cuda" or may_be
+    may_be = launch.device == "auto" and (torch.cuda.is_available() or bool(launch.hostfile))
+    return launch.device == "cuda" or may_be
 
 
 def _sizes_that_fit(bytes_of_row: float, sizes: Sequence[Size], findings: Findings) -> list[Size]:
@@ -293,7 +293,7 @@ def _check_gradients(graph: RehearsedGraph, rows: Batch, findings: Findings) -> 
         )
 
 
-def _time(graph: RehearsedGraph, rows: Callable[[], Batch], config: RunConfig, findings: Findings) -> None:
+def _time(graph: RehearsedGraph, rows: Callable[[], Batch], precision: PrecisionConfig, findings: Findings) -> None:
     """Choose precision.compute if it is "auto", or warn if bf16 is the slower one here."""
     # without a micro-batch that has run there is nothing to compare
     if findings.failures or findings.errors or not findings.batches:
@@ -308,7 +308,7 @@ def _time(graph: RehearsedGraph, rows: Callable[[], Batch], config: RunConfig, f
         why = (str(error).strip().splitlines() or [""])[0]
         findings.not_rehearsed.append(f"the time in fp32 and bf16: {type(error).__name__}: {why}")
         return
-    if config.precision.compute == "auto":
+    if precision.compute == "auto":
         findings.compute = times.faster
     else:
         findings.warnings += tuple(times.warnings())
@@ -327,7 +327,7 @@ def _compile(
         return
     precision = config.precision.model_copy(update={"compute": findings.compute or config.precision.compute})
     config = config.model_copy(update={"precision": precision})
-    decide(graph, config, batch, rows, findings, begin_again, on_gpu=_is_on_gpu(config))
+    decide(graph, config, batch, rows, findings, begin_again, on_gpu=_is_on_gpu(config.launch))
 
 
 def _check_counts(losses: Losses, batch: Batch, findings: Findings) -> None:

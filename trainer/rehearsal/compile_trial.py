@@ -30,6 +30,8 @@ import torch
 from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.config.rules import ranks as rules
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.storage.first_rows import FirstRows
 from onward.trainer.data.storage.row_counts import count_rows
@@ -123,14 +125,16 @@ def decide(
         return
     # the first one was slower: it also made what the others use again
     batch_s = min(graph.run("training", training).elapsed_s for _ in range(2))
-    steps = number_of_steps(config, rows, step_s=batch_s * _batches_of_step(config))
+    steps = number_of_steps(config, rows, step_s=batch_s * _batches_of_step(config.train, config.parallel))
     if steps is None:
         findings.compile = not_compiled(
             "the number of steps is not known before the data is sharded; set train.num_steps, or graph.compile to "
             "true or false"
         )
         return
-    most_s = min(MOST_SAVED * batch_s * _batches_of_step(config) * steps, config.launch.compile_timeout_s)
+    most_s = min(
+        MOST_SAVED * batch_s * _batches_of_step(config.train, config.parallel) * steps, config.launch.compile_timeout_s
+    )
     if most_s < COMPILE_S:
         findings.compile = not_compiled(
             f"the passes of {steps} steps take about {most_s / MOST_SAVED:.2g} s, of which compiling could save some "
@@ -196,9 +200,9 @@ def number_of_steps(config: RunConfig, rows: FirstRows, *, step_s: float) -> int
     return min(steps, int(3600 * config.stop.max_hours / step_s)) if config.stop.max_hours else steps
 
 
-def _batches_of_step(config: RunConfig) -> float:
+def _batches_of_step(train: TrainConfig, parallel: ParallelConfig) -> float:
     """Return how many micro-batches a rank computes in a step; of a pipeline each computes a part of every one."""
-    return config.train.gradient_accumulation_steps / config.parallel.pipeline
+    return train.gradient_accumulation_steps / parallel.pipeline
 
 
 # -- measuring
@@ -248,7 +252,7 @@ def time_compiled(
             eager.append(passes("training"))
         compiled.append(passes("training"))
     torch.set_num_threads(threads_before)
-    of_step = _batches_of_step(config)
+    of_step = _batches_of_step(config.train, config.parallel)
     return CompileTimes(
         # the median of the turns' ratios: what else the machine does hits both sides of a turn
         eager_s=min(eager) * of_step,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
@@ -123,7 +124,7 @@ def guard_run(
         return
     try:
         with tempfile.TemporaryDirectory(prefix="onward-guard-") as folder:
-            file = _with_rows_first(part_in_inference_form(trainable, config, Path(folder)), config)
+            file = _with_rows_first(part_in_inference_form(trainable, config, Path(folder)), config.model)
             findings.guard = guard(guarded_run(file, trainable, graph, batch(), config.export.tolerance))
     except GuardError as error:
         findings.refuse(str(error))
@@ -185,7 +186,7 @@ def _opened(path: Path, config: RunConfig | None, folder: Path) -> Guarded:
         number = declared_batch(load_model(path).graph) or ROWS
         inputs = one_batch(rows, config, signature, np.arange(number), training=False).inputs
     trainable = open_trainable(with_first_units(config))
-    file = _with_rows_first(part_in_inference_form(trainable, config, folder), config)
+    file = _with_rows_first(part_in_inference_form(trainable, config, folder), config.model)
     if inputs is None:
         inputs = _made_up(file, trainable.module)
     proto = file.proto if isinstance(file, ModelFile) else file
@@ -193,12 +194,12 @@ def _opened(path: Path, config: RunConfig | None, folder: Path) -> Guarded:
     return guarded_file(file, trainable.module, inputs, rows=sizes, tolerance=config.export.tolerance)
 
 
-def _with_rows_first(file: ModelFile | onnx.ModelProto, config: RunConfig) -> ModelFile | onnx.ModelProto:
+def _with_rows_first(file: ModelFile | onnx.ModelProto, model: ModelConfig) -> ModelFile | onnx.ModelProto:
     """Return a file that is fed the rows of the data alone: bound inputs are constants, and rows are on axis 0."""
     proto = file.proto if isinstance(file, ModelFile) else file
-    if rows_first(proto, config.model) is proto:
+    if rows_first(proto, model) is proto:
         return file
-    return rows_first(full_copy(file), config.model)
+    return rows_first(full_copy(file), model)
 
 
 def _made_up(file: ModelFile | onnx.ModelProto, module: ImportedGraph) -> tuple[Tensor, ...]:

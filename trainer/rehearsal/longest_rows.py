@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
@@ -18,7 +18,7 @@ OUT_OF_RANGE = "index out of range"
 """What torch says where an index is beyond a table."""
 
 
-def remedy_of_length(graph: RehearsedGraph, config: RunConfig, batch: Batch, why: str) -> str:
+def remedy_of_length(graph: RehearsedGraph, data: DataConfig, batch: Batch, why: str) -> str:
     """Return what to set where rows are longer than a table of the graph; "" where something else is wrong.
 
     why: the error of the batch. Runs the graph forward on shorter rows, about log2(length) times.
@@ -35,9 +35,9 @@ def remedy_of_length(graph: RehearsedGraph, config: RunConfig, batch: Batch, why
             "an index is beyond a table of the graph in rows of any length: compare the ids in the data, or those of "
             "the tokenizer, with the rows of the embedding"
         )
-    if config.data.text is not None:
+    if data.text is not None:
         setting = f"data.text.max_length = {runs}"
-    elif config.data.format in ("auto", "text") and locate(config.data.source, config.data).format == "text":
+    elif data.format in ("auto", "text") and locate(data.source, data).format == "text":
         setting = f"data.sequence_length = {runs}"
     else:
         return f"rows of up to {runs} run: shorten the lists in the data to {runs} numbers"

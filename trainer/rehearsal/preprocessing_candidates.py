@@ -13,6 +13,7 @@ from typing import Any
 
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD
 from onward.trainer.config.sections.text import TextConfig
 from onward.trainer.data.images.image_inputs import image_inputs
@@ -28,7 +29,9 @@ Settings = Mapping[str, Any]
 
 def candidates(config: RunConfig, signature: Signature) -> list[Settings]:
     """Return the preprocessings to try, each as settings that are changed in `config`; first `config` itself: {}."""
-    choices = [each for each in (_images(config, signature), _texts(config), _tables(config, signature)) if each]
+    choices = [
+        each for each in (_images(config.data, signature), _texts(config.data), _tables(config.data, signature)) if each
+    ]
     found: list[Settings] = [{}]
     for chosen in itertools.product(*choices):
         found.append({key: value for each in chosen for key, value in each.items()})
@@ -38,8 +41,8 @@ def candidates(config: RunConfig, signature: Signature) -> list[Settings]:
     return list(same.values())
 
 
-def _images(config: RunConfig, signature: Signature) -> list[Settings]:
-    inputs = image_inputs(config, signature)
+def _images(data: DataConfig, signature: Signature) -> list[Settings]:
+    inputs = image_inputs(data, signature)
     if not inputs:
         return []
     channels = inputs[0].channels
@@ -63,10 +66,10 @@ def _pixel_values(channels: int) -> Iterator[dict[str, Any]]:
     yield {"scale": 1.0, "mean": [round(255 * each, 3) for each in mean], "std": one}
 
 
-def _texts(config: RunConfig) -> list[Settings]:
-    if config.data.text is None:
+def _texts(data: DataConfig) -> list[Settings]:
+    if data.text is None:
         return []
-    cases = [{"data.text.lowercase": value} for value in (False, True)] if _lacks_lowercase(config.data.text) else [{}]
+    cases = [{"data.text.lowercase": value} for value in (False, True)] if _lacks_lowercase(data.text) else [{}]
     return [{"data.text.special_tokens": value, **case} for value in (True, False) for case in cases]
 
 
@@ -82,12 +85,12 @@ def _lacks_lowercase(text: TextConfig) -> bool:
     return bool(longer) and all(token == token.lower() for token in longer)
 
 
-def _tables(config: RunConfig, signature: Signature) -> list[Settings]:
+def _tables(data: DataConfig, signature: Signature) -> list[Settings]:
     """Return the scales of columns of numbers; none where no input of floats reads single numbers or vectors."""
-    images = {each.name for each in image_inputs(config, signature)}
+    images = {each.name for each in image_inputs(data, signature)}
     scaled = [
         name
-        for name, feed in file_feeds(config, signature).items()
+        for name, feed in file_feeds(data, signature).items()
         if "float" in feed.dtype and name not in images and len(feed.sample_shape or (1,)) <= 1
     ]
     kinds = ("none", "standard", "min_max") if scaled else ()

@@ -24,10 +24,12 @@ import torch
 
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.loss_rules import LOSS_RULES
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.losses_from_data import with_losses_from_data
 from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.permutation import permutation
@@ -73,22 +75,22 @@ def try_preprocessings(config: RunConfig, rows: int) -> PreprocessingTrials:
         file = ModelFile.read(config.model.path)
         part = trained_part(file.proto, file.path, Path(folder), config.model)
         proto = part.proto if isinstance(part, ModelFile) else part
-        if declared_batch(proto.graph) and (use := use_of_part(proto, config)).kind == "joint":
+        if declared_batch(proto.graph) and (use := use_of_part(proto, config.model, config.lora)).kind == "joint":
             raise ConfigError(
                 f"the file declares a batch of {use.declared} and its rows depend on each other ({use.reason}): "
                 "preprocessings cannot be tried on single rows"
             )
-        runner = OnnxRunner(part, _no_data(config))
+        runner = OnnxRunner(part, _no_data(config.model, config.losses))
         experiment = _Experiment(config, signature, runner, rows)
         ranked = experiment.ranked([_Trial(settings) for settings in candidates(config, signature)])
     return experiment.record(ranked)
 
 
-def _no_data(config: RunConfig) -> EvaluationData:
+def _no_data(model: ModelConfig, losses: Sequence[LossConfig]) -> EvaluationData:
     def new_metrics(names: Sequence[str]) -> EvaluationMetrics:
-        return EvaluationMetrics(Losses(config.losses, names), device=torch.device("cpu"))
+        return EvaluationMetrics(Losses(losses, names), device=torch.device("cpu"))
 
-    return EvaluationData(batches=list, new_metrics=new_metrics, model=config.model)
+    return EvaluationData(batches=list, new_metrics=new_metrics, model=model)
 
 
 @dataclass
@@ -158,7 +160,7 @@ class _Experiment:
         if key not in self._read:
             rows = read_first_rows(config, self._signature, self._most, spread=True, schema=self._schema)
             if not self._read:  # no trial changes labels, so the first rows say what they say of the loss
-                losses = with_losses_from_data(self._config, rows, self._signature).losses
+                losses = resolve(self._config, rows, self._signature).losses
                 self._loss = Losses(losses, self._runner.outputs).each[0]
             self._read[key] = rows
         return self._read[key]

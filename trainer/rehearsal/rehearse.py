@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from onward.trainer.config.losses import unchosen_units
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import Refused, UnsupportedModel
@@ -54,7 +56,7 @@ def rehearse(folder: RunDir) -> None:
         config, use = choose_fixed_batch(read_config(folder))
         findings.fixed_batch = config.model.fixed_batch
         config = _planned(folder, config)
-        if too_large := _too_large(config):
+        if too_large := _too_large(config.model, config.teacher):
             findings.not_rehearsed.append(too_large)
             if config.graph.compile == "auto":
                 findings.compile = not_compiled("the model was not rehearsed, so that nothing was measured")
@@ -100,7 +102,7 @@ def _check_division(config: RunConfig, module: ImportedGraph | None, findings: F
     try:
         plan(config, module and _without_data(module))
     except UnsupportedModel as error:
-        if not may_train_unplanned(config):
+        if not may_train_unplanned(config.parallel, config.recompute):
             findings.errors.append(error)
     except Refused as error:
         findings.errors.append(error)
@@ -122,9 +124,9 @@ def _without_data(module: ImportedGraph) -> ImportedGraph:
 # -- bounds
 
 
-def _too_large(config: RunConfig) -> str:
+def _too_large(model: ModelConfig, teacher: TeacherConfig) -> str:
     """Return why the model is not rehearsed here, from the sizes of its files; "" if it fits into memory."""
-    size = model_bytes(config.model.path) + (model_bytes(Path(config.teacher.path)) if config.teacher.path else 0)
+    size = model_bytes(model.path) + (model_bytes(Path(teacher.path)) if teacher.path else 0)
     free = free_memory(torch.device("cpu"))
     if COPIES_OF_WEIGHTS * size <= free:
         return ""

@@ -44,7 +44,7 @@ def sizes_of_run(config: RunConfig, counts: tuple[int, int] | None) -> list[Size
             f"choose a train.global_batch_size that divides the {counts[0]} training rows, or train.num_steps in place "
             "of train.num_epochs"
         )
-        for rows, is_padding in micro_batch_sizes(config, rest, full):
+        for rows, is_padding in micro_batch_sizes(config.model, config.parallel, rest, full):
             what = f"the {'padding' if is_padding else 'last'} micro-batch of the training, of {_rows(rows)},"
             found.append(Size("padding" if is_padding else "training", rows, what, remedy))
     if counts and config.model.fixed_batch == "joint":  # incomplete evaluation batches are left out
@@ -52,7 +52,11 @@ def sizes_of_run(config: RunConfig, counts: tuple[int, int] | None) -> list[Size
     remedy = "choose another train.evaluation_batch_size"
     if counts:
         remedy += f", such as one that divides the {counts[1]} evaluation rows"
-    ends = [rows for rows, _ in micro_batch_sizes(config, counts[1], evaluated)] if counts else [evaluated]
+    ends = (
+        [rows for rows, _ in micro_batch_sizes(config.model, config.parallel, counts[1], evaluated)]
+        if counts
+        else [evaluated]
+    )
     found += [Size("evaluation", rows, f"an evaluation batch of {_rows(rows)}", remedy) for rows in ends]
     return list({(size.kind, size.rows): size for size in reversed(found)}.values())[::-1]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.first_rows import FirstRows
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
@@ -22,16 +25,18 @@ def same_teacher(config: RunConfig) -> list[ExporterWarning]:
     return [ExporterWarning(key="same_teacher", what=what, remedy=remedy)]
 
 
-def check_cache(config: RunConfig, rows: FirstRows, trained: ImportedGraph, findings: Findings) -> None:
+def check_cache(
+    teacher: TeacherConfig, soft_losses: Sequence[SoftLoss], rows: FirstRows, trained: ImportedGraph, findings: Findings
+) -> None:
     """Refuse to store a teacher's outputs whose length follows that of the rows, which are padded with their batch."""
     varying = [name for name, column in rows.columns.items() if column.variable]
-    if not config.teacher.path or config.teacher.cache == "none" or not varying:
+    if not teacher.path or teacher.cache == "none" or not varying:
         return
-    for soft in config.soft_losses:
+    for soft in soft_losses:
         shape = trained.output_shapes[soft.teacher_output]
         if shape is None or None in shape[1:]:
             findings.refuse(
-                f"teacher.cache {config.teacher.cache!r}: the rows of {', '.join(varying)} have lengths of their own, "
+                f"teacher.cache {teacher.cache!r}: the rows of {', '.join(varying)} have lengths of their own, "
                 f"and so have the teacher's outputs {soft.teacher or soft.student or 'for them'}, as they are padded "
                 "with their batch; set teacher.cache = 'none'"
             )

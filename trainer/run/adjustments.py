@@ -71,12 +71,12 @@ def adjusted(config: RunConfig, path: Path) -> RunConfig:
         raise RecordError(f"{path} does not fit the run's configuration: {why}") from None
 
 
-def smaller_micro_batches(config: RunConfig, changes: Adjustments) -> Adjustments | None:
+def smaller_micro_batches(micro_batch_size: int, changes: Adjustments) -> Adjustments | None:
     """Return changes after which a micro-batch has half of its present samples; None if it cannot be divided.
 
     An odd number is divided by its smallest divisor.
     """
-    size = config.micro_batch_size
+    size = micro_batch_size
     divisor = next((number for number in range(2, size + 1) if size % number == 0), None)
     if divisor is None:
         return None

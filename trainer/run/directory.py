@@ -23,6 +23,7 @@ Flow, tasks and ranks exchange files in this directory and nothing else. After e
         job.json                the newest job: its tag, command and start time (infra/job/job.py)
         shards/manifest.json    ShardManifest (a link into the shard cache)     shard data
         teacher/                what the teacher computes of each row (teacher.cache)    all ranks
+        resolved.json           ResolvedSettings: the settings that the data has completed    shard data
         attempt                 the number of the attempt that owns the directory (the fence)   train
         attempts/001/           train.log, result.json (AttemptResult)          train, rank 0
         attempts/001/ending.json  AttemptEnding: how it ended, and what followed    train
@@ -69,6 +70,7 @@ import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -147,6 +149,10 @@ class RunDir:
     @property
     def shards(self) -> Path:
         return self.root / "shards"
+
+    @property
+    def resolved(self) -> Path:
+        return self.root / "resolved.json"
 
     @property
     def teacher(self) -> Path:
@@ -366,33 +372,29 @@ def changes_in(export: Path) -> Path:
     return export / "changes.json"
 
 
-def read_config(run: RunDir) -> RunConfig:
-    """Read the resolved configuration of a run, with the paths of local copies in place of URLs.
+State = Literal["given", "local", "configured"]
+"""config.json as it is; with changes of retries and local copies for URLs; and with the model of `quantize.aware`."""
 
-    With `quantize.aware` the model is that of RUN_DIR/quantized. Raises ConfigError if it is absent or invalid.
+
+def read_config(run: RunDir, state: State = "configured") -> RunConfig:
+    """Read the configuration of a run, which `trainer/data/resolve.py` completes from the data.
+
+    Raises ConfigError if it is absent or invalid, RecordError for damaged records beside it.
     """
-    config = read_config_as_given(run)
-    if not config.quantize.aware:
+    try:
+        config = RunConfig.model_validate_json(read_bounded(run.config, RECORD_BYTES))
+    except FileNotFoundError:
+        raise ConfigError(f"{run.root} is not a run directory: it has no config.json") from None
+    except ValidationError as error:
+        raise ConfigError(f"{run.config} is not a valid configuration: {error}") from None
+    if state == "given":
+        return config
+    config = adjusted(config, run.adjusted) if run.adjusted.exists() else config
+    if run.remote.exists():
+        config = with_copies(config, read_record(run.remote, LocalCopies))
+    if state == "local" or not config.quantize.aware:
         return config
     path = run.quantized / config.model.path.name
     if not path.is_file():
         raise ConfigError(f"{path} is gone: the run trains this file, which was made when it began; put it back")
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-
-
-def read_config_as_given(run: RunDir) -> RunConfig:
-    """Return `read_config` with the model that the user gave, also where `quantize.aware` has made another of it."""
-    config = read_settings(run)
-    if run.adjusted.exists():
-        config = adjusted(config, run.adjusted)
-    return with_copies(config, read_record(run.remote, LocalCopies)) if run.remote.exists() else config
-
-
-def read_settings(run: RunDir) -> RunConfig:
-    """Read the configuration of a run as it was given, with URLs. Raises ConfigError if it is absent or invalid."""
-    try:
-        return RunConfig.model_validate_json(read_bounded(run.config, RECORD_BYTES))
-    except FileNotFoundError:
-        raise ConfigError(f"{run.root} is not a run directory: it has no config.json") from None
-    except ValidationError as error:
-        raise ConfigError(f"{run.config} is not a valid configuration: {error}") from None

@@ -12,7 +12,7 @@ import datetime
 from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RecordError
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import Record, read_record, write_record
 from onward.trainer.run.sweeps import membership
 
@@ -61,7 +61,7 @@ def edited_settings(run: RunDir) -> list[str]:
     if not run.accepted.exists():
         return []
     kept, found = (
-        flat_settings(each) for each in (read_record(run.accepted, KeptSettings).settings, read_settings(run))
+        flat_settings(each) for each in (read_record(run.accepted, KeptSettings).settings, read_config(run, "given"))
     )
     return [
         f"{key} was {kept.get(key)!r}, and is {found.get(key)!r}"
@@ -101,5 +101,7 @@ def accept_edited(run: RunDir, step: int) -> AcceptedChange | None:
         return None
     at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     change = AcceptedChange(at=at, step=step, changes=changes)
-    write_record(run.accepted, KeptSettings(settings=read_settings(run), accepted=(*accepted_changes(run), change)))
+    write_record(
+        run.accepted, KeptSettings(settings=read_config(run, "given"), accepted=(*accepted_changes(run), change))
+    )
     return change

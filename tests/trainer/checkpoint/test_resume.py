@@ -18,7 +18,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement
 from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.events import EventWriter
-from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import write_record
 from onward.trainer.run.sweeps import Membership
 from tests.support import graphs
@@ -43,7 +43,6 @@ def files_hashed_by(mpi: MPIContext, root: str, attempt: int) -> list[str]:
     run = RunDir(Path(root))
     Path.open = recording_open  # type: ignore[assignment,method-assign]
     result = loop.train(
-        read_config(run),
         run,
         mpi,
         attempt=attempt,

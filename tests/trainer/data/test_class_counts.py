@@ -10,7 +10,7 @@ import pytest
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.losses_from_data import with_losses_from_data
+from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards
@@ -34,7 +34,7 @@ def config_of(folder: Path, **loss: Any) -> RunConfig:
 
 def weights(config: RunConfig, directory: Path) -> Any:
     rows = open_shards(directory, "train")
-    return with_losses_from_data(config, rows, read_training_signature(config.model)).losses[0].class_weights
+    return resolve(config, rows, read_training_signature(config.model)).losses[0].class_weights
 
 
 def by_hand(*counts: int) -> list[float]:

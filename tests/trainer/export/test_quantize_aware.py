@@ -20,7 +20,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.export.neighbours import Neighbours
 from onward.trainer.export.quantize_aware import integer_kernels, make_quantized
 from onward.trainer.onnx_graph.quantizing import output_steps, quantizing_problems, store_integers
-from onward.trainer.run.directory import read_config, read_config_as_given
+from onward.trainer.run.directory import read_config
 from tests.bench.quantization import ACCURACY, MODELS, compare, insert_nodes
 from tests.support import runs
 from tests.support.graphs import tiny_conv_net
@@ -35,7 +35,7 @@ def made(tmp_path: Path, **settings: object) -> tuple[runs.RunDir, Path]:
     """A run of a small MobileNet with the nodes inserted, and the file that it trains."""
     run = runs.make_run(tmp_path, mobile_net(width=2), digits(), quantize={"aware": True, **settings}, **SMALL)
     target = run.quantized / "model.onnx"
-    make_quantized(read_config_as_given(run), target)
+    make_quantized(read_config(run, "local"), target)
     return run, target
 
 
@@ -59,7 +59,7 @@ def test_the_inserted_nodes_leave_weights_in_floating_point_and_names_as_they_ar
 def test_the_same_settings_make_the_same_bytes(tmp_path: Path) -> None:
     run, path = made(tmp_path, calibration_rows=40)
     again = tmp_path / "again" / "model.onnx"
-    record = make_quantized(read_config_as_given(run), again)
+    record = make_quantized(read_config(run, "local"), again)
     assert again.read_bytes() == path.read_bytes()
     assert record.sha256 == model_digest(path)
 
@@ -162,7 +162,7 @@ def test_the_planner_and_the_rehearsal_see_the_file_with_the_nodes(tmp_path: Pat
     run = runs.make_run(
         tmp_path, mobile_net(width=2), digits(), quantize={"aware": True}, parallel={"data": 2}, **SMALL
     )
-    config = read_config_as_given(run)
+    config = read_config(run, "local")
     quantize(run, config)
     _, found = rehearse(config, quantized=run.quantized)
     assert found.batches

@@ -127,7 +127,7 @@ def test_pictures_have_their_own_colours_and_rows_their_files(tmp_path: Path) ->
     data, config = evaluation_data(run), read_config(run)
     assert data.rows is not None
     runner = OnnxRunner(ModelFile.read(config.model.path), data)
-    samples = _worst_samples(config, data.new_metrics(runner.outputs).losses, data.rows)
+    samples = _worst_samples(config.model, config.data, data.new_metrics(runner.outputs).losses, data.rows)
     runner.evaluate(samples.add)
     found = samples.record(runner.runtime, _origins(config, data, samples.worst_rows))
     assert found.worst

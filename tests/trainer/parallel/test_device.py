@@ -118,7 +118,7 @@ def test_ranks_that_share_a_gpu_divide_its_memory(tmp_path: Path, monkeypatch: p
     for num_gpus, sharing in ((4, 1), (2, 2), (3, 2), (1, 4)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda number=num_gpus: number)
         # the context of the process that asks ends with it
-        assert planner._memory_of_a_rank(config, CUDA) == (70 * GIB + CONTEXT_BYTES) // sharing
+        assert planner._memory_of_a_rank(config.launch, CUDA) == (70 * GIB + CONTEXT_BYTES) // sharing
     launch = config.launch.model_copy(update={"hostfile": "hosts", "ranks_per_gpu": 2})
     on_hosts = config.model_copy(update={"launch": launch})
-    assert planner._memory_of_a_rank(on_hosts, CUDA) == (70 * GIB + CONTEXT_BYTES) // 2
+    assert planner._memory_of_a_rank(on_hosts.launch, CUDA) == (70 * GIB + CONTEXT_BYTES) // 2

@@ -100,7 +100,7 @@ def counted(mpi: MPIContext, root: str) -> int:
     torch.distributed.barrier()
     with Calls() as calls:  # type: ignore[no-untyped-call]
         heartbeat = Step(run.heartbeat)
-        train(read_config(run), run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
+        train(run, mpi, attempt=1, heartbeat=heartbeat, stop_requested=lambda: False)
     return heartbeat.last - heartbeat.first
 
 

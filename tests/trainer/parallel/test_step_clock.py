@@ -85,10 +85,10 @@ def test_hours_count_on_the_rank_that_decides_and_a_step_lasts_until_the_next_on
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     time = Time(monkeypatch)
-    counting = StepClock(began_at=time.now, compiled_s=time, counts_hours=True)
+    counting = StepClock(began_at=time.now, compiled_s=time)
     other = StepClock(began_at=time.now, compiled_s=time)
-    for clock in (counting, other):
-        clock.begin_steps(trained_before_s=30.0)
+    counting.begin_steps(trained_before_s=30.0, counts_hours=True)
+    other.begin_steps(trained_before_s=30.0)
     steps = []
     for seconds in (1.0, 9.0, 2.0, 1.0, 1.0, 1.0):
         steps.append(counting.begin_step())

@@ -15,7 +15,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import (
     accept_edited,
     accepted_changes,
@@ -45,7 +45,7 @@ def edit(run: RunDir, section: str, key: str, value: Any) -> None:
 
 def test_an_edited_setting_is_refused_with_both_values_and_the_way_on(run: RunDir) -> None:
     refuse_edited(run)
-    before = read_settings(run).optimizer.learning_rate
+    before = read_config(run, "given").optimizer.learning_rate
     edit(run, "optimizer", "learning_rate", 0.5)
     edit(run, "train", "num_steps", 20)
     with pytest.raises(ConfigError) as refused:
@@ -63,7 +63,7 @@ def test_an_edited_setting_is_refused_with_both_values_and_the_way_on(run: RunDi
 def test_a_rank_refuses_an_edited_setting(tmp_path: Path) -> None:
     columns = {"features": np.zeros((40, 4), np.float32), "label": np.zeros((40, 1), np.float32)}
     made = make_run(tmp_path, tiny_mlp(), columns, train={"num_steps": 4})
-    write_settings(made, read_settings(made))
+    write_settings(made, read_config(made, "given"))
     edit(made, "optimizer", "learning_rate", 0.5)
     assert start_attempt(made).wait(120) != 0
     error = made.first_error(1)
@@ -90,7 +90,7 @@ def test_accepted_settings_are_kept_with_the_time_and_the_step(run: RunDir) -> N
     assert edited_settings(run) == ["train.num_steps was 20, and is 30"]
     accept_edited(run, 12)
     assert [each.step for each in accepted_changes(run)] == [5, 12]
-    write_settings(run, read_settings(run))  # as a resume does that raises [stop]
+    write_settings(run, read_config(run, "given"))  # as a resume does that raises [stop]
     assert len(accepted_changes(run)) == 2
     assert remarks_of(run)[0].startswith("config.json was edited, and accepted at step 5 (20")
 

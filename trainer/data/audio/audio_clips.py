@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.audio import AudioConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.audio.decoding import NotAudio, decode_audio, fit_length, refuse_missing_package
 from onward.trainer.data.audio.log_mel import log_mel
 from onward.trainer.data.schema.columns import BYTES, Array, Column, ColumnType, Schema, Values
@@ -21,13 +21,13 @@ from onward.trainer.data.schema.fitted import Fitted, FittedComputer
 from onward.trainer.errors import ConfigError, DataError
 
 
-def open_audio(config: RunConfig, schema: Schema) -> list[AudioClips]:
+def open_audio(data: DataConfig, schema: Schema) -> list[AudioClips]:
     """Return a computer for the column of [data.audio]; [] without that table.
 
     `schema` describes the columns of the source. Raises ConfigError for a column that is not there or holds numbers,
     and without the package soundfile.
     """
-    audio = config.data.audio
+    audio = data.audio
     if audio is None:
         return []
     refuse_missing_package()

@@ -28,7 +28,7 @@ def open_batch_transforms(
 
 def open_image_batches(config: RunConfig, signature: Signature) -> ImageBatches | None:
     """Return what makes tensors of images; None without [data.image]."""
-    images = image_inputs(config, signature)
+    images = image_inputs(config.data, signature)
     if not images or config.data.image is None:
         return None
     return ImageBatches(

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.data.batches.balanced_order import BalancedOrder, Stream
 from onward.trainer.data.batches.batch_computations import open_batch_transforms
 from onward.trainer.data.batches.device_copies import DeviceCopies
@@ -130,7 +132,7 @@ class Batches:
         device: torch.device,
     ) -> None:
         self._shards, self.num_rows = shards, shards.num_rows
-        self._stream: Stream = sample_stream(shards.sizes, config)
+        self._stream: Stream = sample_stream(shards.sizes, config.data, config.train)
         self._collate = _Collate(shards, config, signature, device)
         if config.data.balance == "length":
             lengths, train = shards.lengths(self._collate.varying), config.train
@@ -249,9 +251,9 @@ def one_batch(rows: Rows, config: RunConfig, signature: Signature, numbers: Arra
     return _Collate(rows, config, signature, torch.device("cpu"))(samples)
 
 
-def micro_batch_sizes(config: RunConfig, num_rows: int, size: int) -> list[tuple[int, bool]]:
+def micro_batch_sizes(model: ModelConfig, parallel: ParallelConfig, num_rows: int, size: int) -> list[tuple[int, bool]]:
     """Return each (rows, whether it is padding) that occurs when `num_rows` rows are divided, the greatest first."""
-    full, replicas = config.model.fixed_batch in ("own", "joint"), config.parallel.data
+    full, replicas = model.fixed_batch in ("own", "joint"), parallel.data
     shares = [divide(np.arange(num_rows), size, replica, replicas, full=full) for replica in range(replicas)]
     found = {
         (len(part), share.last_is_padding and number == len(share.micro_batches))

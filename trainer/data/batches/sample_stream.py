@@ -23,7 +23,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.schema.permutation import Array, permutation
 from onward.trainer.errors import ConfigError
 
@@ -80,10 +81,10 @@ class SampleStream:
         return rows
 
 
-def sample_stream(sizes: Sequence[int], config: RunConfig) -> SampleStream:
+def sample_stream(sizes: Sequence[int], data: DataConfig, train: TrainConfig) -> SampleStream:
     """Return the order in which a run takes its training rows, `sizes` of each source. Raises as SampleStream does."""
-    weights = [source.weight for source in config.data.mixture]
-    return SampleStream(sizes, weights, seed=config.train.seed, shuffle=config.train.shuffle)
+    weights = [source.weight for source in data.mixture]
+    return SampleStream(sizes, weights, seed=train.seed, shuffle=train.shuffle)
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD, ImageConfig
 from onward.trainer.data.images.geometry import Size
 from onward.trainer.data.schema.class_axis import find_class_axis
@@ -63,17 +64,17 @@ class ImageInput:
         return f"images {self.column} -> input {self.name}: {list(self.sample_shape)} {order} {layout}, {values}"
 
 
-def image_inputs(config: RunConfig, signature: Signature) -> list[ImageInput]:
+def image_inputs(data: DataConfig, signature: Signature) -> list[ImageInput]:
     """Return the inputs that are fed with images; [] without [data.image].
 
     Raises ConfigError with everything that is ambiguous or does not fit.
     """
-    image = config.data.image
+    image = data.image
     if image is None:
         return []
     found, problems = list[ImageInput](), list[str]()
     for info in _chosen(image, signature.inputs):
-        column = config.data.inputs.get(info.name, image.column)
+        column = data.inputs.get(info.name, image.column)
         if not isinstance(column, str):
             problems.append(f"data.inputs.{info.name} stacks columns {', '.join(column)}, but an image is one column")
             continue
@@ -210,7 +211,7 @@ def masks(config: RunConfig, signature: Signature) -> list[Mask]:
     image = config.data.image
     if image is None or not image.mask_columns:
         return []
-    images, found, problems = image_inputs(config, signature), dict[str, Mask](), list[str]()
+    images, found, problems = image_inputs(config.data, signature), dict[str, Mask](), list[str]()
     has_borders = image.resize == "pad" or image.augment.crop_padding > 0
     for loss in config.losses:
         for name in set(loss.columns) & set(image.mask_columns):
@@ -271,7 +272,7 @@ def mixed_labels(config: RunConfig, signature: Signature) -> MixedLabels | None:
     if not config.losses:
         raise ConfigError(problems)
     loss = config.losses[0]
-    inputs = image_inputs(config, signature)
+    inputs = image_inputs(config.data, signature)
     if integers := [each.name for each in inputs if each.takes_integers]:
         problems.append(
             f"data.image.augment.mixup and cutmix mix floating-point numbers, but input {', '.join(integers)} takes "

@@ -20,6 +20,7 @@ from typing import Literal, Protocol, Self
 
 import numpy as np
 
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.formats.arrow_files import ArrowReader
 from onward.trainer.data.formats.tensorproto_files import ProtoReader
 from onward.trainer.data.schema.columns import Array, Column, Schema, Values
@@ -235,3 +236,12 @@ def open_shards(directory: Path, split: Split, *, for_file: bool = False, most: 
     return Shards(
         directory, read_record(directory / "manifest.json", ShardManifest), split, for_file=for_file, most=most
     )
+
+
+def open_evaluated(directory: Path, data: DataConfig, split: Split = "evaluation", *, for_file: bool = False) -> Shards:
+    """Open the rows of a split that an evaluation reads: of "evaluation" at most `data.evaluation_rows`.
+
+    Raises the errors of `open_shards`.
+    """
+    most = data.evaluation_rows if split == "evaluation" else 0
+    return open_shards(directory, split, for_file=for_file, most=most)

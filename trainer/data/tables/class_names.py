@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from onward.trainer.config.losses import key_of
+from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.columns import BYTES, TEXT, Array, Column, ColumnType, Schema, Values
 from onward.trainer.data.schema.fitted import MAX_NAMED, Fitted, FittedComputer, describe_classes
@@ -28,31 +29,31 @@ BOOLEANS = ("false", "true")
 """The names of booleans, as JSON and TOML write them."""
 
 
-def open_class_names(config: RunConfig, schema: Schema) -> list[ClassNames]:
+def open_class_names(data: DataConfig, losses: Sequence[LossConfig], schema: Schema) -> list[ClassNames]:
     """Return a computer for each label column that holds class names. `schema` describes the columns of the source.
 
     Raises ConfigError for `data.classes` that the column cannot have.
     """
-    given, found = config.data.classes, []
-    for name, ignored in _class_columns(config):
+    given, found = data.classes, []
+    for name, ignored in _class_columns(data, losses):
         column = schema.get(name)
         if column is None or column.dtype == BYTES:
             continue  # `data_problems` refuses it
         if column.dtype != TEXT and (given == "auto" or np.dtype(column.dtype).kind not in "biu"):
             continue
         # only in CSV the type of a cell is not written down: 007 may be a name
-        is_untyped = not sources.locate(config.data.source, config.data).data_format.has_types
+        is_untyped = not sources.locate(data.source, data).data_format.has_types
         as_text = column.dtype == TEXT or (is_untyped and not isinstance(given, str))
         found.append(ClassNames(column, None if isinstance(given, str) else given, as_text=as_text, ignored=ignored))
     return found
 
 
-def _class_columns(config: RunConfig) -> Iterator[tuple[str, int]]:
+def _class_columns(data: DataConfig, losses: Sequence[LossConfig]) -> Iterator[tuple[str, int]]:
     """Yield (column, the label that is left out) for each column of class labels."""
-    found = {name: loss.ignored for loss in config.losses if loss.has_classes for name in loss.columns}
-    if config.data.text is not None and config.data.text.task in MAKES_LABELS and isinstance(config.data.label, str):
-        found.pop(config.data.label, None)  # made from the text
-    for name in config.data.image.mask_columns if config.data.image else ():
+    found = {name: loss.ignored for loss in losses if loss.has_classes for name in loss.columns}
+    if data.text is not None and data.text.task in MAKES_LABELS and isinstance(data.label, str):
+        found.pop(data.label, None)  # made from the text
+    for name in data.image.mask_columns if data.image else ():
         found.pop(name, None)
     yield from found.items()
 

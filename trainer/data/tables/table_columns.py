@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.tables import Missing, Scaling
 from onward.trainer.data.input_columns import file_feeds
 from onward.trainer.data.schema.columns import TEXT, Array, Column, ColumnType, LeftOut, Schema, Values
@@ -52,17 +53,17 @@ def open_table_columns(config: RunConfig, signature: Signature, schema: Schema) 
     table = config.data.table
     if table == type(table)():
         return []
-    feeds = file_feeds(config, signature).values()
+    feeds = file_feeds(config.data, signature).values()
     read = [name for feed in feeds for name in feed.columns]
     inputs = [name for name in schema if name in read or f"{name}{INDICATOR}" in read]
     labels = {name for loss in config.losses for name in loss.columns}
-    problems = _pattern_problems(config, inputs, labels)
+    problems = _pattern_problems(config.data, inputs, labels)
     texts = matching([*table.categories, *table.vocabularies], inputs) if table.categories or table.vocabularies else ()
     categories = [Categories(schema[name], table.vocabularies.get(name), config) for name in texts if name in schema]
     integers = {name for feed in feeds if "float" not in feed.dtype for name in feed.columns}
     plans: dict[str, Plan] = {}
     for name in inputs:
-        plan = _plan(config, name, inputs)
+        plan = _plan(config.data, name, inputs)
         given = isinstance(table.standardise, dict) and plan.scaling != "none"
         if name in texts or not schema[name].holds_numbers or plan == Plan():
             continue
@@ -86,8 +87,8 @@ def open_table_columns(config: RunConfig, signature: Signature, schema: Schema) 
     return [*categories, *([NumberColumns(plans, whole=table.window is not None)] if plans else [])]
 
 
-def _pattern_problems(config: RunConfig, inputs: Sequence[str], labels: set[str]) -> list[str]:
-    table = config.data.table
+def _pattern_problems(data: DataConfig, inputs: Sequence[str], labels: set[str]) -> list[str]:
+    table = data.table
     patterns = {
         "standardise": table.standardise if isinstance(table.standardise, dict) else (),
         "missing": table.missing if isinstance(table.missing, dict) else (),
@@ -104,8 +105,8 @@ def _pattern_problems(config: RunConfig, inputs: Sequence[str], labels: set[str]
     return problems
 
 
-def _plan(config: RunConfig, name: str, inputs: Sequence[str]) -> Plan:
-    table = config.data.table
+def _plan(data: DataConfig, name: str, inputs: Sequence[str]) -> Plan:
+    table = data.table
 
     def chosen(given: object, default: object) -> object:
         if not isinstance(given, dict):

@@ -11,26 +11,28 @@ number is a column of the shards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.schema.fitted import LabelledRows
 from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.text.text_columns import text_columns
-from onward.trainer.errors import ConfigError
 
 TEXT_BYTES = "/bytes"
 """Behind the name of the input of ids: the column with the bytes of text that the targets of a row stand for."""
 ROWS_AT_ONCE = 1024
 
 
-def counts_bytes(config: RunConfig) -> bool:
+def counts_bytes(data: DataConfig, metrics: Sequence[MetricConfig]) -> bool:
     """Return whether a metric needs the bytes of the text that the targets stand for."""
-    text = config.data.text
-    unknown = any(each.name == "bits_per_byte" and each.bytes_per_target is None for each in config.metrics)
+    text = data.text
+    unknown = any(each.name == "bits_per_byte" and each.bytes_per_target is None for each in metrics)
     return unknown and text is not None and text.task == "causal"
 
 
@@ -49,26 +51,22 @@ def bytes_of_tokens(text: str, encoding: Any, length: int) -> Array:
     return np.diff(reached, prepend=0)
 
 
-def with_bytes_of_targets(config: RunConfig, rows: LabelledRows, signature: Signature) -> RunConfig:
-    """Return the configuration with `bytes_per_target` of bits_per_byte as in these rows; unchanged if none needs it.
+def metrics_from_data(config: RunConfig, rows: LabelledRows, signature: Signature) -> tuple[MetricConfig, ...]:
+    """Return the metrics with `bytes_per_target` of bits_per_byte as in these rows, unchanged if these have no text.
 
-    rows: those that are evaluated. Reads all of them. So the metric is the exact quotient of the bits of all targets
-    and the bytes of their text, because an evaluation counts each row once.
+    config: `counts_bytes` holds for it. rows: the evaluated ones, all of which are read. So the metric is the exact
+    quotient of the bits of all targets and the bytes of their text, because an evaluation counts each row once.
     """
     columns = text_columns(config, signature)
-    if columns is None or not counts_bytes(config):
-        return config
+    assert columns is not None
     name, num_bytes, num_targets = columns.inputs["input_ids"].name + TEXT_BYTES, 0, 0
     for first in range(0, rows.num_rows, ROWS_AT_ONCE):
         values = rows.read(np.arange(first, min(first + ROWS_AT_ONCE, rows.num_rows)))
         num_bytes += int(np.sum(values[name]))
         num_targets += sum(int((np.asarray(row) != columns.ignore_index).sum()) for row in values[columns.label])
-    if not num_bytes:
-        raise ConfigError("metrics: bits_per_byte: the tokens of the evaluation data stand for no byte of text")
-    found = [
-        each.model_copy(update={"bytes_per_target": num_bytes / num_targets})
-        if each.name == "bits_per_byte" and each.bytes_per_target is None
-        else each
-        for each in config.metrics
-    ]
-    return config.model_copy(update={"metrics": tuple(found)})
+    metrics = []
+    for metric in config.metrics:
+        if num_bytes and metric.name == "bits_per_byte" and metric.bytes_per_target is None:
+            metric = metric.model_copy(update={"bytes_per_target": num_bytes / num_targets})
+        metrics.append(metric)
+    return tuple(metrics)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import onnx
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.metrics import metrics_of
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.metrics import MetricConfig, metrics_of
 from onward.trainer.data.reading.sources import all_sources
 from onward.trainer.data.schema.columns import Schema
 from onward.trainer.data.schema.signature import Signature
@@ -34,7 +35,10 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
         return []
     # cells of CSV files have no types: a number may be a text there
     has_types = all(source.data_format.has_types for source in all_sources(config.data))
-    problems = [*input_problems(columns, config, signature), *_column_problems(columns, schema, has_types=has_types)]
+    problems = [
+        *input_problems(columns, config.data, config.losses, signature),
+        *_column_problems(columns, schema, has_types=has_types),
+    ]
     problems += _byte_problems(columns, config)
     graph = read_model(config.model.path).graph
     limit, problem = length_limit(columns, graph)
@@ -43,7 +47,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
         tokenizer = open_tokenizer(columns.config.tokenizer)
         problems += _vocabulary_problems(columns, tokenizer, graph)
         if "input_ids" in columns.inputs:
-            _open(columns, tokenizer, limit, config, graph)
+            _open(columns, tokenizer, limit, config.data, config.metrics, graph)
     except ConfigError as error:
         problems += error.problems
     return problems
@@ -54,30 +58,35 @@ def open_tokenized_rows(config: RunConfig, signature: Signature) -> TokenizedRow
     columns = text_columns(config, signature)
     if columns is None:
         return None
-    if problems := list(input_problems(columns, config, signature)):
+    if problems := list(input_problems(columns, config.data, config.losses, signature)):
         raise ConfigError(problems)
     graph = read_model(config.model.path).graph
     limit, problem = length_limit(columns, graph)
     if found := [each for each in (problem, _position_problem(columns, graph)) if each]:
         raise ConfigError(found)
     tokenizer = open_tokenizer(columns.config.tokenizer)
-    return _open(columns, tokenizer, limit, config, graph)
+    return _open(columns, tokenizer, limit, config.data, config.metrics, graph)
 
 
 def _open(
-    columns: TextColumns, tokenizer: OpenTokenizer, limit: int, config: RunConfig, graph: onnx.GraphProto
+    columns: TextColumns,
+    tokenizer: OpenTokenizer,
+    limit: int,
+    data: DataConfig,
+    metrics: Sequence[MetricConfig],
+    graph: onnx.GraphProto,
 ) -> TokenizedRows:
     left, why_right = pads_left(columns, tokenizer, graph)
-    storage = Storage(counts_bytes(config), left, why_right)
+    storage = Storage(counts_bytes(data, metrics), left, why_right)
     if columns.config.task == "tokens":
-        return WordLabels(columns, tokenizer, limit, storage, classes=config.data.classes)
+        return WordLabels(columns, tokenizer, limit, storage, classes=data.classes)
     kinds = {"none": TokenizedRows, "joined": PackedTexts, "separate": SeparateTexts}
     return kinds[columns.packing](columns, tokenizer, limit, storage)
 
 
 def _byte_problems(columns: TextColumns, config: RunConfig) -> Iterator[str]:
     """Yield what is wrong with bits_per_byte of losses whose targets are not the next tokens."""
-    for each in config.metrics if counts_bytes(config) else ():
+    for each in config.metrics if counts_bytes(config.data, config.metrics) else ():
         measured = [loss for loss in config.losses if each in metrics_of(loss, config.metrics)]
         if each.name == "bits_per_byte" and any(loss.label != columns.label for loss in measured):
             yield (

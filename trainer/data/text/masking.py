@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.schema.batch_transforms import Samples
 from onward.trainer.data.schema.columns import Array, Values
 from onward.trainer.data.schema.fitted import Fitted, Vocabulary
@@ -97,9 +98,9 @@ def open_masking(config: RunConfig, signature: Signature, fitted: Mapping[str, F
     )
 
 
-def describe_masks(config: RunConfig, fitted: Mapping[str, Fitted]) -> str:
+def describe_masks(data: DataConfig, fitted: Mapping[str, Fitted]) -> str:
     """Return which tokens a masked language model predicts, in words; "" for other tasks. fitted: of the shards."""
-    text = config.data.text
+    text = data.text
     vocabulary = next((each.token_vocabulary for each in fitted.values() if each.token_vocabulary), None)
     if text is None or text.task != "masked" or vocabulary is None:
         return ""

@@ -9,12 +9,13 @@ graph          input_ids [B, L]   the loss
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.text import TextConfig, TextRole
 from onward.trainer.data.schema.columns import TEXT, WORDS, ColumnType
 from onward.trainer.data.schema.signature import Signature, TensorInfo
@@ -94,7 +95,7 @@ def text_columns(config: RunConfig, signature: Signature) -> TextColumns | None:
     if text.task not in MAKES_LABELS or all(loss.takes_labels for loss in config.losses):
         del names["labels"]
     inputs = {role: free[name] for role, name in names.items() if name in free}
-    loss = _labelled_loss(config) if text.task in MAKES_LABELS else None
+    loss = _labelled_loss(config.data, config.losses) if text.task in MAKES_LABELS else None
     return TextColumns(
         text,
         inputs,
@@ -104,14 +105,16 @@ def text_columns(config: RunConfig, signature: Signature) -> TextColumns | None:
     )
 
 
-def _labelled_loss(config: RunConfig) -> LossConfig | None:
+def _labelled_loss(data: DataConfig, losses: Sequence[LossConfig]) -> LossConfig | None:
     """Return the loss whose labels are made from the text: the cross-entropy with `data.label`."""
-    label = config.data.label
-    usable = (each for each in config.losses if each.has_classes and each.label == label and isinstance(label, str))
+    label = data.label
+    usable = (each for each in losses if each.has_classes and each.label == label and isinstance(label, str))
     return next(usable, None)
 
 
-def input_problems(columns: TextColumns, config: RunConfig, signature: Signature) -> Iterator[str]:
+def input_problems(
+    columns: TextColumns, data: DataConfig, losses: Sequence[LossConfig], signature: Signature
+) -> Iterator[str]:
     """Yield what is wrong with the inputs that the tokenizer is to feed."""
     known = [info.name for info in signature.fed]
     for role, name in columns.config.inputs.items():
@@ -120,13 +123,13 @@ def input_problems(columns: TextColumns, config: RunConfig, signature: Signature
                 f"data.text.inputs.{role} names {name!r}, which is not an input of the model; there is "
                 + ", ".join(known)
             )
-        elif name in config.data.inputs:
+        elif name in data.inputs:
             yield f"data.text.inputs.{role} and data.inputs both feed {name!r}; remove it from one of them"
     if columns.config.task in MAKES_LABELS and not columns.label and "labels" not in columns.inputs:
-        names = ", ".join(loss.name for loss in config.losses)
+        names = ", ".join(loss.name for loss in losses)
         yield (
             f"data.text.task {columns.config.task!r} makes labels, but nothing takes them: no loss of {names} is a "
-            f"cross_entropy with the label {config.data.label!r}, and the model has no input 'labels', only "
+            f"cross_entropy with the label {data.label!r}, and the model has no input 'labels', only "
             + ", ".join(known)
         )
     if "input_ids" not in columns.inputs:

@@ -233,7 +233,7 @@ def test_two_images_of_a_sample_are_mixed_alike_whatever_their_layouts(augment: 
     found = []
     for config in (two_images(augment), two_images({"flip": 1e-9})):
         assert config.data.image
-        images, mixed = image_inputs(config, TWO), mixed_labels(config, TWO)
+        images, mixed = image_inputs(config.data, TWO), mixed_labels(config, TWO)
         found.append(ImageBatches(config.data.image, images, seed=0, mixed=mixed)(values, samples))
     after, before = found
     np.testing.assert_array_equal(after["left"], np.asarray(after["right"]).transpose(0, 3, 1, 2))
@@ -274,7 +274,7 @@ def test_layout_order_of_channels_and_integers_are_those_of_the_model() -> None:
     def made(shape: Dims, dtype: str = "float32", **settings: Any) -> np.ndarray[Any, Any]:
         config = ImageConfig(**settings)
         raw = {"model": {"path": "m.onnx"}, "data": {"source": "x.csv", "image": config}, "train": {"num_steps": 1}}
-        images = image_inputs(build_config(raw), Signature((TensorInfo("x", dtype, shape),), ()))
+        images = image_inputs(build_config(raw).data, Signature((TensorInfo("x", dtype, shape),), ()))
         return np.asarray(ImageBatches(config, images, seed=0)({"image": pixels}, Samples(np.arange(2)))["image"])
 
     plain = made((None, 3, 4, 5))

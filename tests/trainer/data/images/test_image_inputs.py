@@ -23,7 +23,7 @@ def config_of(**image: Any) -> RunConfig:
 
 
 def found(shape: Dims | None, dtype: str = "float32", **image: Any) -> ImageInput:
-    (one,) = image_inputs(config_of(**image), Signature((TensorInfo("x", dtype, shape),), (LOGITS,)))
+    (one,) = image_inputs(config_of(**image).data, Signature((TensorInfo("x", dtype, shape),), (LOGITS,)))
     return one
 
 
@@ -86,12 +86,12 @@ def test_integers_with_a_mean_and_two_inputs_of_one_column_in_two_sizes_are_refu
         found((None, 3, 8, 8), "uint8", mean=[1, 1, 1], std=[1, 1, 1])
     two = (TensorInfo("x", "float32", (None, 3, 8, 8)), TensorInfo("y", "float32", (None, 3, 9, 9)))
     with pytest.raises(ConfigError, match="2 of the model's inputs have four dimensions"):
-        image_inputs(config_of(), Signature(two, (LOGITS,)))
+        image_inputs(config_of().data, Signature(two, (LOGITS,)))
     with pytest.raises(ConfigError, match=r"inputs x and y take column 'image' differently .*\[3, 8, 8\].*\[3, 9, 9\]"):
-        image_inputs(config_of(inputs=["x", "y"]), Signature(two, (LOGITS,)))
+        image_inputs(config_of(inputs=["x", "y"]).data, Signature(two, (LOGITS,)))
     kinds = (two[0], TensorInfo("y", "uint8", (None, 8, 8, 3)))
     with pytest.raises(ConfigError, match=r"differently .*NCHW, \(pixels.*NHWC, pixels 0\.\.255"):
-        image_inputs(config_of(inputs=["x", "y"]), Signature(kinds, (LOGITS,)))
+        image_inputs(config_of(inputs=["x", "y"]).data, Signature(kinds, (LOGITS,)))
 
 
 def test_settings_of_the_table_that_contradict_each_other_are_refused() -> None:

@@ -17,7 +17,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, Batches, one_batch
 from onward.trainer.data.images.augmentation import Augmentation, seeds
 from onward.trainer.data.images.decoding import decode_image, decode_mask
-from onward.trainer.data.losses_from_data import with_losses_from_data
+from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import open_shards
@@ -220,5 +220,5 @@ def test_balanced_weights_are_those_of_the_masks_as_evaluation_reads_them_in_eit
         assert batch.labels[0] is not None
         expected = torch.bincount(batch.labels[0].flatten()).tolist()
         assert list(manifest.fitted["mask"].class_counts) == expected
-        found.append(with_losses_from_data(config, rows, signature).losses[0].class_weights)
+        found.append(resolve(config, rows, signature).losses[0].class_weights)
     assert found[0] == found[1]

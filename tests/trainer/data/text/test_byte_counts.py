@@ -11,9 +11,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import Split, open_shards
-from onward.trainer.data.text.byte_counts import bytes_of_tokens, with_bytes_of_targets
+from onward.trainer.data.text.byte_counts import bytes_of_tokens
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from tests.support.graphs import tiny_transformer
 from tests.support.texts import END, bert_tokenizer, gpt2_tokenizer, sentences, write_csv
@@ -76,7 +77,8 @@ def test_the_targets_of_a_row_stand_for_the_bytes_that_are_stored_with_it(
         stored = np.asarray(rows["input_ids/bytes"]).tolist()
         assert sum(abs(one - other) > 3 for one, other in zip(stored, wanted, strict=True)) == 0
         assert np.mean([one == other for one, other in zip(stored, wanted, strict=True)]) > 0.8
-        resolved = with_bytes_of_targets(config, shards, read_training_signature(config.model)).metrics[0]
+        signature = read_training_signature(config.model)
+        resolved = resolve(config, shards, signature, evaluated=shards).metrics[0]
         targets = sum(int((np.asarray(row) != -100).sum()) for row in rows["label"])
         assert resolved.bytes_per_target == sum(stored) / targets
 
@@ -86,7 +88,7 @@ def test_a_value_that_is_given_wins_and_needs_no_count(tmp_path: Path) -> None:
     directory, manifest = sharded(config, tmp_path)
     assert "input_ids/bytes" not in manifest.table
     shards = open_shards(directory, "evaluation")
-    assert with_bytes_of_targets(config, shards, read_training_signature(config.model)) is config
+    assert resolve(config, shards, read_training_signature(config.model), evaluated=shards) is config
     without = causal(tmp_path, "joined", metrics=["perplexity"])
     assert sharded(without, tmp_path)[1].key == manifest.key
     assert sharded(causal(tmp_path, "joined"), tmp_path)[1].key != manifest.key

@@ -138,7 +138,7 @@ def test_a_tokenizer_without_a_mask_token_is_refused(tmp_path: Path) -> None:
 def test_the_line_about_the_masks_names_their_share_and_the_tokens_that_are_never_masked(tmp_path: Path) -> None:
     config = masked(tmp_path)
     directory, manifest = sharded(config, tmp_path)
-    line = describe_masks(config, manifest.fitted)
+    line = describe_masks(config.data, manifest.fitted)
     assert line == (
         "40 % of the tokens are predicted: 8 of 10 of them become [MASK], 1 another token, 1 stays; "
         "never [PAD], [UNK], [CLS], [SEP], [MASK]"
@@ -146,7 +146,7 @@ def test_the_line_about_the_masks_names_their_share_and_the_tokens_that_are_neve
     # another share needs no other shards, and has its own line
     other = masked(tmp_path, text={"mask_probability": 0.125, "whole_words": False})
     assert sharded(other, tmp_path)[0] == directory
-    assert describe_masks(other, manifest.fitted).startswith("12.5 % of the tokens are predicted")
+    assert describe_masks(other.data, manifest.fitted).startswith("12.5 % of the tokens are predicted")
     whole = masked(tmp_path, text={"whole_words": True})
-    assert describe_masks(whole, manifest.fitted).startswith("40 % of the tokens (whole words) are predicted")
-    assert describe_masks(configured(tmp_path, tiny_token_classifier(), {"text": {}}), manifest.fitted) == ""
+    assert describe_masks(whole.data, manifest.fitted).startswith("40 % of the tokens (whole words) are predicted")
+    assert describe_masks(configured(tmp_path, tiny_token_classifier(), {"text": {}}).data, manifest.fitted) == ""

@@ -26,7 +26,7 @@ from onward.trainer.parallel.replicas import transport as sending
 from onward.trainer.parallel.replicas.channels import Channel, check_device, open_channel
 from onward.trainer.parallel.replicas.compression import add_decompressed, compress, compressed_bytes
 from onward.trainer.parallel.replicas.transport import CommunicationStream, Summed
-from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.directory import RunDir
 from tests.support.graphs import tiny_conv_net, tiny_transformer
 from tests.support.ranks import run_ranks
 from tests.support.reducing import reduced_norm
@@ -255,7 +255,7 @@ def trained_in_both_ways(mpi: MPIContext, threaded: list[str], streamed: list[st
             if mpi.rank == 0:
                 run.begin_attempt()
             dist.barrier()
-            train(read_config(run), run, mpi, attempt=1, heartbeat=beats, stop_requested=lambda: False)
+            train(run, mpi, attempt=1, heartbeat=beats, stop_requested=lambda: False)
 
     train_all(threaded)
     started: list[Any] = []

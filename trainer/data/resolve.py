@@ -1,0 +1,101 @@
+"""Complete the settings that name what the data decides: "balanced" class weights, units of labels, bytes per target.
+
+    config.json, adjusted.json ---.
+                                   +--- resolve ---> RUN_DIR/resolved.json ---> ranks, export, variants
+    shards -----------------------'      (shard data, once)
+
+The file holds the digest of what it was made from. Where it is absent or made from other settings, as in a run
+directory of an earlier version, each process resolves the settings itself: the same shards give the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.metrics import MetricConfig
+from onward.trainer.data.fitted import LabelledRows
+from onward.trainer.data.losses_from_data import losses_from_data, take_from_data
+from onward.trainer.data.signature import Signature, read_training_signature
+from onward.trainer.data.storage.shards import ShardManifest, Split, open_evaluated, open_shards
+from onward.trainer.data.text.byte_counts import counts_bytes, metrics_from_data
+from onward.trainer.errors import ConfigError
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.records import Record, read_record, write_record
+
+
+class ResolvedSettings(Record):
+    """The settings of a run that its data has completed."""
+
+    made_from: str
+    """SHA-256 of the configuration and of the key of the shards."""
+    loss: tuple[LossConfig, ...]
+    metrics: Mapping[Split, tuple[MetricConfig, ...]]
+    """Split that is evaluated -> the metrics on its rows."""
+
+
+def resolve(
+    config: RunConfig, rows: LabelledRows, signature: Signature, *, evaluated: LabelledRows | None = None
+) -> RunConfig:
+    """Return the configuration with numbers in place of the settings that the data decides; itself if there are none.
+
+    rows: the training data. evaluated: the rows that an evaluation reads; None = `rows` are a sample, on which
+    everything is tried. Reads the labels of all rows if their numbers are not known: of a sample, and of shards of an
+    earlier version. Raises ConfigError for data that does not decide a setting, DataError for labels without logarithm.
+    """
+    completed = config
+    if take_from_data(config.losses):
+        completed = completed.model_copy(update={"loss": losses_from_data(config, rows, signature)})
+    if counts_bytes(config.data, config.metrics):
+        metrics = metrics_from_data(config, rows if evaluated is None else evaluated, signature)
+        completed = completed.model_copy(update={"metrics": metrics})
+        if evaluated is not None and counts_bytes(completed.data, completed.metrics):
+            raise ConfigError("metrics: bits_per_byte: the tokens of the evaluation data stand for no byte of text")
+    return completed
+
+
+def depends_on_data(config: RunConfig) -> bool:
+    """Return whether `resolve` would change the configuration."""
+    return take_from_data(config.losses) or counts_bytes(config.data, config.metrics)
+
+
+def write_resolved(run: RunDir) -> None:
+    """Write resolved.json for the shards of a run, if their data decides a setting. Raises the errors of `resolve`."""
+    config = read_config(run)
+    if depends_on_data(config):
+        manifest = read_record(run.shards / "manifest.json", ShardManifest)
+        splits: tuple[Split, ...] = ("evaluation", "test") if manifest.test else ("evaluation",)
+        write_record(run.resolved, _resolved(run, config, manifest, splits))
+
+
+def read_resolved(run: RunDir, split: Split = "evaluation") -> RunConfig:
+    """Return the configuration of a run, completed from its shards. split: the rows on which metrics are evaluated.
+
+    Not collective. Raises the errors of `read_config`, RecordError for a damaged resolved.json, and, where that file is
+    absent or stale, the errors of `resolve`.
+    """
+    config = read_config(run)
+    if not depends_on_data(config):
+        return config
+    manifest = read_record(run.shards / "manifest.json", ShardManifest)
+    settings = read_record(run.resolved, ResolvedSettings) if run.resolved.exists() else None
+    if settings is None or settings.made_from != _digest(config, manifest):
+        settings = _resolved(run, config, manifest, (split,))
+    return config.model_copy(update={"loss": settings.loss, "metrics": settings.metrics[split]})
+
+
+def _resolved(run: RunDir, config: RunConfig, manifest: ShardManifest, splits: Iterable[Split]) -> ResolvedSettings:
+    rows, signature = open_shards(run.shards, "train"), read_training_signature(config.model)
+    metrics, completed = {}, config
+    for split in splits:
+        completed = resolve(config, rows, signature, evaluated=open_evaluated(run.shards, config.data, split))
+        metrics[split] = completed.metrics
+    kept = config.model_copy(update={"loss": completed.loss, "metrics": completed.metrics})
+    assert completed == kept, "ResolvedSettings lacks a setting that `resolve` completes"
+    return ResolvedSettings(made_from=_digest(config, manifest), loss=completed.loss, metrics=metrics)
+
+
+def _digest(config: RunConfig, manifest: ShardManifest) -> str:
+    return hashlib.sha256(f"{manifest.key} {config.model_dump_json()}".encode()).hexdigest()

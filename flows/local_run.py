@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, cast
 
 from onward.flows.flow_log import flow_log
 from onward.flows.runs import end_mlflow_run, how_to_continue, is_running, run_directory_of
-from onward.infra import service_definitions, services
 from onward.infra.job.process_identity import is_gone, this_process
 from onward.infra.mlflow.tracking import Status
+from onward.infra.servers import service_definitions, services
 from onward.infra.servers.login import keep_from_others
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable

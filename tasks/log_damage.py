@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from onward.trainer.bounds import NotAFile, opened
 from onward.trainer.checkpoint.retention import list_checkpoints, step_in
 from onward.trainer.errors import ConfigError
-from onward.trainer.events import event_of
+from onward.trainer.events import Scalars, Started, event_of
 from onward.trainer.run.directory import RunDir, read_settings
 
 MOST_NAMED = 5
@@ -72,9 +72,9 @@ def damage_of_log(run: RunDir) -> LogDamage:
                     lines, first_line = lines + line.endswith(b"\n"), first_line or number
                     continue
                 last = max(last, event.step)
-                if event.kind == "start" and event.attempt == 1:
+                if isinstance(event, Started) and event.attempt == 1:
                     begin = event.step
-                elif event.kind == "scalars":
+                elif isinstance(event, Scalars):
                     logged.add(event.step)
     if begin is None:
         begin = min(logged, default=last)

@@ -11,6 +11,7 @@ exported/     what only the exported file has, such as its parity
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,8 @@ from pathlib import Path
 from onward.infra.model_package import Point
 from onward.infra.tracking import metric_name
 from onward.trainer.config.sections.metrics import AVERAGE_METRICS
-from onward.trainer.events import Event, read_events
+from onward.trainer.events import Evaluated, Event, Scalars, Times, Usage
+from onward.trainer.run.history import RunHistory
 
 PERFORMANCE = ("samples_per_s", "tokens_per_s", "step_s", "data_wait", "tflops", "mfu", "memory_bytes")
 """Scalars that the event log has as `train/NAME`."""
@@ -34,13 +36,12 @@ def shown_name(key: str) -> str:
 
 def values_of(event: Event) -> dict[str, float]:
     """Return name -> value of each metric of one event; {} for one without metrics."""
-    if event.kind in ("scalars", "evaluation"):
-        values = event.fields.get("values", {})
-        return {shown_name(key): value for key, value in values.items() if isinstance(value, int | float)}
-    if event.kind == "usage":
-        return {f"system/{event.fields.get('node')}/{key}": value for key, value in event.fields["values"].items()}
-    if event.kind == "times" and "checkpoint" in (seconds := event.fields.get("seconds", {})):
-        return {"perf/checkpoint_stall_s": seconds["checkpoint"]}
+    if isinstance(event, Scalars | Evaluated):
+        return {shown_name(key): value for key, value in event.values.items()}
+    if isinstance(event, Usage):
+        return {f"system/{event.node}/{key}": value for key, value in event.values.items()}
+    if isinstance(event, Times) and "checkpoint" in event.seconds:
+        return {"perf/checkpoint_stall_s": event.seconds["checkpoint"]}
     return {}
 
 
@@ -54,19 +55,16 @@ class Evaluations:
     """The points of the evaluations in an event log, as the monitor sends them to MLflow."""
 
     def __init__(self, log: Path) -> None:
-        self._log = log
-        self._offset = 0
-        self._points: dict[int, dict[str, Point]] = {}
+        self._history = RunHistory(log, series=())
 
     def at(self, step: int) -> tuple[Point, ...]:
         """Return the points of a step: of several attempts those of the first, which alone are sent."""
-        for event, after in read_events(self._log, self._offset):
-            if event.kind == "evaluation":
-                known = self._points.setdefault(event.step, {})
-                for point in points_of(event):
-                    known.setdefault(point.key, point)
-            self._offset = after
-        return tuple(self._points.get(step, {}).values())
+        self._history.read()
+        evaluations = [event for event in self._history.evaluations if event.step == step]
+        points: dict[str, Point] = {}
+        for point in itertools.chain.from_iterable(map(points_of, evaluations)):
+            points.setdefault(point.key, point)
+        return tuple(points.values())
 
 
 def points_of_file(sent: Iterable[Point], *, average: bool) -> tuple[Point, ...]:

@@ -33,7 +33,7 @@ from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import check_fit
 from onward.trainer.errors import Diverged, ReplicasDiffer
-from onward.trainer.events import EventWriter, Heartbeat
+from onward.trainer.events import ConfusionMatrix, Ended, Evaluated, EventWriter, Heartbeat, NonFiniteLoss, Started
 from onward.trainer.model.compile import compiled_s, why_compiled
 from onward.trainer.model.metrics.measures import Counts
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
@@ -145,12 +145,12 @@ def train(
                 values = pipeline.evaluate(part, totals, heartbeat.beat)
             if not math.isfinite(values.get("loss", 0.0)) and not bad_values.explained_evaluation:
                 why = bad_values.explain_evaluation(own_part(), new_totals(), held_out)
-                events.emit("bad_values", step, text=f"the evaluation loss is {values['loss']:g}. {why}")
+                events.emit(NonFiniteLoss(step=step, text=f"the evaluation loss is {values['loss']:g}. {why}"))
             metrics |= {f"{prefix}/{name}": value for prefix in prefixes for name, value in values.items()}
             confusion = confusion or totals.confusion
-        events.emit("evaluation", step, values=metrics)
+        events.emit(Evaluated(step=step, values=metrics))
         for loss, counts in confusion.items():
-            events.emit("confusion", step, loss=loss, counts=counts)
+            events.emit(ConfusionMatrix(step=step, loss=loss, counts=counts))
         return metrics
 
     # the tensors themselves, which training changes in place: what is saved is always their present value
@@ -200,11 +200,22 @@ def train(
         checkpoints.previous = checkpoint.certificate
     compare_copies(state.step)  # nothing is broadcast: every rank has read its own parts
     peak = peak_of_ranks(config, mpi)
-    sizes = {"num_samples": num_samples, "num_rows": batches.num_rows, "num_parameters": model.num_parameters}
-    costs = {"flops_per_sample": flops.mean if flops else None, "peak_flops_per_s": peak}
-    shown = sizes | costs | {"compute": config.precision.compute, "compile": why_compiled(run)}
-    from_where = {"resumed": resumed, "damaged": damaged, "certificate": checkpoints.previous}
-    events.emit("start", state.step, num_steps=num_steps, **shown, **from_where)
+    events.emit(
+        Started(
+            step=state.step,
+            num_steps=num_steps,
+            num_samples=num_samples,
+            num_rows=batches.num_rows,
+            num_parameters=model.num_parameters,
+            flops_per_sample=flops.mean if flops else None,
+            peak_flops_per_s=peak,
+            compute=config.precision.compute,
+            compile=why_compiled(run),
+            resumed=resumed,
+            damaged=damaged,
+            certificate=checkpoints.previous,
+        )
+    )
     spent.lap("setup")
     spent.emit(state.step)
     if state.step == 0:
@@ -315,7 +326,7 @@ def train(
     spent.emit(state.step, now=True)
     status: Literal["done", "stopped"] = "done" if reason or state.step == num_steps else "stopped"
     ended_early = reason if state.step < num_steps else ""
-    events.emit("end", state.step, status=status, ended_early=ended_early)
+    events.emit(Ended(step=state.step, status=status, ended_early=ended_early))
     events.close()
     return AttemptResult(
         attempt=attempt,

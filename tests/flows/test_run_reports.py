@@ -13,14 +13,15 @@ from onward.flows.run_reports import at_the_end
 from onward.flows.run_reports.api import report
 from onward.flows.run_reports.at_the_end import reported
 from onward.flows.run_reports.curves import MOST_POINTS, thinned
-from onward.flows.run_reports.facts import Series, read_facts
+from onward.flows.run_reports.facts import read_facts
 from onward.flows.run_reports.page import duration, page_of, size_of, time_rows
 from onward.flows.run_reports.summary import markdown
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import ConfigError
-from onward.trainer.events import EventWriter
+from onward.trainer.events import Evaluated, EventWriter, Scalars
 from onward.trainer.run.directory import RunDir, samples_in
 from onward.trainer.run.ending import RunEnding
+from onward.trainer.run.history import Series
 from onward.trainer.run.phases import phases
 from onward.trainer.run.records import write_record
 from onward.trainer.run.refusals import Refusal, refusal_in
@@ -89,7 +90,7 @@ def test_a_report_refers_to_nothing_outside_of_itself(tmp_path: Path) -> None:
 def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
     run = reported_run(tmp_path / "run")
     events = EventWriter(run.events, attempt=2, rank=0)
-    events.emit("evaluation", 40, values={"evaluation/<img src=x onerror=alert(1)>": 0.5})
+    events.emit(Evaluated(step=40, values={"evaluation/<img src=x onerror=alert(1)>": 0.5}))
     events.close()
     facts = read_facts(run)
     page = Page(page_of(facts))
@@ -240,7 +241,7 @@ def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     run = reported_run(tmp_path / "run")
     events = EventWriter(run.events, attempt=2, rank=0)
     for step in range(41, 20_041):
-        events.emit("scalars", step, values={"train/loss": 1 / step, "train/samples_per_s": float(step % 100)})
+        events.emit(Scalars(step=step, values={"train/loss": 1 / step, "train/samples_per_s": float(step % 100)}))
     events.close()
     began_at = time.monotonic()
     page = page_of(read_facts(run))

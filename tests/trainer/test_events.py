@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.trainer.events import Beat, EventWriter, Heartbeat, last_beat, read_events
+from onward.trainer.events import Beat, EventWriter, Heartbeat, Scalars, last_beat, read_events
 
 
 def write(path: Path, *steps: int, attempt: int = 1, rank: int = 0) -> None:
@@ -31,7 +31,8 @@ def test_a_reader_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert [event.step for event, _ in seen] == [1, 2]
     write(path, 3)
     ((event, _),) = read_events(path, seen[-1][1])
-    assert (event.step, event.fields) == (3, {"values": {"train/loss": 0.3}})
+    assert isinstance(event, Scalars)
+    assert (event.step, event.values) == (3, {"train/loss": 0.3})
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"at_ms": 1, "att', b"x" * 200_000])

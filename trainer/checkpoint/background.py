@@ -38,7 +38,7 @@ from onward.trainer.checkpoint.write_plan import TensorPart, make_write_plan
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.events import EventWriter
+from onward.trainer.events import CheckpointSaved, EventWriter
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.priority import lower_priority
 
@@ -108,7 +108,7 @@ class CheckpointWriter:
             path, certificate = done.result()
             self.previous = certificate.digest if certificate else NO_DIGEST
             listed = certificate.model_dump() if certificate else {}
-            self._events.emit("checkpoint", self._step, path=path.name, certificate=listed)
+            self._events.emit(CheckpointSaved(step=self._step, path=path.name, certificate=listed))
 
     def wait(self, beat: Beat) -> None:
         """Wait for the checkpoint in flight, and poll. Without progress in the thread there is no heartbeat either."""

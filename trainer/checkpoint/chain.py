@@ -26,8 +26,9 @@ from onward.trainer.checkpoint.retention import list_checkpoints, list_damaged
 from onward.trainer.checkpoint.tensor_sums import ITEM_BYTES, KINDS, FileSums, added
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint, verify
 from onward.trainer.errors import CheckpointError
-from onward.trainer.events import Event, read_events
+from onward.trainer.events import CheckpointSaved
 from onward.trainer.run.directory import RunDir, read_settings
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.kept_settings import accepted_changes
 from onward.trainer.run.records import Record, RuntimeReport, read_record
 
@@ -68,12 +69,13 @@ def check_run(run: RunDir) -> CheckedRun:
     kept = [check_checkpoint(path, run) for path in list_checkpoints(run)]
     if not kept and not list_damaged(run):
         raise CheckpointError(f"run {run.root.name} has no checkpoint to verify")
-    events = [event for event, _ in read_events(run.events) if event.kind in ("start", "checkpoint")]
-    logged = [(event, found) for event in events if (found := _certificate_in(event))]
+    history = RunHistory.of(run.events, series=())
+    starts = [attempt.start for attempt in history.attempts.values() if attempt.start]
+    logged = [(event, found) for event in history.checkpoints if (found := _certificate_in(event))]
     names = {found.digest: f"step-{event.step:09d}" for event, found in logged}
     names |= {each.certificate.digest: each.name for each in kept if each.certificate}
     # a crash between a rename and its event: the attempt that went on from that checkpoint has logged its digest
-    names |= {event.fields["certificate"]: f"step-{event.step:09d}" for event in events if _resumed_from(event)}
+    names |= {event.certificate: f"step-{event.step:09d}" for event in starts}
     names |= {NO_DIGEST: "the start"}
     foreign = bool(run.config.exists() and read_settings(run).checkpoint.load)
     known = tuple(
@@ -160,19 +162,16 @@ def _sums_of(path: Path, manifest: Manifest) -> dict[str, tuple[int, int]]:
     return sums.sums
 
 
-def _certificate_in(event: Event) -> Certificate | None:
-    listed = event.fields.get("certificate") if event.kind == "checkpoint" else None
+def _certificate_in(event: CheckpointSaved) -> Certificate | None:
     try:
-        return Certificate.model_validate(listed) if listed else None
+        return Certificate.model_validate(event.certificate) if event.certificate else None
     except ValueError:
         return None
 
 
-def _resumed_from(event: Event) -> bool:
-    return event.kind == "start" and isinstance(event.fields.get("certificate"), str)
-
-
-def _broken_links(logged: list[tuple[Event, Certificate]], names: dict[str, str], *, foreign: bool) -> Iterator[str]:
+def _broken_links(
+    logged: list[tuple[CheckpointSaved, Certificate]], names: dict[str, str], *, foreign: bool
+) -> Iterator[str]:
     """Yield where a checkpoint goes on from one that nobody knows. foreign: the first is of another run."""
     for number, (event, found) in enumerate(logged):
         if found.previous not in names and not (foreign and not number):
@@ -182,7 +181,7 @@ def _broken_links(logged: list[tuple[Event, Certificate]], names: dict[str, str]
             )
 
 
-def _replaced(kept: tuple[CheckedCheckpoint, ...], logged: list[tuple[Event, Certificate]]) -> Iterator[str]:
+def _replaced(kept: tuple[CheckedCheckpoint, ...], logged: list[tuple[CheckpointSaved, Certificate]]) -> Iterator[str]:
     """Yield the kept checkpoints that are not those which were saved."""
     for each in kept:
         of_step = {found.digest for event, found in logged if event.step == each.step}
@@ -190,7 +189,7 @@ def _replaced(kept: tuple[CheckedCheckpoint, ...], logged: list[tuple[Event, Cer
             yield f"{each.name} has certificate {each.certificate.digest[:12]}, and the event log another for its step"
 
 
-def _same(one: tuple[Event, Certificate], other: tuple[Event, Certificate]) -> bool:
+def _same(one: tuple[CheckpointSaved, Certificate], other: tuple[CheckpointSaved, Certificate]) -> bool:
     """Return whether two checkpoints are of one step and computed from the same."""
     origins = [found.model_dump(include={"config", "data", "model"}) for _, found in (one, other)]
     return one[0].step == other[0].step and origins[0] == origins[1]

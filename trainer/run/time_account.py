@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from onward.trainer.events import Event, read_events
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.history import AttemptHistory, Laps, RunHistory
 from onward.trainer.run.phases import PhaseStart, phases
 from onward.trainer.run.records import Record
 
@@ -37,7 +37,7 @@ PARTS: Mapping[str, str] = {
     "approval": "somebody was asked whether the model may be promoted",
 }
 """Part -> what it is."""
-LAPS = {
+PART_OF_LAP = {
     "setup": "start-up",
     "compile": "compile",
     "data_wait": "data wait",
@@ -69,15 +69,6 @@ class TimeAccount(Record):
 
 
 @dataclass(frozen=True)
-class Laps:
-    """An event "times": the sums of an attempt's laps at a step."""
-
-    at_ms: int
-    step: int
-    seconds: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class AttemptTimes:
     """When things happened in one attempt."""
 
@@ -106,64 +97,40 @@ class _Flow:
     end_ms: int
 
 
-def time_account(run: RunDir, now_ms: int | None = None) -> TimeAccount | None:
+def time_account(run: RunDir, history: RunHistory, now_ms: int | None = None) -> TimeAccount | None:
     """Return the account of a run; None if it has not begun, or an earlier version has trained it.
 
     now_ms: the time, of a run that is running; None for one that is not.
     """
-    return account(phases(run), attempt_times(read_events_of(run), endings(run)), now_ms)
+    return account(phases(run), attempt_times(history, endings(run)), now_ms)
 
 
-def read_events_of(run: RunDir) -> Iterator[Event]:
-    """Yield the events of a run's log."""
-    return (event for event, _ in read_events(run.events))
-
-
-def attempt_times(events: Iterable[Event], ended: Sequence[AttemptEnding]) -> list[AttemptTimes]:
+def attempt_times(history: RunHistory, ended: Sequence[AttemptEnding]) -> list[AttemptTimes]:
     """Return the times of all attempts that have an event or an ending."""
-    found: dict[int, _Seen] = {}
-    for event in events:
-        found.setdefault(event.attempt, _Seen()).add(event)
     endings = {ending.attempt: ending for ending in ended}
-    return [found.get(number, _Seen()).times(endings.get(number)) for number in sorted(found.keys() | endings.keys())]
+    numbers = sorted(history.attempts.keys() | endings.keys())
+    return [_times(history.attempts.get(number, AttemptHistory(number)), endings.get(number)) for number in numbers]
 
 
-@dataclass
-class _Seen:
-    """What the events of one attempt say."""
-
-    start: tuple[int, int] | None = None
-    laps: list[Laps] = field(default_factory=list)
-    last_ms: int = 0
-    last_step: int = 0
-    saved: bool = False
-
-    def add(self, event: Event) -> None:
-        self.last_ms, self.last_step = max(self.last_ms, event.at_ms), max(self.last_step, event.step)
-        if event.kind == "start":
-            self.start = self.start or (event.at_ms, event.step)
-        elif event.kind == "times":
-            self.laps.append(Laps(event.at_ms, event.step, event.fields["seconds"]))
-        elif event.kind == "end":
-            self.saved = True
-
-    def times(self, ending: AttemptEnding | None) -> AttemptTimes:
-        setup_s = self.laps[0].seconds.get("setup", 0.0) if self.laps else 0.0
-        first_ms = self.start[0] - round(1000 * setup_s) if self.start else self.last_ms
-        if ending is None:
-            return AttemptTimes(first_ms, self.start, self.laps, self.last_ms, self.last_step, self.saved)
-        return AttemptTimes(
-            began_ms=ending.began_ms,
-            start=self.start,
-            laps=self.laps,
-            last_ms=self.last_ms or ending.began_ms,
-            last_step=self.last_step,
-            saved=self.saved,
-            asked=ending.kind in ("done", "stopped"),
-            detected_ms=ending.detected_ms,
-            ended_ms=ending.ended_ms,
-            checkpoint=ending.checkpoint,
-        )
+def _times(logged: AttemptHistory, ending: AttemptEnding | None) -> AttemptTimes:
+    start = (logged.start.at_ms, logged.start.step) if logged.start else None
+    laps, saved = logged.laps, logged.end is not None
+    setup_s = laps[0].seconds["setup"] if laps else 0.0
+    first_ms = start[0] - round(1000 * setup_s) if start else logged.last_ms
+    if ending is None:
+        return AttemptTimes(first_ms, start, laps, logged.last_ms, logged.last_step, saved)
+    return AttemptTimes(
+        began_ms=ending.began_ms,
+        start=start,
+        laps=laps,
+        last_ms=logged.last_ms or ending.began_ms,
+        last_step=logged.last_step,
+        saved=saved,
+        asked=ending.kind in ("done", "stopped"),
+        detected_ms=ending.detected_ms,
+        ended_ms=ending.ended_ms,
+        checkpoint=ending.checkpoint,
+    )
 
 
 def account(
@@ -272,7 +239,7 @@ class _Walk:
             self.repeated += max(0, attempt.last_step - max(kept, attempt.start[1]))
         for before, now in itertools.pairwise(attempt.laps):
             is_kept = kept is None or (kept > 0 and now.step <= kept)
-            for name, part in LAPS.items():
+            for name, part in PART_OF_LAP.items():
                 self.parts[part if is_kept else "lost work"] += now.seconds.get(name, 0) - before.seconds.get(name, 0)
         tail = "ending" if attempt.saved else "steps" if runs else "lost work"
         self.parts[tail] += (detected_ms - attempt.laps[-1].at_ms) / 1000

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
-from onward.trainer.events import EventWriter
+from onward.trainer.events import LAPS, EventWriter, Times
 
 Lap: TypeAlias = Literal["setup", "steps", "evaluation", "checkpoint"]
 EMIT_PERIOD_S = 1.0
@@ -26,7 +26,7 @@ class TimeSpent:
     """
 
     def __init__(self, events: EventWriter, *, since: float, compiled_s: Callable[[], float]) -> None:
-        self.seconds = dict.fromkeys(("setup", "compile", "data_wait", "steps", "evaluation", "checkpoint"), 0.0)
+        self.seconds = dict.fromkeys(LAPS, 0.0)
         self._events, self._lap_from, self._compiled_s = events, since, compiled_s
         self._emitted_at, self._due, self._compiled_before = since, True, compiled_s()
 
@@ -44,4 +44,5 @@ class TimeSpent:
         """Write the sums: after an evaluation or a checkpoint, and else at most once in EMIT_PERIOD_S, or `now`."""
         if self._due or now or self._lap_from - self._emitted_at > EMIT_PERIOD_S:
             self._due, self._emitted_at = False, self._lap_from
-            self._events.emit("times", step, seconds={name: round(value, 4) for name, value in self.seconds.items()})
+            seconds = {name: round(value, 4) for name, value in self.seconds.items()}
+            self._events.emit(Times(step=step, seconds=seconds))

@@ -18,7 +18,7 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra.mlflow_store import TrackingError, TrackingUnavailable, import_for_models
 from onward.infra.tracking import Tracker
-from onward.tasks.metric_points import Evaluations
+from onward.tasks.metric_points import points_of_step
 from onward.tasks.task_logger import Log, task_logger
 from onward.trainer.checkpoint.retention import (
     Announced,
@@ -34,6 +34,7 @@ from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.errors import CheckpointError
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.priority import lower_priority
 from onward.trainer.run.records import CheckpointInfo, RunIdentity, read_record, write_record
 from onward.trainer.run.storage import storage_problem
@@ -54,7 +55,7 @@ def checkpoint(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) ->
     config = read_config(run).checkpoint
     retention = CheckpointRetention(run, config, log)
     tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
-    recorder = CheckpointRecorder(tracker, log, Evaluations(run.events))
+    recorder = CheckpointRecorder(tracker, log, RunHistory(run.events, series=()))
     closed = ready = False
     while not closed:
         # Read first, so that the last pass sees everything that was saved before the log was closed.
@@ -146,10 +147,10 @@ def mark_best(checkpoints: Iterable[CheckpointInfo], config: CheckpointConfig) -
 class CheckpointRecorder:
     """Records checkpoints in MLflow by path and digest. An outage is logged once and waited out."""
 
-    def __init__(self, tracker: Tracker, log: Log, evaluations: Evaluations) -> None:
+    def __init__(self, tracker: Tracker, log: Log, history: RunHistory) -> None:
         self._tracker = tracker
         self._log = log
-        self._evaluations = evaluations
+        self._history = history
         self._recorded: set[tuple[str, bool]] = set()  # (digest, best)
         self._shown: frozenset[str] = frozenset()
         self._retry_at = -math.inf
@@ -191,6 +192,7 @@ class CheckpointRecorder:
         return True
 
     def _record(self, info: CheckpointInfo) -> None:
+        self._history.read()
         self._tracker.record_checkpoint(
             info.step,
             path=info.path,
@@ -198,7 +200,7 @@ class CheckpointRecorder:
             digest=info.digest,
             certificate=info.certificate,
             metrics=info.metrics,
-            points=self._evaluations.at(info.step) if info.metrics else (),
+            points=points_of_step(self._history, info.step) if info.metrics else (),
             best=info.best,
         )
 

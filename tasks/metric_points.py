@@ -11,10 +11,8 @@ exported/     what only the exported file has, such as its parity
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 from onward.infra.model_package import Point
 from onward.infra.tracking import metric_name
@@ -36,12 +34,13 @@ def shown_name(key: str) -> str:
 
 def values_of(event: Event) -> dict[str, float]:
     """Return name -> value of each metric of one event; {} for one without metrics."""
-    if isinstance(event, Scalars | Evaluated):
-        return {shown_name(key): value for key, value in event.values.items()}
-    if isinstance(event, Usage):
-        return {f"system/{event.node}/{key}": value for key, value in event.values.items()}
-    if isinstance(event, Times) and "checkpoint" in event.seconds:
-        return {"perf/checkpoint_stall_s": event.seconds["checkpoint"]}
+    match event:
+        case Scalars() | Evaluated():
+            return {shown_name(key): value for key, value in event.values.items()}
+        case Usage():
+            return {f"system/{event.node}/{key}": value for key, value in event.values.items()}
+        case Times() if "checkpoint" in event.seconds:
+            return {"perf/checkpoint_stall_s": event.seconds["checkpoint"]}
     return {}
 
 
@@ -51,20 +50,13 @@ def points_of(event: Event) -> Iterator[Point]:
         yield Point(metric_name(name), float(value), event.at_ms, event.step)
 
 
-class Evaluations:
-    """The points of the evaluations in an event log, as the monitor sends them to MLflow."""
-
-    def __init__(self, log: Path) -> None:
-        self._history = RunHistory(log, series=())
-
-    def at(self, step: int) -> tuple[Point, ...]:
-        """Return the points of a step: of several attempts those of the first, which alone are sent."""
-        self._history.read()
-        evaluations = [event for event in self._history.evaluations if event.step == step]
-        points: dict[str, Point] = {}
-        for point in itertools.chain.from_iterable(map(points_of, evaluations)):
-            points.setdefault(point.key, point)
-        return tuple(points.values())
+def points_of_step(history: RunHistory, step: int) -> tuple[Point, ...]:
+    """Return the points of a step's evaluations: of several attempts the first points, which alone are sent."""
+    points: dict[str, Point] = {}
+    for event in history.evaluations:
+        if event.step == step:
+            points = {point.key: point for point in points_of(event)} | points
+    return tuple(points.values())
 
 
 def points_of_file(sent: Iterable[Point], *, average: bool) -> tuple[Point, ...]:

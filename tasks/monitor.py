@@ -96,15 +96,16 @@ class LogLines:
         """Log a new event. Events from before the first `tick` belong to an earlier monitor."""
         if not self._live:
             return
-        if isinstance(event, Started) and event.resumed:
-            log = self._log.warning if event.damaged else self._log.info
-            log("attempt %d %s", event.attempt, event.resumed)
-        elif isinstance(event, Evaluated | CheckpointSaved):
-            self._log.info("%s", event.sentence(), extra=IN_TRAIN_LOG)
-        elif isinstance(event, NonFiniteLoss):
-            self._log.warning("step %d: %s", event.step, event.text)
-        elif isinstance(event, Ended) and event.ended_early:
-            self._log.info("step %d: the run ends early: %s", event.step, event.ended_early)
+        match event:
+            case Started() if event.resumed:
+                log = self._log.warning if event.damaged else self._log.info
+                log("attempt %d %s", event.attempt, event.resumed)
+            case Evaluated() | CheckpointSaved():
+                self._log.info("%s", event.sentence(), extra=IN_TRAIN_LOG)
+            case NonFiniteLoss():
+                self._log.warning("step %d: %s", event.step, event.text)
+            case Ended() if event.ended_early:
+                self._log.info("step %d: the run ends early: %s", event.step, event.ended_early)
 
     def tick(self, progress: Progress) -> None:
         """Log the progress if it is due. Call after the new events were added."""
@@ -129,10 +130,11 @@ class Announcer:
         """Emit the event, if automations may act on it."""
         if not self.is_new:
             return
-        if isinstance(event, CheckpointSaved) and self._due[event.kind]():
-            emit("checkpoint", self._run, {"step": event.step, "path": event.path})
-        elif isinstance(event, Evaluated) and self._due[event.kind]():
-            emit("evaluation", self._run, {"step": event.step, "metrics": event.values})
+        match event:
+            case CheckpointSaved() if self._due[event.kind]():
+                emit("checkpoint", self._run, {"step": event.step, "path": event.path})
+            case Evaluated() if self._due[event.kind]():
+                emit("evaluation", self._run, {"step": event.step, "metrics": event.values})
 
 
 class ProgressArtifact:

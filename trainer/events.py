@@ -32,6 +32,7 @@ from onward.trainer.errors import RecordError
 
 log = logging.getLogger(__name__)
 
+# RunHistory keeps these numbers in arrays
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 LAPS = ("setup", "compile", "data_wait", "steps", "evaluation", "checkpoint")
@@ -189,11 +190,7 @@ RECORDS: Mapping[str, type[Event]] = {record.model_fields["kind"].default: recor
 
 
 class EventWriter:
-    """Appends events to the log on rank 0; on the other ranks its methods do nothing.
-
-    announces: whether train.log gets the sentences of events. Files of other events, which have the same form, have
-    none.
-    """
+    """Appends events to the log on rank 0. announces: whether train.log gets the sentences of the events."""
 
     def __init__(self, path: Path, *, attempt: int, rank: int, announces: bool = True) -> None:
         self._attempt, self._announces = attempt, announces
@@ -250,11 +247,17 @@ def _open_for_appending(path: Path) -> IO[bytes]:
 def read_events(
     path: Path, offset: int = 0, records: Mapping[str, type[Event]] = RECORDS
 ) -> Iterator[tuple[Event, int]]:
-    """Yield the event of each complete line from byte `offset` on, with the byte offset after it.
+    """Yield the event of each complete line from byte `offset` on, with the byte offset after it; skip other lines.
 
-    Call again with the last offset to follow a growing log. Lines that are not events are skipped. records: kind ->
-    record, of the file's kinds.
+    Call again with the last offset to follow a growing log. records: kind -> record.
     """
+    return ((event, after) for event, after in read_lines(path, offset, records) if event)
+
+
+def read_lines(
+    path: Path, offset: int = 0, records: Mapping[str, type[Event]] = RECORDS
+) -> Iterator[tuple[Event | None, int]]:
+    """Yield the same as `read_events`, and None for each complete line that is not an event."""
     try:
         log = opened(path)
     except FileNotFoundError:
@@ -266,15 +269,14 @@ def read_events(
         # the last line may be half-written; it is read by the next call
         while (line := file.readline(RECORD_BYTES.most)).endswith(b"\n"):
             offset += len(line)
-            if event := event_of(line, records):
-                yield event, offset
+            yield event_of(line, records), offset
 
 
 def event_of(line: bytes, records: Mapping[str, type[Event]] = RECORDS) -> Event | None:
     """Return the event of a line of the log; None if the line is no event, or lacks a field that has no default."""
     try:
         fields = json.loads(line)
-        if not fields.keys() >= {"at_ms", "attempt"}:  # the writer has always set them
+        if not {"at_ms", "attempt"} <= fields.keys():  # the writer has always set them
             return None
         return records.get(fields["kind"], Event).model_validate(fields, strict=True)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import statistics
 import time
@@ -23,10 +22,10 @@ from pathlib import Path
 
 from onward.tasks.training_progress import Progress
 from onward.trainer.errors import OnwardError
-from onward.trainer.events import Event, read_events
+from onward.trainer.events import Event, Usage, event_of, read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.history import RunHistory
-from onward.trainer.run.phases import RECORDS, Note, Phase, PhaseLine
+from onward.trainer.run.phases import RECORDS, Note, Phase, PhaseStart
 from onward.trainer.run.records import RunIdentity, read_record
 
 MOST_POINTS = 2048
@@ -168,13 +167,12 @@ class LiveFacts:
         """Add a phase. The first one of another process, or behind an end, begins a flow of its own."""
         if isinstance(event, Note):
             self.phase_note = event.text
-        if not isinstance(event, PhaseLine):
+        if not isinstance(event, PhaseStart):
             return
         self.phase_note = ""
-        start = event.start
-        if start.pid != self._owner or self.phase == "end" or start.phase == "start":
-            self.phases, self._owner = [], start.pid
-        self.phases.append((start.phase, start.at_ms / 1e3))
+        if event.pid != self._owner or self.phase == "end" or event.kind == "start":
+            self.phases, self._owner = [], event.pid
+        self.phases.append((event.kind, event.begin_ms / 1e3))
 
 
 def curve(losses: list[tuple[int, float]], width: int) -> list[float]:
@@ -192,8 +190,5 @@ def _newest_usage(path: Path) -> tuple[str, Mapping[str, float]] | None:
         size = file.seek(0, 2)
         file.seek(max(0, size - USAGE_BYTES))
         lines = file.read().split(b"\n")[:-1]  # behind the last newline a line may be half-written
-    try:
-        line = json.loads(lines[-1])
-        return str(line["node"]), dict(line["values"])
-    except (ValueError, KeyError, TypeError, IndexError):
-        return None
+    newest = event_of(lines[-1]) if lines else None
+    return (newest.node, newest.values) if isinstance(newest, Usage) else None

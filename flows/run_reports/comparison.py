@@ -63,7 +63,7 @@ def fact_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
     rows: dict[str, Callable[[RunFacts], str]] = {
         "state": lambda facts: facts.state,
         "steps": lambda facts: f"{facts.history.last_step:,} of {facts.history.num_steps:,}",
-        "attempts": lambda facts: str(len(facts.attempts) or len(facts.history.attempts)),
+        "attempts": lambda facts: str(len(facts.attempts) or len(facts.history.starts)),
         "samples/s": lambda facts: f"{median(speed):.4g}" if (speed := facts.curve("samples_per_s")) else "",
         "MFU": lambda facts: f"{median(mfu):.1%}" if (mfu := facts.curve("mfu")) else "",
         "ranks": lambda facts: str(facts.config.world_size) if facts.config else "",

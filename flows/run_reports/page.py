@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -145,11 +144,9 @@ def _drawing(
 
 
 def _marks(facts: RunFacts) -> Marks:
-    attempts = facts.history.attempts.values()
-    starts = [attempt.start.step for attempt in attempts if attempt.start and attempt.number > 1]
+    starts = [start.step for start in facts.history.starts if start.attempt > 1]
     deaths = [each.step for each in facts.attempts if each.kind not in ("done", "stopped")]
-    checkpoints = [event.step for event in facts.history.checkpoints]
-    return Marks(starts, deaths, [step for step, _ in itertools.groupby(checkpoints)])
+    return Marks(starts, deaths, [event.step for event in facts.history.checkpoints])
 
 
 def median(series: Series) -> float:
@@ -266,9 +263,8 @@ def environment_rows(facts: RunFacts) -> list[tuple[str, str]]:
     if facts.config:
         parallel = facts.config.parallel
         sizes = f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
-        start = facts.history.start
-        compute = start.compute if start and start.compute else "fp32"
-        rows.append(("layout", f"{sizes}, ZeRO {parallel.zero}, computed in {compute}"))
+        compute = facts.history.start.compute if facts.history.start else ""
+        rows.append(("layout", f"{sizes}, ZeRO {parallel.zero}, computed in {compute or 'fp32'}"))
     if line := cost_line(facts.metrics):
         rows.append(("throughput", line))
     if facts.manifest:

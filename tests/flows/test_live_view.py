@@ -241,7 +241,7 @@ def test_how_far_the_sharding_is_is_shown_until_the_next_phase(tmp_path: Path) -
     facts = facts_of(run)
     assert sentence(facts) == "data: shards, 68 of 200 MB, 34%, 150 MB/s, 0:01 left"
     assert any(line.plain.split() == ["now", *facts.phase_note.split()] for line in lines(facts, 60))
-    assert [start.phase for start in phases(run)] == ["data"]
+    assert [start.kind for start in phases(run)] == ["data"]
     enter_phase(run, "train")
     facts.read()
     assert facts.phase_note == ""

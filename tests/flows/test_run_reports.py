@@ -282,7 +282,7 @@ def test_a_report_that_fails_is_one_warning_and_changes_nothing(
         pass
     (warning,) = [record for record in caplog.records if record.name == at_the_end.__name__]
     assert "no report of the run; `onward report run` writes it: the process ended with status 1" in warning.message
-    assert phases(run)[-1].phase == "end"
+    assert phases(run)[-1].kind == "end"
 
     def interrupted(*words: str, **options: object) -> str:
         raise KeyboardInterrupt

@@ -144,7 +144,7 @@ def test_a_run_shows_its_phases_and_its_training_in_a_terminal_and_leaves_no_lin
         assert shown in written, shown
     # where the rehearsal beside the start of the servers was done, the phase is over before the view is drawn again
     assert "config-1  configure: rehearsal" in written or re.search(r"configure \d:\d\d", written)
-    recorded = [each.phase for each in phases(RunDir(Path(undisturbed["directory"])))]
+    recorded = [each.kind for each in phases(RunDir(Path(undisturbed["directory"])))]
     assert recorded[:4] == ["start", "configure", "preflight", "data"]
     left = re.sub(r"(?m)^(.{80})\n", r"\1", terminal.screen)  # a path that is longer than a row is one line
     assert repeated(left) == []

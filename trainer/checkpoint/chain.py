@@ -70,12 +70,11 @@ def check_run(run: RunDir) -> CheckedRun:
     if not kept and not list_damaged(run):
         raise CheckpointError(f"run {run.root.name} has no checkpoint to verify")
     history = RunHistory.of(run.events, series=())
-    starts = [attempt.start for attempt in history.attempts.values() if attempt.start]
     logged = [(event, found) for event in history.checkpoints if (found := _certificate_in(event))]
     names = {found.digest: f"step-{event.step:09d}" for event, found in logged}
     names |= {each.certificate.digest: each.name for each in kept if each.certificate}
     # a crash between a rename and its event: the attempt that went on from that checkpoint has logged its digest
-    names |= {event.certificate: f"step-{event.step:09d}" for event in starts}
+    names |= {event.certificate: f"step-{event.step:09d}" for event in history.starts}
     names |= {NO_DIGEST: "the start"}
     foreign = bool(run.config.exists() and read_settings(run).checkpoint.load)
     known = tuple(

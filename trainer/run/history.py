@@ -26,7 +26,7 @@ from onward.trainer.events import (
     Scalars,
     Started,
     Times,
-    read_events,
+    read_lines,
 )
 
 TAIL_BYTES = 1 << 16
@@ -41,10 +41,8 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def append(self, step: int, value: float) -> None:
-        """Append a value. A step that has a value already keeps it."""
-        if not self.steps or step > self.steps[-1]:
-            self.steps.append(step)
-            self.values.append(value)
+        self.steps.append(step)
+        self.values.append(value)
 
     def extend(self, other: Series) -> None:
         """Append the values of another series behind the last step of this one."""
@@ -61,16 +59,6 @@ class Series:
         return list(zip(self.steps, self.values, strict=True))
 
 
-@dataclass(frozen=True)
-class Laps:
-    """The time that an attempt has taken until a step, from an event "times"."""
-
-    at_ms: int
-    step: int
-    seconds: Mapping[str, float]
-    """A name of `LAPS` -> seconds."""
-
-
 @dataclass
 class AttemptHistory:
     """The events of one attempt."""
@@ -84,7 +72,6 @@ class AttemptHistory:
     """Metric -> its values in this attempt."""
     logged: Series = field(default_factory=Series)
     """Step -> when its metrics were logged, in seconds since 1970."""
-    checkpoints: list[CheckpointSaved] = field(default_factory=list)
     last_ms: int = 0
     """The time of the last event, in milliseconds since 1970."""
     last_step: int = 0
@@ -96,11 +83,13 @@ class AttemptHistory:
         self._laps.extend((event.at_ms, event.step, *(event.seconds.get(name, 0.0) for name in LAPS)))
 
     @property
-    def laps(self) -> list[Laps]:
+    def laps(self) -> list[Times]:
         """Return the events "times" in their order."""
         size = 2 + len(LAPS)
         rows = (self._laps[place : place + size] for place in range(0, len(self._laps), size))
-        return [Laps(int(row[0]), int(row[1]), dict(zip(LAPS, row[2:], strict=True))) for row in rows]
+        return [
+            Times(at_ms=int(row[0]), step=int(row[1]), seconds=dict(zip(LAPS, row[2:], strict=True))) for row in rows
+        ]
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -117,14 +106,17 @@ class RunHistory:
     def __init__(self, log: Path, *, offset: int = 0, series: Container[str] | None = None) -> None:
         self.attempts: dict[int, AttemptHistory] = {}
         """Number -> attempt, in the order of the log."""
-        self.start: Started | None = None
-        """The newest one."""
+        self.starts: list[Started] = []
         self.step = 0
         """The last step of the newest attempt. It may be less than an earlier attempt has reached."""
         self.num_events = 0
+        self.damaged_lines: list[int] = []
+        """The numbers of the lines that are not events, from 1."""
         self.values: dict[str, float] = {}
         """Metric of the training or of an evaluation -> newest value."""
         self.evaluations: list[Evaluated] = []
+        self.checkpoints: list[CheckpointSaved] = []
+        """Also deleted ones."""
         self.confusions: dict[str, ConfusionMatrix] = {}
         """Output of a loss -> newest confusion matrix."""
         self._log, self._offset, self._series = log, offset, series
@@ -144,10 +136,13 @@ class RunHistory:
 
     def follow(self) -> Iterator[Event]:
         """Add each event that was logged since the last call, and yield it."""
-        for event, after in read_events(self._log, self._offset):
+        for event, after in read_lines(self._log, self._offset):
             self._offset = after
-            self.add(event)
-            yield event
+            if event is None:
+                self.damaged_lines.append(1 + self.num_events + len(self.damaged_lines))
+            else:
+                self.add(event)
+                yield event
 
     def read(self) -> None:
         """Add the events that were logged since the last call."""
@@ -161,36 +156,46 @@ class RunHistory:
         attempt = self.attempts[event.attempt]
         attempt.last_ms, attempt.last_step = max(attempt.last_ms, event.at_ms), max(attempt.last_step, event.step)
         self.num_events += 1
-        # a resumed attempt begins at an earlier step than the last one has reached, and makes those steps again
-        self.step = event.step if isinstance(event, Started) else max(self.step, event.step)
-        if isinstance(event, Started):
-            self.start = event
-            attempt.start = attempt.start or event
-        elif isinstance(event, Scalars):
-            attempt.logged.append(event.step, event.at_ms / 1e3)
-            self._add_values(attempt, event)
-        elif isinstance(event, Evaluated):
-            self.evaluations.append(event)
-            self._add_values(attempt, event)
-        elif isinstance(event, ConfusionMatrix):
-            self.confusions[event.loss] = event
-        elif isinstance(event, CheckpointSaved):
-            attempt.checkpoints.append(event)
-        elif isinstance(event, Times):
-            attempt.add_laps(event)
-        elif isinstance(event, Ended):
-            attempt.end = event
+        self.step = max(self.step, event.step)
+        match event:
+            case Started():
+                self.starts.append(event)
+                attempt.start = attempt.start or event
+                # a resumed attempt begins at an earlier step than the last one has reached, and makes those steps again
+                self.step = event.step
+            case Scalars():
+                attempt.logged.append(event.step, event.at_ms / 1e3)
+                self._add_values(attempt, event)
+            case Evaluated():
+                self.evaluations.append(event)
+                self._add_values(attempt, event)
+            case ConfusionMatrix():
+                self.confusions[event.loss] = event
+            case CheckpointSaved():
+                self.checkpoints.append(event)
+            case Times():
+                attempt.add_laps(event)
+            case Ended():
+                attempt.end = event
 
     def _add_values(self, attempt: AttemptHistory, event: Scalars | Evaluated) -> None:
         self.values |= event.values
         for name, value in event.values.items():
             if self._series is None or name in self._series:
-                attempt.series.setdefault(name, Series()).append(event.step, value)
+                series = attempt.series.setdefault(name, Series())
+                # a step that overflows is tried again, and logs some metrics again
+                if not series.steps or event.step > series.steps[-1]:
+                    series.append(event.step, value)
 
     @property
     def newest(self) -> AttemptHistory:
         """Return the newest attempt; one without events if there is none."""
         return next(reversed(self.attempts.values()), AttemptHistory(0))
+
+    @property
+    def start(self) -> Started | None:
+        """Return the start of the newest attempt that has begun a step."""
+        return self.starts[-1] if self.starts else None
 
     @property
     def num_steps(self) -> int:
@@ -201,11 +206,6 @@ class RunHistory:
     def last_step(self) -> int:
         """Return the greatest step of all attempts."""
         return max((attempt.last_step for attempt in self.attempts.values()), default=0)
-
-    @property
-    def checkpoints(self) -> list[CheckpointSaved]:
-        """Return the checkpoints of all attempts, also deleted ones."""
-        return [checkpoint for attempt in self.attempts.values() for checkpoint in attempt.checkpoints]
 
     def curve(self, metric: str, *, newest: bool = False) -> Series:
         """Return a metric over all attempts; an empty series if the log has none.

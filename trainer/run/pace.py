@@ -118,6 +118,7 @@ def pace_of(history: RunHistory, *, batch: int, first_steps: int = 1) -> Pace | 
     step_s = statistics.median(measured[step] for step in kept)
     evaluated = [lap.seconds["evaluation"] for lap in attempt.laps]
     evaluations_s = [now - earlier for earlier, now in itertools.pairwise([0.0, *evaluated]) if now != earlier]
+    saved = [event for event in history.checkpoints if event.attempt == attempt.number]
     return Pace(
         step_s=step_s,
         steps=kept[-1] - before[kept[0]],
@@ -126,5 +127,5 @@ def pace_of(history: RunHistory, *, batch: int, first_steps: int = 1) -> Pace | 
         setup_s=attempt.seconds.get("setup", 0.0),
         compile_s=attempt.seconds.get("compile", 0.0),
         evaluation_s=evaluations_s[-1] if evaluations_s else 0.0,
-        checkpoint_s=attempt.seconds.get("checkpoint", 0.0) / max(1, len(attempt.checkpoints)),
+        checkpoint_s=attempt.seconds.get("checkpoint", 0.0) / max(1, len(saved)),
     )

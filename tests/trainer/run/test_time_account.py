@@ -19,7 +19,7 @@ from tests.support.runs import make_run, tiny_images, train_run, train_until
 
 def flow(pid: int, **begins: int) -> list[PhaseStart]:
     """Phases of one flow: name -> the second at which it began."""
-    return [PhaseStart(1000 * at_s, phase, pid) for phase, at_s in begins.items()]  # type: ignore[arg-type]
+    return [PhaseStart(step=0, at_ms=1000 * at_s, kind=phase, pid=pid) for phase, at_s in begins.items()]  # type: ignore[arg-type]
 
 
 def start(attempt: int, at_s: float, step: int) -> Event:
@@ -206,9 +206,9 @@ def test_phases_are_read_as_they_were_written_and_a_flow_may_have_begun_before_i
     for phase in order:
         enter_phase(run, phase, at_ms=12 if phase == "start" else None)
     found = phases(run)
-    assert [each.phase for each in found] == order
-    assert found[0].at_ms == 12
-    assert found[1].at_ms > 1_700_000_000_000
+    assert [each.kind for each in found] == order
+    assert found[0].begin_ms == 12
+    assert found[1].begin_ms > 1_700_000_000_000
 
 
 def test_a_phase_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:

@@ -23,10 +23,11 @@ from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.storage.shards import ShardManifest, open_evaluated
 from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import OnwardError
-from onward.trainer.events import Event, read_events
+from onward.trainer.events import ConfusionMatrix, Started, read_events
 from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.ending import ending_of
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.kept_settings import accepted_changes, edited_settings
 from onward.trainer.run.records import (
     AttemptResult,
@@ -44,8 +45,6 @@ from onward.trainer.run.sweeps import membership
 
 WORST = 3
 """Classes that a status names for each loss."""
-TAIL_BYTES = 1 << 16
-"""Bytes at the end of the event log that are read for the newest values."""
 
 
 class RunStatus(Record):
@@ -148,7 +147,8 @@ def describe(run: RunDir) -> RunStatus:
     # also of a run whose file is exported, and not registered
     failed = state in ("failed", "interrupted") or bool(ended and ended.status == "failed")
     cause = cause_of(run) if failed or state == "stopped" else None
-    step, num_steps, values, confusions = _progress(run)
+    # the log of a long run has many megabytes
+    history = RunHistory.of_tail(run.events)
     newest = _newest_result(run)
     ended_early = newest.ended_early if newest and not is_running(run) else ""
     to_go_on = command_to_go_on(newest.stop, read_config(run), reference_to(run)) if newest and ended_early else ""
@@ -159,12 +159,12 @@ def describe(run: RunDir) -> RunStatus:
         state=state,
         created_at=identity.created_at,
         attempts=run.current_attempt,
-        step=step,
-        num_steps=num_steps,
-        values=values,
+        step=history.step,
+        num_steps=history.num_steps or _num_steps(run),
+        values=history.values,
         ended_early=ended_early,
         to_go_on=to_go_on,
-        worst_classes=tuple(_worst(confusions, run)),
+        worst_classes=tuple(_worst(history.confusions.values(), run)),
         remarks=remarks_of(run),
         rehearsal=read_record(run.rehearsal, Rehearsal).summary if run.rehearsal.exists() else "",
         trial=f"{trial.number} of sweep {trial.sweep_id}" if (trial := membership(run)) else "",
@@ -178,7 +178,7 @@ def describe(run: RunDir) -> RunStatus:
         ending=f"{attempts[-1].kind}: {attempts[-1]}" if (attempts := endings(run)) else "",
         data=_data(run),
         metric=metric,
-        value=values.get(metric),
+        value=history.values.get(metric),
         elapsed_s=sum(result.elapsed_s for result in _results(run)),
         layout=_layout(config) if config else "",
         directory=str(run.root),
@@ -312,7 +312,7 @@ def _newest_result(run: RunDir) -> AttemptResult | None:
     return read_record(path, AttemptResult) if path.exists() else None
 
 
-def _worst(confusions: Iterable[Event], run: RunDir) -> Iterator[str]:
+def _worst(confusions: Iterable[ConfusionMatrix], run: RunDir) -> Iterator[str]:
     """Yield a clause for each of the worst classes of each loss; nothing where all targets are found."""
     for event in confusions:
         table = class_table(event, run)
@@ -321,22 +321,9 @@ def _worst(confusions: Iterable[Event], run: RunDir) -> Iterator[str]:
             yield f"{of}{row.name}: F1 {row.f1:.3f}, recall {row.recall:.3f} of {row.targets} targets"
 
 
-def _progress(run: RunDir) -> tuple[int, int, dict[str, float], list[Event]]:
-    """Return (last step, number of steps, newest value of each metric, newest confusion matrix of each loss) from the
-    start and the end of the event log."""
-    # Only the two ends are read: the log of a long run has many megabytes.
-    step = 0
-    values: dict[str, float] = {}
-    confusions: dict[str, Event] = {}
-    num_steps = next(
-        (event.fields.get("num_steps", 0) for event, _ in read_events(run.events) if event.kind == "start"), 0
-    )
-    size = run.events.stat().st_size if run.events.exists() else 0
-    for event, _ in read_events(run.events, max(0, size - TAIL_BYTES)):
-        step = event.step
-        values |= event.fields.get("values", {})
-        confusions |= {event.fields["loss"]: event} if event.kind == "confusion" else {}
-    return step, num_steps, values, list(confusions.values())
+def _num_steps(run: RunDir) -> int:
+    """Return the number of steps that the start of the event log says; 0 without a log."""
+    return next((event.num_steps for event, _ in read_events(run.events) if isinstance(event, Started)), 0)
 
 
 def held_out_text(run: RunDir) -> bytes:

@@ -19,9 +19,10 @@ from onward.tasks.readiness import wait_for_storage
 from onward.tasks.retrying import newest_checkpoint, plan_next
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import OnwardError
-from onward.trainer.events import Event, last_beat, read_events
+from onward.trainer.events import last_beat
 from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.history import AttemptHistory, RunHistory
 from onward.trainer.run.records import AttemptResult, RankError, read_record
 from onward.trainer.run.reserved import reserve, write_reserved
 from onward.trainer.run.storage import storage_error, storage_problem
@@ -124,7 +125,9 @@ class Attempt:
         by_itself: bool = True,
     ) -> AttemptEnding:
         """Write the record. by_itself: whether another attempt may follow by itself."""
-        own = [event for event, _ in read_events(self.run.events, self.events_at) if event.attempt == self.number]
+        history = RunHistory.of(self.run.events, offset=self.events_at, series=())
+        logged = history.attempts.get(self.number, AttemptHistory(self.number))
+        last_step = max(logged.last_step, last_beat(self.run.heartbeat).step, error.step if error else 0)
         ending = AttemptEnding(
             attempt=self.number,
             kind=kind,
@@ -132,8 +135,8 @@ class Attempt:
             action="`onward resume` continues it",
             rank=error.rank if error else None,
             host=error.host if error else "",
-            step=result.step if result else self._step(own, error),
-            resumed_from=next((event.step for event in own if event.kind == "start"), self.checkpoint),
+            step=result.step if result else last_step,
+            resumed_from=logged.start.step if logged.start else self.checkpoint,
             checkpoint=newest_checkpoint(self.run),
             began_ms=self.began_ms,
             detected_ms=detected_ms or now_ms(),
@@ -151,10 +154,6 @@ class Attempt:
                 write_reserved(self.run.ending(self.number), ending, reserved)
         log.log(logging.INFO if kind in ("done", "stopped") else logging.WARNING, "%s", ending)
         return ending
-
-    def _step(self, own: list[Event], error: RankError | None) -> int:
-        steps = [event.step for event in own] + [last_beat(self.run.heartbeat).step, error.step if error else 0]
-        return max(steps)
 
 
 def _silent_hosts(config: RunConfig, error: RankError | None) -> str:

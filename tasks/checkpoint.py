@@ -17,7 +17,7 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra.mlflow.mlflow_store import TrackingError, TrackingUnavailable, import_for_models
 from onward.infra.mlflow.tracking import Tracker
-from onward.tasks.metric_points import Evaluations
+from onward.tasks.metric_points import points_of_step
 from onward.tasks.mlflow_outages import Outage, tries_within
 from onward.tasks.task_logger import Log, task_logger
 from onward.trainer.checkpoint.retention import (
@@ -34,6 +34,7 @@ from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.errors import CheckpointError
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.priority import lower_priority
 from onward.trainer.run.records import CheckpointInfo, RunIdentity, read_record, write_record
 from onward.trainer.run.storage import storage_problem
@@ -51,7 +52,7 @@ def checkpoint(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) ->
     config = read_config(run).checkpoint
     retention = CheckpointRetention(run, config, log)
     tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
-    recorder = CheckpointRecorder(tracker, log, Evaluations(run.events))
+    recorder = CheckpointRecorder(tracker, log, RunHistory(run.events, series=()))
     closed = ready = False
     while not closed:
         # Read first, so that the last pass sees everything that was saved before the log was closed.
@@ -143,10 +144,10 @@ def mark_best(checkpoints: Iterable[CheckpointInfo], config: CheckpointConfig) -
 class CheckpointRecorder:
     """Records checkpoints in MLflow by path and digest."""
 
-    def __init__(self, tracker: Tracker, log: Log, evaluations: Evaluations) -> None:
+    def __init__(self, tracker: Tracker, log: Log, history: RunHistory) -> None:
         self._tracker = tracker
         self._log = log
-        self._evaluations = evaluations
+        self._history = history
         self._recorded: set[tuple[str, bool]] = set()  # (digest, best)
         self._shown: frozenset[str] = frozenset()
         self._outage = Outage(log, begins="MLflow cannot be reached; checkpoints are recorded when it is back: %s")
@@ -176,6 +177,7 @@ class CheckpointRecorder:
 
     def _record(self, info: CheckpointInfo) -> None:
         """Record a checkpoint. A refusal is logged, and not tried again."""
+        self._history.read()
         try:
             self._tracker.record_checkpoint(
                 info.step,
@@ -183,7 +185,7 @@ class CheckpointRecorder:
                 bytes=info.bytes,
                 digest=info.digest,
                 metrics=info.metrics,
-                points=self._evaluations.at(info.step) if info.metrics else (),
+                points=points_of_step(self._history, info.step) if info.metrics else (),
                 best=info.best,
             )
         except TrackingUnavailable:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from onward.tasks.markdown import table
 from onward.trainer.config.losses import titles
 from onward.trainer.data.storage.shards import ShardManifest
-from onward.trainer.events import Event
+from onward.trainer.events import ConfusionMatrix
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.records import Record, read_record
@@ -100,11 +100,11 @@ class ClassTable(Record):
         )
 
 
-def class_table(event: Event, run: RunDir) -> ClassTable:
-    """Return the table of an event "confusion"."""
-    counts: list[Any] = event.fields["counts"]
+def class_table(event: ConfusionMatrix, run: RunDir) -> ClassTable:
+    """Return the table of a confusion matrix."""
+    counts: list[Any] = event.counts
     is_of_labels = isinstance(counts[0][0], list)
-    names = class_names(run, event.fields["loss"], are_labels=is_of_labels)
+    names = class_names(run, event.loss, are_labels=is_of_labels)
     names = names if len(names) == len(counts) else [str(number) for number in range(len(counts))]
     if is_of_labels:  # [label][is][predicted]
         found = [matrix[1][1] for matrix in counts]
@@ -118,7 +118,7 @@ def class_table(event: Event, run: RunDir) -> ClassTable:
         confusion = tuple(map(tuple, counts))
     rows = tuple(map(_row, names, found, targets, predictions))
     of: Literal["class", "label"] = "label" if is_of_labels else "class"
-    return ClassTable(step=event.step, loss=event.fields["loss"], classes=rows, confusion=confusion, of=of)
+    return ClassTable(step=event.step, loss=event.loss, classes=rows, confusion=confusion, of=of)
 
 
 def _row(name: str, found: int, targets: int, predictions: int) -> ClassRow:

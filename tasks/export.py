@@ -27,7 +27,7 @@ from onward.infra.mlflow.mlflow_store import TrackingError, registering_prepared
 from onward.infra.mlflow.model_package import ModelFile, Port
 from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.explained_errors import problems_of
-from onward.tasks.metric_points import Evaluations, only_of_file, points_of_file
+from onward.tasks.metric_points import only_of_file, points_of_file, points_of_step
 from onward.tasks.mlflow_outages import Outage, tries_within
 from onward.tasks.model_card import CARD, write_card
 from onward.tasks.prefect_results import show_result
@@ -54,6 +54,7 @@ from onward.trainer.errors import (
 from onward.trainer.run.delivered import remember
 from onward.trainer.run.directory import RunDir, changes_in, example_in, read_config, samples_in, variant_in
 from onward.trainer.run.durable_files import durable_file, remove_partials
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.records import (
     CheckpointInfo,
     ExportedModel,
@@ -148,7 +149,7 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
     """
     config, identity = read_config(run), read_record(run.identity, RunIdentity)
     signature, average = read_signature(exported.path), config.exports_average
-    sent = points_of_file(Evaluations(run.events).at(exported.step), average=average)
+    sent = points_of_file(points_of_step(RunHistory.of(run.events, series=()), exported.step), average=average)
     parity = {"exported/parity": exported.parity}
     with np.load(example_in(run.export), allow_pickle=False) as example:
         file = ModelFile(

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from onward.trainer.bounds import NotAFile, opened
 from onward.trainer.checkpoint.retention import list_checkpoints, step_in
-from onward.trainer.errors import ConfigError
-from onward.trainer.events import event_of
+from onward.trainer.errors import ConfigError, RecordError
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.history import RunHistory
 
 MOST_NAMED = 5
 """Gaps that a sentence names."""
@@ -57,30 +56,24 @@ def damage_of_log(run: RunDir) -> LogDamage:
         config = read_config(run, "given")
     except ConfigError:
         return LogDamage()
-    saved = [step_in(path.name) for path in list_checkpoints(run)]  # before the log, which a running job goes on with
-    lines, first_line, number, begin, last = 0, 0, 0, 0 if not config.checkpoint.load else None, max(saved, default=0)
-    logged = set[int]()
+    # before the log, which a running job goes on with
+    saved = [step_in(path.name) for path in list_checkpoints(run)]
     try:
-        log = opened(run.events)
-    except (FileNotFoundError, NotAFile):
-        log = None
-    if log is not None:
-        with log as file:
-            for number, line in enumerate(file, 1):
-                event = event_of(line) if line.endswith(b"\n") else None
-                if event is None:
-                    lines, first_line = lines + line.endswith(b"\n"), first_line or number
-                    continue
-                last = max(last, event.step)
-                if event.kind == "start" and event.attempt == 1:
-                    begin = event.step
-                elif event.kind == "scalars":
-                    logged.add(event.step)
+        history = RunHistory.of(run.events, series=())
+    except RecordError:  # it is not a file
+        history = RunHistory(run.events)
+    lines = history.damaged_lines
+    logged = {step for attempt in history.attempts.values() for step in attempt.logged.steps}
+    first = history.attempts.get(1)
+    begin = 0 if not config.checkpoint.load else None
+    if first and first.start:
+        begin = first.start.step
+    last = max(history.last_step, *saved, 0)
     if begin is None:
         begin = min(logged, default=last)
     gaps = tuple(_gaps(logged, begin, last, config.train.log_period))
     steps = sum((end - start) // config.train.log_period + 1 for start, end in gaps)
-    return LogDamage(lines, first_line if lines else 0, gaps, steps, absent=log is None)
+    return LogDamage(len(lines), lines[0] if lines else 0, gaps, steps, absent=not run.events.is_file())
 
 
 def _gaps(logged: Iterable[int], begin: int, last: int, period: int) -> Iterable[tuple[int, int]]:

@@ -6,9 +6,8 @@ import base64
 import html
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
-from onward.trainer.events import read_events
+from onward.trainer.run.history import RunHistory
 
 Curve = Sequence[tuple[int, float]]
 
@@ -18,15 +17,11 @@ MOST_POINTS = 400
 COLOURS = {"train/loss": "#3b6fd4", "evaluation/loss": "#d4703b"}
 
 
-def curves_of(log: Path) -> dict[str, Curve]:
-    """Return name -> (step, loss) of each step of an event log; of several attempts the first value counts."""
-    found: dict[str, dict[int, float]] = {name: {} for name in COLOURS}
-    for event, _ in read_events(log):
-        for name in COLOURS:
-            value = event.fields.get("values", {}).get(name) if event.kind in ("scalars", "evaluation") else None
-            if isinstance(value, int | float) and math.isfinite(value):
-                found[name].setdefault(event.step, float(value))
-    return {name: sorted(values.items()) for name, values in found.items() if values}
+def curves_of(history: RunHistory) -> dict[str, Curve]:
+    """Return name -> (step, loss) of each step of a run; of several attempts the first value counts."""
+    curves = {name: history.curve(name).points() for name in COLOURS}
+    finite = {name: [point for point in curve if math.isfinite(point[1])] for name, curve in curves.items()}
+    return {name: curve for name, curve in finite.items() if curve}
 
 
 def picture(curves: dict[str, Curve], title: str) -> str:

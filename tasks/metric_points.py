@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 from onward.infra.mlflow.model_package import Point
 from onward.infra.mlflow.tracking import metric_name
 from onward.trainer.config.sections.metrics import AVERAGE_METRICS
-from onward.trainer.events import Event, read_events
+from onward.trainer.events import Evaluated, Event, Scalars, Times, Usage
+from onward.trainer.run.history import RunHistory
 
 PERFORMANCE = ("samples_per_s", "tokens_per_s", "step_s", "data_wait", "tflops", "mfu", "memory_bytes")
 """Scalars that the event log has as `train/NAME`."""
@@ -34,13 +34,13 @@ def shown_name(key: str) -> str:
 
 def values_of(event: Event) -> dict[str, float]:
     """Return name -> value of each metric of one event; {} for one without metrics."""
-    if event.kind in ("scalars", "evaluation"):
-        values = event.fields.get("values", {})
-        return {shown_name(key): value for key, value in values.items() if isinstance(value, int | float)}
-    if event.kind == "usage":
-        return {f"system/{event.fields.get('node')}/{key}": value for key, value in event.fields["values"].items()}
-    if event.kind == "times" and "checkpoint" in (seconds := event.fields.get("seconds", {})):
-        return {"perf/checkpoint_stall_s": seconds["checkpoint"]}
+    match event:
+        case Scalars() | Evaluated():
+            return {shown_name(key): value for key, value in event.values.items()}
+        case Usage():
+            return {f"system/{event.node}/{key}": value for key, value in event.values.items()}
+        case Times() if "checkpoint" in event.seconds:
+            return {"perf/checkpoint_stall_s": event.seconds["checkpoint"]}
     return {}
 
 
@@ -50,23 +50,13 @@ def points_of(event: Event) -> Iterator[Point]:
         yield Point(metric_name(name), float(value), event.at_ms, event.step)
 
 
-class Evaluations:
-    """The points of the evaluations in an event log, as the monitor sends them to MLflow."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-        self._offset = 0
-        self._points: dict[int, dict[str, Point]] = {}
-
-    def at(self, step: int) -> tuple[Point, ...]:
-        """Return the points of a step: of several attempts those of the first, which alone are sent."""
-        for event, after in read_events(self._log, self._offset):
-            if event.kind == "evaluation":
-                known = self._points.setdefault(event.step, {})
-                for point in points_of(event):
-                    known.setdefault(point.key, point)
-            self._offset = after
-        return tuple(self._points.get(step, {}).values())
+def points_of_step(history: RunHistory, step: int) -> tuple[Point, ...]:
+    """Return the points of a step's evaluations: of several attempts the first points, which alone are sent."""
+    points: dict[str, Point] = {}
+    for event in history.evaluations:
+        if event.step == step:
+            points = {point.key: point for point in points_of(event)} | points
+    return tuple(points.values())
 
 
 def points_of_file(sent: Iterable[Point], *, average: bool) -> tuple[Point, ...]:

@@ -25,8 +25,9 @@ from onward.tasks.pruning import MedianRule
 from onward.tasks.reporters import Reader, reporters_of
 from onward.tasks.task_logger import IN_TRAIN_LOG, Log, task_logger
 from onward.tasks.training_progress import Periodic, Progress
-from onward.trainer.events import Event, read_events
+from onward.trainer.events import CheckpointSaved, Ended, Evaluated, Event, NonFiniteLoss, Started
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.records import AttemptResult, MetricsSummary, read_record, write_record
 
 LOG_PERIOD_S = 10.0
@@ -42,19 +43,17 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     to the next monitor of this run (`onward resume`).
     """
     log = task_logger(__name__)
-    progress, lines, announcer, pruning = Progress(), LogLines(log), Announcer(run), MedianRule(run)
-    artifact, confusions = ProgressArtifact(), dict[str, Event]()
+    history, artifact = RunHistory(run.events), ProgressArtifact()
+    progress, lines, announcer, pruning = Progress(history), LogLines(log), Announcer(run), MedianRule(run, history)
     reporters = reporters_of(run, log, patience_s=patience_s)
-    readers: list[Reader] = [progress, lines, announcer, pruning, *reporters]
-    offset, closed = 0, False
+    readers: list[Reader] = [lines, announcer, pruning, *reporters]
+    closed = False
     while not closed:
         # Read first, so that the last pass reads everything that was written before the log was closed.
         closed = run.wait_for_end()
-        for event, after in read_events(run.events, offset):
+        for event in history.follow():
             for reader in readers:
                 reader.add(event)
-            confusions |= {event.fields["loss"]: event} if event.kind == "confusion" else {}
-            offset = after
         for reporter in reporters:
             reporter.flush(last=closed)
         artifact.show(progress, now=closed)
@@ -64,9 +63,9 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
             pruning.poll()
             run.wait_for_end(tick_s)
     summary = progress.summary(_outcome(run))
-    tables = [class_table(event, run) for event in confusions.values()]
+    tables = [class_table(event, run) for event in history.confusions.values()]
     show_tables(tables)
-    show_curve(run)
+    show_curve(run, history)
     write_tables(run, tables)
     for reporter in reporters:
         reporter.close(summary)
@@ -95,18 +94,18 @@ class LogLines:
 
     def add(self, event: Event) -> None:
         """Log a new event. Events from before the first `tick` belong to an earlier monitor."""
-        if self._live and event.fields.get("resumed"):
-            log = self._log.warning if event.fields.get("damaged") else self._log.info
-            log("attempt %d %s", event.attempt, event.fields["resumed"])
-        elif self._live and event.kind == "evaluation":
-            values = (f"{key} {value:.4g}" for key, value in event.fields["values"].items())
-            self._log.info("step %d: %s", event.step, ", ".join(values), extra=IN_TRAIN_LOG)
-        elif self._live and event.kind == "bad_values":
-            self._log.warning("step %d: %s", event.step, event.fields["text"])
-        elif self._live and event.kind == "checkpoint":
-            self._log.info("step %d: saved %s", event.step, event.fields["path"], extra=IN_TRAIN_LOG)
-        elif self._live and event.kind == "end" and event.fields.get("ended_early"):
-            self._log.info("step %d: the run ends early: %s", event.step, event.fields["ended_early"])
+        if not self._live:
+            return
+        match event:
+            case Started() if event.resumed:
+                log = self._log.warning if event.damaged else self._log.info
+                log("attempt %d %s", event.attempt, event.resumed)
+            case Evaluated() | CheckpointSaved():
+                self._log.info("%s", event.sentence(), extra=IN_TRAIN_LOG)
+            case NonFiniteLoss():
+                self._log.warning("step %d: %s", event.step, event.text)
+            case Ended() if event.ended_early:
+                self._log.info("step %d: the run ends early: %s", event.step, event.ended_early)
 
     def tick(self, progress: Progress) -> None:
         """Log the progress if it is due. Call after the new events were added."""
@@ -129,10 +128,13 @@ class Announcer:
 
     def add(self, event: Event) -> None:
         """Emit the event, if automations may act on it."""
-        if self.is_new and event.kind == "checkpoint" and self._due[event.kind]():
-            emit("checkpoint", self._run, {"step": event.step, "path": event.fields["path"]})
-        elif self.is_new and event.kind == "evaluation" and self._due[event.kind]():
-            emit("evaluation", self._run, {"step": event.step, "metrics": event.fields["values"]})
+        if not self.is_new:
+            return
+        match event:
+            case CheckpointSaved() if self._due[event.kind]():
+                emit("checkpoint", self._run, {"step": event.step, "path": event.path})
+            case Evaluated() if self._due[event.kind]():
+                emit("evaluation", self._run, {"step": event.step, "metrics": event.values})
 
 
 class ProgressArtifact:

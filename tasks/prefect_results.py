@@ -10,13 +10,14 @@ from prefect.artifacts import create_image_artifact, create_table_artifact
 from onward.tasks.loss_curve import as_url, curves_of, picture
 from onward.tasks.prefect_server import prefect_answers
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.records import ExportedModel, RunIdentity, TrainResult, read_record
 
 
-def show_curve(run: RunDir) -> None:
+def show_curve(run: RunDir, history: RunHistory) -> None:
     """Show the loss of all attempts as a picture. Outside of a flow run it does nothing."""
     with contextlib.suppress(Exception):  # a missing picture must not fail the run
-        curves = curves_of(run.events)
+        curves = curves_of(history)
         if curves and runtime.flow_run.get_id() and prefect_answers():
             svg = picture(curves, f"loss of {read_record(run.identity, RunIdentity).name}")
             create_image_artifact(as_url(svg), key="loss", description="Loss of the training and of its evaluations")

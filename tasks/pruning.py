@@ -16,8 +16,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from onward.infra.job.job import stop_running
-from onward.trainer.events import Event, read_events
+from onward.trainer.events import Evaluated, Event
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.records import read_record, write_record
 from onward.trainer.run.sweeps import Pruned, Sweep, SweepDir, Trial, membership
 
@@ -28,13 +29,14 @@ LEAST_COMPLETE = 3
 
 
 class MedianRule:
-    """Stops the job of a trial whose evaluations are worse than the median; does nothing for a run that is no trial."""
+    """Stops the job of a trial whose evaluations are worse than the median; does nothing for a run that is no trial.
 
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
+    run_history: an event is added there before it is added here.
+    """
+
+    def __init__(self, run: RunDir, run_history: RunHistory) -> None:
+        self._run, self._history = run, run_history
         self._sweep: Sweep | None = None
-        self._values: dict[int, float] = {}
-        self._last_step = math.inf
         if trial := membership(run):
             folder = SweepDir.of(trial.sweep_id)
             sweep = read_record(folder.sweep, Sweep)
@@ -48,16 +50,13 @@ class MedianRule:
 
     def add(self, event: Event) -> None:
         """Read an event; write `pruned.json` if the trial is to end."""
-        if event.kind == "start":
-            self._last_step = event.fields["num_steps"]
-        if self._sweep is None or self._run.pruned.exists() or not _is_evaluation(event, self._sweep.metric):
+        if self._sweep is None or self._run.pruned.exists() or not isinstance(event, Evaluated):
             return
-        if event.step >= self._last_step:  # it is complete
+        is_complete = 0 < self._history.num_steps <= event.step
+        if is_complete or self._sweep.metric not in event.values:
             return
-        self._values.setdefault(event.step, event.fields["values"][self._sweep.metric])
-        if reason := reason_to_prune(
-            self._values, self._others, metric=self._sweep.metric, greatest=self._sweep.greatest
-        ):
+        values = _after_start(self._history, self._sweep.metric)
+        if reason := reason_to_prune(values, self._others, metric=self._sweep.metric, greatest=self._sweep.greatest):
             write_record(self._run.pruned, Pruned(step=event.step, reason=reason))
             log.info("%s", reason)
             self.poll()  # at once: the monitor may spend seconds on sending metrics before its next call
@@ -102,13 +101,9 @@ def reason_to_prune(
 
 def history(trial: Trial, metric: str) -> dict[int, float]:
     """Return step -> value of the metric, of the evaluations after step 0 in a trial's event log."""
-    values: dict[int, float] = {}
-    for event, _ in read_events(trial.run.events):
-        if _is_evaluation(event, metric):
-            values.setdefault(event.step, event.fields["values"][metric])
-    return values
+    return _after_start(RunHistory.of(trial.run.events, series=(metric,)), metric)
 
 
-def _is_evaluation(event: Event, metric: str) -> bool:
-    """Return whether an event has the metric; not that of step 0, which is the same for all trials."""
-    return event.kind == "evaluation" and event.step > 0 and metric in event.fields["values"]
+def _after_start(history: RunHistory, metric: str) -> dict[int, float]:
+    """Return step -> value of a metric, without the evaluation of step 0, which is the same for all trials."""
+    return {step: value for step, value in history.curve(metric).points() if step > 0}

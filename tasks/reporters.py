@@ -22,7 +22,7 @@ from onward.tasks.event_shipping import RetryingShipper
 from onward.tasks.metric_points import values_of
 from onward.tasks.shown_in_mlflow import parameters
 from onward.tasks.task_logger import Log
-from onward.trainer.events import Event
+from onward.trainer.events import Event, Histogram, Started
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import MetricsSummary, RunIdentity, read_record
 from onward.trainer.run.storage import storage_problem
@@ -97,8 +97,8 @@ class MLflow:
 
     def add(self, event: Event) -> None:
         """Take an event. Its points are read again by the shippers, which know what MLflow has."""
-        if resumed := event.fields.get("resumed"):
-            self._shipping.tag("onward.resumed", resumed)
+        if isinstance(event, Started) and event.resumed:
+            self._shipping.tag("onward.resumed", event.resumed)
 
     def flush(self, *, last: bool) -> None:
         """Send new points, and how attempts ended."""
@@ -131,9 +131,9 @@ class BoardReporter:
             return
         step, at_ms = event.step, event.at_ms
         with self._ended_by_errors():
-            if event.kind == "histogram":
-                if self._is_new(event.fields["name"], step):
-                    self._board.histogram(**event.fields, step=step, at_ms=at_ms)
+            if isinstance(event, Histogram):
+                if self._is_new(event.name, step):
+                    self._board.histogram(event.name, event.counts, event.edges, step=step, at_ms=at_ms)
             elif fresh := {name: value for name, value in values_of(event).items() if self._is_new(name, step)}:
                 self._board.scalars(fresh, step=step, at_ms=at_ms)
 

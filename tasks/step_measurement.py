@@ -30,10 +30,10 @@ from onward.trainer.data.storage.row_counts import cached_shards
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.local_copies import LocalCopies, with_copies
-from onward.trainer.run.pace import Pace, pace_of
+from onward.trainer.run.pace import MEASURED, Pace, pace_of
 from onward.trainer.run.records import write_record
-from onward.trainer.run.time_account import read_events_of
 
 FIRST_STEPS = 2
 """Steps at the beginning that do not count: they allocate memory, compile, and fill caches."""
@@ -62,7 +62,8 @@ def measure(config: RunConfig, copies: LocalCopies, *, steps: int) -> tuple[RunC
         rows = _shard(run)
         _train(run)
         batch = config.train.global_batch_size
-        if (pace := pace_of(read_events_of(run), batch=batch, first_steps=FIRST_STEPS)) is None:
+        history = RunHistory.of(run.events, series=MEASURED)
+        if (pace := pace_of(history, batch=batch, first_steps=FIRST_STEPS)) is None:
             raise TrainingFailed(f"no step was made in {60 * LONGEST_H:g} minutes, so that nothing was measured")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         facts = {"measured_at": now, "host": socket.gethostname(), "data": config.data.source, "load": load}

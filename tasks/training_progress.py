@@ -1,68 +1,51 @@
-"""The progress of a training, computed from its event log; used by the monitor and by the live view in the terminal."""
+"""The progress of a training, a view of its history; used by the monitor and by the live view in the terminal."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 from typing import Literal
 
-from onward.trainer.events import Event
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.records import MetricsSummary
 
 COSTS = ("tokens_per_s", "tflops", "mfu", "memory_bytes")
 """Scalars of a line that it need not have."""
+SHOWN = tuple(f"train/{name}" for name in ("samples_per_s", "data_wait", *COSTS))
+"""Metrics whose medians are in the summary."""
 
 
 class Progress:
-    """The progress of the training, from the events so far; `str()` is one line for the log."""
+    """The progress of the training, from the events so far; `str()` is one line for the log.
 
-    def __init__(self) -> None:
-        self.step = self.num_steps = self.num_events = 0
-        self.loss = self.samples_per_s = self.data_wait = math.nan
-        self.ended_early = ""
-        self._samples_per_step = math.nan
-        self._speeds: list[float] = []
-        self._waits: list[float] = []
-        self._costs: dict[str, list[float]] = {}
-        self._stalls: dict[int, float] = {}
-        self._first: dict[str, float] = {}
-        self._last: tuple[int, dict[str, float]] = (-1, {})
+    history: with the series of `SHOWN`.
+    """
 
-    def add(self, event: Event) -> None:
-        """Update the progress with the next event."""
-        self.num_events += 1
-        # A resumed attempt begins at an earlier step than the last one has reached, and has those steps to make again.
-        self.step = event.step if event.kind == "start" else max(self.step, event.step)
-        values = event.fields.get("values", {})
-        if event.kind == "start":
-            self.num_steps, self.ended_early = event.fields.get("num_steps", 0), ""
-            self._samples_per_step = event.fields.get("num_samples", math.nan) / max(1, self.num_steps)
-        elif event.kind == "end":
-            self.ended_early = event.fields.get("ended_early", "")
-        elif event.kind == "scalars":
-            self.loss = values.get("train/loss", self.loss)
-            if speed := values.get("train/samples_per_s"):
-                self.samples_per_s = speed
-                self._speeds.append(speed)
-            if (wait := values.get("train/data_wait")) is not None:
-                self.data_wait = wait
-                self._waits.append(wait)
-            for name in COSTS:
-                if cost := values.get(f"train/{name}"):
-                    self._costs.setdefault(name, []).append(cost)
-        elif event.kind == "times":  # of an attempt so far
-            self._stalls[event.attempt] = event.fields.get("seconds", {}).get("checkpoint", 0.0)
-        elif event.kind == "evaluation":
-            if event.step == 0 and not self._first:
-                self._first = values
-            if event.step > self._last[0]:
-                self._last = (event.step, values)
+    def __init__(self, history: RunHistory) -> None:
+        self._history = history
+
+    @property
+    def step(self) -> int:
+        return self._history.step
+
+    @property
+    def num_steps(self) -> int:
+        return self._history.num_steps
+
+    def newest(self, name: str) -> float:
+        """Return the newest value of `train/NAME`; NaN before the first one."""
+        return self._history.values.get(f"train/{name}", math.nan)
 
     @property
     def remaining_s(self) -> float:
         """Return the seconds left at the newest speed; NaN while the speed is unknown."""
-        return (self.num_steps - self.step) * self._samples_per_step / self.samples_per_s
+        start = self._history.start
+        if start is None or not start.num_samples:
+            return math.nan
+        samples_per_step = start.num_samples / max(1, start.num_steps)
+        return (self.num_steps - self.step) * samples_per_step / (self.newest("samples_per_s") or math.nan)
 
     @property
     def percent(self) -> float:
@@ -73,15 +56,14 @@ class Progress:
 
     def pace(self) -> str:
         """Return loss, speed, data wait and time left as text, as far as they are known."""
-        parts = [] if math.isnan(self.loss) else [f"loss {self.loss:.4g}"]
-        if not math.isnan(self.samples_per_s):
-            parts.append(f"{self.samples_per_s:.4g} samples/s")
-        if "tokens_per_s" in self._costs:
-            parts.append(f"{self._costs['tokens_per_s'][-1]:.4g} tokens/s")
-        if "mfu" in self._costs:
-            parts.append(f"MFU {self._costs['mfu'][-1]:.1%}")
-        if not math.isnan(self.data_wait):
-            parts.append(f"data wait {self.data_wait:.1%}")
+        shown = {
+            "loss {:.4g}": self.newest("loss"),
+            "{:.4g} samples/s": self.newest("samples_per_s"),
+            "{:.4g} tokens/s": self.newest("tokens_per_s"),
+            "MFU {:.1%}": self.newest("mfu"),
+            "data wait {:.1%}": self.newest("data_wait"),
+        }
+        parts = [text.format(value) for text, value in shown.items() if not math.isnan(value)]
         if not math.isnan(self.remaining_s):
             minutes, seconds = divmod(round(self.remaining_s), 60)
             parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
@@ -89,23 +71,37 @@ class Progress:
 
     def summary(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> MetricsSummary:
         """Return the record for a training that ended as `status`. Speed and wait are the medians over all steps."""
+        history = self._history
+        first = next((event.values for event in history.evaluations if event.step == 0 and event.values), {})
+        last = max(history.evaluations, key=lambda event: event.step, default=None)
+        end = history.newest.end
+        speeds = [speed for speed in self._all("samples_per_s") if speed]
         return MetricsSummary(
             status=status,
             step=self.step,
-            num_events=self.num_events,
-            first=self._first,
-            last=self._last[1],
-            samples_per_s=statistics.median(self._speeds or [0.0]),
-            data_wait=statistics.median(self._waits or [0.0]),
+            num_events=history.num_events,
+            first=first,
+            last=last.values if last else {},
+            samples_per_s=statistics.median(speeds or [0.0]),
+            data_wait=statistics.median(self._all("data_wait") or [0.0]),
             costs=self._summed_costs(),
-            ended_early=self.ended_early,
+            ended_early=end.ended_early if end else "",
         )
 
+    def _all(self, name: str) -> list[float]:
+        """Return all values of `train/NAME`, those of repeated steps included."""
+        parts = (attempt.series.get(f"train/{name}") for attempt in self._history.attempts.values())
+        return list(itertools.chain.from_iterable(series.values for series in parts if series))
+
     def _summed_costs(self) -> dict[str, float]:
-        medians = {name: statistics.median(values) for name, values in self._costs.items()}
-        memory = {"memory_bytes": max(self._costs["memory_bytes"])} if "memory_bytes" in medians else {}
-        stall = {"checkpoint_stall_s": sum(self._stalls.values())} if self._stalls else {}
-        return medians | memory | stall
+        costs = {name: [value for value in self._all(name) if value] for name in COSTS}
+        summed = {name: statistics.median(values) for name, values in costs.items() if values}
+        if costs["memory_bytes"]:
+            summed["memory_bytes"] = max(costs["memory_bytes"])
+        stalls = [attempt.seconds["checkpoint"] for attempt in self._history.attempts.values() if attempt.seconds]
+        if stalls:
+            summed["checkpoint_stall_s"] = sum(stalls)
+        return summed
 
 
 class Periodic:

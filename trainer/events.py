@@ -1,25 +1,12 @@
 """The event log: one JSON line per event, appended by rank 0; and the heartbeat that shows a job's progress.
 
-MLflow, TensorBoard and the live view are filled from the log. A line is
+MLflow, TensorBoard and the live view are filled from the log, through run/history.py. A line is
 
     {"at_ms": 1767225600000, "attempt": 1, "step": 12, "kind": "scalars", "values": {"train/loss": 0.5}}
 
-Kinds: `start` (an attempt begins at `step`; `num_steps`, `num_samples`, `num_parameters`, `compute`: the type of the
-products; `num_rows`: the samples of an epoch; `flops_per_sample`: forward and backward, of a sample of mean length,
-null if they cannot be counted; `peak_flops_per_s`: of all ranks, null if it is not known; `compile`: why
-`graph.compile` "auto" is what it is, in a sentence, else ""; `resumed`: from which checkpoint and what is made again,
-in a sentence, else ""; `damaged`: newer checkpoints that were not used),
-`scalars` (`values`), `evaluation` (`values`), `confusion` (`loss`: its
-output if there are several, else ""; `counts`: targets by [class][predicted class], of yes-or-no labels by
-[label][is][predicted]), `histogram` (`name`, `counts`, `edges`), `bad_values` (`text`: where an evaluation loss became
-NaN or infinite), `checkpoint` (`path`), `times` (`seconds`: what the attempt has spent its
-time on so far, see parallel/step_clock.py), `end` (`status`; `ended_early`: why, if [stop] ended the run before its
-last step, else "").
-Among the scalars is what training has cost since the line before (parallel/throughput.py): `train/samples_per_s`,
-`train/step_s`, `train/data_wait`, the share of the time in which ranks waited for their next samples, the mean over the
-ranks; and, where they are known, `train/tokens_per_s`, `train/tflops`, `train/mfu`, `train/memory_bytes`.
-A resumed attempt repeats the steps after its checkpoint; readers keep the first line of each (key, step). A line that a
-crash cut off is removed when the next attempt opens the log.
+Each kind of event is a record below. A line of a kind that a newer version has added is a plain `Event`; fields that a
+newer version has added are passed over, and fields that earlier versions did not write have defaults. A resumed attempt
+repeats the steps after its checkpoint. A line that a crash cut off is removed when the next attempt opens the log.
 """
 
 from __future__ import annotations
@@ -32,57 +19,193 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from onward.trainer.bounds import RECORD_BYTES, NotAFile, opened, read_bounded
 from onward.trainer.errors import RecordError
 
 log = logging.getLogger(__name__)
 
+# RunHistory keeps these numbers in arrays
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
-@dataclass(frozen=True)
-class Event:
-    """One line of the log."""
+LAPS = ("setup", "compile", "data_wait", "steps", "evaluation", "checkpoint")
+"""What the time of an attempt is spent on, in the order of the event "times" (parallel/step_clock.py)."""
 
-    at_ms: int
-    attempt: int
-    step: int
+
+class Event(BaseModel):
+    """One line of a log."""
+
+    model_config = ConfigDict(frozen=True)
+
+    at_ms: Int64 = 0
+    """Milliseconds since 1970; 0 until `EventWriter.emit` has written the event."""
+    attempt: int = 0
+    """The attempt that wrote the line, from 1; 0 until `EventWriter.emit` has written the event."""
+    step: Int64
+    """The last weight update before the event."""
     kind: str
-    fields: dict[str, Any]
+
+    def sentence(self) -> str:
+        """Return what train.log says of the event; "" for the events of every few steps."""
+        return ""
+
+
+class Started(Event):
+    """An attempt begins at `step`."""
+
+    kind: Literal["start"] = "start"
+    num_steps: int = 0
+    """Weight updates of the whole run."""
+    num_samples: int = 0
+    """Samples of the whole run; 0 if it is not known."""
+    num_rows: int = 0
+    """Samples of an epoch; 0 if it is not known."""
+    num_parameters: int = 0
+    compute: str = ""
+    """The data type of matrix products, such as `fp32`."""
+    flops_per_sample: float | None = None
+    """Forward and backward, for a sample of mean length; None if they cannot be counted."""
+    peak_flops_per_s: float | None = None
+    """Of all ranks together; None if it is not known."""
+    compile: str = ""
+    """Why `graph.compile` "auto" became what it is, in a sentence; else ""."""
+    resumed: str = ""
+    """From which checkpoint the attempt goes on, and which steps are made again, in a sentence; "" for a new run."""
+    damaged: Sequence[str] = ()
+    """Newer checkpoints that were not used."""
+
+    def sentence(self) -> str:
+        begins = f"begins at step {self.step} of {self.num_steps}; {self.resumed or 'it is a new run'}"
+        return f"{begins}; {self.compile}" if self.compile else begins
+
+
+class Scalars(Event):
+    """Metrics of the training.
+
+    With them is what training has cost since the event before (parallel/throughput.py): `train/samples_per_s`,
+    `train/step_s`, `train/data_wait`, the share of the time in which ranks waited for samples, the mean over the
+    ranks; and, if they are known, `train/tokens_per_s`, `train/tflops`, `train/mfu`, `train/memory_bytes`.
+    """
+
+    kind: Literal["scalars"] = "scalars"
+    values: dict[str, float]
+    """`train/NAME` -> value."""
+
+
+class Evaluated(Event):
+    """Metrics on the evaluation data."""
+
+    kind: Literal["evaluation"] = "evaluation"
+    values: dict[str, float]
+    """`evaluation/NAME` -> value; of averaged weights `evaluation/average/NAME`."""
+
+    def sentence(self) -> str:
+        return f"step {self.step}: " + ", ".join(f"{key} {value:.4g}" for key, value in self.values.items())
+
+
+class ConfusionMatrix(Event):
+    """The confusion matrix of one loss, from the evaluation of the step."""
+
+    kind: Literal["confusion"] = "confusion"
+    loss: str
+    """The output that the loss reads, if there are several losses; else ""."""
+    counts: list[list[int]] | list[list[list[int]]]
+    """Targets by [class][predicted class]; of yes-or-no labels by [label][is][predicted]."""
+
+
+class Histogram(Event):
+    """The distribution of the elements of a weight or of its gradient."""
+
+    kind: Literal["histogram"] = "histogram"
+    name: str
+    """`weight/NAME` or `gradient/NAME`."""
+    counts: Sequence[int]
+    edges: Sequence[float]
+    """The borders of the bins, one more than `counts`."""
+
+
+class NonFiniteLoss(Event):
+    """An evaluation loss became NaN or infinite."""
+
+    kind: Literal["bad_values"] = "bad_values"
+    text: str = ""
+    """Which loss, and where in the model."""
+
+
+class CheckpointSaved(Event):
+    """A checkpoint is complete."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    path: str = ""
+    """The name of its directory."""
+
+    def sentence(self) -> str:
+        return f"step {self.step}: saved {self.path}"
+
+
+class Times(Event):
+    """The time that the attempt has taken so far."""
+
+    kind: Literal["times"] = "times"
+    seconds: dict[str, float]
+    """A name of `LAPS` -> seconds."""
+
+
+class Ended(Event):
+    """An attempt ends by itself, with a checkpoint."""
+
+    kind: Literal["end"] = "end"
+    status: str = ""
+    """`done` or `stopped`."""
+    ended_early: str = ""
+    """Why the run is done before its last step ([stop]); else ""."""
+
+    def sentence(self) -> str:
+        return f"step {self.step}: {self.status}"
+
+
+class Usage(Event):
+    """The usage of one node, in a file of its own (run/node_usage.py), where `step` counts the lines."""
+
+    kind: Literal["usage"] = "usage"
+    node: str = ""
+    values: dict[str, float]
+    """Name -> value; the unit is in the name."""
+
+
+_KINDS = (Started, Scalars, Evaluated, ConfusionMatrix, Histogram, NonFiniteLoss, CheckpointSaved, Times, Ended, Usage)
+RECORDS: Mapping[str, type[Event]] = {record.model_fields["kind"].default: record for record in _KINDS}
+"""Kind -> record."""
 
 
 class EventWriter:
-    """Appends events to the log on rank 0; on the other ranks its methods do nothing.
-
-    announces: whether train.log gets a sentence for those of them that have one. Files of other events, which have the
-    same form, have none.
-    """
+    """Appends events to the log on rank 0. announces: whether train.log gets the sentences of the events."""
 
     def __init__(self, path: Path, *, attempt: int, rank: int, announces: bool = True) -> None:
         self._attempt, self._announces = attempt, announces
         self._file: IO[bytes] | None = _open_for_appending(path) if rank == 0 else None
 
-    def emit(self, kind: str, step: int, **fields: Any) -> None:
-        """Append one event and flush it to the operating system."""
-        if self._file is not None:
-            at_ms = time.time_ns() // 1_000_000
-            line = {"at_ms": at_ms, "attempt": self._attempt, "step": step, "kind": kind, **fields}
-            self._file.write(json.dumps(line, separators=(",", ":"), default=float).encode() + b"\n")
-            # the monitor reads the log while training runs; fsync, which is slow, is left to `sync`
-            self._file.flush()
-            if self._announces and (text := sentence(kind, step, fields)):
-                log.info("%s", text)
+    def emit(self, event: Event) -> None:
+        """Append one event and flush it to the operating system. Fields that were not given are not written."""
+        if self._file is None:
+            return
+        line = {"at_ms": time.time_ns() // 1_000_000, "attempt": self._attempt, "step": event.step, "kind": event.kind}
+        line |= event.model_dump(exclude_unset=True)
+        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        # the monitor reads the log while training runs; fsync, which is slow, is left to `sync`
+        self._file.flush()
+        if self._announces and (text := event.sentence()):
+            log.info("%s", text)
 
     def scalars(self, step: int, **values: float) -> None:
         """Append training metrics of one step; each becomes `train/<name>`."""
-        self.emit("scalars", step, values={f"train/{name}": float(value) for name, value in values.items()})
-
-    def histogram(self, step: int, name: str, counts: Sequence[int], edges: Sequence[float]) -> None:
-        """Append one histogram: `len(edges) == len(counts) + 1`."""
-        self.emit("histogram", step, name=name, counts=list(counts), edges=list(edges))
+        self.emit(Scalars(step=step, values={f"train/{name}": value for name, value in values.items()}))
 
     def sync(self) -> None:
         """Fsync the log. Call before a checkpoint: a run resumed from it does not repeat the events before it."""
@@ -95,18 +218,6 @@ class EventWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def sentence(kind: str, step: int, fields: Mapping[str, Any]) -> str:
-    """Return what train.log says of an event; "" for those of every few steps."""
-    if kind == "start":
-        begins = f"begins at step {step} of {fields.get('num_steps', 0)}; {fields.get('resumed') or 'it is a new run'}"
-        return begins + (f"; {why}" if (why := fields.get("compile")) else "")
-    if kind == "evaluation":
-        return f"step {step}: " + ", ".join(f"{key} {value:.4g}" for key, value in fields["values"].items())
-    if kind == "checkpoint":
-        return f"step {step}: saved {fields.get('path', '')}"
-    return f"step {step}: {fields.get('status', '')}" if kind == "end" else ""
 
 
 def _open_for_appending(path: Path) -> IO[bytes]:
@@ -128,11 +239,20 @@ def _open_for_appending(path: Path) -> IO[bytes]:
     return file
 
 
-def read_events(path: Path, offset: int = 0) -> Iterator[tuple[Event, int]]:
-    """Yield each complete line from byte `offset` on, with the byte offset after it.
+def read_events(
+    path: Path, offset: int = 0, records: Mapping[str, type[Event]] = RECORDS
+) -> Iterator[tuple[Event, int]]:
+    """Yield the event of each complete line from byte `offset` on, with the byte offset after it; skip other lines.
 
-    Call again with the last offset to follow a growing log. Lines that are not events are skipped.
+    Call again with the last offset to follow a growing log. records: kind -> record.
     """
+    return ((event, after) for event, after in read_lines(path, offset, records) if event)
+
+
+def read_lines(
+    path: Path, offset: int = 0, records: Mapping[str, type[Event]] = RECORDS
+) -> Iterator[tuple[Event | None, int]]:
+    """Yield the same as `read_events`, and None for each complete line that is not an event."""
     try:
         log = opened(path)
     except FileNotFoundError:
@@ -144,38 +264,18 @@ def read_events(path: Path, offset: int = 0) -> Iterator[tuple[Event, int]]:
         # the last line may be half-written; it is read by the next call
         while (line := file.readline(RECORD_BYTES.most)).endswith(b"\n"):
             offset += len(line)
-            if event := event_of(line):
-                yield event, offset
+            yield event_of(line, records), offset
 
 
-def event_of(line: bytes) -> Event | None:
-    """Return the event of a line of the log; None if it is none, or if readers cannot use it."""
+def event_of(line: bytes, records: Mapping[str, type[Event]] = RECORDS) -> Event | None:
+    """Return the event of a line of the log; None if the line is no event, or lacks a field that has no default."""
     try:
-        raw = json.loads(line)
-        found = Event(raw.pop("at_ms"), raw.pop("attempt"), raw.pop("step"), raw.pop("kind"), raw)
-        whole = all(type(each) is int for each in (found.at_ms, found.attempt, found.step))
-        fits = all(_FIELDS[name](found.fields[name]) for name in _NEEDED.get(found.kind, ()))
-        fits = fits and isinstance(found.fields.get("num_steps", 0), int)
+        fields = json.loads(line)
+        if not {"at_ms", "attempt"} <= fields.keys():  # the writer has always set them
+            return None
+        return records.get(fields["kind"], Event).model_validate(fields, strict=True)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return found if whole and fits and isinstance(found.kind, str) else None
-
-
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, dict) and all(isinstance(each, int | float) for each in values.values())
-
-
-_FIELDS: Mapping[str, Callable[[Any], bool]] = {
-    "values": _are_numbers,
-    "seconds": _are_numbers,
-    "loss": lambda value: isinstance(value, str),
-    "counts": lambda value: isinstance(value, list),
-}
-_NEEDED: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("scalars", "evaluation", "usage"), ("values",)),
-    **{"confusion": ("loss", "counts"), "times": ("seconds",)},
-}
-"""Kind of event -> the fields without which nobody can read it."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from onward.trainer.distributed.arithmetic import set_arithmetic
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import Diverged
-from onward.trainer.events import EventWriter, Heartbeat
+from onward.trainer.events import Ended, EventWriter, Heartbeat, Started
 from onward.trainer.model.compile import compiled_s, why_compiled
 from onward.trainer.model.soft_labels import with_soft_labels
 from onward.trainer.model.summaries import summarise
@@ -105,18 +105,19 @@ def train(
     evaluate = Evaluation(held_out, config, signature, trained, pipeline, bad_values, events, heartbeat, mpi)
     peak = peak_of_ranks(config, mpi)
     events.emit(
-        "start",
-        state.step,
-        num_steps=num_steps,
-        num_samples=num_samples,
-        num_rows=batches.num_rows,
-        num_parameters=model.num_parameters,
-        flops_per_sample=flops.mean if flops else None,
-        peak_flops_per_s=peak,
-        compute=config.precision.compute,
-        compile=why_compiled(run),
-        resumed=restored.resumed,
-        damaged=restored.damaged,
+        Started(
+            step=state.step,
+            num_steps=num_steps,
+            num_samples=num_samples,
+            num_rows=batches.num_rows,
+            num_parameters=model.num_parameters,
+            flops_per_sample=flops.mean if flops else None,
+            peak_flops_per_s=peak,
+            compute=config.precision.compute,
+            compile=why_compiled(run),
+            resumed=restored.resumed,
+            damaged=restored.damaged,
+        )
     )
     counts_hours = mpi.rank == 0 and config.stop.max_hours > 0
     clock.begin_steps(trained_before_s=state.stop.trained_s, counts_hours=counts_hours)
@@ -225,7 +226,7 @@ def train(
     clock.emit(events, state.step, now=True)
     status: Literal["done", "stopped"] = "done" if reason or state.step == num_steps else "stopped"
     ended_early = reason if state.step < num_steps else ""
-    events.emit("end", state.step, status=status, ended_early=ended_early)
+    events.emit(Ended(step=state.step, status=status, ended_early=ended_early))
     events.close()
     return AttemptResult(
         attempt=attempt,

@@ -12,25 +12,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import statistics
 import time
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
 
 from onward.tasks.training_progress import Progress
 from onward.trainer.errors import OnwardError
-from onward.trainer.events import Event, read_events
+from onward.trainer.events import Event, Usage, event_of, read_events
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.phases import NOTE, Phase
+from onward.trainer.run.history import RunHistory
+from onward.trainer.run.phases import RECORDS, Note, Phase, PhaseStart
 from onward.trainer.run.records import RunIdentity, read_record
 
 MOST_POINTS = 2048
-"""Losses that are kept: beyond it every second one is dropped, so that the curve goes back to the first step."""
+"""Losses of which the curve is drawn; of a longer series every second one, every third one, ... is taken."""
 PACE_S = 60.0
 """The time left is computed from the steps of this many seconds, with their evaluations and checkpoints."""
 USAGE_PERIOD_S = 5.0
@@ -56,19 +55,12 @@ class LiveFacts:
         self.name = ""
         self.phases: list[tuple[Phase, float]] = [("start", now_s())]
         """Each phase of the newest flow, and when it began, in seconds since 1970."""
-        self.progress = Progress()
+        self.history = RunHistory(Path(), series=())
+        """What the event log says."""
         self.attempt = 0
         """The newest attempt, whose ranks may still load the model and the data."""
-        self.values: dict[str, float] = {}
-        """The newest training metrics, without `train/`."""
-        self.losses: list[tuple[int, float]] = []
-        self.evaluation: tuple[int, Mapping[str, float]] | None = None
-        self.checkpoint: tuple[int, float] | None = None
-        """Step and time of the newest one."""
         self.usage: dict[str, Mapping[str, float]] = {}
         """Node -> what is used of it."""
-        self.epochs = 0.0
-        """Of the whole run; 0 as long as it is not known."""
         self.note = ""
         """What this process does just now, such as a download with its progress; else ""."""
         self.phase_note = ""
@@ -77,14 +69,17 @@ class LiveFacts:
         """Why the files could not be read at the last attempt; else ""."""
         self._run: RunDir | None = None
         self._owner: int | None = None
-        self._begun_attempt = 0
-        self._offsets: dict[Path, int] = {}
-        self._steps: deque[tuple[float, int]] = deque()
+        self._phases_offset = 0
         self._usage_due_at = -math.inf
 
     def attach(self, run: RunDir, name: str = "") -> None:
         """Read a run from now on. name: its name, which its directory may not have yet."""
         self._run, self.name = run, name or run.root.name[-8:]
+        self.history = RunHistory(run.events, series=("train/loss",))
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.history)
 
     @property
     def phase(self) -> Phase:
@@ -93,7 +88,8 @@ class LiveFacts:
     @property
     def is_training(self) -> bool:
         """Whether the ranks of the newest attempt are ready, or have been."""
-        return 0 < self.attempt == self._begun_attempt
+        start = self.history.start
+        return start is not None and 0 < self.attempt == start.attempt
 
     def elapsed_s(self) -> list[tuple[Phase, float]]:
         """Return each phase that has begun, and the seconds that it has taken; the last one goes on."""
@@ -101,24 +97,43 @@ class LiveFacts:
         return [(phase, max(0.0, end - at)) for (phase, at), end in zip(self.phases, ends, strict=True)]
 
     @property
+    def epochs(self) -> float:
+        """Return the epochs of the whole run; 0 as long as they are not known."""
+        start = self.history.start
+        return start.num_samples / start.num_rows if start and start.num_rows else 0.0
+
+    @property
     def epoch(self) -> float:
         progress = self.progress
         return self.epochs * progress.step / progress.num_steps if progress.num_steps else 0.0
 
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """Return step and training loss from the first to the newest step, `MOST_POINTS` or one more at most."""
+        curve = self.history.curve("train/loss", newest=True)
+        period = 1 + len(curve.steps) // MOST_POINTS
+        points = [*zip(curve.steps[::period], curve.values[::period], strict=True)]
+        if (len(curve.steps) - 1) % period:
+            points.append((curve.steps[-1], curve.values[-1]))
+        return [(step, loss) for step, loss in points if math.isfinite(loss)]
+
     def remaining_s(self) -> float:
         """Return the seconds until the last step at the pace of the last minute; NaN while there is none."""
-        if len(self._steps) > 1:
-            (began_s, first), (ended_s, last) = self._steps[0], self._steps[-1]
-            if last > first and ended_s > began_s:
-                return (self.progress.num_steps - self.progress.step) * (ended_s - began_s) / (last - first)
+        steps, logged_s = self.history.newest.logged.steps, self.history.newest.logged.values
+        if len(steps) > 1:
+            first = bisect_left(logged_s, logged_s[-1] - PACE_S)
+            if steps[-1] > steps[first] and logged_s[-1] > logged_s[first]:
+                step_s = (logged_s[-1] - logged_s[first]) / (steps[-1] - steps[first])
+                return (self.history.num_steps - self.history.step) * step_s
         return self.progress.remaining_s
 
     def change(self) -> Change | None:
         """Return the trend of the loss; None for fewer than four losses."""
-        size = len(self.losses) // 5 or len(self.losses) // 2
+        losses = self.losses
+        size = len(losses) // 5 or len(losses) // 2
         if size < 2:
             return None
-        before, newest = self.losses[-2 * size : -size], self.losses[-size:]
+        before, newest = losses[-2 * size : -size], losses[-size:]
         levels = [statistics.fmean(loss for _, loss in part) for part in (before, newest)]
         middles = [statistics.fmean(step for step, _ in part) for part in (before, newest)]
         if not levels[0] or not all(map(math.isfinite, levels)):
@@ -140,57 +155,24 @@ class LiveFacts:
             with contextlib.suppress(OnwardError):  # it is damaged, which `onward status` says
                 self.name = read_record(run.identity, RunIdentity).name
         self.attempt = run.current_attempt
-        for event in self._new(run.phases):
+        for event, after in read_events(run.phases, self._phases_offset, RECORDS):
+            self._phases_offset = after
             self._add_phase(event)
-        for event in self._new(run.events):
-            self._add(event)
+        self.history.read()
         if time.monotonic() >= self._usage_due_at:
             self._usage_due_at = time.monotonic() + USAGE_PERIOD_S
             self.usage = dict(filter(None, map(_newest_usage, sorted(run.nodes.glob("rank-*.jsonl")))))
 
-    def _new(self, path: Path) -> list[Event]:
-        found = list(read_events(path, self._offsets.get(path, 0)))
-        self._offsets[path] = found[-1][1] if found else self._offsets.get(path, 0)
-        return [event for event, _ in found]
-
     def _add_phase(self, event: Event) -> None:
         """Add a phase. The first one of another process, or behind an end, begins a flow of its own."""
-        if event.kind == NOTE:
-            self.phase_note = str(event.fields.get("text", ""))
-        if event.kind not in get_args(Phase):
+        if isinstance(event, Note):
+            self.phase_note = event.text
+        if not isinstance(event, PhaseStart):
             return
         self.phase_note = ""
-        owner, at_s = event.fields.get("pid"), event.fields.get("began_ms", event.at_ms) / 1e3
-        if owner != self._owner or self.phase == "end" or event.kind == "start":
-            self.phases, self._owner = [], owner
-        self.phases.append((cast(Phase, event.kind), at_s))
-
-    def _add(self, event: Event) -> None:
-        self.progress.add(event)
-        at_s = event.at_ms / 1e3
-        if event.kind == "start":
-            self._begun_attempt = event.attempt
-            self._steps.clear()
-            self.losses = [(step, loss) for step, loss in self.losses if step <= event.step]
-            rows = event.fields.get("num_rows", 0)
-            self.epochs = event.fields.get("num_samples", 0) / rows if rows else 0.0
-        elif event.kind == "scalars":
-            values: dict[str, Any] = event.fields.get("values", {})
-            self.values |= {name.removeprefix("train/"): value for name, value in values.items()}
-            self._add_loss(event.step, values.get("train/loss"))
-            self._steps.append((at_s, event.step))
-            while self._steps[0][0] < at_s - PACE_S:
-                self._steps.popleft()
-        elif event.kind == "evaluation":
-            self.evaluation = event.step, event.fields.get("values", {})
-        elif event.kind == "checkpoint":
-            self.checkpoint = event.step, at_s
-
-    def _add_loss(self, step: int, loss: float | None) -> None:
-        if loss is not None and math.isfinite(loss):
-            self.losses.append((step, loss))
-            if len(self.losses) > MOST_POINTS:
-                del self.losses[1:-1:2]
+        if event.pid != self._owner or self.phase == "end" or event.kind == "start":
+            self.phases, self._owner = [], event.pid
+        self.phases.append((event.kind, event.begin_ms / 1e3))
 
 
 def curve(losses: list[tuple[int, float]], width: int) -> list[float]:
@@ -208,8 +190,5 @@ def _newest_usage(path: Path) -> tuple[str, Mapping[str, float]] | None:
         size = file.seek(0, 2)
         file.seek(max(0, size - USAGE_BYTES))
         lines = file.read().split(b"\n")[:-1]  # behind the last newline a line may be half-written
-    try:
-        line = json.loads(lines[-1])
-        return str(line["node"]), dict(line["values"])
-    except (ValueError, KeyError, TypeError, IndexError):
-        return None
+    newest = event_of(lines[-1]) if lines else None
+    return (newest.node, newest.values) if isinstance(newest, Usage) else None

@@ -85,17 +85,18 @@ def sentence(facts: LiveFacts) -> str:
     parts = [
         f"{again}step {progress.step}/{progress.num_steps}",
         f"epoch {facts.epoch:.2f}/{facts.epochs:.4g}" if facts.epochs else "",
-        "" if math.isnan(progress.loss) else f"loss {progress.loss:.4g}",
+        _known("loss {:.4g}", progress.newest("loss")),
         *_speed(facts),
         *_compute(facts),
-        "" if math.isnan(progress.data_wait) else f"data wait {progress.data_wait:.0%}",
+        _known("data wait {:.0%}", progress.newest("data_wait")),
         _time_left(facts),
     ]
     text = ", ".join(filter(None, parts))
-    if facts.evaluation:
+    if evaluations := facts.history.evaluations:
         values = ", ".join(f"{name} {value}" for name, value in _evaluated(facts))
-        text += f"; evaluation of step {facts.evaluation[0]}: {values}"
-    return f"{text}; checkpoint of step {facts.checkpoint[0]}" if facts.checkpoint else text
+        text += f"; evaluation of step {evaluations[-1].step}: {values}"
+    checkpoints = facts.history.checkpoints
+    return f"{text}; checkpoint of step {checkpoints[-1].step}" if checkpoints else text
 
 
 def clock(seconds: float) -> str:
@@ -183,62 +184,66 @@ def _row(label: str, parts: list[str], width: int) -> Text:
 
 def _rows(facts: LiveFacts, *, ascii_only: bool) -> list[tuple[str, list[str]]]:
     """Return each fact: its name, and its parts, the most important one first."""
-    values, progress = facts.values, facts.progress
-    rate, norm = values.get("learning_rate"), values.get("gradient_norm")
-    step, saved_s = facts.checkpoint or (0, 0.0)
-    begun, evaluated = bool(progress.num_steps), f"step {facts.evaluation[0]}" if facts.evaluation else ""
+    history, progress = facts.history, facts.progress
+    evaluated = [f"step {event.step}" for event in history.evaluations[-1:]]
+    saved = [
+        f"step {event.step}, saved {clock(facts.now_s() - event.at_ms / 1e3)} ago" for event in history.checkpoints[-1:]
+    ]
+    if not saved and progress.num_steps:
+        saved = ["none yet"]
     return [
         ("loss", _loss(facts, ascii_only=ascii_only)),
-        ("evaluation", [evaluated, *map(" ".join, _evaluated(facts))]),
+        ("evaluation", [*evaluated, *map(" ".join, _evaluated(facts))]),
         (
             "epoch" if facts.epochs else "updates",
             [
                 f"{facts.epoch:.2f} of {facts.epochs:.4g}" if facts.epochs else "",
-                "" if rate is None else f"learning rate {rate:.3g}",
-                "" if norm is None else f"gradient norm {norm:.3g}",
+                _known("learning rate {:.3g}", progress.newest("learning_rate")),
+                _known("gradient norm {:.3g}", progress.newest("gradient_norm")),
             ],
         ),
         ("speed", _speed(facts)),
         ("compute", _compute(facts)),
-        ("data wait", ["" if math.isnan(progress.data_wait) else f"{progress.data_wait:.1%} of the time"]),
+        ("data wait", [_known("{:.1%} of the time", progress.newest("data_wait"))]),
         ("memory", _memory(facts)),
-        (
-            "checkpoint",
-            [f"step {step}, saved {clock(facts.now_s() - saved_s)} ago" if facts.checkpoint else "none yet" * begun],
-        ),
+        ("checkpoint", saved),
         ("now", [facts.note or facts.phase_note]),
         ("problem", [facts.problem]),
     ]
 
 
+def _known(text: str, value: float) -> str:
+    """Return a text with the value in it; "" for NaN."""
+    return "" if math.isnan(value) else text.format(value)
+
+
 def _loss(facts: LiveFacts, *, ascii_only: bool) -> list[str]:
-    if math.isnan(facts.progress.loss):
+    loss = facts.progress.newest("loss")
+    if math.isnan(loss):
         return []
     change = facts.change()
     levels = curve(facts.losses, 16)
     low, high = min(levels, default=0.0), max(levels, default=0.0)
     drawn = "".join(BARS[round((level - low) / (high - low) * (len(BARS) - 1))] for level in levels if high > low)
     trend = "" if change is None else f"{change.ratio:+.1%} in {change.steps} steps"
-    return [f"{facts.progress.loss:.4g}", "" if ascii_only else drawn, trend]
+    return [f"{loss:.4g}", "" if ascii_only else drawn, trend]
 
 
 def _evaluated(facts: LiveFacts) -> list[tuple[str, str]]:
     """Return name and value of each metric of the newest evaluation."""
-    values = facts.evaluation[1] if facts.evaluation else {}
+    evaluations = facts.history.evaluations
+    values = evaluations[-1].values if evaluations else {}
     return [(name.removeprefix("evaluation/").replace("_", " "), f"{value:.4g}") for name, value in values.items()]
 
 
 def _speed(facts: LiveFacts) -> list[str]:
-    shown = [(facts.values.get(f"{unit}_per_s"), unit) for unit in ("samples", "tokens")]
-    return [f"{amount(value)} {unit}/s" for value, unit in shown if value is not None and math.isfinite(value)]
+    speeds = {unit: facts.progress.newest(f"{unit}_per_s") for unit in ("samples", "tokens")}
+    return [f"{amount(speed)} {unit}/s" for unit, speed in speeds.items() if math.isfinite(speed)]
 
 
 def _compute(facts: LiveFacts) -> list[str]:
-    tflops, mfu = facts.values.get("tflops"), facts.values.get("mfu")
-    return [
-        *([f"{tflops:.3g} TFLOP/s"] if tflops is not None and math.isfinite(tflops) else []),
-        *([f"MFU {mfu:.1%}"] if mfu is not None and math.isfinite(mfu) else []),
-    ]
+    shown = {"{:.3g} TFLOP/s": facts.progress.newest("tflops"), "MFU {:.1%}": facts.progress.newest("mfu")}
+    return [text.format(value) for text, value in shown.items() if math.isfinite(value)]
 
 
 def _time_left(facts: LiveFacts) -> str:
@@ -256,7 +261,8 @@ def _is_busy_otherwise(facts: LiveFacts) -> bool:
 def _memory(facts: LiveFacts) -> list[str]:
     """Return what the ranks use, if the log has it, and the fullest node and GPU."""
     parts = []
-    if (used := facts.values.get("memory_bytes")) is not None:
+    used = facts.progress.newest("memory_bytes")
+    if not math.isnan(used):
         parts.append(f"{gib(used)} a rank")
     kinds = (("memory_usage", "GPU"), ("system_memory_usage", "node"))
     for key, what in kinds:

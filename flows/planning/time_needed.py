@@ -25,10 +25,10 @@ from onward.trainer.errors import OnwardError
 from onward.trainer.onnx_graph.structure import structure_digest
 from onward.trainer.parallel.plan_record import Plan
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.pace import Pace, calibration_file, key_of, pace_of, settings_of_pace
+from onward.trainer.run.history import RunHistory
+from onward.trainer.run.pace import MEASURED, Pace, calibration_file, key_of, pace_of, settings_of_pace
 from onward.trainer.run.records import Record, RuntimeReport, read_record
 from onward.trainer.run.this_machine import machine_text
-from onward.trainer.run.time_account import read_events_of
 
 BUSY = 0.7
 """Load average before a measurement, from which on other programs have taken a part of the cores."""
@@ -116,7 +116,7 @@ def _is_alike(run: RunDir, config: RunConfig, settings: object, structure: str) 
 
 def _pace(run: RunDir) -> Pace | None:
     own, identity = read_config(run, "given"), identity_of(run)
-    pace = pace_of(read_events_of(run), batch=own.train.global_batch_size)
+    pace = pace_of(RunHistory.of(run.events, series=MEASURED), batch=own.train.global_batch_size)
     if pace is None or identity is None:
         return None
     manifest = run.shards / "manifest.json"

@@ -8,9 +8,10 @@ from markupsafe import Markup
 
 from onward.flows.run_reports.curves import COLOURS, Line, draw
 from onward.flows.run_reports.facts import EVALUATION, NAMES, RunFacts, Series, settings_as_text
-from onward.flows.run_reports.page import MOST_EVALUATED, TIME_COLOURS, Drawing, median, render, short_number
+from onward.flows.run_reports.page import MOST_EVALUATED, TIME_COLOURS, Drawing, duration, median, render, short_number
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.quantities import duration
+from onward.trainer.run.history import Series
 from onward.trainer.run.time_account import PARTS
 
 TITLES = {
@@ -55,17 +56,17 @@ def result_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
 def _results(facts: RunFacts) -> dict[str, float]:
     if facts.exported:
         return {**facts.exported.after, **facts.exported.test}
-    return {name: series.last for name, series in facts.log.evaluations.items()}
+    return {name: series.values[-1] for name, series in facts.evaluations.items()}
 
 
 def fact_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
     """Yield what else is said of each run in one line."""
     rows: dict[str, Callable[[RunFacts], str]] = {
         "state": lambda facts: facts.state,
-        "steps": lambda facts: f"{facts.log.last_step:,} of {facts.log.num_steps:,}",
-        "attempts": lambda facts: str(len(facts.attempts) or len(facts.log.starts)),
-        "samples/s": lambda facts: f"{median(speed):.4g}" if (speed := facts.log.curve("samples_per_s")) else "",
-        "MFU": lambda facts: f"{median(mfu):.1%}" if (mfu := facts.log.curve("mfu")) else "",
+        "steps": lambda facts: f"{facts.history.last_step:,} of {facts.history.num_steps:,}",
+        "attempts": lambda facts: str(len(facts.attempts) or len(facts.history.starts)),
+        "samples/s": lambda facts: f"{median(speed):.4g}" if (speed := facts.curve("samples_per_s")) else "",
+        "MFU": lambda facts: f"{median(mfu):.1%}" if (mfu := facts.curve("mfu")) else "",
         "ranks": lambda facts: str(facts.config.world_size) if facts.config else "",
         "parity": lambda facts: short_number(facts.exported.parity) if facts.exported else "",
         "registered": lambda facts: (
@@ -93,11 +94,11 @@ def differing_settings(runs: Sequence[RunFacts]) -> list[Row]:
 
 def overlaid(runs: Sequence[RunFacts], colours: Sequence[str]) -> list[Drawing]:
     """Return each curve of the runs in one drawing, for those that at least one of them has."""
-    evaluated = list(dict.fromkeys(name for facts in runs for name in facts.log.evaluations))
+    evaluated = list(dict.fromkeys(name for facts in runs for name in facts.evaluations))
     curves: list[tuple[str, bool, list[Series | None]]] = [
-        (TITLES[what], False, [facts.log.curve(what) for facts in runs]) for what in NAMES if what in TITLES
+        (TITLES[what], False, [facts.curve(what) for facts in runs]) for what in NAMES if what in TITLES
     ]
-    curves[1:1] = [(name, True, [facts.log.series.get(name) for facts in runs]) for name in evaluated[:MOST_EVALUATED]]
+    curves[1:1] = [(name, True, [facts.curves.get(name) for facts in runs]) for name in evaluated[:MOST_EVALUATED]]
     found = []
     for title, dots, each in curves:
         lines = [Line(series, colour, dots) for series, colour in zip(each, colours, strict=True) if series]

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onward.flows.run_reports.facts import Series
 from onward.trainer.run.directory import onward_home
+from onward.trainer.run.history import Series
 
 # before matplotlib is imported, which would keep its list of fonts in the user's home
 os.environ.setdefault("MPLCONFIGDIR", str(onward_home() / "matplotlib"))

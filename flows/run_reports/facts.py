@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +20,10 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.diagnostics.difference import Difference
 from onward.trainer.errors import OnwardError
-from onward.trainer.events import Event, read_events
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir, changes_in, read_config, samples_in
 from onward.trainer.run.ending import RunEnding, ending_of
+from onward.trainer.run.history import RunHistory, Series
 from onward.trainer.run.records import (
     ExportedModel,
     MetricsSummary,
@@ -55,41 +55,6 @@ NAMES = {
 EVALUATION = "evaluation/"
 
 
-@dataclass
-class Series:
-    """One metric by step: of a step that was made several times, the first value."""
-
-    steps: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-
-    @property
-    def last(self) -> float:
-        return self.values[-1]
-
-
-@dataclass
-class Log:
-    """What the event log says."""
-
-    series: dict[str, Series] = field(default_factory=dict)
-    starts: list[tuple[int, int, int]] = field(default_factory=list)
-    """(milliseconds since 1970, attempt, step) at which each attempt began its first step."""
-    checkpoints: list[int] = field(default_factory=list)
-    num_steps: int = 0
-    num_parameters: int = 0
-    compute: str = ""
-    last_step: int = 0
-
-    def curve(self, what: str) -> Series | None:
-        """Return a curve of `NAMES`; None if the log has none."""
-        return next((self.series[name] for name in NAMES[what] if name in self.series), None)
-
-    @property
-    def evaluations(self) -> dict[str, Series]:
-        """Return the metrics of the evaluations of the weights: name -> series."""
-        return {name: series for name, series in self.series.items() if name.startswith(EVALUATION)}
-
-
 @dataclass(frozen=True)
 class RunFacts:
     """What a report shows of one run."""
@@ -98,7 +63,9 @@ class RunFacts:
     state: State
     identity: RunIdentity | None
     config: RunConfig | None
-    log: Log
+    history: RunHistory
+    curves: Mapping[str, Series]
+    """Metric of the event log -> its values."""
     attempts: Sequence[AttemptEnding]
     ending: RunEnding | None
     """How its newest flow ended; None while it runs, or if it was killed."""
@@ -130,6 +97,15 @@ class RunFacts:
     @property
     def short_id(self) -> str:
         return self.run.root.name[:8]
+
+    def curve(self, what: str) -> Series | None:
+        """Return a curve of `NAMES`; None if the log has none."""
+        return next((self.curves[name] for name in NAMES[what] if name in self.curves), None)
+
+    @property
+    def evaluations(self) -> dict[str, Series]:
+        """Return the metrics of the evaluations of the weights: name -> series."""
+        return {name: curve for name, curve in self.curves.items() if name.startswith(EVALUATION)}
 
     def class_name(self, number: float | None) -> str:
         """Return the name of a class of the first loss; its number if it has none."""
@@ -175,16 +151,18 @@ def read_facts(run: RunDir) -> RunFacts:
     state: State = "running" if running else known("the state", lambda: ended_state(run), "damaged")
     now_ms = time.time_ns() // 1_000_000 if running else None
     manifest = read(run.shards / "manifest.json", ShardManifest)
+    history = known("the event log", lambda: RunHistory.of(run.events), None)
     tables = [read(path, ClassTable) for path in sorted(run.classes.glob("*classes.json"))]
     return RunFacts(
         run=run,
         state=state,
         identity=read(run.identity, RunIdentity),
         config=config,
-        log=known("the event log", lambda: read_log(run), Log()),
+        history=history or RunHistory(run.events),
+        curves={name: history.curve(name) for name in history.values} if history else {},
         attempts=endings(run),
         ending=ending,
-        account=known("the account of the time", lambda: time_account(run, now_ms), None),
+        account=known("the account of the time", lambda: time_account(run, history, now_ms), None) if history else None,
         trained=read(run.train, TrainResult),
         metrics=read(run.metrics, MetricsSummary),
         exported=read(run.exported, ExportedModel),
@@ -200,37 +178,6 @@ def read_facts(run: RunDir) -> RunFacts:
         remarks=known("remarks on its records", lambda: remarks_of(run), ()),
         left_out=left_out,
     )
-
-
-def read_log(run: RunDir) -> Log:
-    """Read the curves and marks of a run's event log."""
-    log, seen = Log(), dict[str, int]()
-    for event, _ in read_events(run.events):
-        log.last_step = max(log.last_step, event.step)
-        if event.kind == "start":
-            log.starts.append((event.at_ms, event.attempt, event.step))
-            log.num_steps = _whole(event.fields.get("num_steps"))
-            log.num_parameters = _whole(event.fields.get("num_parameters"))
-            log.compute = str(event.fields.get("compute", ""))
-        elif event.kind == "checkpoint" and event.step not in log.checkpoints[-1:]:
-            log.checkpoints.append(event.step)
-        for name, value in _values(event):
-            if event.step > seen.get(name, -1):
-                seen[name] = event.step
-                series = log.series.setdefault(name, Series())
-                series.steps.append(event.step)
-                series.values.append(float(value))
-    return log
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0
-
-
-def _values(event: Event) -> Iterator[tuple[str, float]]:
-    values = event.fields.get("values")
-    if event.kind in ("scalars", "evaluation") and isinstance(values, dict):
-        yield from ((name, value) for name, value in values.items() if isinstance(value, int | float))
 
 
 def _tokens_per_sample(

@@ -15,10 +15,11 @@ from markupsafe import Markup
 from onward.flows.costs import cost_line
 from onward.flows.report import config_lines
 from onward.flows.run_reports.curves import COLOURS, Line, Marks, draw, draw_counts, draw_scatter
-from onward.flows.run_reports.facts import EVALUATION, RunFacts, Series, settings_as_text
+from onward.flows.run_reports.facts import EVALUATION, RunFacts, settings_as_text
 from onward.flows.run_reports.summary import results, verdict
 from onward.trainer.diagnostics.difference import TensorChange
 from onward.trainer.quantities import duration, shown_size
+from onward.trainer.run.history import Series
 from onward.trainer.run.step_profile import other_rows, slowest_nodes
 from onward.trainer.run.time_account import PARTS, TimeAccount
 
@@ -103,27 +104,27 @@ def page_of(facts: RunFacts) -> str:
 
 def drawings(facts: RunFacts) -> list[Drawing]:
     """Return the curves of a run, those that its log has."""
-    log, marks = facts.log, _marks(facts)
-    losses = [("training", log.curve("loss")), ("evaluation", log.series.get(f"{EVALUATION}loss"))]
+    marks = _marks(facts)
+    losses = [("training", facts.curve("loss")), ("evaluation", facts.curves.get(f"{EVALUATION}loss"))]
     named = [(name, series) for name, series in losses if series]
     found = []
     if named:
         lines = [Line(series, COLOURS[place], dots=place > 0) for place, (_, series) in enumerate(named)]
         found.append(_drawing("Loss", lines, marks, [name for name, _ in named]))
-    measured = {name: each for name, each in log.evaluations.items() if name != f"{EVALUATION}loss"}
+    measured = {name: each for name, each in facts.evaluations.items() if name != f"{EVALUATION}loss"}
     for name, series in list(measured.items())[:MOST_EVALUATED]:
         found.append(_drawing(name.removeprefix(EVALUATION), [Line(series, COLOURS[1], dots=True)], marks))
     for what, title in (("learning_rate", "Learning rate"), ("gradient_norm", "Gradient norm")):
-        if curve := log.curve(what):
+        if curve := facts.curve(what):
             found.append(_drawing(title, [Line(curve, COLOURS[0])], marks, from_zero=what == "learning_rate"))
-    if speed := log.curve("samples_per_s"):
+    if speed := facts.curve("samples_per_s"):
         note = f"median {median(speed):.4g}"
-        if not log.curve("tokens_per_s") and facts.tokens_per_sample:
+        if not facts.curve("tokens_per_s") and facts.tokens_per_sample:
             tokens = median(speed) * facts.tokens_per_sample
             note += f", or {tokens:.4g} tokens/s at {facts.tokens_per_sample:.4g} tokens a sample"
         found.append(_drawing("Samples per second", [Line(speed, COLOURS[2])], marks, note=note, from_zero=True))
     for what, title in COSTS.items():
-        if curve := log.curve(what):
+        if curve := facts.curve(what):
             note = f"median {median(curve):.4g}"
             found.append(_drawing(title, [Line(curve, COLOURS[2])], marks, note=note, from_zero=True))
     return [each for each in found if each.svg]
@@ -144,9 +145,9 @@ def _drawing(
 
 
 def _marks(facts: RunFacts) -> Marks:
-    starts = [step for _, attempt, step in facts.log.starts if attempt > 1]
+    starts = [start.step for start in facts.history.starts if start.attempt > 1]
     deaths = [each.step for each in facts.attempts if each.kind not in ("done", "stopped")]
-    return Marks(starts, deaths, facts.log.checkpoints)
+    return Marks(starts, deaths, [event.step for event in facts.history.checkpoints])
 
 
 def median(series: Series) -> float:
@@ -263,7 +264,8 @@ def environment_rows(facts: RunFacts) -> list[tuple[str, str]]:
     if facts.config:
         parallel = facts.config.parallel
         sizes = f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
-        rows.append(("layout", f"{sizes}, ZeRO {parallel.zero}, computed in {facts.log.compute or 'fp32'}"))
+        compute = facts.history.start.compute if facts.history.start else ""
+        rows.append(("layout", f"{sizes}, ZeRO {parallel.zero}, computed in {compute or 'fp32'}"))
     if line := cost_line(facts.metrics):
         rows.append(("throughput", line))
     if facts.manifest:

@@ -30,16 +30,16 @@ def verdict(facts: RunFacts) -> list[str]:
 
 
 def _trained(facts: RunFacts) -> Iterator[str]:
-    config, log = facts.config, facts.log
+    config, start = facts.config, facts.history.start
     if config is None:
         return
     what = f"{config.model.path.name} on {config.data.source}"
-    if not log.num_steps:
+    if start is None or not start.num_steps:
         yield f"It was to train {what}; no step was made."
         return
     ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
-    weights = f"{log.num_parameters:,} trained parameters" if log.num_parameters else "its weights"
-    yield f"{what}: {weights}, step {log.last_step:,} of {log.num_steps:,}, on {ranks}."
+    weights = f"{start.num_parameters:,} trained parameters" if start.num_parameters else "its weights"
+    yield f"{what}: {weights}, step {facts.history.last_step:,} of {start.num_steps:,}, on {ranks}."
 
 
 def _why(facts: RunFacts) -> Iterator[str]:
@@ -85,9 +85,7 @@ def results(facts: RunFacts) -> list[tuple[str, str, str, str]]:
     before = exported.before if exported else metrics.first if metrics else {}
     after = exported.after if exported else metrics.last if metrics else {}
     if not after:  # it has not ended, or has no record of it
-        before, after = (
-            {name: each.values[place] for name, each in facts.log.evaluations.items()} for place in (0, -1)
-        )
+        before, after = ({name: each.values[place] for name, each in facts.evaluations.items()} for place in (0, -1))
     rows = [
         (_short(name), _number(before.get(name)), _number(value), _trend(name, before.get(name), value))
         for name, value in sorted(after.items(), key=lambda item: (not item[0].endswith("/loss"), item[0]))

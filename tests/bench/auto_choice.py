@@ -107,7 +107,7 @@ def train_all(mpi: MPIContext, roots: list[str]) -> None:
 
 def step_s(run: RunDir) -> float:
     """The median of a run's steps but the first ones."""
-    times = [float(event.fields["values"]["train/step_s"]) for event in events(run, "scalars")]
+    times = [float(event.values["train/step_s"]) for event in events(run, "scalars")]
     return statistics.median(times[FIRST_STEPS:])
 
 

@@ -123,9 +123,9 @@ def main() -> None:
         )
         (stalls,) = run_ranks(1, "tests.bench.checkpoint_speed:training", str(run.root), timeout_s=900)
         seconds = {
-            event.step: event.fields["values"]["train/step_s"]
+            event.step: event.values["train/step_s"]
             for event in events(run, "scalars")
-            if "train/step_s" in event.fields["values"]
+            if "train/step_s" in event.values
         }
         found = newest_complete(run)
         assert found is not None

@@ -92,7 +92,7 @@ def data_wait(folder: Path, source: Path, steps: int, image: dict[str, Any]) -> 
         launch={"threads_per_rank": os.cpu_count() or 1},
     )
     train_run(run, timeout_s=900)
-    lines = [event.fields["values"] for event in events(run, "scalars")][2:]
+    lines = [event.values for event in events(run, "scalars")][2:]
     wait, speed = (statistics.median(line[f"train/{key}"] for line in lines) for key in ("data_wait", "samples_per_s"))
     return wait, speed
 

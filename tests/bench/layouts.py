@@ -76,7 +76,7 @@ def profiled(mpi: MPIContext, root: str) -> float:
 def step_times(run: RunDir) -> list[float]:
     """Seconds of each step but the first two, from the event log."""
     samples = read_config(run).train.global_batch_size
-    speeds = [event.fields["values"].get("train/samples_per_s") for event in events(run, "scalars")]
+    speeds = [event.values.get("train/samples_per_s") for event in events(run, "scalars")]
     return [samples / speed for speed in speeds if speed][2:]
 
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import onward
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.time_account import attempt_times, read_events_of
+from onward.trainer.run.history import RunHistory
+from onward.trainer.run.time_account import attempt_times
 from tests.bench.memory_prediction import CASES, CONV, GPT, LLAMA, MODELS, WORDS, Sections, shown
 from tests.support.runs import events, make_run, train_run
 
@@ -57,12 +58,8 @@ def make(folder: Path, case: Case, *, num_steps: int) -> RunDir:
 
 def step_and_total_s(run: RunDir) -> tuple[float, float]:
     """The median step of a training but the first ones, and its time from the first line of the loop to the end."""
-    steps = [
-        float(event.fields["values"]["train/step_s"])
-        for event in events(run, "scalars")
-        if "train/step_s" in event.fields["values"]
-    ]
-    (times,) = attempt_times(read_events_of(run), [])
+    steps = [float(event.values["train/step_s"]) for event in events(run, "scalars") if "train/step_s" in event.values]
+    (times,) = attempt_times(RunHistory.of(run.events), [])
     return statistics.median(steps[FIRST_STEPS:]), (times.last_ms - times.began_ms) / 1000
 
 

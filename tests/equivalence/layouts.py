@@ -190,24 +190,24 @@ def num_planned(run: RunDir) -> int:
 def evaluated(run: RunDir) -> float:
     """The evaluation loss before the first step."""
     first = next(event for event in events(run, "evaluation") if event.step == 0)
-    return float(first.fields["values"]["evaluation/loss"])
+    return float(first.values["evaluation/loss"])
 
 
 def norms(run: RunDir) -> dict[str, float]:
     """What the event log says of every trained weight and its gradient, whole, in the last step."""
-    values = [event.fields["values"] for event in events(run, "scalars") if event.step == NUM_STEPS]
+    values = [event.values for event in events(run, "scalars") if event.step == NUM_STEPS]
     return {name: value for each in values for name, value in each.items() if "_norm/" in name}
 
 
 def counted_flops(run: RunDir) -> float:
     """What a step costs by the count on the graph."""
     (start,) = events(run, "start")
-    return float(start.fields["flops_per_sample"]) * read_config(run).train.global_batch_size
+    return float(start.flops_per_sample) * read_config(run).train.global_batch_size
 
 
 def flops_of_steps(run: RunDir) -> list[float]:
     """What the event log says that each step has cost."""
-    values = [event.fields["values"] for event in events(run, "scalars")]
+    values = [event.values for event in events(run, "scalars")]
     return [each["train/tflops"] * each["train/step_s"] * 1e12 for each in values if "train/tflops" in each]
 
 

@@ -45,7 +45,7 @@ def sections(average: dict[str, Any]) -> dict[str, Any]:
 
 def of_average(run: RunDir) -> list[float]:
     """The loss of the average at each evaluation."""
-    return [event.fields["values"]["evaluation/average/loss"] for event in events(run, "evaluation")]
+    return [event.values["evaluation/average/loss"] for event in events(run, "evaluation")]
 
 
 def assert_same_average(runs: dict[Case, RunDir], cases: list[Case]) -> None:
@@ -57,7 +57,7 @@ def assert_same_average(runs: dict[Case, RunDir], cases: list[Case]) -> None:
         assert {name.rpartition("/")[0] for name in found} <= weights.keys()
         losses = of_average(runs[case])
         assert losses == pytest.approx(of_average(runs[alone]), rel=TOLERANCE), case
-        last = events(runs[case], "evaluation")[-1].fields["values"]
+        last = events(runs[case], "evaluation")[-1].values
         assert abs(last["evaluation/loss"] / losses[-1] - 1) > 10 * TOLERANCE, "they are evaluated apart"
 
 

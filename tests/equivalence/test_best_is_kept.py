@@ -38,7 +38,7 @@ def kept(run: RunDir) -> tuple[CheckpointInfo, ...]:
 
 def best_so_far(run: RunDir, *, greatest: bool) -> list[int]:
     """Return the steps whose evaluation, as the event log has it, was better than all before it."""
-    seen = {e.step: float(e.fields["values"]["evaluation/loss"]) for e in events(run, "evaluation") if e.step > 0}
+    seen = {e.step: float(e.values["evaluation/loss"]) for e in events(run, "evaluation") if e.step > 0}
     compare = max if greatest else min
     return [step for step in sorted(seen) if seen[step] == compare(seen[each] for each in seen if each <= step)]
 

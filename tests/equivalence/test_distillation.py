@@ -132,7 +132,7 @@ def test_two_replicas_and_two_stages_learn_from_a_teacher_what_one_rank_learns(t
     sections = {"teacher": teacher(tmp_path, LARGER, temperature=3.0, weight=50.0)}
     runs = compared(GPT2, [("dp2", 0), ("pp2", 0)], sections, tmp_path)
     alone = next(iter(runs.values()))
-    before, after = (event.fields["values"] for event in events(alone, "evaluation"))
+    before, after = (event.values for event in events(alone, "evaluation"))
     assert after["evaluation/distillation"] < before["evaluation/distillation"]
     names = {tensor.name for tensor in graphs.tiny_transformer().graph.initializer}
     for run in runs.values():
@@ -237,7 +237,7 @@ def test_a_student_learns_without_labels_and_its_file_is_exported(tmp_path: Path
         export={"promote_if": "never"},
     )
     metrics = train_run(run).metrics
-    first = events(run, "evaluation")[0].fields["values"]
+    first = events(run, "evaluation")[0].values
     assert metrics["evaluation/loss"] == metrics["evaluation/distillation"] < 0.2 * first["evaluation/loss"]
     trained_weights = Checkpoint(step=60, weights=tensors(run, 60, "model/"))
     made = export(run, trained_weights, data=evaluation_data(run), folder=tmp_path / "export")

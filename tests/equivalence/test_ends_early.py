@@ -36,7 +36,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def loss_at(run: RunDir, step: int) -> float:
-    (found,) = {e.fields["values"]["evaluation/loss"] for e in events(run, "evaluation") if e.step == step}
+    (found,) = {e.values["evaluation/loss"] for e in events(run, "evaluation") if e.step == step}
     return float(found)
 
 
@@ -48,7 +48,7 @@ def test_patience_ends_the_run_at_the_same_step_with_the_same_bits_although_it_w
     result = train_run(first)
     assert (result.status, result.step) == ("done", 12)
     assert result.ended_early.startswith("stop.patience = 3: evaluation/loss did not improve on ")
-    assert events(first, "end")[-1].fields["ended_early"] == result.ended_early
+    assert events(first, "end")[-1].ended_early == result.ended_early
     newest = newest_complete(first)
     assert newest is not None
     assert newest.manifest.state.metrics == result.metrics, "the last checkpoint was evaluated at its own step"

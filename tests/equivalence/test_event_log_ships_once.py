@@ -26,7 +26,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.training import TrainConfig
-from onward.trainer.events import EventWriter, read_events
+from onward.trainer.events import Evaluated, EventWriter, Started, read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, RunIdentity, write_record
 from tests.support.stores import Server, client, new_run, points
@@ -69,12 +69,12 @@ def write_log(run: RunDir, pause_s: float) -> None:
         last = attempt == ATTEMPTS
         reached = STEPS if last else STEPS * attempt // ATTEMPTS
         events = EventWriter(run.events, attempt=attempt, rank=0)  # cuts off what the last one left unfinished
-        events.emit("start", resumed, num_steps=STEPS, num_samples=32 * STEPS, num_parameters=1)
+        events.emit(Started(step=resumed, num_steps=STEPS, num_samples=32 * STEPS, num_parameters=1))
         for step in range(resumed + 1, reached + 1):
             cost = {"samples_per_s": dice.random(), "tflops": dice.random(), "mfu": dice.random(), "memory_bytes": 1e9}
             events.scalars(step, loss=dice.random(), learning_rate=1e-3, **cost)
             if step % 50 == 0:
-                events.emit("evaluation", step, values={"evaluation/loss": dice.random()})
+                events.emit(Evaluated(step=step, values={"evaluation/loss": dice.random()}))
             time.sleep(pause_s)
         events.close()
         if not last:

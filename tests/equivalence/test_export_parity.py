@@ -60,7 +60,7 @@ def test_the_exported_file_under_onnxruntime_equals_the_trained_module(tmp_path:
     theirs = session.run(None, feed)[0]
     assert np.abs(ours - theirs).max() <= 2e-6 * np.abs(ours).max()
 
-    evaluations = [event.fields["values"] for event in runs.events(run, "evaluation")]
+    evaluations = [event.values for event in runs.events(run, "evaluation")]
     assert exported.before == pytest.approx(evaluations[0], rel=1e-5)
     assert exported.after == pytest.approx(evaluations[-1], rel=1e-5)
     assert exported.after["evaluation/loss"] < exported.before["evaluation/loss"], "nothing was learned"

@@ -57,13 +57,11 @@ def run_of(folder: Path, model: onnx.ModelProto, *, use: str, layout: str) -> Ru
 )
 def test_rows_that_fill_a_batch_up_count_neither_in_training_nor_in_evaluation(layout: str, tmp_path: Path) -> None:
     free = run_of(tmp_path / "free", graphs.tiny_mlp(), use="auto", layout="one rank")
-    assert events(free, "start")[0].fields["num_samples"] % BATCH
-    wanted = [event.fields["values"] for event in events(free, "evaluation")]
+    assert events(free, "start")[0].num_samples % BATCH
+    wanted = [event.values for event in events(free, "evaluation")]
     own = run_of(tmp_path / "own", declared(graphs.tiny_mlp(), BATCH), use="own", layout=layout)
     assert_close(final_tensors(own), final_tensors(free), 1e-5)
-    assert [event.fields["values"] for event in events(own, "evaluation")] == [
-        pytest.approx(each, rel=1e-5) for each in wanted
-    ]
+    assert [event.values for event in events(own, "evaluation")] == [pytest.approx(each, rel=1e-5) for each in wanted]
     newest = newest_complete(own)
     assert newest is not None
     state, tensors = load(newest)

@@ -66,7 +66,7 @@ def make_run(folder: Path, proto: onnx.ModelProto, data: dict[str, Array], **sec
 
 def trained_and_exported(run: RunDir) -> ExportedModel:
     exported = export_file(run, run.checkpoint(runs.train_run(run).step))
-    evaluations = [event.fields["values"] for event in runs.events(run, "evaluation")]
+    evaluations = [event.values for event in runs.events(run, "evaluation")]
     # onnxruntime has evaluated the file that is delivered, on what the ranks have computed with
     assert exported.before == pytest.approx(evaluations[0], rel=1e-5)
     assert exported.after == pytest.approx(evaluations[-1], rel=1e-5)

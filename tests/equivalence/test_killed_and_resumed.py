@@ -53,7 +53,7 @@ def test_a_rank_killed_at_any_step_changes_not_one_bit_of_the_end(make: Make, ca
     assert (result.attempt, result.status, result.step) == (4, "done", 24)
     assert_equal_bits(final_tensors(killed), final_tensors(undisturbed))
     assert losses(killed) == losses(undisturbed)
-    last = [[e.fields["values"] for e in events(run, "evaluation")][-1] for run in (killed, undisturbed)]
+    last = [[e.values for e in events(run, "evaluation")][-1] for run in (killed, undisturbed)]
     assert last[0] == last[1]
 
 

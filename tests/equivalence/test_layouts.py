@@ -177,8 +177,8 @@ def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(tmp_path: Path, 
     planted = "tests.equivalence.test_layouts:with_a_planted_overflow"
     steps = run_ranks(case.world_size, planted, str(run.root), rank, 2, timeout_s=300)
     assert steps == [layouts.NUM_STEPS] * case.world_size
-    skipped = [event for event in events(run, "scalars") if event.fields["values"].get("train/skipped")]
-    assert [(event.step, event.fields["values"]["train/loss_scale"]) for event in skipped] == [(2, 512.0)]
+    skipped = [event for event in events(run, "scalars") if event.values.get("train/skipped")]
+    assert [(event.step, event.values["train/loss_scale"]) for event in skipped] == [(2, 512.0)]
     assert sorted(losses(run)) == [1, 2, 3], "the step is tried again at half the scale"
 
 

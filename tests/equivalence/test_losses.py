@@ -162,7 +162,7 @@ def assert_as_by_hand(case: Case, run: RunDir) -> None:
     if not case.at_once:  # info_nce compares the rows of an evaluation batch
         (*_, last) = events(run, "evaluation")
         value = ByHand(case, run, last.step).evaluation()
-        assert last.fields["values"]["evaluation/loss"] == pytest.approx(value, rel=1e-5)
+        assert last.values["evaluation/loss"] == pytest.approx(value, rel=1e-5)
 
 
 def problems(runs: Trained) -> dict[str, object]:
@@ -202,7 +202,7 @@ def test_losses_train_on_any_ranks_as_torch_trains_them_on_one(tmp_path: Path) -
     assert problems(runs) == {}
     for run in runs["two heads"].values():
         for event in events(run, "evaluation"):
-            values = event.fields["values"]
+            values = event.values
             parts = values["evaluation/kinds/loss"] + 0.25 * values["evaluation/level/loss"]
             assert values["evaluation/loss"] == pytest.approx(parts, rel=1e-6)
             assert {"evaluation/kinds/accuracy", "evaluation/level/mae"} < values.keys()

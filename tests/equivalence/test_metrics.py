@@ -50,7 +50,7 @@ def test_every_layout_has_the_metrics_of_one_rank_and_so_has_the_exported_file(t
 
 
 def evaluations(run: RunDir) -> list[dict[str, float]]:
-    return [event.fields["values"] for event in events(run, "evaluation")]
+    return [event.values for event in events(run, "evaluation")]
 
 
 # -- every metric of every loss: one graph with an output for each

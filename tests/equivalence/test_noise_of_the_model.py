@@ -84,7 +84,7 @@ def test_every_layout_draws_the_same_noise(one_rank: RunDir, tmp_path: Path, sec
     # only the order of the sums over the samples differs; other noise would change the first digit
     assert runs.losses(run) == pytest.approx(runs.losses(one_rank), rel=1e-5)
     runs.assert_close(runs.final_tensors(run), runs.final_tensors(one_rank), 1e-5)
-    evaluations = [[event.fields["values"] for event in runs.events(each, "evaluation")] for each in (run, one_rank)]
+    evaluations = [[event.values for event in runs.events(each, "evaluation")] for each in (run, one_rank)]
     assert evaluations[0][-1] == pytest.approx(evaluations[1][-1], rel=1e-5)
 
 
@@ -105,5 +105,5 @@ def test_another_seed_draws_other_noise_in_training_and_the_same_in_evaluation(
     for each in (run, other):
         runs.train_run(each)
     assert runs.losses(run)[1] != pytest.approx(runs.losses(other)[1], rel=1e-3)
-    first = [runs.events(each, "evaluation")[0].fields["values"] for each in (run, other, one_rank)]
+    first = [runs.events(each, "evaluation")[0].values for each in (run, other, one_rank)]
     assert first[0] == first[1] == first[2]

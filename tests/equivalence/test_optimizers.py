@@ -129,6 +129,6 @@ def test_an_overflow_skips_the_step_of_an_optimizer_that_sums_over_ranks(name: s
     assert with_a_planted_overflow.__name__ in planted
     steps = run_ranks(4, planted, str(run.root), 3, 2, timeout_s=300)
     assert steps == [layouts.NUM_STEPS] * 4
-    skipped = [event for event in events(run, "scalars") if event.fields["values"].get("train/skipped")]
-    assert [(event.step, event.fields["values"]["train/loss_scale"]) for event in skipped] == [(2, 512.0)]
+    skipped = [event for event in events(run, "scalars") if event.values.get("train/skipped")]
+    assert [(event.step, event.values["train/loss_scale"]) for event in skipped] == [(2, 512.0)]
     assert sorted(losses(run)) == [1, 2, 3]

@@ -79,9 +79,9 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(model: str, replica: in
     result = train_run(run)
     assert (result.status, result.step, result.samples_seen) == ("done", NUM_STEPS, NUM_STEPS * BATCH)
 
-    skipped = [e for e in events(run, "scalars") if e.fields["values"].get("train/skipped")]
+    skipped = [e for e in events(run, "scalars") if e.values.get("train/skipped")]
     assert skipped
     assert skipped[0].step == step, "only the planted row overflows, on the one rank that has it"
-    scales = [event.fields["values"]["train/loss_scale"] for event in skipped]
+    scales = [event.values["train/loss_scale"] for event in skipped]
     assert scales == [4096.0 / 2**n for n in range(1, len(scales) + 1)], "each overflow halves the scale, once"
     assert sorted(losses(run)) == list(range(1, NUM_STEPS + 1)), "an overflow takes no step's number: it is tried again"

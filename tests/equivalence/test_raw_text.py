@@ -115,10 +115,10 @@ def test_bits_per_byte_are_the_bits_of_all_targets_over_the_bytes_of_their_text_
         num_bytes = int(np.sum(rows["input_ids/bytes"]))
         num_targets = sum(int((np.asarray(row) != -100).sum()) for row in rows["label"])
         for event in events(run, "evaluation"):
-            values = event.fields["values"]
+            values = event.values
             bits = values["evaluation/loss"] / math.log(2) * num_targets
             assert values["evaluation/bits_per_byte"] == pytest.approx(bits / num_bytes, rel=1e-9)
-        found.append([event.fields["values"]["evaluation/bits_per_byte"] for event in events(run, "evaluation")])
+        found.append([event.values["evaluation/bits_per_byte"] for event in events(run, "evaluation")])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert found[0][-1] < found[0][0]
 

@@ -56,6 +56,6 @@ def test_evaluation_is_exact_to_the_last_sample_on_any_number_of_ranks(make: Mak
         settings = TRAIN | {"num_epochs": 0, "num_steps": 1, "evaluation_batch_size": 3}
         run = make(f"{ranks}", train=settings, optimizer=SGD, parallel={"data": ranks})
         train_run(run)
-        found.append(events(run, "evaluation")[0].fields["values"])
+        found.append(events(run, "evaluation")[0].values)
     assert found[1] == pytest.approx(found[0], rel=1e-6)
     assert found[2] == pytest.approx(found[0], rel=1e-6)

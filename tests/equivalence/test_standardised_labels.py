@@ -146,7 +146,7 @@ def test_an_exported_file_is_trained_again_from_where_it_was_without_more_nodes(
 
     again = make_run(tmp_path / "again", model, table(), **SETTINGS | {"model": {"loss": "mse"}, "loss": STANDARD})
     train_run(again)
-    (start,) = {e.fields["values"]["evaluation/loss"] for e in events(again, "evaluation") if e.step == 0}
+    (start,) = {e.values["evaluation/loss"] for e in events(again, "evaluation") if e.step == 0}
     np.testing.assert_allclose(start, file.after["evaluation/loss"], rtol=1e-4)
     assert final_tensors(again).keys() == final_tensors(first).keys(), "the constants are no weights"
     nodes = [node.op_type for node in onnx.load(exported(again).path).graph.node]

@@ -87,7 +87,7 @@ def test_loss_falls_and_the_whole_file_is_proven_on_strings(tmp_path: Path, name
     run = make_run(tmp_path, name)
     last = run.checkpoint(runs.train_run(run).step)
     exported = export_file(run, last)
-    evaluations = [event.fields["values"] for event in runs.events(run, "evaluation")]
+    evaluations = [event.values for event in runs.events(run, "evaluation")]
     # the ranks read numbers; the gate has read the same rows as strings
     assert exported.before == pytest.approx(evaluations[0], rel=1e-5)
     assert exported.after == pytest.approx(evaluations[-1], rel=1e-5)

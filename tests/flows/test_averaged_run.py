@@ -34,7 +34,7 @@ def test_the_average_is_in_mlflow_chooses_the_checkpoint_and_is_the_file_that_co
     facts = workshop.onward("run", str(workshop.root / "config.toml"), *settings)
     run = RunDir(Path(facts["directory"]))
     exported = read_record(run.exported, ExportedModel)
-    evaluated = {event.step: event.fields["values"] for event in events(run, "evaluation")}
+    evaluated = {event.step: event.values for event in events(run, "evaluation")}
     best = min((step for step in evaluated if step), key=lambda step: evaluated[step]["evaluation/average/loss"])
     assert exported.step == best
     assert exported.after["evaluation/loss"] == pytest.approx(evaluated[best]["evaluation/average/loss"], rel=1e-4)

@@ -39,7 +39,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section, table_type
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
-from onward.trainer.events import EventWriter
+from onward.trainer.events import EventWriter, Started
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, RankError, RunIdentity, TrainResult, write_record
 from tests.support.graphs import tiny_transformer
@@ -179,7 +179,7 @@ def test_the_state_of_a_run_is_read_from_its_files_alone(home: Path) -> None:
     assert describe(run).state == "interrupted"
     attempt = run.begin_attempt()
     events = EventWriter(run.events, attempt=attempt, rank=0)
-    events.emit("start", 0, num_steps=9)
+    events.emit(Started(step=0, num_steps=9))
     events.scalars(3, loss=0.5)
     events.close()
     error = RankError(attempt=1, rank=1, host="h", step=3, cause="ValueError: bad", traceback="", at_ms=1)

@@ -19,7 +19,7 @@ from onward.flows.live_view.screen import MEANING, Screen, amount, clock, lines,
 from onward.flows.live_view.view import LiveView, live_view
 from onward.flows.stop_signals import acknowledged_interrupt
 from onward.tasks.training_progress import Periodic
-from onward.trainer.events import EventWriter
+from onward.trainer.events import CheckpointSaved, Evaluated, EventWriter, Scalars, Started, Usage
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.phases import Phase, enter_phase, note_in_phase, phases
 from tests.support.terminals import Terminal
@@ -36,20 +36,21 @@ def training(run: RunDir, *, more: dict[str, float] | None = None) -> None:
     for phase in ("start", "configure", "preflight", "data", "train"):
         enter_phase(run, phase)  # type: ignore[arg-type]
     events = events_of(run, run.begin_attempt())
-    events.emit("start", 0, num_steps=100, num_samples=3200, num_rows=800, num_parameters=7)
+    events.emit(Started(step=0, num_steps=100, num_samples=3200, num_rows=800, num_parameters=7))
     for step in range(1, 41):
         events.scalars(step, loss=2.0 / step, learning_rate=3e-4, samples_per_s=3200.0, data_wait=0.02, **(more or {}))
-    events.emit("evaluation", 40, values={"evaluation/loss": 0.25, "evaluation/accuracy": 0.9375})
-    events.emit("checkpoint", 40, path="step-000000040")
+    events.emit(Evaluated(step=40, values={"evaluation/loss": 0.25, "evaluation/accuracy": 0.9375}))
+    events.emit(CheckpointSaved(step=40, path="step-000000040"))
     events.close()
     usage = {"system_memory_usage_megabytes": 4295.0, "system_memory_usage_percentage": 17.0}
     node = EventWriter(run.usage_of(0), attempt=1, rank=0)
-    node.emit("usage", 1, node="a", values=usage)
+    node.emit(Usage(step=1, node="a", values=usage))
     node.emit(
-        "usage",
-        2,
-        node="a",
-        values=usage | {"gpu_0_memory_usage_megabytes": 9664.0, "gpu_0_memory_usage_percentage": 60.0},
+        Usage(
+            step=2,
+            node="a",
+            values=usage | {"gpu_0_memory_usage_megabytes": 9664.0, "gpu_0_memory_usage_percentage": 60.0},
+        )
     )
     node.close()
 
@@ -105,7 +106,7 @@ def test_a_resumed_run_has_the_phases_of_its_newest_flow_and_says_which_attempt_
     assert [phase for phase, _ in facts.elapsed_s()] == ["start", "configure", "train"]
     assert "digits-14  attempt 2, train: the ranks load the model" in lines(facts, 80)[0].plain
     events = events_of(run, 2)
-    events.emit("start", 20, num_steps=100, num_samples=3200, num_rows=800)
+    events.emit(Started(step=20, num_steps=100, num_samples=3200, num_rows=800))
     events.close()
     facts.read()
     assert facts.is_training
@@ -240,7 +241,7 @@ def test_how_far_the_sharding_is_is_shown_until_the_next_phase(tmp_path: Path) -
     facts = facts_of(run)
     assert sentence(facts) == "data: shards, 68 of 200 MB, 34%, 150 MB/s, 0:01 left"
     assert any(line.plain.split() == ["now", *facts.phase_note.split()] for line in lines(facts, 60))
-    assert [start.phase for start in phases(run)] == ["data"]
+    assert [start.kind for start in phases(run)] == ["data"]
     enter_phase(run, "train")
     facts.read()
     assert facts.phase_note == ""
@@ -266,17 +267,22 @@ def test_each_phase_has_a_meaning() -> None:
 
 def test_the_trend_compares_the_newest_losses_with_those_before_and_the_curve_covers_all_steps() -> None:
     facts = LiveFacts()
+    facts.attach(RunDir(Path()))
+
+    def add_loss(step: int, loss: float) -> None:
+        facts.history.add(Scalars(attempt=1, step=step, values={"train/loss": loss}))
+
     assert facts.change() is None
     for step in range(1, 101):
-        facts._add_loss(step, 1.0 if step <= 80 else 0.5)
+        add_loss(step, 1.0 if step <= 80 else 0.5)
     found = facts.change()
     assert found is not None
     assert (found.ratio, found.steps) == (-0.5, 20)
-    facts._add_loss(101, float("nan"))
+    add_loss(101, float("nan"))
     assert len(facts.losses) == 100
     assert curve(facts.losses, 5) == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.5], abs=0.03)
-    for step in range(101, 10_001):
-        facts._add_loss(step, 0.5)
+    for step in range(102, 10_001):
+        add_loss(step, 0.5)
     assert len(facts.losses) <= 2048
     assert (facts.losses[0][0], facts.losses[-1][0]) == (1, 10_000)
 

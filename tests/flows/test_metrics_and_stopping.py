@@ -63,7 +63,7 @@ def test_the_metrics_of_checkpoint_exported_file_and_variant_have_the_same_names
     run = RunDir(Path(facts["directory"]))
     names = {f"evaluation/{name}" for name in ("loss", "accuracy", "f1_macro", "auroc")}
     exported = read_record(run.exported, ExportedModel)
-    evaluated = {event.step: event.fields["values"] for event in events(run, "evaluation")}
+    evaluated = {event.step: event.values for event in events(run, "evaluation")}
     best = max((step for step in evaluated if step), key=lambda step: (evaluated[step]["evaluation/f1_macro"], -step))
     assert exported.step == best, "the best checkpoint follows F1, of which a greater one is better"
     assert set(exported.before) == set(exported.after) == names

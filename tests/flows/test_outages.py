@@ -72,7 +72,7 @@ OUTAGES: dict[str, Callable[[Path], contextlib.AbstractContextManager[None]]] = 
 def sent_once(run: RunDir) -> None:
     """Every point of the event log is in MLflow, once."""
     identity = read_record(run.identity, RunIdentity)
-    steps = sorted({e.step for e, _ in read_events(run.events) if "train/loss" in e.fields.get("values", {})})
+    steps = sorted({e.step for e, _ in read_events(run.events) if "train/loss" in getattr(e, "values", {})})
     assert len(steps) > 100
     tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
     assert [step for step, _ in points(tracker, "train/loss")] == steps
@@ -113,17 +113,17 @@ def points_of_the_logs(run: RunDir) -> dict[str, dict[int, tuple[float, int]]]:
     for path in (run.events, *run.nodes.glob("*.jsonl")):
         for event, _ in read_events(path):
             if event.kind in ("scalars", "evaluation"):
-                for key, value in event.fields["values"].items():
+                for key, value in event.values.items():
                     add(
                         f"{groups.get(key.partition('/')[2], key.partition('/')[0])}/{key.partition('/')[2]}",
                         value,
                         event,
                     )
             elif event.kind == "usage":
-                for key, value in event.fields["values"].items():
-                    add(f"system/{event.fields['node']}/{key}", value, event)
-            elif event.kind == "times" and "checkpoint" in event.fields["seconds"]:
-                add("perf/checkpoint_stall_s", event.fields["seconds"]["checkpoint"], event)
+                for key, value in event.values.items():
+                    add(f"system/{event.node}/{key}", value, event)
+            elif event.kind == "times" and "checkpoint" in event.seconds:
+                add("perf/checkpoint_stall_s", event.seconds["checkpoint"], event)
     return found
 
 

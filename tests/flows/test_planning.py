@@ -27,7 +27,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.row_counts import RowCount
 from onward.trainer.errors import Diverged
-from onward.trainer.events import EventWriter
+from onward.trainer.events import EventWriter, Started
 from onward.trainer.parallel.plan_record import Plan
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.pace import Pace, calibration_file
@@ -177,7 +177,7 @@ def finished_run(
     write_record(run.runtime, RuntimeReport(ranks=(rank,), launch_s=1.0, disk_free_bytes=1))
     write_record(run.train, TrainResult(status="done", attempts=1, step=2, samples_seen=2, metrics={}, elapsed_s=1.0))
     events = EventWriter(run.events, attempt=1, rank=0)
-    events.emit("start", 0, num_steps=2)
+    events.emit(Started(step=0, num_steps=2))
     for step in (1, 2):
         events.scalars(step, step_s=step_s * (3 - step))
     events.close()

@@ -28,7 +28,7 @@ from onward.infra.job.launcher import Ranks
 from onward.infra.job.mpirun import Mpirun
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
-from onward.trainer.events import EventWriter, Heartbeat, last_beat
+from onward.trainer.events import Evaluated, EventWriter, Heartbeat, Started, last_beat
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import write_record
 from tests.flows.test_cli import make_run, onward
@@ -122,8 +122,8 @@ def test_the_table_of_runs_fits_into_60_80_and_120_columns_and_drops_the_least_i
     for number, name in enumerate(("digits", "a-long-name-of-a-configuration"), 1):
         run = make_run(home, f"{number}aaaaaaa-1111-7000-8000-00000000face", f"{name}-{number}", config_name=name)
         events = EventWriter(run.events, attempt=run.begin_attempt(), rank=0)
-        events.emit("start", 0, num_steps=9)
-        events.emit("evaluation", 3, values={"evaluation/loss": 0.25})
+        events.emit(Started(step=0, num_steps=9))
+        events.emit(Evaluated(step=3, values={"evaluation/loss": 0.25}))
         events.close()
     found = [status for _, status in listed_runs()]
     for width in (60, 80, 120):

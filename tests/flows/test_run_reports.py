@@ -18,9 +18,10 @@ from onward.flows.run_reports.page import page_of, time_rows
 from onward.flows.run_reports.summary import markdown
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import ConfigError
-from onward.trainer.events import EventWriter
+from onward.trainer.events import Evaluated, EventWriter, Scalars
 from onward.trainer.run.directory import RunDir, samples_in
 from onward.trainer.run.ending import RunEnding
+from onward.trainer.run.history import Series
 from onward.trainer.run.phases import phases
 from onward.trainer.run.records import write_record
 from onward.trainer.run.refusals import Refusal, refusal_in
@@ -89,7 +90,7 @@ def test_a_report_refers_to_nothing_outside_of_itself(tmp_path: Path) -> None:
 def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
     run = reported_run(tmp_path / "run")
     events = EventWriter(run.events, attempt=2, rank=0)
-    events.emit("evaluation", 40, values={"evaluation/<img src=x onerror=alert(1)>": 0.5})
+    events.emit(Evaluated(step=40, values={"evaluation/<img src=x onerror=alert(1)>": 0.5}))
     events.close()
     facts = read_facts(run)
     page = Page(page_of(facts))
@@ -240,7 +241,7 @@ def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     run = reported_run(tmp_path / "run")
     events = EventWriter(run.events, attempt=2, rank=0)
     for step in range(41, 20_041):
-        events.emit("scalars", step, values={"train/loss": 1 / step, "train/samples_per_s": float(step % 100)})
+        events.emit(Scalars(step=step, values={"train/loss": 1 / step, "train/samples_per_s": float(step % 100)}))
     events.close()
     began_at = time.monotonic()
     page = page_of(read_facts(run))
@@ -269,7 +270,7 @@ def test_a_report_that_fails_is_one_warning_and_changes_nothing(
         pass
     (warning,) = [record for record in caplog.records if record.name == at_the_end.__name__]
     assert "no report of the run; `onward report run` writes it: the process ended with status 1" in warning.message
-    assert phases(run)[-1].phase == "end"
+    assert phases(run)[-1].kind == "end"
 
     def interrupted(*words: str, **options: object) -> str:
         raise KeyboardInterrupt

@@ -113,4 +113,4 @@ def test_the_beginning_of_a_phase_is_no_line_of_a_log(tmp_path: Path, caplog: py
         for phase in get_args(Phase):
             enter_phase(RunDir(tmp_path), phase)
     assert caplog.messages == []
-    assert [each.phase for each in phases(RunDir(tmp_path))] == list(get_args(Phase))
+    assert [each.kind for each in phases(RunDir(tmp_path))] == list(get_args(Phase))

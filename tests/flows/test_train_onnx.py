@@ -25,6 +25,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import table_type
 from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.phases import phases
 from onward.trainer.run.preprocessing_record import Preprocessing
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
@@ -71,7 +72,7 @@ def undisturbed(workshop: Workshop, terminal: Terminal) -> dict[str, Any]:
 
 def check_report(workshop: Workshop, run: RunDir, *texts: str) -> Page:
     """The report of a run: its account adds up, MLflow has the file, and Prefect shows the summary and its place."""
-    found = time_account(run)
+    found = time_account(run, RunHistory.of(run.events))
     assert found is not None
     assert sum(found.parts.values()) == pytest.approx(found.wall_s, rel=0.01)
     page = Page(run.report.read_text())
@@ -143,7 +144,7 @@ def test_a_run_shows_its_phases_and_its_training_in_a_terminal_and_leaves_no_lin
         assert shown in written, shown
     # where the rehearsal beside the start of the servers was done, the phase is over before the view is drawn again
     assert "config-1  configure: rehearsal" in written or re.search(r"configure \d:\d\d", written)
-    recorded = [each.phase for each in phases(RunDir(Path(undisturbed["directory"])))]
+    recorded = [each.kind for each in phases(RunDir(Path(undisturbed["directory"])))]
     assert recorded[:4] == ["start", "configure", "preflight", "data"]
     left = re.sub(r"(?m)^(.{80})\n", r"\1", terminal.screen)  # a path that is longer than a row is one line
     assert repeated(left) == []
@@ -238,7 +239,7 @@ def test_after_a_killed_rank_the_flow_tries_again_and_after_a_killed_flow_resume
     assert workshop.prefect_states()[run.root.name] == "CRASHED"
     page = check_report(workshop, run, "The run is done, and its trained file passed all checks.")
     assert "attempts" in page.sections
-    account = time_account(run)
+    account = time_account(run, RunHistory.of(run.events))
     assert account is not None
     assert min(account.parts["lost work"], account.parts["recovery"], account.idle_s) > 0
 

@@ -347,7 +347,7 @@ def compare(
     sections = {"precision": {"compute": compute}, "graph": {"compile": compiled}} | sections
     with run_of(model, columns, **sections) as run:
         times = side_by_side(run, mpi, noted)
-        ours = events(run, "scalars")[0].fields["values"]["train/loss"]
+        ours = events(run, "scalars")[0].values["train/loss"]
     assert abs(ours - first[0]) <= tolerance * abs(first[0]), f"the first losses are {ours:g} and {first[0]:g}"
     peak = peak_tflops(compute)
     return {

@@ -114,7 +114,7 @@ def test_an_fp16_overflow_skips_its_step_and_training_goes_on(tmp_path: Path, re
     scale = {"compute": "fp16", "initial_scale": 2.0**24, "max_scale": 2.0**24}
     run = make(tmp_path, "GPT-2", {"precision": scale})
     ranks.train(run)
-    scalars = [event.fields["values"] for event in events(run, "scalars")]
+    scalars = [event.values for event in events(run, "scalars")]
     skipped = [values["train/loss_scale"] for values in scalars if values.get("train/skipped")]
     record_property("skipped", len(skipped))
     last = [values["train/loss_scale"] for values in scalars if "train/loss_scale" in values][-1]

@@ -14,7 +14,7 @@ import psutil
 
 from onward.infra.job import job_guard
 from onward.trainer.errors import OnwardError
-from onward.trainer.events import Event, last_beat, read_events
+from onward.trainer.events import Event, Scalars, Started, last_beat, read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, read_record
 
@@ -51,9 +51,9 @@ class Progress:
             self._add(event)
 
     def _add(self, event: Event) -> None:
-        if event.kind == "start":
+        if isinstance(event, Started):
             self.starts[event.attempt] = self.step = event.step
-        elif event.step > self.step and event.kind == "scalars":
+        elif event.step > self.step and isinstance(event, Scalars):
             self.steps += event.step - self.step
             self.step = event.step
             self.first_at.setdefault(event.attempt, event.at_ms / 1000)

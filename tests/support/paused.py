@@ -8,9 +8,8 @@ from __future__ import annotations
 import runpy
 import sys
 import time
-from typing import Any
 
-from onward.trainer.events import EventWriter
+from onward.trainer.events import Event, EventWriter
 
 PAUSE_S = 60.0
 
@@ -18,9 +17,9 @@ if __name__ == "__main__":
     kind, step, module, *arguments = sys.argv[1:]
     emit = EventWriter.emit
 
-    def emit_and_wait(writer: EventWriter, its_kind: str, its_step: int, **fields: Any) -> None:
-        emit(writer, its_kind, its_step, **fields)
-        if writer._file is not None and (its_kind, its_step) == (kind, int(step)):
+    def emit_and_wait(writer: EventWriter, event: Event) -> None:
+        emit(writer, event)
+        if writer._file is not None and (event.kind, event.step) == (kind, int(step)):
             time.sleep(PAUSE_S)
 
     EventWriter.emit = emit_and_wait  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from typing import Any
 from onward.tasks.class_tables import ClassRow, ClassTable
 from onward.trainer.config.loading import build_config
 from onward.trainer.diagnostics.difference import Difference, TensorChange
-from onward.trainer.events import EventWriter, read_events
+from onward.trainer.events import CheckpointSaved, Ended, Evaluated, EventWriter, Started, Times, read_events
 from onward.trainer.run.attempt_endings import AttemptEnding
 from onward.trainer.run.directory import RunDir, changes_in, samples_in
 from onward.trainer.run.ending import RunEnding
@@ -64,19 +64,20 @@ def _write_events(run: RunDir, num_steps: int) -> None:
     for attempt, first, last in ((1, 0, 27), (2, 20, num_steps)):
         events = EventWriter(run.events, attempt=attempt, rank=0)
         seconds = {"setup": 0.0}
-        events.emit("start", first, num_steps=num_steps, num_samples=8 * num_steps, num_parameters=123, compute="fp32")
-        events.emit("times", first, seconds=seconds)
+        sizes = {"num_steps": num_steps, "num_samples": 8 * num_steps, "num_parameters": 123}
+        events.emit(Started(step=first, **sizes, compute="fp32"))
+        events.emit(Times(step=first, seconds=seconds))
         for step in range(first + 1, last + 1):
             cost = {"samples_per_s": 100.0 + step, "tflops": 0.25, "mfu": 0.5, "memory_bytes": 3e8}
             events.scalars(step, loss=2 / step, learning_rate=1e-3, gradient_norm=step / 7, **cost)
             if step % 10 == 0:
                 values = {"evaluation/loss": 1 / step, "evaluation/accuracy": step / num_steps}
-                events.emit("evaluation", step, values=values)
-                events.emit("checkpoint", step, path=f"step-{step:09d}")
-                events.emit("times", step, seconds=seconds)
-        events.emit("times", last, seconds=seconds)
+                events.emit(Evaluated(step=step, values=values))
+                events.emit(CheckpointSaved(step=step, path=f"step-{step:09d}"))
+                events.emit(Times(step=step, seconds=seconds))
+        events.emit(Times(step=last, seconds=seconds))
         if attempt == 2:
-            events.emit("end", last, status="done", ended_early="")
+            events.emit(Ended(step=last, status="done", ended_early=""))
         events.close()
 
 

@@ -150,9 +150,7 @@ def events(run: RunDir, kind: str) -> list[Event]:
 
 def losses(run: RunDir) -> dict[int, float]:
     """Training loss by step, the last one logged for each."""
-    return {
-        e.step: e.fields["values"]["train/loss"] for e in events(run, "scalars") if "train/loss" in e.fields["values"]
-    }
+    return {e.step: e.values["train/loss"] for e in events(run, "scalars") if "train/loss" in e.values}
 
 
 def assert_equal_bits(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:

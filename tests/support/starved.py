@@ -8,11 +8,10 @@ from __future__ import annotations
 import resource
 import runpy
 import sys
-from typing import Any
 
 import psutil
 
-from onward.trainer.events import EventWriter
+from onward.trainer.events import Event, EventWriter
 
 MORE_BYTES = 96 << 20
 """Enough for Python and one activation of 64 MiB, and too little for two."""
@@ -21,9 +20,9 @@ if __name__ == "__main__":
     kind, step, module, *arguments = sys.argv[1:]
     emit = EventWriter.emit
 
-    def emit_and_starve(writer: EventWriter, its_kind: str, its_step: int, **fields: Any) -> None:
-        emit(writer, its_kind, its_step, **fields)
-        if writer._file is not None and (its_kind, its_step) == (kind, int(step)):
+    def emit_and_starve(writer: EventWriter, event: Event) -> None:
+        emit(writer, event)
+        if writer._file is not None and (event.kind, event.step) == (kind, int(step)):
             most = psutil.Process().memory_info().vms + MORE_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 

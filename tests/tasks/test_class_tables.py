@@ -13,7 +13,7 @@ from onward.tasks.monitor import monitor
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.storage.shards import ShardManifest
-from onward.trainer.events import Event, EventWriter
+from onward.trainer.events import ConfusionMatrix, Evaluated, EventWriter
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record, write_record
 from tests.support.stores import client, new_run
@@ -38,9 +38,9 @@ def make_run(root: Path, **sections: object) -> RunDir:
 def log(run: RunDir, *losses: str) -> None:
     events = EventWriter(run.events, attempt=run.begin_attempt(), rank=0)
     for step in (0, 5):
-        events.emit("evaluation", step, values={"evaluation/loss": 0.5})
+        events.emit(Evaluated(step=step, values={"evaluation/loss": 0.5}))
         for loss in losses:
-            events.emit("confusion", step, loss=loss, counts=COUNTS if step else [[0] * 3] * 3)
+            events.emit(ConfusionMatrix(step=step, loss=loss, counts=COUNTS if step else [[0] * 3] * 3))
     events.close()
     run.close_log()
 
@@ -89,7 +89,7 @@ def test_a_table_as_markdown_keeps_its_columns_whatever_the_names_are(tmp_path: 
     fitted = {"label": Fitted(classes=("a|b", "c", "d"))}
     manifest = ShardManifest(key="", format="arrow", columns=(), train=(), evaluation=(), fitted=fitted)
     write_record(run.shards / "manifest.json", manifest)
-    text = class_table(Event(0, 1, 5, "confusion", {"loss": "", "counts": COUNTS}), run).markdown()
+    text = class_table(ConfusionMatrix(step=5, loss="", counts=COUNTS), run).markdown()
     assert "| a&#124;b | 0.889 | 0.800 | 0.842 | 10 |" in text
     assert "| d |  |  |  | 0 |" in text
     assert "| c | 1 | 1 | 0 |" in text
@@ -101,7 +101,7 @@ LABELS = [[[5, 1], [2, 4]], [[9, 1], [0, 2]]]
 
 def test_yes_or_no_labels_have_a_table_with_the_names_of_their_columns(tmp_path: Path) -> None:
     run = make_run(tmp_path, loss={"name": "bce_with_logits", "label": ["toxic", "spam"]})
-    event = Event(0, 1, 5, "confusion", {"loss": "", "counts": LABELS})
+    event = ConfusionMatrix(step=5, loss="", counts=LABELS)
     table = class_table(event, run)
     toxic, spam = table.classes
     assert (toxic.name, toxic.precision, toxic.recall, toxic.f1, toxic.targets) == ("toxic", 0.8, 4 / 6, 8 / 11, 6)

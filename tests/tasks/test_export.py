@@ -15,7 +15,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.diagnostics.config_check import files_in_the_way
 from onward.trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
-from onward.trainer.events import EventWriter
+from onward.trainer.events import Evaluated, EventWriter
 from onward.trainer.run.delivered import not_ours, remember
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import sha256
@@ -87,7 +87,7 @@ def test_a_verified_file_is_registered_with_signature_example_and_alias(tmp_path
     tracker = new_run()
     run = make_run(tmp_path, tracker, register_as="exports", alias="best-yet")
     log = EventWriter(run.events, attempt=1, rank=0)
-    log.emit("evaluation", 10, values={"evaluation/loss": 0.5001, "evaluation/accuracy": 0.75})
+    log.emit(Evaluated(step=10, values={"evaluation/loss": 0.5001, "evaluation/accuracy": 0.75}))
     log.close()
     exported = task.export.fn(run, RESULT, infos(run, 10, 20, best=10))
 

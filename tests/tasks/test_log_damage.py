@@ -11,7 +11,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.training import TrainConfig
-from onward.trainer.events import EventWriter, read_events
+from onward.trainer.events import Evaluated, EventWriter, Started, read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import write_record
 
@@ -27,12 +27,12 @@ def run(tmp_path: Path) -> RunDir:
     write_record(found.config, RunConfig(model=model, data=data, train=train))
     for number, (first, last) in enumerate(((1, 123), (101, 200)), 1):
         events = EventWriter(found.events, attempt=number, rank=0)
-        events.emit("start", first - 1, num_steps=200)
+        events.emit(Started(step=first - 1, num_steps=200))
         for step in range(first, last + 1):
             if step % PERIOD == 0 or step == last:
                 events.scalars(step, loss=1.0 / step)
             if step % 50 == 0:
-                events.emit("evaluation", step, values={"evaluation/loss": 1.0})
+                events.emit(Evaluated(step=step, values={"evaluation/loss": 1.0}))
         events.close()
     found.checkpoint(200).mkdir(parents=True)
     return found
@@ -88,7 +88,7 @@ def test_a_deleted_log_lacks_all_steps_up_to_the_newest_checkpoint(run: RunDir) 
 def test_steps_before_the_start_of_the_first_attempt_were_never_logged(run: RunDir) -> None:
     run.events.unlink()
     events = EventWriter(run.events, attempt=1, rank=0)
-    events.emit("start", 150, num_steps=200)
+    events.emit(Started(step=150, num_steps=200))
     for step in range(155, 201, PERIOD):
         events.scalars(step, loss=1.0)
     events.close()

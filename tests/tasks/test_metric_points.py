@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from onward.infra.mlflow.model_package import Point
-from onward.tasks.metric_points import Evaluations, only_of_file, points_of, points_of_file
-from onward.trainer.events import Event, EventWriter
+from onward.tasks.metric_points import only_of_file, points_of, points_of_file, points_of_step
+from onward.trainer.events import RECORDS, Evaluated, EventWriter
+from onward.trainer.run.history import RunHistory
 
 
 def names(kind: str, **fields: object) -> dict[str, float]:
-    return {point.key: point.value for point in points_of(Event(1, 1, 5, kind, fields))}
+    return {point.key: point.value for point in points_of(RECORDS[kind](at_ms=1, attempt=1, step=5, **fields))}
 
 
 def test_each_metric_is_in_the_group_of_what_it_measures() -> None:
@@ -26,21 +27,24 @@ def test_each_metric_is_in_the_group_of_what_it_measures() -> None:
     costs = ("tokens_per_s", "tflops", "mfu", "memory_bytes")
     found = names("scalars", values={f"train/{name}": 1.0 for name in costs})
     assert found == {f"perf/{name}": 1.0 for name in costs}
-    assert names("evaluation", values={"evaluation/loss": 0.5, "evaluation/note": "x"}) == {"evaluation/loss": 0.5}
+    assert names("evaluation", values={"evaluation/loss": 0.5}) == {"evaluation/loss": 0.5}
     assert names("times", seconds={"steps": 9.0, "checkpoint": 1.5}) == {"perf/checkpoint_stall_s": 1.5}
     assert names("checkpoint", path="step-5") == {}
 
 
 def test_of_several_attempts_the_first_evaluation_of_a_step_counts_as_it_does_in_mlflow(tmp_path: Path) -> None:
     log = EventWriter(tmp_path / "events.jsonl", attempt=1, rank=0)
-    evaluations = Evaluations(tmp_path / "events.jsonl")
-    assert evaluations.at(5) == ()
-    log.emit("evaluation", 5, values={"evaluation/loss": 0.5})
-    (first,) = evaluations.at(5)
-    log.emit("evaluation", 5, values={"evaluation/loss": 0.4})
-    log.emit("evaluation", 10, values={"evaluation/loss": 0.3})
-    assert evaluations.at(5) == (first,)
-    assert [(point.step, point.value) for point in evaluations.at(10)] == [(10, 0.3)]
+    history = RunHistory(tmp_path / "events.jsonl")
+    history.read()
+    assert points_of_step(history, 5) == ()
+    log.emit(Evaluated(step=5, values={"evaluation/loss": 0.5}))
+    history.read()
+    (first,) = points_of_step(history, 5)
+    log.emit(Evaluated(step=5, values={"evaluation/loss": 0.4}))
+    log.emit(Evaluated(step=10, values={"evaluation/loss": 0.3}))
+    history.read()
+    assert points_of_step(history, 5) == (first,)
+    assert [(point.step, point.value) for point in points_of_step(history, 10)] == [(10, 0.3)]
     log.close()
 
 

@@ -36,9 +36,20 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.storage.shards import ShardManifest
-from onward.trainer.events import Event, EventWriter
+from onward.trainer.events import (
+    RECORDS,
+    CheckpointSaved,
+    ConfusionMatrix,
+    Evaluated,
+    EventWriter,
+    Histogram,
+    Scalars,
+    Started,
+    Usage,
+)
 from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.records import AttemptResult, MetricsSummary, Record, RunIdentity, read_record, write_record
 from tests.support.stores import client, free_port, new_run, new_store, points
 
@@ -62,15 +73,15 @@ def attempt(run: RunDir, *, first: int, last: int, status: str = "") -> None:
     """Log steps first..last as the loop does; with a status the attempt ends, without one it is killed."""
     number = run.begin_attempt()
     events = EventWriter(run.events, attempt=number, rank=0)
-    events.emit("start", first - 1, num_steps=10, num_samples=320, num_parameters=7)
+    events.emit(Started(step=first - 1, num_steps=10, num_samples=320, num_parameters=7))
     if first == 1:
-        events.emit("evaluation", 0, values={"evaluation/loss": 2.0})
+        events.emit(Evaluated(step=0, values={"evaluation/loss": 2.0}))
     for step in range(first, last + 1):
         events.scalars(step, loss=1 / step + number / 1000, samples_per_s=100.0 + step)
         if step % 5 == 0:
-            events.emit("evaluation", step, values={"evaluation/loss": 1 / step})
-            events.histogram(step, "weight/w", counts=[1, 2, 3], edges=[-1.0, 0.0, 1.0, 2.0])
-            events.emit("checkpoint", step, path=f"step-{step:09d}")
+            events.emit(Evaluated(step=step, values={"evaluation/loss": 1 / step}))
+            events.emit(Histogram(step=step, name="weight/w", counts=[1, 2, 3], edges=[-1.0, 0.0, 1.0, 2.0]))
+            events.emit(CheckpointSaved(step=step, path=f"step-{step:09d}"))
     events.close()
     if status:
         result = AttemptResult.model_validate(
@@ -141,7 +152,7 @@ def test_a_resume_after_damage_is_said_on_the_terminal_and_in_mlflow(
     wait_until(lambda: len(points(tracker, "train/loss")) == 7)
     events = EventWriter(run.events, attempt=2, rank=0)
     resumed = "goes on from step 5 (step-000000005); steps 6 to 7 are made again; 1 newer checkpoint is damaged"
-    events.emit("start", 5, num_steps=10, num_samples=320, resumed=resumed, damaged=["step-000000006"])
+    events.emit(Started(step=5, num_steps=10, num_samples=320, resumed=resumed, damaged=["step-000000006"]))
     events.close()
     wait_until(lambda: f"attempt 2 {resumed}" in caplog.text)
     # the log of events has it as well, at a level that other tests of this process may have set
@@ -221,7 +232,7 @@ def test_the_usage_of_every_node_is_sent_once_and_files_are_artifacts(tmp_path: 
         attempt(run, first=5 * attempt_number - 4, last=5 * attempt_number, status="done" * (attempt_number - 1))
         for rank, node in ((0, "gpu-1"), (8, "gpu-2")):
             writer = EventWriter(run.usage_of(rank), attempt=attempt_number, rank=0)
-            writer.emit("usage", attempt_number, node=node, values={"cpu_utilization_percentage": 50.0 + rank})
+            writer.emit(Usage(step=attempt_number, node=node, values={"cpu_utilization_percentage": 50.0 + rank}))
             writer.close()
         run.close_log()
         monitor.fn(run)
@@ -386,10 +397,12 @@ def test_values_that_are_no_numbers_and_torn_lines_are_skipped(tmp_path: Path) -
     tracker = new_run()
     run = make_run(tmp_path, tracker)
     events = EventWriter(run.events, attempt=1, rank=0)
-    events.emit("scalars", 1, values={"c": 1.0, "@/d": math.nan})
-    events.emit("scalars", 2, values={"a": None, "b": "text", "c": 2.0})  # such a line is damaged as a whole
+    events.emit(Scalars(step=1, values={"c": 1.0, "@/d": math.nan}))
     events.close()
     with run.events.open("ab") as file:
+        # such a line is damaged as a whole
+        line = {"at_ms": 1, "attempt": 1, "step": 2, "kind": "scalars", "values": {"a": None, "b": "text", "c": 2.0}}
+        file.write(json.dumps(line).encode() + b"\n")
         file.write(b'{"at_ms": 1, "torn\n')
     assert Shipper(run, tracker).ship() == 2
     assert points(tracker, "c") == [(1, 1.0)]
@@ -565,10 +578,10 @@ def test_an_error_of_a_board_is_logged_once_and_ends_that_board_only(
 
 
 def events_of(*lines: tuple[int, str, dict[str, object]]) -> Progress:
-    progress = Progress()
+    history = RunHistory(Path())
     for step, kind, fields in lines:
-        progress.add(Event(at_ms=0, attempt=1, step=step, kind=kind, fields=fields))
-    return progress
+        history.add(RECORDS[kind](attempt=1, step=step, **fields))
+    return Progress(history)
 
 
 START = (0, "start", {"num_steps": 100, "num_samples": 6400})
@@ -650,7 +663,7 @@ def test_artifacts_show_the_progress_and_the_confusion_matrix(tmp_path: Path) ->
     manifest = ShardManifest(key="", format="arrow", columns=(), train=(), evaluation=())
     write_record(run.shards / "manifest.json", manifest)
     log = EventWriter(run.events, attempt=1, rank=0)
-    log.emit("confusion", 5, loss="", counts=[[3, 1], [0, 2]])
+    log.emit(ConfusionMatrix(step=5, loss="", counts=[[3, 1], [0, 2]]))
     log.close()
     attempt(run, first=6, last=6, status="stopped")
     run.close_log()

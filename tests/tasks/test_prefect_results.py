@@ -12,7 +12,8 @@ from onward.tasks.explained_errors import Explained
 from onward.tasks.loss_curve import as_url, curves_of, picture
 from onward.tasks.prefect_results import result_rows
 from onward.trainer.errors import ConfigError
-from onward.trainer.events import EventWriter
+from onward.trainer.events import Evaluated, EventWriter
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.records import ExportedModel, TrainResult
 
 
@@ -41,10 +42,10 @@ def test_the_curve_has_each_step_once_over_all_attempts_and_is_a_picture_that_ne
     log = EventWriter(tmp_path / "events.jsonl", attempt=1, rank=0)
     for step in (*range(1, 1001), *range(900, 1001)):
         log.scalars(step, loss=1000.0 / step)
-    log.emit("evaluation", 500, values={"evaluation/loss": 3.0})
+    log.emit(Evaluated(step=500, values={"evaluation/loss": 3.0}))
     log.scalars(1001, loss=float("nan"))
     log.close()
-    curves = curves_of(tmp_path / "events.jsonl")
+    curves = curves_of(RunHistory.of(tmp_path / "events.jsonl"))
     assert [step for step, _ in curves["train/loss"]] == list(range(1, 1001))
     assert curves["evaluation/loss"] == [(500, 3.0)]
     svg = picture(curves, "loss of <mlp> & more")
@@ -55,7 +56,7 @@ def test_the_curve_has_each_step_once_over_all_attempts_and_is_a_picture_that_ne
     assert 300 < len(line.attrib["points"].split()) <= 400
     kind, _, content = as_url(svg).partition(",")
     assert (kind, base64.b64decode(content).decode()) == ("data:image/svg+xml;base64", svg)
-    assert curves_of(tmp_path / "absent.jsonl") == {}
+    assert curves_of(RunHistory.of(tmp_path / "absent.jsonl")) == {}
 
 
 def test_an_error_of_onwards_is_shown_as_its_sentences_and_another_one_with_its_traceback() -> None:

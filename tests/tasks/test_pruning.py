@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from onward.tasks.pruning import MedianRule, history, reason_to_prune
-from onward.trainer.events import Event, EventWriter
+from onward.trainer.events import Evaluated, Event, EventWriter, Started
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.records import read_record, write_record
 from onward.trainer.run.sweeps import Membership, Pruned, Sweep, SweepDir, Trial
 
@@ -53,7 +54,7 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         write_record(folder.trial(number), before)
         events = EventWriter(before.run.events, attempt=1, rank=0)
         for step, value in {0: 2.3, **values}.items():
-            events.emit("evaluation", step, values={"evaluation/loss": value, "evaluation/accuracy": 0.5})
+            events.emit(Evaluated(step=step, values={"evaluation/loss": value, "evaluation/accuracy": 0.5}))
         events.close()
         assert history(before, "evaluation/loss") == values, "the evaluation before the first step is the same for all"
     run = Trial(number=4, run_id="r4", settings={}).run
@@ -62,27 +63,31 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def evaluation(step: int, value: float) -> Event:
-    return Event(0, 1, step, "evaluation", {"values": {"evaluation/loss": value}})
+    return Evaluated(attempt=1, step=step, values={"evaluation/loss": value})
+
+
+def read_by_rule(run: RunDir, *events: Event) -> MedianRule:
+    """A rule that has read the start of a run of 300 steps, and these events."""
+    history = RunHistory(run.events)
+    rule = MedianRule(run, history)
+    for event in (Started(attempt=1, step=0, num_steps=300), *events):
+        history.add(event)
+        rule.add(event)
+    return rule
 
 
 def test_the_reason_is_on_disk_before_the_job_is_stopped_and_is_not_changed(trial: RunDir) -> None:
-    rule = MedianRule(trial)
-    rule.add(Event(0, 1, 0, "start", {"num_steps": 300}))
-    rule.add(evaluation(0, 2.3))
-    rule.add(evaluation(100, 0.85))
+    rule = read_by_rule(trial, evaluation(0, 2.3), evaluation(100, 0.85))
     assert not trial.pruned.exists()
-    rule.add(evaluation(200, 0.80))
-    rule.add(evaluation(250, 0.79))
+    rule = read_by_rule(trial, evaluation(0, 2.3), evaluation(100, 0.85), evaluation(200, 0.80), evaluation(250, 0.79))
     assert read_record(trial.pruned, Pruned).step == 200
     rule.poll()  # no job is running
 
 
 def test_a_trial_at_its_last_step_and_a_run_that_is_no_trial_are_not_pruned(trial: RunDir, tmp_path: Path) -> None:
-    rule = MedianRule(trial)
-    rule.add(Event(0, 1, 0, "start", {"num_steps": 300}))
-    rule.add(evaluation(300, 9.0))
+    read_by_rule(trial, evaluation(300, 9.0))
     assert not trial.pruned.exists()
     other = RunDir(tmp_path / "runs" / "other")
     other.root.mkdir(parents=True)
-    MedianRule(other).add(evaluation(100, 9.0))
+    read_by_rule(other, evaluation(100, 9.0))
     assert not other.pruned.exists()

@@ -19,6 +19,7 @@ from onward.trainer.data.storage.shards import damaged_files, open_shards
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.phases import RECORDS
 from onward.trainer.run.records import RunIdentity, write_record
 from tests.support import graphs
 from tests.support.stores import client, new_run
@@ -61,7 +62,7 @@ def test_a_task_says_how_far_it_is_and_how_fast_it_was(
     monkeypatch.setattr(sharding_progress, "PERIOD_S", 0.0)
     run = configured(tmp_path, np.arange(8000) % 4)
     shard_data.fn(run)
-    (note, *_) = [event.fields["text"] for event, _ in read_events(run.phases) if event.kind == "note"]
+    (note, *_) = [event.text for event, _ in read_events(run.phases, records=RECORDS) if event.kind == "note"]
     assert re.fullmatch(r"[012] of 2 MB, \d+%, [\d,.]+ MB/s, \d:\d\d left", note), note
     assert any(re.search(r"files written in .* s \([\d,.]+ MB/s\)", line) for line in caplog.messages)
 

@@ -178,8 +178,8 @@ def test_an_evaluation_loss_that_is_not_finite_is_explained_once_and_training_go
     settings = {"evaluation_fraction": 0.0, "evaluation_source": str(tmp_path / "held.npz")}
     run = a_run(tmp_path, proto, data, data=settings, optimizer={"learning_rate": 1e-3}, parallel={"data": 2})
     run_ranks(2, "tests.equivalence.layouts:train_all", [str(run.root)])
-    told = [event.fields["text"] for event in events(run, "bad_values")]
+    told = [event.text for event in events(run, "bad_values")]
     assert len(told) == 1
     assert "node 'between' (Log), output 'a'" in told[0]
     assert re.search(r"row \d of the evaluation data \(\S+held\.npz, row 4\)", told[0]), told[0]
-    assert events(run, "end")[0].fields["status"] == "done"
+    assert events(run, "end")[0].status == "done"

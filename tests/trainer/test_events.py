@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from onward.trainer.events import Beat, EventWriter, Heartbeat, last_beat, read_events
+from onward.trainer.events import (
+    RECORDS,
+    Beat,
+    CheckpointSaved,
+    ConfusionMatrix,
+    Ended,
+    Evaluated,
+    Event,
+    EventWriter,
+    Heartbeat,
+    Histogram,
+    NonFiniteLoss,
+    Scalars,
+    Started,
+    Times,
+    Usage,
+    last_beat,
+    read_events,
+)
+from tests.support.ranks import ROOT
 
 
 def write(path: Path, *steps: int, attempt: int = 1, rank: int = 0) -> None:
@@ -31,7 +53,66 @@ def test_a_reader_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert [event.step for event, _ in seen] == [1, 2]
     write(path, 3)
     ((event, _),) = read_events(path, seen[-1][1])
-    assert (event.step, event.fields) == (3, {"values": {"train/loss": 0.3}})
+    assert isinstance(event, Scalars)
+    assert (event.step, event.values) == (3, {"train/loss": 0.3})
+
+
+RECORDED = {
+    Started: {
+        "num_steps": 9,
+        "num_samples": 288,
+        "flops_per_sample": None,
+        "resumed": "",
+        "damaged": ["step-000000006"],
+    },
+    Scalars: {"values": {"train/loss": 0.5, "train/mfu": math.inf}},
+    Evaluated: {"values": {"evaluation/loss": 1e-05}},
+    ConfusionMatrix: {"loss": "", "counts": [[[3, 1], [0, 2]]]},
+    Histogram: {"name": "weight/w", "counts": [1, 2], "edges": [-1.0, 0.0, 1.0]},
+    NonFiniteLoss: {"text": "the evaluation loss is nan"},
+    CheckpointSaved: {"path": "step-000000003", "certificate": {"weights": "8f1c"}},
+    Times: {"seconds": {"setup": 0.5}},
+    Ended: {"status": "done", "ended_early": ""},
+    Usage: {"node": "gpu-2", "values": {"cpu_utilization_percentage": 93.1}},
+}
+
+
+@pytest.mark.parametrize("record", RECORDED, ids=lambda record: record.__name__)
+def test_each_event_is_a_line_with_the_fields_that_were_given_and_is_read_as_its_record(
+    tmp_path: Path, record: type[Event]
+) -> None:
+    writer = EventWriter(tmp_path / "events.jsonl", attempt=2, rank=0)
+    writer.emit(record(step=3, **RECORDED[record]))
+    writer.close()
+    line = json.loads((tmp_path / "events.jsonl").read_bytes())
+    kind = next(kind for kind, each in RECORDS.items() if each is record)
+    assert list(line)[:4] == ["at_ms", "attempt", "step", "kind"]
+    assert line == {"at_ms": line["at_ms"], "attempt": 2, "step": 3, "kind": kind, **RECORDED[record]}
+    ((event, _),) = read_events(tmp_path / "events.jsonl")
+    assert event == record(at_ms=line["at_ms"], attempt=2, step=3, **RECORDED[record])
+    assert RECORDED.keys() == set(RECORDS.values())
+
+
+def test_lines_of_earlier_and_of_newer_versions_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(
+        '{"at_ms":1,"attempt":1,"step":0,"kind":"start","num_steps":9,"num_samples":288,"num_parameters":7}\n'
+        '{"at_ms":2,"attempt":1,"step":4,"kind":"checkpoint","path":"step-000000004"}\n'
+        '{"at_ms":3,"attempt":1,"step":4,"kind":"end","status":"stopped","mood":"good"}\n'
+        '{"at_ms":4,"attempt":1,"step":5,"kind":"rollback","to":4}\n'
+    )
+    started, saved, ended, newer = (event for event, _ in read_events(path))
+    assert started == Started(at_ms=1, attempt=1, step=0, num_steps=9, num_samples=288, num_parameters=7)
+    assert isinstance(saved, CheckpointSaved)
+    assert ended == Ended(at_ms=3, attempt=1, step=4, status="stopped")
+    assert (type(newer), newer.step, newer.kind) == (Event, 5, "rollback")
+
+
+def test_no_field_of_an_event_is_looked_up_by_its_text() -> None:
+    """`event.fields["values"]` was possible before events were records, and no type checker sees a wrong name there."""
+    sources = [path for folder in ("flows", "tasks", "trainer") for path in (ROOT / folder).rglob("*.py")]
+    looked_up = re.compile(r"""\bfields(\.get\(|\[)f?["']""")
+    assert [path.name for path in sources if looked_up.search(path.read_text())] == ["events.py"], "which reads lines"
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"at_ms": 1, "att', b"x" * 200_000])

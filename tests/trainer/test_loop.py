@@ -58,19 +58,19 @@ def test_a_run_with_several_evaluations_reads_the_signature_of_the_model_once(tm
     )
     (parsed,) = run_ranks(1, "tests.trainer.test_loop:parsed_models", str(run.root), timeout_s=120)
     assert len(events(run, "evaluation")) == 4, "before the first step, and after each of three"
-    assert [event.fields["compute"] for event in events(run, "start")] == ["fp32"], "what `auto` is on a CPU"
+    assert [event.compute for event in events(run, "start")] == ["fp32"], "what `auto` is on a CPU"
     digest = hashlib.sha256((tmp_path / "model.onnx").read_bytes()).hexdigest()
     assert parsed == [digest] * 2, "once for its inputs and outputs, once for its weights"
-    waits = [event.fields["values"]["train/data_wait"] for event in events(run, "scalars")]
+    waits = [event.values["train/data_wait"] for event in events(run, "scalars")]
     assert len(waits) == 3
     assert all(0 < wait < 1 for wait in waits), "every line has the share of the time in which the rank had no data"
     (start,) = events(run, "start")
-    assert start.fields["peak_flops_per_s"] > 1e8
+    assert start.peak_flops_per_s > 1e8
     for event in events(run, "scalars"):
-        values = {name.removeprefix("train/"): value for name, value in event.fields["values"].items()}
+        values = {name.removeprefix("train/"): value for name, value in event.values.items()}
         per_step = values["tflops"] * 1e12 * values["step_s"]
-        assert per_step == pytest.approx(8 * start.fields["flops_per_sample"], rel=1e-6)
-        assert values["mfu"] == pytest.approx(values["tflops"] * 1e12 / start.fields["peak_flops_per_s"], rel=1e-6)
+        assert per_step == pytest.approx(8 * start.flops_per_sample, rel=1e-6)
+        assert values["mfu"] == pytest.approx(values["tflops"] * 1e12 / start.peak_flops_per_s, rel=1e-6)
         assert values["memory_bytes"] > 1e8, "torch alone takes more than 100 MB"
         assert "tokens_per_s" not in values, "these columns are no text"
 
@@ -109,11 +109,11 @@ def test_the_defaults_evaluate_each_epoch_and_save_by_time_and_neither_changes_a
     found, expected = final_tensors(often), final_tensors(plain)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    peaks = [events(run, "start")[0].fields["peak_flops_per_s"] for run in (plain, often)]
+    peaks = [events(run, "start")[0].peak_flops_per_s for run in (plain, often)]
     assert peaks[0] is None
     assert peaks[1] > 1e8
-    assert all("train/mfu" in event.fields["values"] for event in events(often, "scalars"))
-    assert not any("train/mfu" in event.fields["values"] for event in events(plain, "scalars"))
+    assert all("train/mfu" in event.values for event in events(often, "scalars"))
+    assert not any("train/mfu" in event.values for event in events(plain, "scalars"))
 
 
 @pytest.mark.parametrize(

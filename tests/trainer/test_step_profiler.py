@@ -168,7 +168,7 @@ def test_a_step_that_is_tried_again_at_another_loss_scale_counts_as_another_one(
     precision = {"compute": "fp16", "initial_scale": 2.0**24}
     run = a_run(tmp_path, tiny_conv_net(), tiny_images(60), precision=precision, monitor={"profile_steps": [1, 2]})
     train_run(run)
-    overflows = [event for event in events(run, "scalars") if event.fields["values"].get("train/skipped")]
+    overflows = [event for event in events(run, "scalars") if event.values.get("train/skipped")]
     assert overflows, "in step 1"
     (profile,) = read_profiles(run)
     assert (profile.first_step, profile.last_step) == (1, 2)

@@ -12,7 +12,7 @@ from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.events import EventWriter, Heartbeat
+from onward.trainer.events import ConfusionMatrix, Evaluated, EventWriter, Heartbeat, NonFiniteLoss
 from onward.trainer.model.metrics.measures import Counts
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.parallel.nonfinite.replay import BadValues
@@ -54,12 +54,13 @@ class Evaluation:
                 values = self._pipeline.evaluate(self._batches(), totals, self._heartbeat.beat)
             if not math.isfinite(values.get("loss", 0.0)) and not self._bad_values.explained_evaluation:
                 why = self._bad_values.explain_evaluation(self._batches(), self._new_totals(), self._held_out)
-                self._events.emit("bad_values", step, text=f"the evaluation loss is {values['loss']:g}. {why}")
+                text = f"the evaluation loss is {values['loss']:g}. {why}"
+                self._events.emit(NonFiniteLoss(step=step, text=text))
             metrics |= {f"{prefix}/{name}": value for prefix in prefixes for name, value in values.items()}
             confusion = confusion or totals.confusion
-        self._events.emit("evaluation", step, values=metrics)
+        self._events.emit(Evaluated(step=step, values=metrics))
         for loss, counts in confusion.items():
-            self._events.emit("confusion", step, loss=loss, counts=counts)
+            self._events.emit(ConfusionMatrix(step=step, loss=loss, counts=counts))
         return metrics
 
     def _new_totals(self) -> EvaluationMetrics:

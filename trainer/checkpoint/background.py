@@ -40,7 +40,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ReplicasDiffer
-from onward.trainer.events import EventWriter
+from onward.trainer.events import CheckpointSaved, EventWriter
 from onward.trainer.quantities import gib
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.priority import lower_priority
@@ -117,7 +117,7 @@ class CheckpointWriter:
         """Emit the event of a checkpoint that is complete by now; raise the error of one that failed."""
         if self._in_flight is not None and self._in_flight.done():
             done, self._in_flight = self._in_flight, None
-            self._events.emit("checkpoint", self._step, path=done.result().name)
+            self._events.emit(CheckpointSaved(step=self._step, path=done.result().name))
 
     def wait(self, beat: Beat) -> None:
         """Wait for the checkpoint in flight, and poll. Without progress in the thread there is no heartbeat either."""

@@ -21,15 +21,12 @@ from onward.trainer.checkpoint.retention import list_checkpoints, list_damaged, 
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint, all_damaged
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, OnwardError
-from onward.trainer.events import read_events
 from onward.trainer.run.attempt_endings import AttemptEnding
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.records import read_record
 
 log = logging.getLogger(__name__)
-
-TAIL_BYTES = 1 << 16
-"""Bytes at the end of the event log that are read for the last step."""
 
 
 class ResumePoint(NamedTuple):
@@ -89,12 +86,11 @@ def _age(name: str) -> tuple[int, str]:
 
 def _last_step(run: RunDir) -> int:
     """Return the last step of the attempts before: from the record of how the last one ended, and the event log."""
-    size = run.events.stat().st_size if run.events.exists() else 0
-    steps = [event.step for event, _ in read_events(run.events, max(0, size - TAIL_BYTES))]
+    steps = [RunHistory.of_tail(run.events).last_step]
     ending = run.ending(run.current_attempt - 1)
     with contextlib.suppress(OnwardError, OSError):  # absent or damaged; the log alone may be some steps behind
         steps.append(read_record(ending, AttemptEnding).step)
-    return max(steps, default=0)
+    return max(steps)
 
 
 def _sentence(run: RunDir, checkpoint: VerifiedCheckpoint | None, damaged: tuple[str, ...], reached: int) -> str:

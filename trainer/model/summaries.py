@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.sections.results import MonitorConfig
-from onward.trainer.events import EventWriter
+from onward.trainer.events import EventWriter, Histogram
 
 NUM_BINS = 30
 
@@ -37,7 +37,10 @@ def summarise(events: EventWriter, step: int, model: Model, *, config: MonitorCo
         for kind, tensor in zip(("weight", "gradient"), pair, strict=True):
             if _chosen(name, config.histograms):
                 counts, edges = torch.histogram(tensor.flatten(), bins=NUM_BINS)
-                events.histogram(step, f"{kind}/{name}", counts.long().tolist(), edges.tolist())
+                histogram = Histogram(
+                    step=step, name=f"{kind}/{name}", counts=counts.long().tolist(), edges=edges.tolist()
+                )
+                events.emit(histogram)
             if _chosen(name, config.norms):
                 norms[f"{kind}_norm/{name}"] = float(torch.linalg.vector_norm(tensor))
     if norms:

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch.profiler import record_function
 
-from onward.trainer.events import EventWriter
+from onward.trainer.events import LAPS, EventWriter, Times
 
 Part: TypeAlias = Literal["data wait", "pipeline", "gradient reduction", "optimizer", "evaluation", "checkpoint"]
 OUTSIDE_OF_STEPS = ("evaluation", "checkpoint")
@@ -34,7 +34,7 @@ class StepClock:
     """
 
     def __init__(self, *, began_at: float, compiled_s: Callable[[], float]) -> None:
-        self.seconds = dict.fromkeys(("setup", "compile", "data_wait", "steps", "evaluation", "checkpoint"), 0.0)
+        self.seconds = dict.fromkeys(LAPS, 0.0)
         """Sum -> seconds of this attempt."""
         self.in_steps_s = 0.0
         """Seconds of the steps, with their compilations and the waiting for samples."""
@@ -106,4 +106,5 @@ class StepClock:
         self.mark()
         if self._is_due or now or self._marked_at - self._emitted_at > EMIT_PERIOD_S:
             self._is_due, self._emitted_at = False, self._marked_at
-            events.emit("times", step, seconds={name: round(value, 4) for name, value in self.seconds.items()})
+            seconds = {name: round(value, 4) for name, value in self.seconds.items()}
+            events.emit(Times(step=step, seconds=seconds))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from onward.trainer.events import EventWriter, read_events
+from onward.trainer.events import EventWriter, Usage, read_events
 from onward.trainer.run.directory import RunDir
 
 PERIOD_S = 10.0
@@ -55,7 +55,7 @@ def _record(path: Path, attempt: int, host: str, done: threading.Event) -> None:
         while not ended:
             ended = done.wait(period_s)  # and one last line
             line, period_s = line + 1, PERIOD_S
-            writer.emit("usage", line, node=host, values=usage.now())
+            writer.emit(Usage(step=line, node=host, values=usage.now()))
         writer.close()
 
 

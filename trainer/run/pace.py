@@ -8,15 +8,16 @@ KEY is a digest of the model's structure, of the settings that decide the time o
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.events import Event
 from onward.trainer.run.directory import onward_home
+from onward.trainer.run.history import RunHistory, Series
 from onward.trainer.run.records import Record
 
 WITHOUT_TIME: Mapping[str, frozenset[str]] = {
@@ -38,6 +39,8 @@ WITHOUT_TIME: Mapping[str, frozenset[str]] = {
     "monitor": frozenset({"experiment", "tracking_uri", "report_to", "report"}),
 }
 """Section -> its settings that do not change the time of a step. A new setting counts until it is listed here."""
+MEASURED = ("train/step_s", "train/data_wait")
+"""Metrics of which a pace is made."""
 NO_SECTIONS = frozenset({"name", "schedule", "checkpoint", "stop", "export"})
 """Sections of which nothing does."""
 
@@ -98,56 +101,31 @@ def calibration_file(key: str) -> Path:
     return onward_home() / "calibrations" / f"{key}.json"
 
 
-def pace_of(events: Iterable[Event], *, batch: int, first_steps: int = 1) -> Pace | None:
-    """Return the pace of the newest attempt in an event log; None without a measured step.
+def pace_of(history: RunHistory, *, batch: int, first_steps: int = 1) -> Pace | None:
+    """Return the pace of the newest attempt of a run; None without a measured step.
 
-    batch: samples of a step. first_steps: how many of its first steps are left out, as far as others were measured:
-    they allocate memory, compile kernels and fill caches.
+    history: with the series of `MEASURED`. batch: samples of a step. first_steps: how many of its first steps are left
+    out, as far as others were measured: they allocate memory, compile kernels and fill caches.
     """
-    attempt = _Attempt()
-    for event in events:
-        if event.kind == "start":
-            attempt = _Attempt(begin=event.step)
-        attempt.add(event)
-    return attempt.pace(batch=batch, first_steps=first_steps)
-
-
-class _Attempt:
-    """What the events of one attempt say of its time."""
-
-    def __init__(self, begin: int = 0) -> None:
-        self.begin, self.steps, self.waits = begin, list[tuple[int, float]](), list[float]()
-        self.evaluation_s = self._evaluation_sum_s = 0.0
-        self.checkpoints, self.seconds = 0, dict[str, float]()
-
-    def add(self, event: Event) -> None:
-        values = event.fields.get("values", {})
-        if event.kind == "scalars" and "train/step_s" in values:
-            self.steps.append((event.step, float(values["train/step_s"])))
-            self.waits.append(float(values.get("train/data_wait", 0.0)))
-        elif event.kind == "times":
-            self.seconds = {name: float(each) for name, each in event.fields["seconds"].items()}
-            total = self.seconds.get("evaluation", 0.0)
-            self.evaluation_s = total - self._evaluation_sum_s or self.evaluation_s
-            self._evaluation_sum_s = total
-        elif event.kind == "checkpoint":
-            self.checkpoints += 1
-
-    def pace(self, *, batch: int, first_steps: int) -> Pace | None:
-        if not self.steps:
-            return None
-        # a line of the log covers the steps since the one before
-        before = [self.begin, *(step for step, _ in self.steps)]
-        places = range(len(self.steps))
-        kept = [place for place in places if before[place] >= self.begin + first_steps] or [places[-1]]
-        step_s = statistics.median(self.steps[place][1] for place in kept)
-        return Pace(
-            step_s=step_s,
-            steps=self.steps[kept[-1]][0] - before[kept[0]],
-            samples_per_s=batch / step_s,
-            data_wait=statistics.median(self.waits[place] for place in kept),
-            setup_s=self.seconds.get("setup", 0.0),
-            compile_s=self.seconds.get("compile", 0.0),
-            evaluation_s=self.evaluation_s,
-            checkpoint_s=self.seconds.get("checkpoint", 0.0) / max(1, self.checkpoints),
-        )
+    attempt = history.newest
+    measured, waits = (dict(attempt.series.get(name, Series()).points()) for name in MEASURED)
+    if not measured:
+        return None
+    begin, steps = attempt.start.step if attempt.start else 0, list(measured)
+    # a line of the log covers the steps since the line before
+    before = dict(zip(steps, [begin, *steps], strict=False))
+    kept = [step for step in steps if before[step] >= begin + first_steps] or steps[-1:]
+    step_s = statistics.median(measured[step] for step in kept)
+    evaluated = [lap.seconds["evaluation"] for lap in attempt.laps]
+    evaluations_s = [now - earlier for earlier, now in itertools.pairwise([0.0, *evaluated]) if now != earlier]
+    saved = [event for event in history.checkpoints if event.attempt == attempt.number]
+    return Pace(
+        step_s=step_s,
+        steps=kept[-1] - before[kept[0]],
+        samples_per_s=batch / step_s,
+        data_wait=statistics.median(waits.get(step, 0.0) for step in kept),
+        setup_s=attempt.seconds.get("setup", 0.0),
+        compile_s=attempt.seconds.get("compile", 0.0),
+        evaluation_s=evaluations_s[-1] if evaluations_s else 0.0,
+        checkpoint_s=attempt.seconds.get("checkpoint", 0.0) / max(1, len(saved)),
+    )

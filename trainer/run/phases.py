@@ -11,49 +11,60 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast, get_args
+from collections.abc import Mapping
+from typing import Literal, TypeAlias, get_args
 
-from onward.trainer.events import EventWriter, read_events
+from onward.trainer.events import Event, EventWriter, Int64, read_events
 from onward.trainer.run.directory import RunDir
 
 Phase: TypeAlias = Literal["start", "configure", "preflight", "data", "train", "export", "approval", "end"]
 """`start`: the command looks for its servers, or starts them, and then the flow. `approval`: somebody is asked."""
 
-NOTE = "note"
-"""The kind of a line that begins no phase."""
 
+class PhaseStart(Event):
+    """A phase begins."""
 
-@dataclass(frozen=True)
-class PhaseStart:
-    """The beginning of a phase, in milliseconds since 1970."""
-
-    at_ms: int
-    phase: Phase
+    kind: Phase
     pid: int
+    """The process of the flow."""
+    began_ms: Int64 = 0
+    """Milliseconds since 1970, of a phase that began before its line was written; 0 = then."""
+
+    @property
+    def begin_ms(self) -> int:
+        return self.began_ms or self.at_ms
+
+
+class Note(Event):
+    """A line that begins no phase."""
+
+    kind: Literal["note"] = "note"
+    pid: int
+    text: str = ""
+    """How far the present phase is."""
+
+
+RECORDS: Mapping[str, type[Event]] = {**dict.fromkeys(get_args(Phase), PhaseStart), "note": Note}
 
 
 def enter_phase(run: RunDir, phase: Phase, *, at_ms: int | None = None) -> None:
     """Record that a phase begins. at_ms: when it has begun; None = now. A full disk is no error."""
-    with contextlib.suppress(OSError):
-        writer = EventWriter(run.phases, attempt=0, rank=0, announces=False)
-        earlier = {} if at_ms is None else {"began_ms": at_ms}
-        writer.emit(phase, 0, pid=os.getpid(), **earlier)
-        writer.close()
+    line = PhaseStart(step=0, kind=phase, pid=os.getpid())
+    _append(run, line if at_ms is None else line.model_copy(update={"began_ms": at_ms}))
 
 
 def note_in_phase(run: RunDir, text: str) -> None:
     """Record how far the present phase is, for who follows the run. A full disk is no error."""
+    _append(run, Note(step=0, pid=os.getpid(), text=text))
+
+
+def _append(run: RunDir, line: Event) -> None:
     with contextlib.suppress(OSError):
         writer = EventWriter(run.phases, attempt=0, rank=0, announces=False)
-        writer.emit(NOTE, 0, pid=os.getpid(), text=text)
+        writer.emit(line)
         writer.close()
 
 
 def phases(run: RunDir) -> list[PhaseStart]:
     """Return all phases of a run in their order; [] if it was trained without a flow, or by an earlier version."""
-    return [
-        PhaseStart(int(event.fields.get("began_ms", event.at_ms)), cast(Phase, event.kind), int(event.fields["pid"]))
-        for event, _ in read_events(run.phases)
-        if event.kind in get_args(Phase) and isinstance(event.fields.get("pid"), int)
-    ]
+    return [event for event, _ in read_events(run.phases, records=RECORDS) if isinstance(event, PhaseStart)]

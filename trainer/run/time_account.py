@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from onward.trainer.events import Event, read_events
+from onward.trainer.events import Times
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.history import AttemptHistory, RunHistory
 from onward.trainer.run.phases import PhaseStart, phases
 from onward.trainer.run.records import Record
 
@@ -37,7 +38,7 @@ PARTS: Mapping[str, str] = {
     "approval": "somebody was asked whether the model may be promoted",
 }
 """Part -> what it is."""
-LAPS = {
+PART_OF_LAP = {
     "setup": "start-up",
     "compile": "compile",
     "data_wait": "data wait",
@@ -69,35 +70,27 @@ class TimeAccount(Record):
 
 
 @dataclass(frozen=True)
-class Laps:
-    """An event "times": the sums of an attempt's laps at a step."""
-
-    at_ms: int
-    step: int
-    seconds: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class AttemptTimes:
     """When things happened in one attempt."""
 
-    began_ms: int
-    """When it was launched."""
-    start: tuple[int, int] | None
-    """(milliseconds since 1970, step) at which its first step began; None if it did not come so far."""
-    laps: Sequence[Laps]
-    last_ms: int
-    """Its last event."""
-    last_step: int
-    saved: bool
-    """Whether it ended by itself, with a checkpoint."""
-    asked: bool = True
-    """Whether it had ended because it was done, or was asked to."""
-    detected_ms: int | None = None
-    """When its end was noticed; None while it runs, or if nothing noticed it."""
-    ended_ms: int | None = None
-    checkpoint: int = 0
-    """Step of the newest checkpoint at its end."""
+    logged: AttemptHistory
+    laps: Sequence[Times]
+    """The laps of `logged`."""
+    ending: AttemptEnding | None
+    """None while the attempt runs, or if nothing noticed its end."""
+
+    @property
+    def began_ms(self) -> int:
+        """Return when the attempt was launched."""
+        if self.ending:
+            return self.ending.began_ms
+        start, setup_s = self.logged.start, self.laps[0].seconds["setup"] if self.laps else 0.0
+        return start.at_ms - round(1000 * setup_s) if start else self.logged.last_ms
+
+    @property
+    def last_ms(self) -> int:
+        """Return when the last event was logged."""
+        return self.logged.last_ms or self.began_ms
 
 
 @dataclass
@@ -106,71 +99,27 @@ class _Flow:
     end_ms: int
 
 
-def time_account(run: RunDir, now_ms: int | None = None) -> TimeAccount | None:
+def time_account(run: RunDir, history: RunHistory, now_ms: int | None = None) -> TimeAccount | None:
     """Return the account of a run; None if it has not begun, or an earlier version has trained it.
 
     now_ms: the time, of a run that is running; None for one that is not.
     """
-    return account(phases(run), attempt_times(read_events_of(run), endings(run)), now_ms)
+    return account(phases(run), attempt_times(history, endings(run)), now_ms)
 
 
-def read_events_of(run: RunDir) -> Iterator[Event]:
-    """Yield the events of a run's log."""
-    return (event for event, _ in read_events(run.events))
-
-
-def attempt_times(events: Iterable[Event], ended: Sequence[AttemptEnding]) -> list[AttemptTimes]:
+def attempt_times(history: RunHistory, ended: Sequence[AttemptEnding]) -> list[AttemptTimes]:
     """Return the times of all attempts that have an event or an ending."""
-    found: dict[int, _Seen] = {}
-    for event in events:
-        found.setdefault(event.attempt, _Seen()).add(event)
     endings = {ending.attempt: ending for ending in ended}
-    return [found.get(number, _Seen()).times(endings.get(number)) for number in sorted(found.keys() | endings.keys())]
-
-
-@dataclass
-class _Seen:
-    """What the events of one attempt say."""
-
-    start: tuple[int, int] | None = None
-    laps: list[Laps] = field(default_factory=list)
-    last_ms: int = 0
-    last_step: int = 0
-    saved: bool = False
-
-    def add(self, event: Event) -> None:
-        self.last_ms, self.last_step = max(self.last_ms, event.at_ms), max(self.last_step, event.step)
-        if event.kind == "start":
-            self.start = self.start or (event.at_ms, event.step)
-        elif event.kind == "times":
-            self.laps.append(Laps(event.at_ms, event.step, event.fields["seconds"]))
-        elif event.kind == "end":
-            self.saved = True
-
-    def times(self, ending: AttemptEnding | None) -> AttemptTimes:
-        setup_s = self.laps[0].seconds.get("setup", 0.0) if self.laps else 0.0
-        first_ms = self.start[0] - round(1000 * setup_s) if self.start else self.last_ms
-        if ending is None:
-            return AttemptTimes(first_ms, self.start, self.laps, self.last_ms, self.last_step, self.saved)
-        return AttemptTimes(
-            began_ms=ending.began_ms,
-            start=self.start,
-            laps=self.laps,
-            last_ms=self.last_ms or ending.began_ms,
-            last_step=self.last_step,
-            saved=self.saved,
-            asked=ending.kind in ("done", "stopped"),
-            detected_ms=ending.detected_ms,
-            ended_ms=ending.ended_ms,
-            checkpoint=ending.checkpoint,
-        )
+    numbers = sorted(history.attempts.keys() | endings.keys())
+    attempts = [history.attempts.get(number, AttemptHistory(number)) for number in numbers]
+    return [AttemptTimes(attempt, attempt.laps, endings.get(attempt.number)) for attempt in attempts]
 
 
 def account(
     begins: Sequence[PhaseStart], attempts: Sequence[AttemptTimes], now_ms: int | None = None
 ) -> TimeAccount | None:
     """Return the account that these records give; None without any. now_ms: see `time_account`."""
-    if any(each.start and not each.laps for each in attempts):
+    if any(attempt.logged.start and not attempt.laps for attempt in attempts):
         return None  # the laps of an earlier version are not known
     flows = _flows(begins, attempts, now_ms)
     if not flows:
@@ -178,8 +127,8 @@ def account(
     walk = _Walk(attempts, running=now_ms is not None)
     for place, flow in enumerate(flows):
         walk.flow(flow, resumed=place + 1 < len(flows))
-    began_ms, ended_ms = flows[0].begins[0].at_ms, flows[-1].end_ms
-    wall_s = sum(flow.end_ms - flow.begins[0].at_ms for flow in flows) / 1000
+    began_ms, ended_ms = flows[0].begins[0].begin_ms, flows[-1].end_ms
+    wall_s = sum(flow.end_ms - flow.begins[0].begin_ms for flow in flows) / 1000
     return TimeAccount(
         began_ms=began_ms,
         ended_ms=ended_ms,
@@ -200,16 +149,17 @@ def _flows(begins: Sequence[PhaseStart], attempts: Sequence[AttemptTimes], now_m
         if begin.pid != open_by:
             flows.append(_Flow([], 0))
         flows[-1].begins.append(begin)
-        open_by = 0 if begin.phase == "end" else begin.pid
+        open_by = 0 if begin.kind == "end" else begin.pid
     if not flows and attempts:  # trained by hand: the attempts alone
-        flows = [_Flow([PhaseStart(attempts[0].began_ms, "train", 0)], 0)]
+        flows = [_Flow([PhaseStart(step=0, began_ms=attempts[0].began_ms, kind="train", pid=0)], 0)]
     for flow, following in itertools.zip_longest(flows, flows[1:]):
         last = flow.begins[-1]
-        limit_ms = following.begins[0].at_ms if following else math.inf
-        signs = [last.at_ms, *(each.last_ms for each in attempts), *(each.ended_ms or 0 for each in attempts)]
+        limit_ms = following.begins[0].begin_ms if following else math.inf
+        ended_ms = [attempt.ending.ended_ms for attempt in attempts if attempt.ending]
+        signs = [last.begin_ms, *(attempt.last_ms for attempt in attempts), *ended_ms]
         alive_ms = max(sign for sign in signs if sign <= limit_ms)
         running = following is None and now_ms is not None
-        flow.end_ms = last.at_ms if last.phase == "end" else now_ms if running and now_ms is not None else alive_ms
+        flow.end_ms = last.begin_ms if last.kind == "end" else now_ms if running and now_ms is not None else alive_ms
     return flows
 
 
@@ -226,14 +176,14 @@ class _Walk:
 
     def flow(self, flow: _Flow, *, resumed: bool) -> None:
         """Add a flow. resumed: whether another flow follows."""
-        ends = [*(begin.at_ms for begin in flow.begins[1:]), flow.end_ms]
+        ends = [*(begin.begin_ms for begin in flow.begins[1:]), flow.end_ms]
         for begin, end_ms in zip(flow.begins, ends, strict=True):
-            if begin.phase in BEFORE_TRAINING:
-                self._start_up(begin.phase, end_ms - begin.at_ms)
-            elif begin.phase == "train":
-                self._train(begin.at_ms, end_ms, resumed=resumed)
-            elif begin.phase != "end":
-                self.parts[begin.phase] += (end_ms - begin.at_ms) / 1000
+            if begin.kind in BEFORE_TRAINING:
+                self._start_up(begin.kind, end_ms - begin.begin_ms)
+            elif begin.kind == "train":
+                self._train(begin.begin_ms, end_ms, resumed=resumed)
+            elif begin.kind != "end":
+                self.parts[begin.kind] += (end_ms - begin.begin_ms) / 1000
 
     def _start_up(self, what: str, elapsed_ms: float) -> None:
         if self._recovers:
@@ -252,12 +202,12 @@ class _Walk:
 
     def _attempt(self, attempt: AttemptTimes, at_ms: int, end_ms: int, *, followed: bool) -> int:
         """Add an attempt of a flow that ended at `end_ms`, and what was before it since `at_ms`; return its end."""
-        runs = self._running and not followed and not attempt.saved and attempt.ended_ms is None
-        unnoticed_ms = end_ms if runs else attempt.last_ms  # of an attempt without a record of its end
-        detected_ms, ended_ms = (
-            unnoticed_ms if each is None else min(each, end_ms) for each in (attempt.detected_ms, attempt.ended_ms)
-        )
-        if attempt.start is None:
+        start, ending, saved = attempt.logged.start, attempt.ending, attempt.logged.end is not None
+        runs = self._running and not followed and not saved and ending is None
+        detected_ms = ended_ms = end_ms if runs else attempt.last_ms
+        if ending:
+            detected_ms, ended_ms = min(ending.detected_ms, end_ms), min(ending.ended_ms, end_ms)
+        if start is None:
             self._start_up("launch", attempt.began_ms - at_ms)
             if runs:
                 self._start_up("launch", ended_ms - attempt.began_ms)
@@ -266,23 +216,24 @@ class _Walk:
                 self._recovers = True
             return ended_ms
         setup_ms, kept = 1000 * attempt.laps[0].seconds["setup"], self._kept(attempt)
-        self._start_up("launch", attempt.start[0] - at_ms - setup_ms)
+        self._start_up("launch", start.at_ms - at_ms - setup_ms)
         self._start_up("set-up", setup_ms)
         if kept is not None:
-            self.repeated += max(0, attempt.last_step - max(kept, attempt.start[1]))
+            self.repeated += max(0, attempt.logged.last_step - max(kept, start.step))
         for before, now in itertools.pairwise(attempt.laps):
             is_kept = kept is None or (kept > 0 and now.step <= kept)
-            for name, part in LAPS.items():
+            for name, part in PART_OF_LAP.items():
                 self.parts[part if is_kept else "lost work"] += now.seconds.get(name, 0) - before.seconds.get(name, 0)
-        tail = "ending" if attempt.saved else "steps" if runs else "lost work"
+        tail = "ending" if saved else "steps" if runs else "lost work"
         self.parts[tail] += (detected_ms - attempt.laps[-1].at_ms) / 1000
-        self._recovers = not runs and not (attempt.saved and attempt.asked)
+        asked = ending is None or ending.kind in ("done", "stopped")
+        self._recovers = not runs and not (saved and asked)
         self.parts["recovery" if self._recovers and followed else "ending"] += (ended_ms - detected_ms) / 1000
         return ended_ms
 
     def _kept(self, attempt: AttemptTimes) -> int | None:
         """Return the step up to which an attempt's work was kept; None = all of it."""
-        starts = [each.start[1] for each in self._left if each.start]
+        starts = [following.logged.start.step for following in self._left if following.logged.start]
         if starts:
             return min(starts)
-        return None if attempt.saved or attempt.ended_ms is None else attempt.checkpoint
+        return None if attempt.logged.end or attempt.ending is None else attempt.ending.checkpoint

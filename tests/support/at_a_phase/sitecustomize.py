@@ -43,9 +43,9 @@ def _report_events() -> None:
         return
     _patched, emit = True, events.EventWriter.emit
 
-    def emit_announced(writer: Any, kind: str, step: int, **fields: Any) -> None:
-        sys.audit("event" if writer._announces else "phase", kind, step)
-        emit(writer, kind, step, **fields)
+    def emit_announced(writer: Any, event: Any) -> None:
+        sys.audit("event" if writer._announces else "phase", event.kind, event.step)
+        emit(writer, event)
 
     events.EventWriter.emit = emit_announced
 

@@ -102,7 +102,7 @@ def test_a_checkpoint_holds_the_values_of_its_step_though_training_changes_them_
         state, loaded = load(verify(run.checkpoint(step)))
         assert state == position(step)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in values(step).items())
-    events = [(event.step, event.fields["path"]) for event, _ in read_events(run.events)]
+    events = [(event.step, event.path) for event, _ in read_events(run.events)]
     assert events == [(step, f"step-{step:09d}") for step in (1, 2, 3)]
 
 

@@ -175,7 +175,7 @@ def test_ranks_refuse_a_run_of_which_all_checkpoints_are_damaged(tmp_path: Path)
     train_run(run)  # the other one is complete
     (*_, resumed) = events_of(run, "start")
     assert resumed.step == 2
-    assert resumed.fields["resumed"].startswith(
+    assert resumed.resumed.startswith(
         "goes on from step 2 (step-000000002); steps 3 to 4 are made again; 1 newer checkpoint is damaged"
     )
     for path in run.checkpoints.glob("step-*[0-9]"):

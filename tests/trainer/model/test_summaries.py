@@ -30,7 +30,7 @@ def summaries(tmp_path: Path, step: int, **config: object) -> list[tuple[str, di
         summarise(writer, step, Two(), config=MonitorConfig.model_validate({"summary_period": 10, **config}))
     finally:
         writer.close()
-    return [(event.kind, event.fields) for event, _ in read_events(tmp_path / "events.jsonl")]
+    return [(event.kind, event.model_dump()) for event, _ in read_events(tmp_path / "events.jsonl")]
 
 
 def test_histograms_count_every_value_of_weight_and_gradient(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_new_head_with_adapters_killed_and_resumed_ends_with_the_same_bits_and
     source = read_config(killed).model.path
     exported = export_file(killed, killed.checkpoint(12))
     assert exported.parity < 2e-6
-    evaluations = [event.fields["values"] for event in events(killed, "evaluation")]
+    evaluations = [event.values for event in events(killed, "evaluation")]
     assert exported.before == pytest.approx(evaluations[0], rel=1e-5), "not judged with the new head, untrained"
     assert exported.after == pytest.approx(evaluations[-1], rel=1e-5)
     assert exported.after["evaluation/loss"] < exported.before["evaluation/loss"], "nothing was learned"
@@ -171,7 +171,7 @@ def test_a_run_with_a_new_head_and_adapters_from_inner_tensor_to_inner_tensor_le
     train_run(run)
     exported = export_file(run, run.checkpoint(12))
     assert exported.parity < 2e-6
-    evaluations = [event.fields["values"] for event in events(run, "evaluation")]
+    evaluations = [event.values for event in events(run, "evaluation")]
     assert exported.before == pytest.approx(evaluations[0], rel=1e-5), "not judged with the new head, untrained"
     assert exported.after == pytest.approx(evaluations[-1], rel=1e-5)
     assert exported.after["evaluation/loss"] < exported.before["evaluation/loss"], "nothing was learned"

@@ -30,8 +30,8 @@ def test_the_first_rank_of_a_node_records_and_a_second_attempt_goes_on(
     found = [event for event, _ in read_events(run.usage_of(8))]
     assert [event.step for event in found] == list(range(1, len(found) + 1))
     assert len(found) == 4, "one line of each attempt, and one at its end"
-    assert {event.fields["node"] for event in found} == {"gpu-2"}
-    assert found[0].fields["values"]["system_memory_usage_megabytes"] > 10
+    assert {event.node for event in found} == {"gpu-2"}
+    assert found[0].values["system_memory_usage_megabytes"] > 10
     assert not run.usage_of(9).exists()
 
 

@@ -9,44 +9,53 @@ import pytest
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.events import Event
-from onward.trainer.run.pace import key_of, pace_of
+from onward.trainer.events import CheckpointSaved, Event, Scalars, Started, Times
+from onward.trainer.run.history import RunHistory
+from onward.trainer.run.pace import Pace, key_of, pace_of
 
 
 def start(step: int = 0, attempt: int = 1) -> Event:
-    return Event(0, attempt, step, "start", {"num_steps": 9})
+    return Started(attempt=attempt, step=step, num_steps=9)
 
 
-def line(step: int, step_s: float, wait: float = 0.25) -> Event:
-    return Event(0, 1, step, "scalars", {"values": {"train/step_s": step_s, "train/data_wait": wait}})
+def line(step: int, step_s: float, wait: float = 0.25, attempt: int = 1) -> Event:
+    return Scalars(attempt=attempt, step=step, values={"train/step_s": step_s, "train/data_wait": wait})
 
 
 def times(step: int, **seconds: float) -> Event:
-    return Event(0, 1, step, "times", {"seconds": seconds})
+    return Times(attempt=1, step=step, seconds=seconds)
+
+
+def pace(events: list[Event], *, batch: int, first_steps: int = 1) -> Pace | None:
+    history = RunHistory(Path())
+    for event in events:
+        history.add(event)
+    return pace_of(history, batch=batch, first_steps=first_steps)
 
 
 def test_the_first_steps_do_not_count_and_the_median_of_the_others_does() -> None:
-    found = pace_of([start(), *(line(step, s) for step, s in enumerate((9.0, 5.0, 1.0, 2.0, 8.0), 1))], batch=6)
+    found = pace([start(), *(line(step, s) for step, s in enumerate((9.0, 5.0, 1.0, 2.0, 8.0), 1))], batch=6)
     assert found is not None
     assert (found.step_s, found.steps, found.samples_per_s, found.data_wait) == (3.5, 4, 6 / 3.5, 0.25)
-    found = pace_of([start(), *(line(step, s) for step, s in enumerate((9.0, 5.0, 1.0), 1))], batch=6, first_steps=2)
+    found = pace([start(), *(line(step, s) for step, s in enumerate((9.0, 5.0, 1.0), 1))], batch=6, first_steps=2)
     assert found is not None
     assert (found.step_s, found.steps) == (1.0, 1)
 
 
 def test_a_line_of_many_steps_that_holds_the_first_one_is_left_out_if_there_is_another() -> None:
-    found = pace_of([start(), line(10, 9.0), line(20, 2.0)], batch=1)
+    found = pace([start(), line(10, 9.0), line(20, 2.0)], batch=1)
     assert found is not None
     assert (found.step_s, found.steps) == (2.0, 10)
-    alone = pace_of([start(), line(4, 9.0)], batch=1)
+    alone = pace([start(), line(4, 9.0)], batch=1)
     assert alone is not None
     assert (alone.step_s, alone.steps) == (9.0, 4)
-    assert pace_of([start(), times(0, setup=1.0)], batch=1) is None
+    assert pace([start(), times(0, setup=1.0)], batch=1) is None
 
 
 def test_the_newest_attempt_counts_from_where_it_has_begun() -> None:
-    events = [start(), line(1, 50.0), line(2, 50.0), start(step=7, attempt=2), line(8, 40.0), line(9, 3.0)]
-    found = pace_of(events, batch=1)
+    events = [start(), line(1, 50.0), line(2, 50.0), start(step=7, attempt=2), line(8, 40.0, attempt=2)]
+    events += [line(9, 3.0, attempt=2)]
+    found = pace(events, batch=1)
     assert found is not None
     assert (found.step_s, found.steps) == (3.0, 1)
 
@@ -58,11 +67,11 @@ def test_evaluations_checkpoints_and_loading_are_read_off_the_times() -> None:
         times(0, setup=4.0, compile=2.0, evaluation=5.0, checkpoint=0.0),
         line(1, 1.0),
         times(1, setup=4.0, compile=2.0, evaluation=8.0, checkpoint=0.0),
-        Event(0, 1, 1, "checkpoint", {}),
-        Event(0, 1, 2, "checkpoint", {}),
+        CheckpointSaved(attempt=1, step=1),
+        CheckpointSaved(attempt=1, step=2),
         times(2, setup=4.0, compile=2.0, evaluation=8.0, checkpoint=1.0),
     ]
-    found = pace_of(events, batch=1)
+    found = pace(events, batch=1)
     assert found is not None
     assert (found.setup_s, found.compile_s, found.evaluation_s, found.checkpoint_s) == (4.0, 2.0, 3.0, 0.5)
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from onward.trainer.events import Event
+from onward.trainer.events import Ended, Event, Started, Times
 from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.history import RunHistory
 from onward.trainer.run.phases import Phase, PhaseStart, enter_phase, phases
 from onward.trainer.run.time_account import TimeAccount, account, attempt_times, time_account
 from tests.support.graphs import tiny_conv_net
@@ -18,19 +19,19 @@ from tests.support.runs import make_run, tiny_images, train_run, train_until
 
 def flow(pid: int, **begins: int) -> list[PhaseStart]:
     """Phases of one flow: name -> the second at which it began."""
-    return [PhaseStart(1000 * at_s, phase, pid) for phase, at_s in begins.items()]  # type: ignore[arg-type]
+    return [PhaseStart(step=0, at_ms=1000 * at_s, kind=phase, pid=pid) for phase, at_s in begins.items()]  # type: ignore[arg-type]
 
 
 def start(attempt: int, at_s: float, step: int) -> Event:
-    return Event(round(1000 * at_s), attempt, step, "start", {"num_steps": 100})
+    return Started(at_ms=round(1000 * at_s), attempt=attempt, step=step, num_steps=100)
 
 
 def times(attempt: int, at_s: float, step: int, **seconds: float) -> Event:
-    return Event(round(1000 * at_s), attempt, step, "times", {"seconds": seconds})
+    return Times(at_ms=round(1000 * at_s), attempt=attempt, step=step, seconds=seconds)
 
 
 def end(attempt: int, at_s: float, step: int) -> Event:
-    return Event(round(1000 * at_s), attempt, step, "end", {"status": "done"})
+    return Ended(at_ms=round(1000 * at_s), attempt=attempt, step=step, status="done")
 
 
 def ended(
@@ -48,11 +49,18 @@ def ended(
     )
 
 
+def history_of(events: Sequence[Event]) -> RunHistory:
+    history = RunHistory(Path())
+    for event in events:
+        history.add(event)
+    return history
+
+
 def made(
     begins: Sequence[PhaseStart], events: Sequence[Event], endings: Sequence[AttemptEnding], now_s: float | None = None
 ) -> TimeAccount:
     """The account of these records; its parts and the rest are the wall time, to the millisecond."""
-    found = account(begins, attempt_times(events, endings), None if now_s is None else round(1000 * now_s))
+    found = account(begins, attempt_times(history_of(events), endings), None if now_s is None else round(1000 * now_s))
     assert found is not None
     assert sum(found.parts.values()) + found.unaccounted_s == pytest.approx(found.wall_s, abs=1e-6)
     return found
@@ -185,11 +193,11 @@ def test_a_running_run_is_accounted_for_until_now() -> None:
 
 
 def test_a_run_of_an_earlier_version_has_no_account() -> None:
-    assert account(UNDISTURBED, attempt_times([start(1, 24, 0), end(1, 58, 10)], []), None) is None
+    assert account(UNDISTURBED, attempt_times(history_of([start(1, 24, 0), end(1, 58, 10)]), []), None) is None
 
 
 def test_a_run_directory_without_anything_has_no_account(tmp_path: Path) -> None:
-    assert time_account(RunDir(tmp_path)) is None
+    assert time_account(RunDir(tmp_path), RunHistory(tmp_path)) is None
 
 
 def test_phases_are_read_as_they_were_written_and_a_flow_may_have_begun_before_its_directory(tmp_path: Path) -> None:
@@ -198,9 +206,9 @@ def test_phases_are_read_as_they_were_written_and_a_flow_may_have_begun_before_i
     for phase in order:
         enter_phase(run, phase, at_ms=12 if phase == "start" else None)
     found = phases(run)
-    assert [each.phase for each in found] == order
-    assert found[0].at_ms == 12
-    assert found[1].at_ms > 1_700_000_000_000
+    assert [each.kind for each in found] == order
+    assert found[0].begin_ms == 12
+    assert found[1].begin_ms > 1_700_000_000_000
 
 
 def test_a_phase_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
@@ -220,7 +228,7 @@ def test_of_a_real_run_that_was_killed_and_started_again_all_but_a_hundredth_is_
     )
     train_until(run, ("scalars", 27))
     train_run(run)
-    found = time_account(run)
+    found = time_account(run, RunHistory.of(run.events))
     assert found is not None
     assert sum(found.parts.values()) == pytest.approx(found.wall_s, rel=0.01)
     # the second attempt went on from step 20

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from markupsafe import Markup
 
 from onward.flows.run_reports.curves import COLOURS, Line, draw
-from onward.flows.run_reports.facts import EVALUATION, NAMES, RunFacts, Series, settings_as_text
-from onward.flows.run_reports.page import MOST_EVALUATED, TIME_COLOURS, Drawing, duration, median, render, short_number
+from onward.flows.run_reports.facts import EVALUATION, NAMES, RunFacts, settings_as_text
+from onward.flows.run_reports.page import MOST_EVALUATED, TIME_COLOURS, Drawing, median, render, short_number
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.quantities import duration
 from onward.trainer.run.history import Series

@@ -19,6 +19,13 @@ _BY_SIGNAL = re.compile(
     r"noticed\s+that\s+process\s+rank\s+(\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+(\S+)\s+exited\s+on\s+signal\s+(\d+)"
 )
 _BY_STATUS = re.compile(r"Process\s+name:\s+\[\S+,(\d+)\]\s+Exit\s+code:\s+(\d+)")
+_HOST_LOST = re.compile(
+    r"lost communication with a remote daemon|unable to reliably start one or more daemons|ssh: connect to host|"
+    r"daemon has unexpectedly failed|daemon failed to report back|unable to establish a communication connection|"
+    r"Connection closed by \S+ port \d+"
+)
+"""What mpirun and ssh print when a host, its network or its daemon is gone."""
+_HOST_NAME = re.compile(r"Remote (?:host|daemon)\s*:\s+(?:\[\S+\] on node )?(?P<host>\S+)")
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,23 @@ def first_ending(output: str) -> RankEnding | None:
     if found := _BY_STATUS.search(output):
         return RankEnding(int(found[1]), "", "", int(found[2]))
     return None
+
+
+def lost_host(output: str) -> str | None:
+    """Return the host that mpirun could not reach or has lost, "" if it names none; None if it lost no host."""
+    if not _HOST_LOST.search(output):
+        return None
+    named = _HOST_NAME.search(output)
+    return named["host"] if named else ""
+
+
+def launcher_signal(returncode: int | None, output: str) -> str:
+    """Return the signal that ended mpirun itself, by its exit status and its output; "" if none has."""
+    if returncode is not None and returncode < 0:
+        return signal_name(-returncode)
+    # Asked to end, it ends its ranks and says nothing; of a rank that ended by itself it always names the status.
+    said_why = first_ending(output) is not None or "\n-----" in f"\n{output}"
+    return "SIGTERM, SIGINT or SIGHUP" if returncode == 1 and not said_why else ""
 
 
 def signal_name(number: int) -> str:

@@ -22,9 +22,9 @@ from onward.tasks.disk_space import shares, space_problems
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
-from onward.trainer.run.causes import memory_advice
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import write_durably
+from onward.trainer.run.ending_kinds import memory_advice
 from onward.trainer.run.records import (
     Needs,
     RankReport,

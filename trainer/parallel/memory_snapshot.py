@@ -35,9 +35,9 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.parallel.pipeline.stage import Stage
 from onward.trainer.parallel.profiling.node_ranges import eager_graphs
 from onward.trainer.parallel.rank_model import RankModel
-from onward.trainer.run.causes import is_out_of_memory
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import durable_file
+from onward.trainer.run.ending_kinds import is_out_of_memory
 from onward.trainer.run.memory_record import Kind, LiveTensor, MemorySnapshot, snapshot_path
 from onward.trainer.run.records import write_record
 

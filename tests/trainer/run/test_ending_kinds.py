@@ -8,7 +8,7 @@ import pytest
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import DeviceAssertion, OnwardError, OutOfMemory, TrainingFailed
-from onward.trainer.run.causes import explain, memory_advice
+from onward.trainer.run.ending_kinds import explain, memory_advice
 
 NUMBERS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is "

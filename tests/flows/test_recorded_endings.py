@@ -17,7 +17,7 @@ import pytest
 from prefect import State
 
 from onward.flows.ending import Ending
-from onward.flows.run_cause import cause_of
+from onward.flows.run_status import describe
 from onward.infra.mpirun import Outcome
 from onward.tasks.train import train, worth_retrying
 from onward.trainer.config.loading import build_config
@@ -26,6 +26,7 @@ from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import ending_of
 from onward.trainer.run.records import AttemptResult, RankError, TrainResult, write_record
+from tests.flows.test_cli import make_run
 from tests.support.attempts import ASSERTION, TIMED_OUT, WATCHDOG
 
 LOST = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
@@ -34,6 +35,7 @@ KILL = "SIGKILL: killed from outside"
 FULL = "OSError: [Errno 27] File too large"
 DAEMON = "PRTE has lost communication with a remote daemon.\n  Remote daemon: [prterun@0,2] on node h1"
 DEAF = "A daemon failed to report back after being spawned.\n\n  Local host:    h0\n  Remote host:   h1\n"
+LOST_HOST = "mpirun cannot reach host h1, or has lost it; mpirun ended with status "
 BY_SIGNAL = "prterun noticed that process rank {} with PID 6074 on node h0 exited on signal {} ({}).\n"
 BY_STATUS = "The first process to do so was:\n   Process name: [prterun-h0-6106@1,{}]   Exit code:    1\n"
 ABORTED = BY_SIGNAL.format(0, 6, "Aborted")
@@ -52,7 +54,7 @@ ROOM = "make room (`onward gc` lists what may go) or repair the disk; {goes_on}"
 SERVER = "start the server again (`onward up`); {goes_on}"
 MACHINE = "correct what is listed; {goes_on}"
 LOG = "the traceback is in flow.log (`onward logs`); {goes_on}"
-GOES_ON = "no checkpoint is saved, so that it begins again at step 0: onward resume "
+GOES_ON = "no checkpoint is saved, so that it begins again at step 0: onward resume mlp-3"
 
 
 def printed(rank: int, cause: str) -> str:
@@ -81,6 +83,8 @@ class Left:
     """The hosts that do not answer, and why."""
     first: int | None = None
     """The rank that is to be named as the first one that failed."""
+    said: str = ""
+    """A part of what is to be said about the ending."""
 
 
 def error(cause: str, **known: Any) -> Left:
@@ -124,7 +128,8 @@ CASES: tuple[tuple[Left | Exception, str, bool, int, str], ...] = (
     (error("Hang: it wrote no stack", hosts={"h1": "No route to host"}), "host_lost", True, 70, HOST),
     (lost(LOST), "rank_lost", True, 70, "{goes_on}"),
     (lost(LOST, output=DAEMON), "host_lost", True, 70, HOST),
-    (lost(WAITED), "hang", True, 70, LINE),
+    (lost(WAITED, first=0), "hang", True, 70, LINE),
+    (lost(WAITED, first=0, output=BY_SIGNAL.format(1, 6, "Aborted")), "hang", True, 70, LINE),
     (error("ConnectionError: cannot reach the store"), "server", True, 70, SERVER),
     (error("ReadTimeout: 30 s"), "server", True, 70, SERVER),
     (error("ValueError: a bug"), "unknown", True, 70, LOG),
@@ -157,8 +162,8 @@ CASES: tuple[tuple[Left | Exception, str, bool, int, str], ...] = (
     (Left(result="stopped", returncode=75), "preempted", True, 70, "{goes_on}"),
     (Left(output=BY_STATUS.format(1), returncode=1), "unknown", True, 70, LOG),
     (Left(output="-----\nThere are not enough slots\n", returncode=1), "unknown", True, 70, LOG),
-    (Left(output=DAEMON, returncode=0), "host_lost", True, 70, HOST),
-    (Left(output=DEAF, returncode=213), "host_lost", True, 70, HOST),
+    (Left(output=DAEMON, returncode=0, said=LOST_HOST), "host_lost", True, 70, HOST),
+    (Left(output=DEAF, returncode=213, said=LOST_HOST), "host_lost", True, 70, HOST),
     (Left(output="ssh: connect to host h1 port 22: No route to host\n"), "host_lost", True, 70, HOST),
     (Left(), "unknown", True, 70, LOG),
     (Left(reason="silent", returncode=-9), "hang", True, 70, LINE),
@@ -242,8 +247,8 @@ class Job:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A configured run of two ranks, whose attempts follow without a pause."""
     monkeypatch.setattr("onward.flows.ending._expect_no_answer", lambda: None)  # it is for the rest of the process
-    run = RunDir(tmp_path / "run")
-    run.root.mkdir()
+    monkeypatch.setenv("ONWARD_HOME", str(tmp_path))
+    run = make_run(tmp_path, "aaaa-1", "mlp-3", config_name="mlp")
     (tmp_path / "hosts").write_text("h0 slots=1\nh1 slots=1\n")
     launch = {"retries": 1, "retry_delay_s": 0, "hostfile": str(tmp_path / "hosts")}
     sections = {
@@ -310,7 +315,12 @@ def test_an_ending_has_its_class_its_retry_its_exit_status_and_what_to_do(
     if isinstance(left, Left):
         assert {attempt.kind for attempt in attempts} == {kind}
         assert left.first in (None, attempts[0].rank)
+        assert all(left.said in attempt.sentence for attempt in attempts)
+        assert not left.stopped_ranks or run.stacks(1).exists() == (kind == "hang")
     if status:
-        cause = cause_of(run)
-        assert cause.kind == kind or kind == "stopped"
-        assert cause.to_do.startswith(to_do.format(goes_on=GOES_ON))
+        described = describe(run)
+        assert described.state == ("stopped" if status == 75 else "failed")
+        assert described.kind == ("fenced" if status == 72 else kind)
+        assert described.to_do.startswith(to_do.format(goes_on=GOES_ON))
+        if isinstance(left, Exception):
+            assert (getattr(left, "strerror", None) or str(left)) in described.error

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import gc
 import shlex
 import sys
@@ -34,7 +33,7 @@ from onward.flows.commands import (
 )
 from onward.flows.commands.common import print_json
 from onward.flows.terminal import escaped_output
-from onward.trainer.errors import ConfigError, OnwardError, Refused, RuntimeUnavailable, printed, shown
+from onward.trainer.errors import OnwardError, printed
 from onward.trainer.run.ending_kinds import EXIT_STATUSES
 
 
@@ -215,27 +214,11 @@ def _printed_traceback() -> Iterator[None]:
 
 
 def _own_error(error: Exception) -> OnwardError:
-    """Return Onward's error for one that ended a command: a disk's, itself, or one that names the file to report."""
-    from onward.trainer.run.storage import storage_cause
-    from onward.trainer.run.this_machine import free_host_memory
+    """Return Onward's error for one that ended a command; of an unexpected one it names the file to report."""
+    from onward.trainer.run.refusals import known_error, unexpected
 
-    if storage := storage_cause(error):
-        return storage
-    if isinstance(error, OnwardError):
-        return error
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return ConfigError(f"{shown(error.filename)} is longer than the path of a file may be")
-    if isinstance(error, OSError) and error.filename is not None:
-        # a path that the user gave, or one below ONWARD_HOME, cannot be read or written
-        return RuntimeUnavailable(f"cannot use {shown(error.filename)}: {error.strerror}")
-    if isinstance(error, MemoryError):
-        free = free_host_memory() >> 20
-        return RuntimeUnavailable(f"this command needs more memory than it can get; {free:,} MiB are free")
-    return _unexpected(error)
-
-
-def _unexpected(error: Exception) -> OnwardError:
-    """Return an error that says what happened in one line, and in which file the traceback is."""
+    if known := known_error(error):
+        return known
     # in the directory for temporary files: ONWARD_HOME may be what cannot be written
     try:
         with tempfile.NamedTemporaryFile(
@@ -246,15 +229,14 @@ def _unexpected(error: Exception) -> OnwardError:
             errors="backslashreplace",  # an argument may be a file name that is not UTF-8
         ) as file:
             file.write(f"onward {shlex.join(sys.argv[1:])}\n{traceback.format_exc()}")
-        where = f"the traceback is in {file.name}"
     except OSError:
         traceback.print_exc()
-        where = "the traceback is above"
-    return OnwardError(f"unexpected {type(error).__name__}: {error}; {where}. This is an error of Onward's: report it")
+        return unexpected(error, "above")
+    return unexpected(error, f"in {file.name}")
 
 
 def _exit_with(error: OnwardError) -> NoReturn:
-    problems = printed(error.problems if isinstance(error, Refused) else (str(error),))
+    problems = printed(error.problems)
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     status = EXIT_STATUSES[error.exit_code]
     print(f"onward {command}: {status.meaning.partition(';')[0]}", file=sys.stderr)

@@ -9,24 +9,20 @@ The run directory is only read. The scratch directory is under ONWARD_HOME, wher
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from onward.infra import mpirun
-from onward.tasks.attempt import Attempt
-from onward.tasks.attempt_failure import describe, failure
-from onward.tasks.train import mpi_job
+from onward.tasks.train import train_once
 from onward.trainer.checkpoint.certificate import NO_DIGEST, Certificate
 from onward.trainer.checkpoint.chain import COMPUTED
 from onward.trainer.checkpoint.retention import list_checkpoints, step_in
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint, verify
 from onward.trainer.data.reading.fetching import restore_copies
-from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, Stopped
-from onward.trainer.run.directory import RunDir, onward_home, read_config, read_settings
+from onward.trainer.errors import CheckpointError, ConfigError
+from onward.trainer.run.directory import RunDir, onward_home, read_settings
 from onward.trainer.run.records import Record, RunIdentity, read_record, write_record
 
 
@@ -118,17 +114,7 @@ def scratch_run(run: RunDir, start: int) -> Iterator[RunDir]:
 
 def train_until(run: RunDir, step: int) -> Path:
     """Train to the end of a step and save; return the checkpoint. Raises the error of the ranks."""
-    config = read_config(run)
-    attempt = Attempt.begin(run, config)
-    job = mpi_job(run, config, attempt=attempt.number)
-    try:
-        outcome = dataclasses.replace(job, module=(*job.module, "--until", str(step))).run()
-    except mpirun.LaunchError as error:
-        raise RuntimeUnavailable(str(error)) from error
-    if outcome.reason == "stopped":
-        raise Stopped("the replay was stopped; the run is unchanged")
-    if not run.result(attempt.number).exists():
-        raise failure(run, attempt.end(outcome, config), describe(outcome, config))
+    train_once(run, "--until", str(step), if_stopped="the replay was stopped; the run is unchanged")
     return run.checkpoint(step)
 
 

@@ -16,19 +16,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from onward.infra import mpirun
-from onward.tasks.attempt import Attempt
-from onward.tasks.attempt_failure import describe, failure
 from onward.tasks.machine_check import machine_problems
 from onward.tasks.rehearsing import quantize, rehearse
-from onward.tasks.train import mpi_job
+from onward.tasks.train import train_once
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import StopConfig
 from onward.trainer.config.sections.training import ScheduleConfig
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.storage.row_counts import cached_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
+from onward.trainer.errors import RuntimeUnavailable, TrainingFailed
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.pace import Pace, pace_of
@@ -60,7 +57,7 @@ def measure(config: RunConfig, copies: LocalCopies, *, steps: int) -> tuple[RunC
             write_record(run.remote, copies)
         write_record(run.config, few_steps(chosen, steps + FIRST_STEPS))
         rows = _shard(run)
-        _train(run)
+        train_once(run, if_stopped="the measurement was stopped; nothing of it is kept")
         batch = config.train.global_batch_size
         if (pace := pace_of(read_events_of(run), batch=batch, first_steps=FIRST_STEPS)) is None:
             raise TrainingFailed(f"no step was made in {60 * LONGEST_H:g} minutes, so that nothing was measured")
@@ -107,17 +104,3 @@ def _shard(run: RunDir) -> int:
     directory, manifest, _ = make_training_shards(config, cache)
     run.shards.symlink_to(directory.resolve(), target_is_directory=True)
     return min(config.data.evaluation_rows, manifest.rows("evaluation"))
-
-
-def _train(run: RunDir) -> None:
-    """Run the job to its end. Raises the errors of its ranks."""
-    config = read_config(run)
-    attempt = Attempt.begin(run, config)
-    try:
-        outcome = mpi_job(run, config, attempt=attempt.number).run()
-    except mpirun.LaunchError as error:
-        raise RuntimeUnavailable(str(error)) from error
-    if outcome.reason == "stopped":
-        raise Stopped("the measurement was stopped; nothing of it is kept")
-    if not run.result(attempt.number).exists():
-        raise failure(run, attempt.end(outcome, config), describe(outcome, config))

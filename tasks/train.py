@@ -8,6 +8,7 @@ proves nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -22,7 +23,7 @@ from onward.tasks.attempt import Attempt, result_of
 from onward.tasks.attempt_failure import describe, failure
 from onward.tasks.readiness import wait_until_ready
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.errors import RuntimeUnavailable, TrainingFailed
+from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.events import Heartbeat
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import refuse_edited
@@ -111,6 +112,24 @@ def mpi_job(run: RunDir, config: RunConfig, *, attempt: int) -> mpirun.MpiJob:
         grace_s=config.launch.stop_grace_s,
         hostfile=config.launch.hostfile,
     )
+
+
+def train_once(run: RunDir, *arguments: str, if_stopped: str) -> None:
+    """Train in one attempt, outside of a run. Raises Stopped with `if_stopped`, and the error of the ranks.
+
+    arguments: further ones of every rank.
+    """
+    config = read_config(run)
+    attempt = Attempt.begin(run, config)
+    job = mpi_job(run, config, attempt=attempt.number)
+    try:
+        outcome = dataclasses.replace(job, module=(*job.module, *arguments)).run()
+    except mpirun.LaunchError as error:
+        raise RuntimeUnavailable(str(error)) from error
+    if outcome.reason == "stopped":
+        raise Stopped(if_stopped)
+    if not run.result(attempt.number).exists():
+        raise failure(run, attempt.end(outcome, config), describe(outcome, config))
 
 
 def _write_record(run: RunDir, last: AttemptResult) -> TrainResult:

@@ -272,8 +272,8 @@ def _fields(record: Any) -> list[str]:
 
 def errors() -> str:
     """The exit statuses with what to do, and the error tree."""
-    from onward.flows.cli import EXIT_STATUS, REMEDY
     from onward.trainer import errors as module
+    from onward.trainer.run.ending_kinds import EXIT_STATUSES
 
     lines = [
         "# Errors and exit status",
@@ -283,7 +283,7 @@ def errors() -> str:
         "",
         "| exit status | meaning | what to do |",
         "|---|---|---|",
-        *(f"| {status} | {_cell(meaning)} | {_cell(REMEDY[status])} |" for status, meaning in EXIT_STATUS.items()),
+        *(f"| {code} | {_cell(status.meaning)} | {_cell(status.to_do)} |" for code, status in EXIT_STATUSES.items()),
         "",
         "A status of 128 + n is signal number n; 137 is SIGKILL, after which no process could say anything: `onward",
         "status last` shows what is left, and `onward resume last` continues.",

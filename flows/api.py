@@ -127,11 +127,12 @@ def _train(
     from onward.flows.flow_log import flow_log
     from onward.flows.local_run import close_flow_run, create_flow_run, prefect_server, run_to_end
     from onward.flows.run_status import outcome_of
-    from onward.flows.runs import has_begun, how_to_continue, may_continue
+    from onward.flows.runs import has_begun, how_to_continue
     from onward.infra.job.forks import fork_server
     from onward.infra.mlflow.mlflow_store import made_ahead
     from onward.tasks.registered_models import store_of
     from onward.tasks.rehearsing import begun_ahead
+    from onward.trainer.run.ending_kinds import would_end_again
     from onward.trainer.run.origins import record_origins
     from onward.trainer.run.storage import storage_explained
 
@@ -163,7 +164,7 @@ def _train(
             close_flow_run(flow_run, error)
             if isinstance(error, OnwardError) and error.exit_code == ConfigError.exit_code and not resume:
                 error.add_note(f"{flow_run.name} has begun, and stays in {run.root} and in Prefect as failed")
-            if has_begun(run) and may_continue(error):
+            if has_begun(run) and not would_end_again(type(error).__name__):
                 print(f"onward: {how_to_continue(run)}", file=sys.stderr)
             raise
     return outcome_of(run, config, exported)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import gc
 import shlex
 import sys
@@ -33,43 +32,8 @@ from onward.flows.commands import (
 )
 from onward.flows.commands.common import print_json
 from onward.flows.terminal import escaped_output
-from onward.trainer.errors import ConfigError, OnwardError, Refused, RuntimeUnavailable, printed, shown
-
-EXIT_STATUS = {
-    0: "done",
-    1: "unexpected error; of `onward diff`: the files differ",
-    2: "invalid command line, configuration, model or data",
-    3: "the machine cannot run it: MPI, servers, devices, memory or disk",
-    4: "a checkpoint or a record of a run is damaged, missing, or of another model",
-    5: "the trained file failed a check and was not written",
-    6: "the loss or a gradient is not finite",
-    7: "a rank needs more memory than its device has free",
-    8: "a GPU kernel was given an index out of range, such as a label that is no class",
-    70: "training failed; `onward resume` continues from the newest checkpoint",
-    72: "a newer attempt has taken over the run directory",
-    75: "stopped after saving a checkpoint; `onward resume` continues",
-    130: "stopped by Ctrl-C after saving a checkpoint, if training had begun; `onward resume` continues",
-    143: "stopped by SIGTERM after saving a checkpoint, if training had begun; `onward resume` continues",
-}
-"""Exit status -> its meaning, as help texts list it."""
-REMEDY = {
-    0: "",
-    1: "report it, with the file that the message names: it has the traceback",
-    2: "correct each thing that is listed",
-    3: "correct what is listed, such as a full disk or a port in use; then `onward resume`, or the command again",
-    4: "`onward resume`: an earlier checkpoint is used. If all are damaged or of another model, start a new run",
-    5: "the checkpoints are unchanged: read which check failed, by how much, and change `[export]` or the model",
-    6: "a resume would diverge again: lower `optimizer.learning_rate`, clip gradients (`train.clip_norm`), "
-    "or examine the data of the step that is named; start a new run",
-    7: "change what the message lists, such as `train.gradient_accumulation_steps`, and start a new run",
-    8: "correct the labels or ids in the data, and start a new run",
-    70: "read the cause (`onward status`), then `onward resume`",
-    72: "nothing: the newer attempt has the run. `onward status` shows it",
-    75: "`onward resume`, when it should go on",
-    130: "`onward resume`, when it should go on",
-    143: "`onward resume`, when it should go on",
-}
-"""Exit status -> what to do, as the reference lists it."""
+from onward.trainer.errors import OnwardError, printed
+from onward.trainer.run.ending_kinds import EXIT_STATUSES
 
 
 def help_text(command: Callable[..., None]) -> str:
@@ -80,7 +44,7 @@ def help_text(command: Callable[..., None]) -> str:
 def notes(*examples: str, exits: tuple[int, ...]) -> str:
     """Return the end of a help text: example lines, and the exit statuses that a command can end with."""
     shown = [f"  {example}" for example in examples]
-    statuses = [f"  {status:>3}  {EXIT_STATUS[status]}" for status in exits]
+    statuses = [f"  {status:>3}  {EXIT_STATUSES[status].meaning}" for status in exits]
     return "\n".join(["Examples:" if len(examples) > 1 else "Example:", *shown, "", "Exit status:", *statuses])
 
 
@@ -174,7 +138,7 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
 
 app = typer.Typer(
     help="Train an ONNX model on MPI ranks and get the same file back with trained weights.",
-    epilog=notes("onward run squeezenet-digits", exits=tuple(EXIT_STATUS))
+    epilog=notes("onward run squeezenet-digits", exits=tuple(EXIT_STATUSES))
     + "\n\nEvery command takes --debug, which prints the traceback of an error.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -241,27 +205,11 @@ def _printed_traceback() -> Iterator[None]:
 
 
 def _own_error(error: Exception) -> OnwardError:
-    """Return Onward's error for one that ended a command: a disk's, itself, or one that names the file to report."""
-    from onward.trainer.run.storage import storage_cause
-    from onward.trainer.run.this_machine import free_host_memory
+    """Return Onward's error for one that ended a command; of an unexpected one it names the file to report."""
+    from onward.trainer.run.refusals import known_error, unexpected
 
-    if storage := storage_cause(error):
-        return storage
-    if isinstance(error, OnwardError):
-        return error
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return ConfigError(f"{shown(error.filename)} is longer than the path of a file may be")
-    if isinstance(error, OSError) and error.filename is not None:
-        # a path that the user gave, or one below ONWARD_HOME, cannot be read or written
-        return RuntimeUnavailable(f"cannot use {shown(error.filename)}: {error.strerror}")
-    if isinstance(error, MemoryError):
-        free = free_host_memory() >> 20
-        return RuntimeUnavailable(f"this command needs more memory than it can get; {free:,} MiB are free")
-    return _unexpected(error)
-
-
-def _unexpected(error: Exception) -> OnwardError:
-    """Return an error that says what happened in one line, and in which file the traceback is."""
+    if known := known_error(error):
+        return known
     # in the directory for temporary files: ONWARD_HOME may be what cannot be written
     try:
         with tempfile.NamedTemporaryFile(
@@ -272,20 +220,20 @@ def _unexpected(error: Exception) -> OnwardError:
             errors="backslashreplace",  # an argument may be a file name that is not UTF-8
         ) as file:
             file.write(f"onward {shlex.join(sys.argv[1:])}\n{traceback.format_exc()}")
-        where = f"the traceback is in {file.name}"
     except OSError:
         traceback.print_exc()
-        where = "the traceback is above"
-    return OnwardError(f"unexpected {type(error).__name__}: {error}; {where}. This is an error of Onward's: report it")
+        return unexpected(error, "above")
+    return unexpected(error, f"in {file.name}")
 
 
 def _exit_with(error: OnwardError) -> NoReturn:
-    problems = printed(error.problems if isinstance(error, Refused) else (str(error),))
+    problems = printed(error.problems)
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    print(f"onward {command}: {EXIT_STATUS[error.exit_code].partition(';')[0]}", file=sys.stderr)
+    status = EXIT_STATUSES[error.exit_code]
+    print(f"onward {command}: {status.meaning.partition(';')[0]}", file=sys.stderr)
     for problem in problems:
         print(f"  - {problem}", file=sys.stderr)
-    print("; ".join((f"To do: {REMEDY[error.exit_code]}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+    print("; ".join((f"To do: {status.to_do}", *getattr(error, "__notes__", ()))), file=sys.stderr)
     # the arguments themselves, because the error may come from before the command has read its options
     if "--json" in sys.argv:
         result: dict[str, Any] = {"error": type(error).__name__, "problems": problems}

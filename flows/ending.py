@@ -23,13 +23,11 @@ from prefect.states import Cancelled
 
 from onward.flows.runs import end_mlflow_run, how_to_continue, identity_of
 from onward.infra.mlflow.mlflow_store import database_of
-from onward.tasks.explained_errors import problems_of
 from onward.tasks.prefect_events import emit
-from onward.trainer.errors import OnwardError, RuntimeUnavailable, Stopped, StorageUnavailable
+from onward.trainer.errors import OnwardError, Stopped, StorageUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import RunEnding, begin, end, ending_of
-from onward.trainer.run.refusals import recorded_error
-from onward.trainer.run.storage import storage_cause
+from onward.trainer.run.refusals import known_error, recorded_error, unexpected
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +74,7 @@ class Ending:
                 _expect_no_answer()
             what = {
                 "error": type(own).__name__,
-                "message": "\n".join(problems_of(own)),
+                "message": "\n".join(own.problems),
                 "directory": str(self._run.root),
             }
             emit("failed", self._run, what, about=type(own).__name__)
@@ -96,7 +94,7 @@ class Ending:
             status=status,
             exit_status=exit_status if exit_status is not None else error.exit_code if error else 0,
             error=type(error).__name__ if error else "",
-            problems=problems_of(error) if error else (),
+            problems=error.problems if error else (),
             flow_run_id=runtime.flow_run.get_id() or "",
             at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
@@ -117,20 +115,12 @@ def _expect_no_answer() -> None:
 
 
 def own_error(error: Exception, run: RunDir) -> OnwardError:
-    """Return Onward's error for one that ended a flow: a disk's, itself, or one that names the log to look into."""
+    """Return Onward's error for one that ended a flow; of an unexpected one it names the log to look into."""
     # also where a process left no record, or a server has no room for its database
     identity = identity_of(run)
     database = database_of(identity.tracking_uri) if identity else None
-    if storage := storage_cause(error, run.root, *([database.parent] if database else [])):
-        return storage
-    if isinstance(error, OnwardError):
-        return error
-    if isinstance(error, OSError) and error.filename is not None:
-        return RuntimeUnavailable(f"cannot use {error.filename}: {error.strerror}")
-    return OnwardError(
-        f"unexpected {type(error).__name__}: {error}; the traceback is in {run.root / 'flow.log'}. This is an error of "
-        "Onward's: report it"
-    )
+    places = (run.root, database.parent) if database else (run.root,)
+    return known_error(error, *places) or unexpected(error, f"in {run.root / 'flow.log'}")
 
 
 def raise_stop(run: RunDir, message: str) -> NoReturn:

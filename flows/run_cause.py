@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -22,51 +21,9 @@ from onward.infra.job.job import LAUNCHERS
 from onward.infra.job.process_identity import boot_id
 from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.ending import RunEnding, ending_of
-from onward.trainer.run.storage import MAKE_ROOM, says_storage, shows_broken_storage
-
-CLASS_OF: Mapping[str, str] = {
-    "ConfigError": "user_error",
-    "UnsupportedModel": "user_error",
-    "Refused": "user_error",
-    "DataError": "data_error",
-    "DeviceAssertion": "data_error",
-    "RuntimeUnavailable": "machine",
-    "StorageUnavailable": "storage",
-    "CheckpointError": "checkpoint",
-    "RecordError": "checkpoint",
-    "ExportRefused": "export_refused",
-    "Diverged": "non_finite",
-    "OutOfMemory": "out_of_memory",
-    "Hang": "hang",
-    "ReplicasDiffer": "rank_lost",
-    "Fenced": "fenced",
-    "Stopped": "stopped",
-}
-"""Error that ended a flow -> its class, unless its text says more."""
-SERVERS = ("MLflow", "Prefect")
-TO_DO: Mapping[str, str] = {
-    "user_error": "correct what is listed. A run keeps the configuration that it began with: start a new run",
-    "data_error": "correct the rows that are named, and start a new run",
-    "out_of_memory": "change what the message lists, and start a new run; where more memory is free, {goes_on}",
-    "non_finite": "it would diverge again: lower optimizer.learning_rate, set train.clip_norm, or look at the rows "
-    "that are named; start a new run",
-    "hang": "look at the line that is named (`onward logs` shows the stacks of all ranks); {goes_on}",
-    "rank_lost": "{goes_on}",
-    "host_lost": "start the host again, or take it out of launch.hostfile; {goes_on}",
-    "preempted": "{goes_on}",
-    "storage": f"{MAKE_ROOM} or repair the disk; {{goes_on}}",
-    "server": "start the server again (`onward up`); {goes_on}",
-    "machine": "correct what is listed; {goes_on}",
-    "checkpoint": "if a disk failed, replace it; {goes_on}",
-    "export_refused": "the checkpoints are unchanged: read which check failed, and by how much; {goes_on}",
-    "fenced": "nothing: a newer attempt has the run",
-    "stopped": "{goes_on}",
-    "killed": "{goes_on}",
-    "power_loss": "{goes_on}",
-    "unknown": "the traceback is in flow.log (`onward logs`); {goes_on}",
-}
-"""Class -> what to do; `goes_on` is the command that continues the run, with the step at which it does."""
+from onward.trainer.run.ending import ending_of
+from onward.trainer.run.ending_kinds import ENDINGS, SILENT_HOSTS, SILENT_SERVER, has_own_cause, kind_of_error
+from onward.trainer.run.storage import says_storage, shows_broken_storage
 
 
 @dataclass(frozen=True)
@@ -74,7 +31,7 @@ class Cause:
     """Why a run ended."""
 
     kind: str
-    """Its class, a key of TO_DO."""
+    """Its class, a key of ENDINGS."""
     sentence: str
     to_do: str
 
@@ -83,7 +40,7 @@ def cause_of(run: RunDir) -> Cause:
     """Return why a run that does not run has no result."""
     kind, sentence = _kind_and_sentence(run)
     goes_on = how_to_continue(run)
-    return Cause(kind, sentence, TO_DO[kind].format(goes_on=goes_on))
+    return Cause(kind, sentence, ENDINGS[kind].to_do.format(goes_on=goes_on))
 
 
 def _kind_and_sentence(run: RunDir) -> tuple[str, str]:
@@ -95,7 +52,7 @@ def _kind_and_sentence(run: RunDir) -> tuple[str, str]:
         return "stopped", sentence or "it was stopped"
     if attempt is not None:
         return attempt.kind, attempt.sentence
-    return _class_of_error(ending, sentence), sentence
+    return _kind_of_failed_flow(ending.error, sentence), sentence
 
 
 def _failed_attempt(run: RunDir) -> AttemptEnding | None:
@@ -107,16 +64,17 @@ def _failed_attempt(run: RunDir) -> AttemptEnding | None:
     return newest
 
 
-def _class_of_error(ending: RunEnding, sentence: str) -> str:
-    kind = CLASS_OF.get(ending.error, "unknown")
-    if says_storage(sentence):
+def _kind_of_failed_flow(error: str, sentence: str) -> str:
+    """Return the class of a run by the class of the error that ended its flow, and by what the error says."""
+    kind = kind_of_error(error)
+    if not has_own_cause(error) and says_storage(sentence):
         return "storage"
     if kind != "machine":
         return kind
     lost_host = any(launcher.read_ending(sentence).lost_host is not None for launcher in LAUNCHERS.values())
-    if lost_host or "not answer:" in sentence:
+    if lost_host or SILENT_HOSTS.search(sentence):
         return "host_lost"
-    return "server" if any(f"{name} " in sentence and "cannot be reached" in sentence for name in SERVERS) else kind
+    return "server" if SILENT_SERVER.search(sentence) else kind
 
 
 def _of_a_killed_flow(run: RunDir) -> tuple[str, str]:

@@ -6,7 +6,6 @@ onward logs RUN --rank 1     what rank 1 printed, its traceback and its stack
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,10 +14,9 @@ from pathlib import Path
 from onward.flows.runs import find_run, is_running, reference_to
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.ending_kinds import SIGNED
 
 TICK_S = 0.3
-SIGNED = re.compile(r"(?:\[rank(\d+)\]:|rank (\d+): )")
-"""How a line of train.log begins that a rank has written; the lines below it are of the same rank."""
 
 
 def show_logs(text: str, *, rank: int | None = None, follow: bool = False) -> None:

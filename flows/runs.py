@@ -26,14 +26,7 @@ from onward.trainer.checkpoint.verification import all_damaged, newest_complete
 from onward.trainer.errors import (
     CheckpointError,
     ConfigError,
-    DeviceAssertion,
-    Diverged,
-    Fenced,
     OnwardError,
-    OutOfMemory,
-    Refused,
-    RuntimeUnavailable,
-    Stopped,
 )
 from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config
 from onward.trainer.run.download_cleaning import Cleaned, clean
@@ -98,13 +91,6 @@ def how_to_train_further(run: RunDir) -> str:
     return (
         f"start a new run that begins with its weights: `onward run CONFIG {ways[0]} SECTION.KEY=VALUE`{which}{other}"
     )
-
-
-def may_continue(error: BaseException) -> bool:
-    """Return whether a run that this error has ended can go on as it is; a refused one would be refused again."""
-    if isinstance(error, Refused):
-        return isinstance(error, RuntimeUnavailable)
-    return not isinstance(error, Diverged | OutOfMemory | DeviceAssertion | Fenced | Stopped)  # Stopped says it itself
 
 
 @contextlib.contextmanager

@@ -86,16 +86,13 @@ class Attempt:
             error = self.run.first_error(self.number)
         evidence = Evidence(
             result=result,
-            reason=outcome.reason,
-            returncode=outcome.returncode,
+            outcome=outcome,
             error=error,
             oom_kills=oom_kills,
             said=launcher_of(config.launch).read_ending(output, outcome.returncode),
             ending=describe(outcome, config),
             disk=storage_problem(self.run.root) if result is None else "",
             hosts=_silent_hosts(config, error) if result is None and outcome.reason != "stopped" else "",
-            answered=self.run.ranks_with_errors(self.number),
-            world_size=config.world_size,
         )
         return self._write(
             classify(evidence),

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 
-from onward.infra.job.job import Outcome
+from onward.infra.job.job import Outcome, now_ms
 from onward.infra.job.launcher import RankEnding
 from onward.tasks.jobs import launcher_of
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.distributed.failures import PEER_LOST
 from onward.trainer.errors import OnwardError, OutOfMemory, TrainingFailed
 from onward.trainer.events import last_beat
 from onward.trainer.run.attempt_endings import AttemptEnding
-from onward.trainer.run.causes import Cause, explain, memory_advice
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.ending_kinds import PEER_LOST, PRINTED_ERROR, SIGNED, Cause, explain, memory_advice
 from onward.trainer.run.records import RankError, RuntimeReport, read_record, write_record
 from onward.trainer.run.refusals import recorded_error
 
 TAIL_LINES = 20
 TAIL_BYTES = 1 << 16
 """How much of the log's end is searched for the cause."""
-
-_PRINTED = re.compile(
-    r"^rank (?P<rank>\d+): (?P<text>(?P<header>Traceback \(most recent call last\):\n(?:[ \t].*\n)*)?"
-    r"(?:[\w.]*\.)?(?P<cause>\w+(?:: .*)?))(?(header)$|(?=\n\n(?:During handling|The above exception)))",
-    re.MULTILINE,
-)
-"""An error as the exception hook of a rank prints it, before it writes its record. The first of a chain of errors may
-have no traceback."""
 
 _SIGNALS = {
     "SIGSEGV": "a crash in native code",
@@ -81,48 +71,52 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
     ending = launcher_of(config.launch).read_ending(output).first_rank
     if ending is None or not ending.signal:
         _record_printed(run, attempt, config, output)
-    if ending is None:
-        return
-    path = run.rank_error(attempt, ending.rank)
-    if path.exists():
+    if ending is None or run.rank_error(attempt, ending.rank).exists():
         return
     dump = run.traceback(attempt, ending.rank)
     traceback = dump.read_text(errors="replace") if dump.exists() else ""
     cause = explain(traceback + _lines_of(ending.rank, output)) if ending.signal != "SIGKILL" else None
     if not ending.signal and cause is None:
         return  # it printed what happened, and the log's end shows it
-    error = RankError(
-        attempt=attempt,
-        rank=ending.rank,
-        host=ending.host or host_of(run, ending.rank, config),
-        step=last_beat(run.heartbeat).step,
-        cause=_sentence(ending, cause, config, traceback, oom_kills=oom_kills),
-        traceback=traceback,
-        at_ms=time.time_ns() // 1_000_000,
-    )
-    write_record(path, error)
+    sentence = _sentence(ending, cause, config, traceback, oom_kills=oom_kills)
+    write_error(run, attempt, ending.rank, config, cause=sentence, traceback=traceback, host=ending.host)
 
 
 def _record_printed(run: RunDir, attempt: int, config: RunConfig, output: str) -> None:
     """Write the error record of the first rank that has printed an error of its own, but could not write it."""
-    found = list(_PRINTED.finditer(output))
-    own = [each for each in found if not PEER_LOST.search(each["cause"])]
-    if not own and run.ranks_with_errors(attempt):
+    printed = list(PRINTED_ERROR.finditer(output))
+    causes = [error for error in printed if not PEER_LOST.search(error["cause"])]
+    if not printed or (not causes and run.ranks_with_errors(attempt)):
         return
-    for printed in (own or found)[:1]:
-        rank = int(printed["rank"])
-        error = RankError(
-            attempt=attempt,
-            rank=rank,
-            host=host_of(run, rank, config),
-            step=last_beat(run.heartbeat).step,
-            cause=printed["cause"],
-            traceback=printed["text"],
-            at_ms=time.time_ns() // 1_000_000,
-            secondary=not own,
-        )
-        if not run.rank_error(attempt, rank).exists():
-            write_record(run.rank_error(attempt, rank), error)
+    first = (causes or printed)[0]
+    if not run.rank_error(attempt, rank := int(first["rank"])).exists():
+        texts = {"cause": first["cause"], "traceback": first["text"]}
+        write_error(run, attempt, rank, config, **texts, secondary=not causes)
+
+
+def write_error(
+    run: RunDir,
+    attempt: int,
+    rank: int,
+    config: RunConfig,
+    *,
+    cause: str,
+    traceback: str,
+    host: str = "",
+    secondary: bool = False,
+) -> None:
+    """Write the error record of a rank that could not do so. host: "" = as the preflight found it."""
+    error = RankError(
+        attempt=attempt,
+        rank=rank,
+        host=host or host_of(run, rank, config),
+        step=last_beat(run.heartbeat).step,
+        cause=cause,
+        traceback=traceback,
+        at_ms=now_ms(),
+        secondary=secondary,
+    )
+    write_record(run.rank_error(attempt, rank), error)
 
 
 def _sentence(ending: RankEnding, cause: Cause | None, config: RunConfig, traceback: str, *, oom_kills: int) -> str:
@@ -149,13 +143,8 @@ def _sentence(ending: RankEnding, cause: Cause | None, config: RunConfig, traceb
 
 def _lines_of(rank: int, output: str) -> str:
     """Return the output without the lines that another rank has signed, as NCCL's watchdog and error records do."""
-    signed = re.compile(r"^(?:\[rank(\d+)\]:|rank (\d+): )")
-    lines = []
-    for line in output.splitlines():
-        by = signed.match(line)
-        if by is None or int(by[1] or by[2]) == rank:
-            lines.append(line)
-    return "\n".join(lines)
+    signed = ((SIGNED.match(line), line) for line in output.splitlines())
+    return "\n".join(line for by, line in signed if by is None or int(by[1] or by[2]) == rank)
 
 
 def host_of(run: RunDir, rank: int, config: RunConfig) -> str:

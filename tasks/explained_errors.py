@@ -11,7 +11,7 @@ import logging
 
 from prefect.logging.handlers import APILogHandler
 
-from onward.trainer.errors import OnwardError, Refused
+from onward.trainer.errors import OnwardError
 
 
 class Explained(logging.Formatter):
@@ -23,7 +23,7 @@ class Explained(logging.Formatter):
             return super().format(record)
         plain = copy.copy(record)
         plain.exc_info, plain.exc_text, plain.args = None, None, None
-        plain.msg = "\n".join([f"{type(error).__name__}:", *(f"- {problem}" for problem in problems_of(error))])
+        plain.msg = "\n".join([f"{type(error).__name__}:", *(f"- {problem}" for problem in error.problems)])
         return f"{super().format(plain)}\nThe traceback is in the log of the flow."
 
 
@@ -33,8 +33,3 @@ def explain_errors() -> None:
         for handler in logging.getLogger(name).handlers:
             if isinstance(handler, APILogHandler):
                 handler.setFormatter(Explained())
-
-
-def problems_of(error: OnwardError) -> tuple[str, ...]:
-    """Return the sentences of an error."""
-    return error.problems if isinstance(error, Refused) else (str(error),)

@@ -26,7 +26,6 @@ from onward.infra.job.temporary_folders import owned_folder
 from onward.infra.mlflow.mlflow_store import TrackingError, registering_prepared
 from onward.infra.mlflow.model_package import ModelFile, Port
 from onward.infra.mlflow.tracking import Tracker
-from onward.tasks.explained_errors import problems_of
 from onward.tasks.metric_points import only_of_file, points_of_file, points_of_step
 from onward.tasks.mlflow_outages import Outage, tries_within
 from onward.tasks.model_card import CARD, write_card
@@ -64,7 +63,7 @@ from onward.trainer.run.records import (
     read_record,
     write_record,
 )
-from onward.trainer.run.refusals import Refusal, own_error, refusal_in
+from onward.trainer.run.refusals import refusal_in, refusal_of
 from onward.trainer.run.storage import says_storage, storage_error
 from onward.trainer.run.stores import upload
 
@@ -292,16 +291,16 @@ def copy_to(
 def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConfig) -> ExportedModel:
     """Export in a process of its own, then make each variant in one; return the record or raise the process's error."""
     folder.mkdir(parents=True, exist_ok=True)
-    record, refusal = folder / "model.json", refusal_in(folder)
+    record = folder / "model.json"
     # the records of an earlier export would be taken for those of this one
     partial = folder.glob(".*.partial")  # of a killed process
     named = (folder / "preprocessing.json", folder / CARD, samples_in(folder), changes_in(folder))
-    for former in (record, refusal, *named, *partial):
+    for former in (record, refusal_in(folder), *named, *partial):
         former.unlink(missing_ok=True)
     # Native code of onnxruntime may crash; in a process of its own it ends only the export.
     ending = _run_trainer("export", run, str(checkpoint.absolute()), folder)
-    if refusal.exists():
-        raise own_error(read_record(refusal, Refusal))
+    if refusal := refusal_of(folder):
+        raise refusal
     if ending or not record.exists():
         raise ExportRefused(f"the exporting process {ending or 'left no record'}")
     # The variants are made from the verified file, each in a process with a fresh memory.
@@ -325,11 +324,10 @@ def _training_files(run: RunDir, checkpoint: Path, folder: Path) -> dict[str, An
     if not ending:
         return {"training": tuple(sorted(file for file in place.iterdir() if file.suffix != ".log"))}
     refused = f"its process {ending}"
-    if refusal_in(place).exists():
-        error = own_error(read_record(refusal_in(place), Refusal))
+    if error := refusal_of(place):
         if isinstance(error, StorageUnavailable):
             raise error
-        refused = "; ".join(problems_of(error))
+        refused = "; ".join(error.problems)
     log.warning("export.training: no training files were written: %s", refused)
     return {"training_refused": refused}
 

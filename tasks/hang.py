@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import time
-
 from onward.infra.job.job import Outcome
-from onward.infra.job.launcher import RankEnding
 from onward.infra.job.rank_stacks import RankStack, explain_hang, parse_exception, parse_stacks
-from onward.tasks.attempt_failure import host_of
+from onward.tasks.attempt_failure import write_error
 from onward.tasks.jobs import launcher_of
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import write_durably
-from onward.trainer.run.records import RankError, read_record, write_record
-
-_TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]imeout|operation timeout")
-_WATCHDOG = re.compile(r"^Timeout \((\d+:\d+:\d+(?:\.\d+)?)\)!", re.MULTILINE)
+from onward.trainer.run.ending_kinds import TIMED_OUT, WATCHDOG
+from onward.trainer.run.records import RankError, read_record
 
 
 def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, output: str) -> None:
@@ -26,43 +19,29 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
     It hung if it was silent, or if ranks only report that others did not answer in time. A rank with an error of its
     own, or that a signal ended first, is the cause in any other case. output: the end of the log.
     """
-    first_rank = launcher_of(config.launch).read_ending(output).first_rank
-    if outcome.reason == "exited" and first_rank is not None and _signal_ended_it(first_rank, output):
-        return  # also if another rank was stopped at that time
     dumps = {rank: _read(run, attempt, rank) for rank in range(config.world_size)}
     errors = {rank: _error(run, attempt, rank) for rank in dumps}
-    waited_in_vain = {r for r, e in errors.items() if e is not None and e.secondary and _TIMED_OUT.search(e.cause)}
-    by_watchdog = [found[1] for text in dumps.values() if (found := _WATCHDOG.search(text))]
+    waited_in_vain = {r for r, e in errors.items() if e is not None and e.secondary and TIMED_OUT.search(e.cause)}
+    by_watchdog = [found[1] for text in dumps.values() if (found := WATCHDOG.search(text))]
     silent = outcome.reason in ("silent", "start_timeout")
-    if any(error is not None and not error.secondary for error in errors.values()):
-        return
     if outcome.reason == "stopped" or not (silent or waited_in_vain or by_watchdog or outcome.stopped_ranks):
         return
+    if any(error is not None and not error.secondary for error in errors.values()):
+        return
+    first = launcher_of(config.launch).read_ending(output).first_rank
+    if outcome.reason == "exited" and first is not None and first.signal:
+        # NCCL's watchdog aborts its rank when a collective has timed out
+        gave_up = first.rank in waited_in_vain or (first.signal == "SIGABRT" and TIMED_OUT.search(output))
+        if not gave_up:
+            return  # the signal is the cause, also if another rank was stopped at that time
     stacks = {rank: _stack(text, errors[rank]) for rank, text in dumps.items()}
     write_durably(run.stacks(attempt), _all_stacks(stacks, dumps, errors).encode())
     hang = explain_hang(stacks, stopped=outcome.stopped_ranks)
     # in place of what it wrote itself, if anything: that it lost the others
     own = errors[hang.rank]
-    traceback = own.traceback if own is not None else dumps[hang.rank]
     how_long = f" for {by_watchdog[0]}" if by_watchdog else ""
-    error = RankError(
-        attempt=attempt,
-        rank=hang.rank,
-        host=host_of(run, hang.rank, config),
-        step=last_beat(run.heartbeat).step,
-        cause=f"Hang: the job made no progress{how_long}: {hang.sentence}. The stacks of all ranks: "
-        f"{run.stacks(attempt)}",
-        traceback=traceback,
-        at_ms=time.time_ns() // 1_000_000,
-    )
-    write_record(run.rank_error(attempt, hang.rank), error)
-
-
-def _signal_ended_it(first_rank: RankEnding, output: str) -> bool:
-    """Return whether the first rank that ended was ended by a signal, and not because it had waited for too long."""
-    # NCCL's watchdog aborts its rank when a collective has timed out
-    gave_up = first_rank.signal == "SIGABRT" and _TIMED_OUT.search(output) is not None
-    return bool(first_rank.signal) and not gave_up
+    cause = f"Hang: the job made no progress{how_long}: {hang.sentence}. The stacks of all ranks: {run.stacks(attempt)}"
+    write_error(run, attempt, hang.rank, config, cause=cause, traceback=own.traceback if own else dumps[hang.rank])
 
 
 def _stack(dump: str, error: RankError | None) -> RankStack:

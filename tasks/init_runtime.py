@@ -24,9 +24,9 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.quantities import mb
-from onward.trainer.run.causes import memory_advice
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import write_durably
+from onward.trainer.run.ending_kinds import memory_advice
 from onward.trainer.run.records import (
     Needs,
     RankReport,

@@ -28,7 +28,7 @@ from onward.trainer.run.directory import RunDir
 from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
 from onward.trainer.run.quantized_record import Quantized
 from onward.trainer.run.records import CompileTrial, Rehearsal, read_record, write_record
-from onward.trainer.run.refusals import Refusal, own_error, refusal_in
+from onward.trainer.run.refusals import refusal_of
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def _run(command: str, folder: Path) -> None:
 
 
 def _check(command: str, folder: Path, ending: str) -> None:
-    if refusal_in(folder).exists():
-        raise own_error(read_record(refusal_in(folder), Refusal))
+    if refusal := refusal_of(folder):
+        raise refusal
     if ending:
         raise RuntimeUnavailable(f"`python -m onward.trainer {command}` {ending}")

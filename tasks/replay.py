@@ -15,14 +15,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from onward.infra.job.launcher import LaunchError
-from onward.tasks.attempt import Attempt
-from onward.tasks.attempt_failure import describe, failure
-from onward.tasks.train import job_of_attempt
+from onward.tasks.train import train_once
 from onward.trainer.checkpoint.retention import list_checkpoints, step_in
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint, verify
 from onward.trainer.data.reading.fetching import restore_copies
-from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, Stopped
+from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import Record, RunIdentity, read_record, write_record
 
@@ -106,16 +103,7 @@ def scratch_run(run: RunDir, start: int) -> Iterator[RunDir]:
 
 def train_until(run: RunDir, step: int) -> Path:
     """Train to the end of a step and save; return the checkpoint. Raises the error of the ranks."""
-    config = read_config(run)
-    attempt = Attempt.begin(run, config)
-    try:
-        outcome = job_of_attempt(run, config, attempt.number, "--until", str(step)).run()
-    except LaunchError as error:
-        raise RuntimeUnavailable(str(error)) from error
-    if outcome.reason == "stopped":
-        raise Stopped("the replay was stopped; the run is unchanged")
-    if not run.result(attempt.number).exists():
-        raise failure(run, attempt.end(outcome, config), describe(outcome, config))
+    train_once(run, "--until", str(step), if_stopped="the replay was stopped; the run is unchanged")
     return run.checkpoint(step)
 
 

@@ -14,23 +14,14 @@ from collections.abc import Sequence
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.run.adjustments import Adjustments, smaller_micro_batches, with_adjustments
-from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind, endings
+from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.ending_kinds import ENDINGS
 from onward.trainer.run.records import read_record, write_record
 
 LONGEST_DELAY_S = 60.0
 FIRST_STEPS = 2
 """A rank that gets through the first steps has allocated all that it needs, unless shapes change."""
-
-_WITHOUT_RETRY: dict[EndingKind, str] = {
-    "done": "its last checkpoint is saved",
-    "stopped": "`onward resume` continues it",
-    "user_error": "a retry would be refused again",
-    "data_error": "a retry would read the same data again",
-    "non_finite": "a retry would do the same again",
-    "out_of_memory": "a retry would need as much memory again",
-}
-"""Kinds after which no attempt follows by itself, and what is said then."""
 
 
 def newest_checkpoint(run: RunDir) -> int:
@@ -68,7 +59,7 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
         skipped = changes.model_copy(update={"skip_steps": (*changes.skip_steps, ending.step)})
         changed = _adjust(run, config, skipped) if retry <= config.launch.retries else ""
         retry = retry if changed else 0
-    elif ending.kind in _WITHOUT_RETRY:
+    elif ENDINGS[ending.kind].no_retry:
         retry = 0
     if retry > config.launch.retries:
         retry = 0
@@ -111,8 +102,8 @@ def may_pass(ending: AttemptEnding, earlier: Sequence[AttemptEnding]) -> bool:
 
 def what_follows(ending: AttemptEnding, config: RunConfig) -> str:
     """Return what follows a failed attempt, in words."""
-    if not ending.retry and ending.kind in _WITHOUT_RETRY:
-        return _WITHOUT_RETRY[ending.kind]
+    if not ending.retry and (reason := ENDINGS[ending.kind].no_retry):
+        return reason
     if not ending.retry:
         tried = f"after {config.launch.retries} retries without a new checkpoint (launch.retries)"
         return f"the run ends {tried}" if config.launch.retries else "the run ends: launch.retries is 0"

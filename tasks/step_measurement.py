@@ -16,19 +16,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from onward.infra.job.launcher import LaunchError
-from onward.tasks.attempt import Attempt
-from onward.tasks.attempt_failure import describe, failure
 from onward.tasks.machine_check import machine_problems
 from onward.tasks.rehearsing import quantize, rehearse
-from onward.tasks.train import job_of_attempt
+from onward.tasks.train import train_once
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import StopConfig
 from onward.trainer.config.sections.training import ScheduleConfig
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.storage.row_counts import cached_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
+from onward.trainer.errors import RuntimeUnavailable, TrainingFailed
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.history import RunHistory
 from onward.trainer.run.local_copies import LocalCopies, with_copies
@@ -60,7 +57,7 @@ def measure(config: RunConfig, copies: LocalCopies, *, steps: int) -> tuple[RunC
             write_record(run.remote, copies)
         write_record(run.config, few_steps(chosen, steps + FIRST_STEPS))
         rows = _shard(run)
-        _train(run)
+        train_once(run, if_stopped="the measurement was stopped; nothing of it is kept")
         batch = config.train.global_batch_size
         history = RunHistory.of(run.events, series=MEASURED)
         if (pace := pace_of(history, batch=batch, first_steps=FIRST_STEPS)) is None:
@@ -108,17 +105,3 @@ def _shard(run: RunDir) -> int:
     directory, manifest, _ = make_training_shards(config, cache)
     run.shards.symlink_to(directory.resolve(), target_is_directory=True)
     return min(config.data.evaluation_rows, manifest.rows("evaluation"))
-
-
-def _train(run: RunDir) -> None:
-    """Run the job to its end. Raises the errors of its ranks."""
-    config = read_config(run)
-    attempt = Attempt.begin(run, config)
-    try:
-        outcome = job_of_attempt(run, config, attempt.number).run()
-    except LaunchError as error:
-        raise RuntimeUnavailable(str(error)) from error
-    if outcome.reason == "stopped":
-        raise Stopped("the measurement was stopped; nothing of it is kept")
-    if not run.result(attempt.number).exists():
-        raise failure(run, attempt.end(outcome, config), describe(outcome, config))

@@ -24,7 +24,7 @@ from onward.tasks.attempt_failure import describe, failure
 from onward.tasks.jobs import job_of
 from onward.tasks.readiness import wait_until_ready
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.errors import RuntimeUnavailable, TrainingFailed
+from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import refuse_edited
 from onward.trainer.run.records import AttemptResult, TrainResult, write_record
@@ -109,6 +109,23 @@ def job_of_attempt(run: RunDir, config: RunConfig, attempt: int, *options: str) 
         log=run.log(attempt),
         heartbeat=run.heartbeat,
     )
+
+
+def train_once(run: RunDir, *arguments: str, if_stopped: str) -> None:
+    """Train in one attempt, outside of a run. Raises Stopped with `if_stopped`, and the error of the ranks.
+
+    arguments: further ones of every rank.
+    """
+    config = read_config(run)
+    attempt = Attempt.begin(run, config)
+    try:
+        outcome = job_of_attempt(run, config, attempt.number, *arguments).run()
+    except LaunchError as error:
+        raise RuntimeUnavailable(str(error)) from error
+    if outcome.reason == "stopped":
+        raise Stopped(if_stopped)
+    if not run.result(attempt.number).exists():
+        raise failure(run, attempt.end(outcome, config), describe(outcome, config))
 
 
 def _write_record(run: RunDir, last: AttemptResult) -> TrainResult:

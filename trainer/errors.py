@@ -32,6 +32,11 @@ class OnwardError(Exception):
 
     exit_code = 1
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One sentence for each thing that is wrong."""
+        return (str(self),)
+
 
 class Refused(OnwardError):
     """Input was refused; `problems` has one sentence for each thing that is wrong."""
@@ -39,8 +44,13 @@ class Refused(OnwardError):
     exit_code = 2
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
-        super().__init__("\n".join(self.problems))
+        self._problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self._problems))
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One sentence for each thing that is wrong."""
+        return self._problems
 
 
 class ConfigError(Refused):

@@ -41,6 +41,7 @@ from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 from onward.trainer.events import EventWriter, Started
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.ending_kinds import EXIT_STATUSES
 from onward.trainer.run.records import AttemptResult, RankError, RunIdentity, TrainResult, write_record
 from tests.support.graphs import tiny_transformer
 from tests.support.shards import make_shards
@@ -473,7 +474,7 @@ def test_every_help_text_is_a_sentence_with_an_example_and_its_exit_statuses() -
 def test_the_help_lists_the_exit_status_of_every_error() -> None:
     errors = [kind for kind in vars(errors_module).values() if isinstance(kind, type)]
     raised = {kind.exit_code for kind in errors if issubclass(kind, errors_module.OnwardError)}
-    assert raised <= set(cli.EXIT_STATUS)
+    assert raised <= set(EXIT_STATUSES)
     # 1 is a bug: no command ends with it on purpose but `onward diff`
     for _, end in cli.COMMANDS["Train"][:2]:
         assert raised - {1} <= {int(line.split()[0]) for line in end.partition("Exit status:")[2].strip().splitlines()}

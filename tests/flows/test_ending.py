@@ -18,12 +18,17 @@ from onward.flows.ending import Ending, own_error, raise_stop, recorded
 from onward.flows.flow_log import flow_log
 from onward.flows.local_run import CREATOR, mark_orphaned_runs_crashed
 from onward.flows.run_status import describe
-from onward.flows.runs import how_to_continue, may_continue
+from onward.flows.runs import how_to_continue
 from onward.infra.job.process_identity import boot_id, is_gone, this_process
 from onward.trainer.errors import (
+    CheckpointError,
     ConfigError,
+    DeviceAssertion,
     Diverged,
+    ExportRefused,
+    Fenced,
     OnwardError,
+    OutOfMemory,
     RuntimeUnavailable,
     Stopped,
     StorageUnavailable,
@@ -31,6 +36,7 @@ from onward.trainer.errors import (
 )
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.ending import ending_of
+from onward.trainer.run.ending_kinds import would_end_again
 from onward.trainer.run.records import write_record
 from onward.trainer.run.sweeps import Membership, SweepDir
 from tests.flows.test_cli import make_run
@@ -140,9 +146,10 @@ def test_a_run_is_told_to_go_on_at_the_step_of_its_checkpoint_and_only_if_it_can
     assert how_to_continue(run) == "no checkpoint is saved, so that it begins again at step 0: onward resume aaaa-1"
     run.checkpoint(7).mkdir(parents=True)
     assert how_to_continue(run) == "to continue from step 7: onward resume aaaa-1"
-    can = {TrainingFailed("x"): True, RuntimeUnavailable("x"): True, KeyboardInterrupt(): True}
-    cannot = {ConfigError("x"): False, Diverged("x"): False, Stopped("x"): False}
-    assert {error: may_continue(error) for error in can | cannot} == can | cannot
+    for goes_on in (TrainingFailed, RuntimeUnavailable, CheckpointError, KeyboardInterrupt):
+        assert not would_end_again(goes_on.__name__)
+    for ends_again in (ConfigError, ExportRefused, Diverged, OutOfMemory, DeviceAssertion, Fenced, Stopped):
+        assert would_end_again(ends_again.__name__)
 
 
 def test_only_a_process_of_this_machine_that_has_ended_is_gone() -> None:

@@ -15,8 +15,8 @@ import onnx
 import pytest
 import torch
 
-from onward.flows.cli import EXIT_STATUS, REMEDY
 from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.run.ending_kinds import EXIT_STATUSES
 from tests.support.graphs import tiny_conv_net
 
 CONFIG = """
@@ -83,10 +83,10 @@ def refused(workshop: Path, *overrides: str, status: int = 2) -> list[str]:
     assert used_s < 3.0
     assert lines[:2] == [
         "onward: checking the configuration, the model and the data",
-        f"onward run: {EXIT_STATUS[status]}",
+        f"onward run: {EXIT_STATUSES[status].meaning}",
     ]
     assert lines[2:-1] == [line for problem in problems for line in f"  - {problem}".splitlines()]
-    assert lines[-1] == f"To do: {REMEDY[status]}" + ("; no run has begun" if status == 2 else "")
+    assert lines[-1] == f"To do: {EXIT_STATUSES[status].to_do}" + ("; no run has begun" if status == 2 else "")
     return problems
 
 

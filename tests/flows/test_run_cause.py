@@ -13,7 +13,7 @@ from onward.flows.run_cause import cause_of
 from onward.flows.run_status import describe
 from onward.flows.runs import locked
 from onward.infra.job.process_identity import this_process
-from onward.trainer.errors import ConfigError, DataError, OnwardError, RuntimeUnavailable, TrainingFailed
+from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable, TrainingFailed
 from onward.trainer.run.attempt_endings import AttemptEnding
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import write_record
@@ -42,33 +42,6 @@ def test_a_run_without_a_record_of_its_end_on_a_disk_that_takes_none_is_not_call
 def failed(run: RunDir, error: Exception) -> None:
     with pytest.raises(OnwardError), locked(run), Ending(run):
         raise error
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "to_do"),
-    [
-        (ConfigError("no key lr"), "user_error", "correct what is listed. A run keeps the configuration"),
-        (DataError("a.csv, line 3: no number"), "data_error", "correct the rows that are named"),
-        (RuntimeUnavailable("no MPI: there is no mpirun"), "machine", "correct what is listed; no checkpoint is saved"),
-        (OSError(28, "No space left on device", "/dev/full"), "storage", "make room (`onward gc` lists what may go)"),
-        (
-            RuntimeUnavailable("2 ranks did not start: ssh: connect to host h9 port 22: No route to host"),
-            "host_lost",
-            "start the host again, or take it out of launch.hostfile",
-        ),
-        (RuntimeUnavailable("MLflow at http://h cannot be reached: refused"), "server", "start the server again"),
-        (ZeroDivisionError("of nothing"), "unknown", "the traceback is in flow.log (`onward logs`)"),
-    ],
-)
-def test_a_failure_outside_of_the_ranks_has_its_cause_its_class_and_what_to_do(
-    run: RunDir, error: Exception, kind: str, to_do: str
-) -> None:
-    failed(run, error)
-    status = describe(run)
-    assert (status.state, status.kind) == ("failed", kind)
-    assert (getattr(error, "strerror", None) or str(error)) in status.error
-    assert status.to_do.startswith(to_do)
-    assert "resume mlp-3" in status.to_do or kind in ("user_error", "data_error")
 
 
 def test_a_failure_of_a_rank_has_the_class_of_its_attempt_and_goes_on_from_the_checkpoint(run: RunDir) -> None:

@@ -11,16 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onward.infra.job.job import Outcome
-from onward.tasks.attempt import Attempt
 from onward.tasks.attempt_failure import host_of
 from onward.tasks.train import train
 from onward.trainer.errors import TrainingFailed
 from onward.trainer.events import last_beat
 from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.records import RankError, RuntimeReport, TrainResult, write_record
-from tests.support.attempts import TIMED_OUT
+from onward.trainer.run.records import RuntimeReport, TrainResult, write_record
 from tests.support.graphs import tiny_conv_net
 from tests.support.quotes import assert_quoted
 from tests.support.runs import make_run, tiny_images
@@ -124,46 +121,6 @@ def test_a_stopped_rank_is_named_where_a_collective_times_out_before(tmp_path: P
     ):
         train.fn(run)
     assert "== rank 1: " in run.stacks(1).read_text()
-
-
-KILLED = "prterun noticed that process rank {} with PID 6074 on node h0 exited on signal {} ({}).\n"
-GAVE_UP = "The first process to do so was:\n   Process name: [prterun-h0-6106@1,0]   Exit code:    1\n"
-
-
-@pytest.mark.parametrize(
-    ("output", "kind", "rank"),
-    [
-        (KILLED.format(0, 9, "Killed"), "rank_lost", 0),
-        (KILLED.format(1, 9, "Killed"), "rank_lost", 1),
-        (KILLED.format(0, 11, "Segmentation fault"), "rank_lost", 0),
-        (KILLED.format(0, 6, "Aborted"), "rank_lost", 0),
-        (f"[rank0]:[E1122] {TIMED_OUT}\n{KILLED.format(0, 6, 'Aborted')}", "hang", 1),
-        (GAVE_UP, "hang", 1),
-    ],
-    ids=[
-        "another is killed",
-        "itself is killed",
-        "another crashes",
-        "another aborts",
-        "NCCL gives up",
-        "gloo gives up",
-    ],
-)
-def test_while_a_rank_is_stopped_a_rank_that_a_signal_ends_first_is_the_cause(
-    output: str, kind: str, rank: int, tmp_path: Path
-) -> None:
-    run = hanging_run(tmp_path, "none")
-    config = read_config(run)
-    attempt = Attempt.begin(run, config)
-    if output == GAVE_UP:
-        cause = "RuntimeError: [gloo] Timed out waiting 4000ms for recv operation to complete"
-        known = {"attempt": 1, "rank": 0, "host": "h0", "step": 5, "traceback": "", "at_ms": 1, "secondary": True}
-        write_record(run.rank_error(1, 0), RankError(cause=cause, **known))
-    run.log(1).write_text(output)
-    stopped = {1: "its process 6075 was stopped by a signal (SIGSTOP) for 3 s"}
-    ending = attempt.end(Outcome(137, "exited", 9.0, time.time_ns() // 1_000_000, stopped), config)
-    assert (ending.kind, ending.rank) == (kind, rank), ending.sentence
-    assert run.stacks(1).exists() == (kind == "hang")
 
 
 @pytest.mark.slow

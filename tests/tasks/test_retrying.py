@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 
-from onward.infra.job.mpirun import Mpirun
 from onward.tasks import readiness
 from onward.tasks.attempt import Attempt
-from onward.tasks.classification import Evidence, classify, sentence_of
 from onward.tasks.readiness import wait_until_ready
 from onward.tasks.retrying import adjustments, plan_next
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import RuntimeUnavailable, StorageUnavailable
 from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind, endings
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.records import AttemptResult, RankError, write_record
+from onward.trainer.run.records import write_record
 from onward.trainer.run.storage import storage_problem
 
 
@@ -37,94 +35,6 @@ def new_run(folder: Path, **sections: Any) -> RunDir:
     )
     write_record(run.config, config)
     return run
-
-
-def evidence(cause: str = "", *, result: str = "", secondary: bool = False, output: str = "", **known: Any) -> Evidence:
-    error = RankError(attempt=1, rank=1, host="h1", step=7, cause=cause, traceback="", at_ms=1, secondary=secondary)
-    values = {"attempt": 1, "status": result, "step": 7, "samples_seen": 1, "metrics": {}, "elapsed_s": 1}
-    return Evidence(
-        **{
-            "result": AttemptResult.model_validate(values) if result else None,
-            "reason": "exited",
-            "returncode": 70,
-            "error": error if cause else None,
-            "oom_kills": 0,
-            "said": Mpirun().read_ending(output, known.get("returncode", 70)),
-            "ending": "mpirun ended with status 70 without a result",
-            "world_size": 2,
-            "answered": (0,),
-        }
-        | known
-    )
-
-
-LOST = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
-WAITED = "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation"
-DAEMON = "PRTE has lost communication with a remote daemon.\n  Remote daemon: [prterun@0,2] on node h1"
-DEAF = "A daemon failed to report back after being spawned.\n\n  Local host:    h0\n  Remote host:   h1\n"
-KILL = "SIGKILL: killed from outside"
-
-
-@pytest.mark.parametrize(
-    ("found", "kind"),
-    [
-        (evidence(result="done", returncode=0), "done"),
-        (evidence(result="stopped", reason="stopped"), "stopped"),
-        (evidence(reason="stopped"), "stopped"),
-        (evidence("Fenced: attempt 1 found attempt 2"), "stopped"),
-        (evidence(result="stopped", returncode=75), "preempted"),
-        (evidence("SIGTERM: asked to end from outside"), "preempted"),
-        (evidence(returncode=1), "preempted"),
-        (evidence(returncode=-15), "preempted"),
-        (evidence("ConfigError: no weight matches"), "user_error"),
-        (evidence("UnsupportedModel: no operator"), "user_error"),
-        (evidence("CheckpointError: checkpoint x belongs to another model"), "user_error"),
-        (evidence("DataError: row 7"), "data_error"),
-        (evidence("DeviceAssertion: index out of range"), "data_error"),
-        (evidence("Diverged: step 7: loss nan"), "non_finite"),
-        (evidence("OutOfMemory: CUDA out of memory"), "out_of_memory"),
-        (evidence("MemoryError: "), "out_of_memory"),
-        (evidence(KILL, oom_kills=1), "out_of_memory"),
-        (evidence(KILL), "rank_lost"),
-        (evidence("SIGSEGV: a crash in native code"), "rank_lost"),
-        (evidence(LOST, secondary=True), "rank_lost"),
-        (evidence(returncode=-9), "rank_lost"),
-        (evidence(WAITED, secondary=True), "hang"),
-        (evidence(reason="silent", returncode=-9), "hang"),
-        (evidence(reason="start_timeout"), "hang"),
-        (evidence("status 1: it made no progress for 0:00:30"), "hang"),
-        (evidence("SIGABRT: a collective timed out: ALLREDUCE number 78"), "hang"),
-        (evidence("StorageUnavailable: step 7 could not be saved: No space left on device: /x"), "storage"),
-        (evidence("CheckpointError: step 7 could not be saved: No space left on device: /x"), "storage"),
-        (evidence("OSError: [Errno 28] No space left on device"), "storage"),
-        (evidence("OSError: [Errno 5] Input/output error"), "storage"),
-        (evidence("OSError: [Errno 30] Read-only file system: 'x'"), "storage"),
-        (evidence("OSError: [Errno 116] Stale file handle"), "storage"),
-        (evidence(disk="/x cannot be written: No space left on device"), "storage"),
-        (evidence(output=DAEMON, returncode=0), "host_lost"),
-        (evidence(output=DEAF, returncode=213), "host_lost"),
-        (evidence(LOST, secondary=True, output=DAEMON), "host_lost"),
-        (evidence(KILL, hosts="1 host does not answer: h1"), "host_lost"),
-        (evidence("ConnectionError: cannot reach the store"), "server"),
-        (evidence("ValueError: a bug"), "unknown"),
-        (evidence(), "unknown"),
-    ],
-)
-def test_every_kind_is_told_from_what_the_attempt_left_behind(found: Evidence, kind: EndingKind) -> None:
-    assert classify(found) == kind
-    assert sentence_of(found)
-    assert "\n" not in sentence_of(found)
-
-
-@pytest.mark.parametrize("output", [DAEMON, DEAF])
-def test_a_host_that_mpirun_has_lost_is_named(output: str) -> None:
-    sentence = sentence_of(evidence(output=output, returncode=213))
-    assert sentence.startswith("mpirun cannot reach host h1, or has lost it; ")
-
-
-def test_a_rank_that_hangs_is_named_and_not_the_healthy_one_that_waited_for_it() -> None:
-    sentence = sentence_of(evidence(WAITED, secondary=True))
-    assert sentence.startswith("rank 1 did not answer: RuntimeError: ")
 
 
 def ending(run: RunDir, kind: EndingKind, **known: Any) -> AttemptEnding:

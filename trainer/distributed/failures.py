@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import re
 import signal
 import socket
 import sys
@@ -25,8 +24,8 @@ from typing import IO
 
 from onward.trainer.distributed.launched import launched_rank
 from onward.trainer.errors import Fenced, OnwardError, OutOfMemory, Refused, Stopped, TrainingFailed
-from onward.trainer.run.causes import Cause, explain, memory_advice
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.ending_kinds import PEER_LOST, Cause, explain, memory_advice
 from onward.trainer.run.records import RankError
 from onward.trainer.run.reserved import reserve, write_reserved
 from onward.trainer.run.storage import storage_error
@@ -34,13 +33,6 @@ from onward.trainer.run.storage import storage_error
 PEER_DELAY_S = 2.0
 """Seconds that a rank waits before it exits when it only lost its connection to a peer. When the first rank exits,
 mpirun kills the others, and the rank with the root cause must have written its error by then."""
-
-PEER_LOST = re.compile(
-    "Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited|nccl(Remote|System)Error"
-    "|NCCL communicator (was aborted|encountered error)"
-    "|Timed out (waiting|after)|has timed out|[Ww]ait timeout|(Socket|Application) [Tt]imeout|operation timeout"
-)
-"""What torch says on a rank whose peer has ended or does not answer."""
 
 
 class StopSignal:

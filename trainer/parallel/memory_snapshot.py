@@ -11,9 +11,9 @@ import torch
 
 from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.run.causes import is_out_of_memory
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import durable_file
+from onward.trainer.run.ending_kinds import is_out_of_memory
 
 log = logging.getLogger(__name__)
 

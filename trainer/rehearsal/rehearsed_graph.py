@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.batches.batches import Batch
-from onward.trainer.errors import ConfigError, OnwardError, Refused
+from onward.trainer.errors import ConfigError, OnwardError
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, statistics_kept
@@ -127,7 +127,7 @@ class RehearsedGraph:
     def error_of(self, kind: Kind, batch: Batch, error: Exception) -> str:
         """Return a clause that says what went wrong in a pass, and where in the graph."""
         if isinstance(error, OnwardError):
-            return "; ".join(error.problems) if isinstance(error, Refused) else str(error)
+            return "; ".join(error.problems)
         where = failing_node(self.module, lambda call: self.run(kind, batch, call))
         # the first line: torch appends the C++ stack and general advice
         text = (str(error).strip().splitlines() or [""])[0].rstrip(".")

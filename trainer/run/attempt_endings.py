@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Literal, TypeAlias
 
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.ending_kinds import EndingKind as EndingKind
 from onward.trainer.run.records import Record, read_record
-
-EndingKind: TypeAlias = Literal[
-    "done",
-    "stopped",
-    "user_error",
-    "data_error",
-    "out_of_memory",
-    "non_finite",
-    "hang",
-    "rank_lost",
-    "host_lost",
-    "preempted",
-    "storage",
-    "server",
-    "unknown",
-]
 
 
 class AttemptEnding(Record):

@@ -1,18 +1,20 @@
-"""The record of a process that refused, and the errors that records name."""
+"""The record of a process that refused, and Onward's error for what a record names or a library has raised."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from onward.trainer import errors
-from onward.trainer.errors import OnwardError, Refused
-from onward.trainer.run.records import Record
+from onward.trainer.errors import ConfigError, OnwardError, Refused, RuntimeUnavailable, shown
+from onward.trainer.run.records import Record, read_record
 from onward.trainer.run.reserved import reserve, write_reserved
-from onward.trainer.run.storage import storage_error
+from onward.trainer.run.storage import storage_cause, storage_error
+from onward.trainer.run.this_machine import free_host_memory
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,11 @@ def refusal_in(folder: Path) -> Path:
     return folder / "refused.json"
 
 
-def own_error(refusal: Refusal) -> OnwardError:
-    """Return the error that another process recorded, to raise it in this one."""
+def refusal_of(folder: Path) -> OnwardError | None:
+    """Return the error with which a process has refused, to raise it in this one; None if it has not."""
+    if not refusal_in(folder).exists():
+        return None
+    refusal = read_record(refusal_in(folder), Refusal)
     error = recorded_error(refusal.kind, refusal.problems)
     assert error is not None, f"{refusal.kind} is not a class of trainer/errors.py"
     return error
@@ -44,6 +49,32 @@ def recorded_error(kind: str, problems: Sequence[str], *, where: str = "") -> On
     if not (isinstance(found, type) and issubclass(found, OnwardError)):
         return None
     return found(problems) if issubclass(found, Refused) else found(where + "\n".join(problems))
+
+
+def known_error(error: Exception, *places: Path) -> OnwardError | None:
+    """Return Onward's error for one of a disk, a path or the memory, or itself; None if nothing explains it.
+
+    places: see `storage_cause`.
+    """
+    if storage := storage_cause(error, *places):
+        return storage
+    if isinstance(error, OnwardError):
+        return error
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return ConfigError(f"{shown(error.filename)} is longer than the path of a file may be")
+    if isinstance(error, OSError) and error.filename is not None:
+        # a path that the user gave, or one below ONWARD_HOME, cannot be read or written
+        return RuntimeUnavailable(f"cannot use {shown(error.filename)}: {error.strerror}")
+    if isinstance(error, MemoryError):
+        free = free_host_memory() >> 20
+        return RuntimeUnavailable(f"this command needs more memory than it can get; {free:,} MiB are free")
+    return None
+
+
+def unexpected(error: Exception, where: str) -> OnwardError:
+    """Return the error for one that nothing explains. where: of its traceback."""
+    text = f"unexpected {type(error).__name__}: {error}; the traceback is {where}"
+    return OnwardError(f"{text}. This is an error of Onward's: report it")
 
 
 @contextlib.contextmanager
@@ -63,9 +94,8 @@ def exit_with_refusal(folder: Path) -> Iterator[None]:
                 raise storage from error
             raise
     except OnwardError as error:
-        problems = error.problems if isinstance(error, Refused) else (str(error),)
         with contextlib.suppress(OSError):  # who waits for this process then looks at the disk
-            write_reserved(refusal_in(folder), Refusal(kind=type(error).__name__, problems=problems), reserved)
+            write_reserved(refusal_in(folder), Refusal(kind=type(error).__name__, problems=error.problems), reserved)
         log.error("%s: %s", type(error).__name__, error)
         sys.exit(error.exit_code)
     finally:

@@ -18,23 +18,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from onward.trainer.errors import (
-    ConfigError,
-    DataError,
-    DeviceAssertion,
-    Diverged,
-    Fenced,
-    OnwardError,
-    OutOfMemory,
-    Stopped,
-    StorageUnavailable,
-    UnsupportedModel,
-)
+from onward.trainer.errors import OnwardError, StorageUnavailable
 from onward.trainer.run.directory import onward_home
+from onward.trainer.run.ending_kinds import MAKE_ROOM, has_own_cause
 
 FULL_BYTES = 1 << 16
 """A disk with less free space is full."""
-MAKE_ROOM = "make room (`onward gc` lists what may go)"
 TO_DO: Mapping[int, str] = {
     errno.ENOSPC: MAKE_ROOM,
     errno.EDQUOT: f"{MAKE_ROOM}, or ask for a larger quota",
@@ -57,8 +46,6 @@ _PATTERN = re.compile(
     "|the disk of (?P<path>/\\S+)))?"
 )
 """Such a text, and what Python, or a sentence of this module, names behind it."""
-EXPLAINED = (ConfigError, DataError, UnsupportedModel, Diverged, OutOfMemory, DeviceAssertion, Fenced, Stopped)
-"""Errors with a cause of their own, whatever the disks look like."""
 
 
 def says_storage(text: str) -> bool:
@@ -83,7 +70,7 @@ def storage_cause(error: BaseException | str, *places: Path) -> StorageUnavailab
 
     places: directories, the likeliest first; those of Onward's home and of temporary files follow.
     """
-    if isinstance(error, EXPLAINED):  # before the disks are tried, each with a file
+    if has_own_cause(type(error).__name__):  # before the disks are tried, each with a file
         return storage_error(error, places[0] if places else onward_home())
     number, place = _broken_place(places)
     if own := storage_error(error, place):
@@ -148,8 +135,8 @@ def _of_chain(error: BaseException) -> StorageUnavailable | tuple[int, str] | No
             name = each.filename2 or each.filename  # of two files, the one that is written
             return number, os.fspath(name) if isinstance(name, str | Path) else ""
     # native code has no `errno`: safetensors, Arrow, SQLite. What an own error quotes, such as a row, proves nothing
-    texts = [str(each) for each in chain if not isinstance(each, EXPLAINED)]
-    return None if isinstance(error, EXPLAINED) else _of_text("\n".join(texts))
+    texts = [str(each) for each in chain if not has_own_cause(type(each).__name__)]
+    return None if has_own_cause(type(error).__name__) else _of_text("\n".join(texts))
 
 
 def _of_text(text: str) -> tuple[int, str] | None:

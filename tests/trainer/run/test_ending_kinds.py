@@ -1,14 +1,38 @@
-"""What torch, CUDA and NCCL print, and which cause it is read as."""
+"""The table of endings has every error, and the pages its kinds; what torch, CUDA and NCCL print has a cause."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
+from onward.trainer import errors
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import DeviceAssertion, OnwardError, OutOfMemory, TrainingFailed
-from onward.trainer.run.causes import explain, memory_advice
+from onward.trainer.run.ending_kinds import ENDINGS, EndingKind, explain, kind_of_error, memory_advice
+
+HOW_TO = Path(__file__).resolve().parents[3] / "docs" / "how-to"
+
+
+def listed(page: str, heading: str) -> list[str]:
+    """The names in the first column of the table of a page that has this heading."""
+    table = (HOW_TO / page).read_text().partition(f"\n| {heading} |")[2].partition("\n\n")[0]
+    return [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+
+
+def test_the_pages_list_each_kind_of_ending_once() -> None:
+    assert sorted(listed("resume-and-retry.md", "kind")) == sorted(get_args(EndingKind))
+    assert sorted(listed("follow-a-run.md", "class")) == sorted(ENDINGS.keys() - {"done"})
+
+
+def test_each_error_that_a_flow_may_end_with_has_one_kind() -> None:
+    classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, OnwardError)]
+    named = [name for rule in ENDINGS.values() for name in rule.errors]
+    assert sorted(named) == sorted({kind.__name__ for kind in classes} - {"OnwardError", "TrainingFailed"})
+    assert kind_of_error("TrainingFailed") == "unknown"
+
 
 NUMBERS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is "

@@ -18,7 +18,7 @@ from prefect import State
 
 from onward.flows.ending import Ending
 from onward.flows.run_status import describe
-from onward.infra.mpirun import Outcome
+from onward.infra.job.job import Outcome
 from onward.tasks.train import train, worth_retrying
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import ConfigError, DataError, OnwardError, RuntimeUnavailable, Stopped
@@ -311,7 +311,7 @@ def test_an_ending_has_its_class_its_retry_its_exit_status_and_what_to_do(
         monkeypatch.setattr("onward.tasks.attempt.silent_hosts", lambda hosts: left.hosts)
         monkeypatch.setattr("onward.tasks.readiness.silent_hosts", lambda hosts: {})
         monkeypatch.setattr("onward.tasks.attempt.storage_problem", lambda folder: left.disk)
-        monkeypatch.setattr("onward.tasks.train.mpi_job", lambda run, config, attempt: Job(run, attempt, left))
+        monkeypatch.setattr("onward.tasks.train.job_of_attempt", lambda run, config, attempt: Job(run, attempt, left))
     with contextlib.suppress(OnwardError), Ending(run):
         if isinstance(left, Exception):
             raise left

@@ -228,16 +228,7 @@ def train(
     ended_early = reason if state.step < num_steps else ""
     events.emit(Ended(step=state.step, status=status, ended_early=ended_early))
     events.close()
-    return AttemptResult(
-        attempt=attempt,
-        status=status,
-        step=state.step,
-        samples_seen=state.samples_seen,
-        metrics=state.metrics,
-        elapsed_s=clock.elapsed_s,
-        ended_early=ended_early,
-        stop=state.stop,
-    )
+    return state.result(attempt=attempt, status=status, elapsed_s=clock.elapsed_s, ended_early=ended_early)
 
 
 def every(period: int, step: int) -> bool:

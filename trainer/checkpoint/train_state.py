@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Literal, Any
 
 from pydantic import Field
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.run.records import Record, StopState
+from onward.trainer.run.records import AttemptResult, Record, StopState
 from onward.trainer.run.stopping import after_evaluation
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
@@ -67,6 +67,21 @@ class TrainState(Record):
         # the metrics stay those of the last evaluation; `evaluated_at` has its step
         moved = {"step": self.step + 1, "samples_seen": self.samples_seen + samples, "scaler": scaler}
         return self.model_copy(update=moved | {"stop": self.stop.model_copy(update={"trained_s": trained_s})})
+
+    def result(
+        self, *, attempt: int, status: Literal["done", "stopped"], elapsed_s: float, ended_early: str
+    ) -> AttemptResult:
+        """Return the record of an attempt that ends at this position. ended_early: see `AttemptResult`."""
+        return AttemptResult(
+            attempt=attempt,
+            status=status,
+            step=self.step,
+            samples_seen=self.samples_seen,
+            metrics=self.metrics,
+            elapsed_s=elapsed_s,
+            ended_early=ended_early,
+            stop=self.stop,
+        )
 
     def as_start(self) -> TrainState:
         """Return this position for another run, which counts its evaluations and hours from here on."""

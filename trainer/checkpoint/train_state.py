@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 

@@ -222,7 +222,8 @@ def _placeholder(kind: Any) -> str:
 
 def run_directory() -> str:
     """The files of a run directory from the docstring of its module, and every record field by field."""
-    from onward.trainer.run import directory, preprocessing_record, records, step_profile
+    from onward.trainer.run import directory, records
+    from onward.trainer.run.recorded import preprocessing_record, step_profile
 
     _, _, rest = inspect.cleandoc(directory.__doc__ or "").partition("\n    RUN_DIR/")
     tree, _, closing = rest.partition("\n\n")
@@ -273,7 +274,7 @@ def _fields(record: Any) -> list[str]:
 def errors() -> str:
     """The exit statuses with what to do, and the error tree."""
     from onward.trainer import errors as module
-    from onward.trainer.run.ending_kinds import EXIT_STATUSES
+    from onward.trainer.run.outcomes.ending_kinds import EXIT_STATUSES
 
     lines = [
         "# Errors and exit status",

@@ -26,7 +26,7 @@ from onward.flows.configuration import (
     origins,
     prefect_at_home,
 )
-from onward.flows.stop_signals import acknowledged_interrupt, exit_on_sigterm
+from onward.flows.running.stop_signals import acknowledged_interrupt, exit_on_sigterm
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from onward.flows.live_view.view import LiveView
     from onward.flows.machine.findings import MachineReport
     from onward.flows.planning.whole_run import RunPlan
-    from onward.flows.run_status import RunOutcome, RunStatus
+    from onward.flows.run_state.run_status import RunOutcome, RunStatus
     from onward.trainer.config.loading import Override
     from onward.trainer.config.run_config import RunConfig
     from onward.trainer.diagnostics.difference import Difference
@@ -91,11 +91,11 @@ def resume(
     """
     require_flow("onward.resume")
     from onward.flows.live_view.view import live_view
-    from onward.flows.resuming import check_settings, checked_run, outcome_if_finished
-    from onward.tasks.file_check import check_files
+    from onward.flows.running.resuming import check_settings, checked_run, outcome_if_finished
+    from onward.tasks.checks.file_check import check_files
     from onward.trainer.run.directory import read_config
-    from onward.trainer.run.local_copies import LocalCopies
     from onward.trainer.run.records import read_record
+    from onward.trainer.run.remote.local_copies import LocalCopies
 
     asked_ms = time.time_ns() // 1_000_000
     changes: list[Override] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
@@ -124,17 +124,17 @@ def _train(
     origins: Mapping[str, str] = MappingProxyType({}),
     asked_ms: int,
 ) -> RunOutcome:
-    from onward.flows.flow_log import flow_log
-    from onward.flows.local_run import close_flow_run, create_flow_run, prefect_server, run_to_end
-    from onward.flows.run_status import outcome_of
-    from onward.flows.runs import has_begun, how_to_continue
+    from onward.flows.run_state.flow_log import flow_log
+    from onward.flows.run_state.run_status import outcome_of
+    from onward.flows.run_state.runs import has_begun, how_to_continue
+    from onward.flows.running.local_run import close_flow_run, create_flow_run, prefect_server, run_to_end
     from onward.infra.job.forks import fork_server
     from onward.infra.mlflow.mlflow_store import made_ahead
-    from onward.tasks.registered_models import store_of
-    from onward.tasks.rehearsing import begun_ahead
-    from onward.trainer.run.ending_kinds import would_end_again
-    from onward.trainer.run.origins import record_origins
-    from onward.trainer.run.storage import storage_explained
+    from onward.tasks.checks.registered_models import store_of
+    from onward.tasks.checks.rehearsing import begun_ahead
+    from onward.trainer.run.outcomes.ending_kinds import would_end_again
+    from onward.trainer.run.outcomes.storage import storage_explained
+    from onward.trainer.run.recorded.setting_sources import record_origins
 
     grace_s = config.launch.stop_grace_s
     # the signal handler first: starting the server takes seconds, in which the process may be stopped
@@ -194,16 +194,16 @@ def status(run: str = "last") -> RunStatus:
 
     `run`: a name, the end of an id, a directory, or "last". Raises ConfigError when there is no such run.
     """
-    from onward.flows.run_status import describe
-    from onward.flows.runs import find_run
+    from onward.flows.run_state.run_status import describe
+    from onward.flows.run_state.runs import find_run
 
     return describe(find_run(run))
 
 
 def runs() -> list[RunStatus]:
     """Return the status of every run under ONWARD_HOME, the newest first; of a damaged one, which file is damaged."""
-    from onward.flows.run_index import listed_runs
-    from onward.flows.run_status import RunStatus
+    from onward.flows.run_state.run_index import listed_runs
+    from onward.flows.run_state.run_status import RunStatus
 
     return [RunStatus.model_validate(status) for _, status in listed_runs()]
 
@@ -243,7 +243,7 @@ def plan(
     require_flow("onward.plan")
     with prefect_at_home():
         from onward.flows.planning.whole_run import plan_run
-        from onward.tasks.registered_models import with_registered
+        from onward.tasks.checks.registered_models import with_registered
     from onward.trainer.config.flat_settings import origins_of
     from onward.trainer.data.reading.fetching import fetch
 
@@ -269,8 +269,8 @@ def promote(name: str, version: str | int, *, alias: str = "champion", tracking_
     require_flow("onward.promote")
     from pydantic import ValidationError
 
-    from onward.tasks.promotion import promote_by_hand
-    from onward.tasks.registered_models import store_of
+    from onward.tasks.checks.registered_models import store_of
+    from onward.tasks.promotion.promotion import promote_by_hand
     from onward.trainer.config.sections.results import MonitorConfig
 
     try:
@@ -297,10 +297,10 @@ def doctor(
     `converters`: Python files that add operators, as in `model.converters`. Raises ConfigError or UnsupportedModel when
     the file cannot be read or the data does not fit it; an operator that cannot be imported is in the record.
     """
-    from onward.tasks.registered_models import local_model
+    from onward.tasks.checks.registered_models import local_model
     from onward.trainer.data.reading.fetching import local_file
     from onward.trainer.diagnostics.doctor import diagnose
-    from onward.trainer.rehearsal.guarded_files import with_guard
+    from onward.trainer.rehearsal.guards.guarded_files import with_guard
 
     files = [local_file(Path(file)) for file in converters]
     changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
@@ -309,13 +309,13 @@ def doctor(
         path = local_model(Path(model))
         if data is None and not changes:
             return with_guard(diagnose(path, converters=files))
-        from onward.trainer.rehearsal.data_of_model import settings_for
+        from onward.trainer.rehearsal.trials.data_of_model import settings_for
 
         tried = settings_for(path, "" if data is None else os.fspath(data), changes)
     else:
         changes = ([] if data is None else [("data.source", os.fspath(data))]) + changes
         tried = checked_config(model, changes)
-    from onward.trainer.rehearsal.preprocessing_trials import try_preprocessings
+    from onward.trainer.rehearsal.trials.preprocessing_trials import try_preprocessings
 
     found = with_guard(diagnose(tried.model.path, converters=[*tried.model.converters, *files]), tried)
     return found.model_copy(update={"trials": try_preprocessings(tried, rows)})
@@ -323,7 +323,7 @@ def doctor(
 
 def diff(a: AnyPath, b: AnyPath) -> Difference:
     """Return what distinguishes two ONNX files: structure, metadata, and every tensor by how far its values moved."""
-    from onward.tasks.registered_models import local_model
+    from onward.tasks.checks.registered_models import local_model
     from onward.trainer.diagnostics.diff import compare
 
     return compare(local_model(Path(a)), local_model(Path(b)))
@@ -355,16 +355,16 @@ def to_module(
     `module.input_names` are the tensors that it takes. Raises ConfigError for a pattern that matches nothing,
     UnsupportedModel with everything that cannot be imported.
     """
-    from onward.tasks.registered_models import local_model
+    from onward.tasks.checks.registered_models import local_model
     from onward.trainer.config.sections.model import ModelConfig
     from onward.trainer.data.reading.fetching import local_file
-    from onward.trainer.onnx_graph.index import integer_problems
+    from onward.trainer.onnx_graph.files.index import integer_problems
     from onward.trainer.onnx_graph.outputs import readable_output
-    from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, has_untrained
-    from onward.trainer.onnx_graph.surgery import extract_subgraph
+    from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers, has_untrained
+    from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph
     from onward.trainer.onnx_import import driver
-    from onward.trainer.onnx_import.converters import load_converters
-    from onward.trainer.onnx_import.fixed_batch import batch_use
+    from onward.trainer.onnx_import.fixed_batch.fixed_batch import batch_use
+    from onward.trainer.onnx_import.lowering.converters import load_converters
     from onward.trainer.onnx_import.train_selection import select_trained
 
     load_converters([local_file(Path(file)) for file in converters])

@@ -31,9 +31,9 @@ from onward.flows.commands import (
     training,
 )
 from onward.flows.commands.common import print_json
-from onward.flows.terminal import escaped_output
+from onward.flows.shown.terminal import escaped_output
 from onward.trainer.errors import OnwardError, printed
-from onward.trainer.run.ending_kinds import EXIT_STATUSES
+from onward.trainer.run.outcomes.ending_kinds import EXIT_STATUSES
 
 
 def help_text(command: Callable[..., None]) -> str:
@@ -206,7 +206,7 @@ def _printed_traceback() -> Iterator[None]:
 
 def _own_error(error: Exception) -> OnwardError:
     """Return Onward's error for one that ended a command; of an unexpected one it names the file to report."""
-    from onward.trainer.run.refusals import known_error, unexpected
+    from onward.trainer.run.outcomes.refusals import known_error, unexpected
 
     if known := known_error(error):
         return known

@@ -56,7 +56,7 @@ class Given:
         ]
 
         def check(sections: Mapping[str, Any]) -> list[str]:
-            from onward.tasks.file_check import check_files  # here: it takes a second to import
+            from onward.tasks.checks.file_check import check_files  # here: it takes a second to import
 
             for example in examples:
                 if (model := sections.get("model")) and model.path == example.model:
@@ -83,7 +83,7 @@ class Given:
 
         Raises ConfigError with all problems, RuntimeUnavailable where only the machine lacks something.
         """
-        from onward.tasks.machine_check import machine_problems
+        from onward.tasks.checks.machine_check import machine_problems
 
         missing: list[str] = []
 
@@ -115,7 +115,7 @@ def check_all_rows(config: RunConfig) -> None:
     from onward.trainer.data.storage.first_rows import source_bytes
     from onward.trainer.data.storage.sharding import make_training_shards
     from onward.trainer.data.tables.class_names import single_classes
-    from onward.trainer.run.local_copies import urls_in
+    from onward.trainer.run.remote.local_copies import urls_in
 
     if any(urls_in(dict(config))) or source_bytes(config.data) > MOST_READ_BYTES:
         return

@@ -35,7 +35,7 @@ def init(
     the record says why a written configuration does not train. Raises ConfigError for an `output` that exists (without
     `force`), and ConfigError, DataError or UnsupportedModel where nothing can be proposed; nothing is written then.
     """
-    from onward.tasks.registered_models import with_registered
+    from onward.tasks.checks.registered_models import with_registered
     from onward.trainer.data.reading.fetching import fetch
     from onward.trainer.proposal.initialise import initialise
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from onward.trainer.config.run_config import RunConfig
-    from onward.trainer.export.predictions import Predictions
-    from onward.trainer.export.raw_batches import RawBatch
+    from onward.trainer.export.measuring.predictions import Predictions
+    from onward.trainer.export.measuring.raw_batches import RawBatch
     from onward.trainer.export.served.predictor import Predictor
 
 BadRows = Literal["fail", "skip"]
@@ -95,8 +95,8 @@ def evaluate(
     settings for a file without preprocessing.json, as `onward doctor` takes them: what is not given is guessed, and
     `guessed` of the record says what. Raises as `predict`, and ConfigError for a loss that labelled rows do not give.
     """
-    from onward.trainer.export import evaluating
-    from onward.trainer.export.predictions import Predictions, batch_rows
+    from onward.trainer.export.measuring import evaluating
+    from onward.trainer.export.measuring.predictions import Predictions, batch_rows
 
     opened = open_model(source)
     guessed: tuple[str, ...] = ()
@@ -121,8 +121,8 @@ def evaluate(
 def _guessed(opened: OpenedModel, data: Any, overrides: Overrides) -> tuple[OpenedModel, tuple[str, ...]]:
     """Return a file without preprocessing.json with a guessed one, and what was guessed in words."""
     from onward.trainer.export.served.predictor import Predictor, UnusableModel
-    from onward.trainer.onnx_graph.onnxruntime_session import guarded_content
-    from onward.trainer.rehearsal.guessed_recipe import guess_recipe
+    from onward.trainer.onnx_graph.files.onnxruntime_session import guarded_content
+    from onward.trainer.rehearsal.trials.guessed_recipe import guess_recipe
 
     if not isinstance(data, str | os.PathLike):
         raise ConfigError(f"{opened.path} has no preprocessing.json; give a path, from which the labels can be guessed")
@@ -145,7 +145,7 @@ def predictions(
     report: Callable[[int, float], None] | None = None,
 ) -> Predictions:
     """Return the predictions of `predict`, which are computed while they are read. Raises as `predict`."""
-    from onward.trainer.export.predictions import Predictions, batch_rows
+    from onward.trainer.export.measuring.predictions import Predictions, batch_rows
 
     if batch_size < 0 or bad_rows not in ("fail", "skip"):
         raise ConfigError(f"batch_size is {batch_size} and bad_rows {bad_rows!r}: 0 or more, and fail or skip")
@@ -158,7 +158,7 @@ def raw_batches(
     opened: OpenedModel, data: Any, size: int, labels: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[RawBatch]:
     """Return the rows of a file, a folder or a DataFrame for a model. Raises DataError for what is missing."""
-    from onward.trainer.export.raw_batches import frame_batches, read_raw_batches
+    from onward.trainer.export.measuring.raw_batches import frame_batches, read_raw_batches
 
     columns = opened.predictor.columns
     if hasattr(data, "columns") and hasattr(data, "iloc"):  # a DataFrame, without importing pandas for the others
@@ -182,9 +182,9 @@ def open_model(source: AnyPath, *, inputs: Mapping[str, Sequence[str]] | None = 
 
     Raises ConfigError when there is no such file, run or model, or it cannot predict.
     """
-    from onward.trainer.export.predictions import recipe_of
+    from onward.trainer.export.measuring.predictions import recipe_of
     from onward.trainer.export.served.predictor import Predictor, UnusableModel
-    from onward.trainer.onnx_graph.onnxruntime_session import guarded_content
+    from onward.trainer.onnx_graph.files.onnxruntime_session import guarded_content
 
     path, config = _file_of(os.fspath(source))
     recipe, folder = recipe_of(path)
@@ -202,13 +202,13 @@ def _file_of(source: str) -> tuple[Path, RunConfig | None]:
     from onward.trainer.config.urls import url_of
 
     if url_of(source) or source.lower().endswith(".onnx"):
-        from onward.tasks.registered_models import local_model
+        from onward.tasks.checks.registered_models import local_model
 
         path = local_model(Path(source))
         if not path.is_file():
             raise ConfigError(f"there is no file {path}")
         return path, None
-    from onward.flows.runs import find_run
+    from onward.flows.run_state.runs import find_run
     from onward.trainer.run.directory import read_config
     from onward.trainer.run.records import ExportedModel, read_record
 

@@ -3,8 +3,8 @@
     sweep.json -> trial 1 -> trial 2 -> ... -> trial N -> the best one again, to export, verify and register it
                   (train-onnx, without export)           (train-onnx, which trains nothing)
 
-Every arrow is a record on disk (trainer/run/sweeps.py). The flow may be killed anywhere and started again: it goes on
-after the last trial that has ended.
+Every arrow is a record on disk (trainer/run/recorded/sweep_records.py). The flow may be killed anywhere and started
+again: it goes on after the last trial that has ended.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from prefect import State, flow, runtime
 from prefect.settings import get_current_settings
 
-from onward.flows.ending import Ending, raise_stop
-from onward.flows.runs import sign
+from onward.flows.run_state.runs import sign
+from onward.flows.running.flow_guard import Ending, raise_stop
 from onward.flows.sweeps import report
 from onward.flows.sweeps.trials import begin, result_of, train
 from onward.flows.train_onnx import end_mlflow_run_as
@@ -26,8 +26,8 @@ from onward.infra.mlflow.tracking import Tracker
 from onward.infra.servers.service_state import try_lock
 from onward.trainer.errors import ConfigError, TrainingFailed
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.recorded.sweep_records import Sweep, SweepDir, SweepResult, best_of, describe_settings
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
-from onward.trainer.run.sweeps import Sweep, SweepDir, SweepResult, best_of, describe_settings
 
 log = logging.getLogger(__name__)
 

@@ -24,19 +24,19 @@ from prefect.flows import Flow
 from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from onward.flows.approval import ask_for_approval
-from onward.flows.cancellation import stopped_from_prefect
-from onward.flows.deployment_limits import check_limits
-from onward.flows.ending import Ending
-from onward.flows.flow_log import own_log
+from onward.flows.deploying.approval import ask_for_approval
+from onward.flows.deploying.deployment_limits import check_limits
 from onward.flows.form import Closed, settings_of
 from onward.flows.run_reports.at_the_end import reported
-from onward.flows.runs import command_to_continue, end_mlflow_run, how_to_continue, locked, run_directory_of
+from onward.flows.run_state.flow_log import own_log
+from onward.flows.run_state.runs import command_to_continue, end_mlflow_run, how_to_continue, locked, run_directory_of
+from onward.flows.running.cancellation import stopped_from_prefect
+from onward.flows.running.flow_guard import Ending
 from onward.infra.job.forks import fork_server
 from onward.infra.mlflow.tracking import Status
+from onward.tasks.attempts.explained_errors import explain_errors
 from onward.tasks.checkpoint import checkpoint as keep_checkpoints
 from onward.tasks.configure import configure
-from onward.tasks.explained_errors import explain_errors
 from onward.tasks.export import export as export_model
 from onward.tasks.init_runtime import init_runtime
 from onward.tasks.monitor import monitor as monitor_training
@@ -62,10 +62,10 @@ from onward.trainer.config.sections.training import (
 from onward.trainer.errors import ConfigError, OnwardError, Stopped
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.names import name_of
-from onward.trainer.run.phases import enter_phase
+from onward.trainer.run.outcomes.storage import storage_error
+from onward.trainer.run.recorded.sweep_records import Pruned, membership
 from onward.trainer.run.records import ExportedModel, TrainResult, read_record
-from onward.trainer.run.storage import storage_error
-from onward.trainer.run.sweeps import Pruned, membership
+from onward.trainer.run.timing.phases import enter_phase
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra.mlflow.mlflow_store import TrackingError, TrackingUnavailable, import_for_models
 from onward.infra.mlflow.tracking import Tracker
-from onward.tasks.metric_points import points_of_step
-from onward.tasks.mlflow_outages import Outage, tries_within
-from onward.tasks.task_logger import Log, task_logger
+from onward.tasks.shown.metric_points import points_of_step
+from onward.tasks.shown.mlflow_outages import Outage, tries_within
+from onward.tasks.shown.task_logger import Log, task_logger
 from onward.trainer.checkpoint.retention import (
     Announced,
     announced,
@@ -35,9 +35,9 @@ from onward.trainer.errors import CheckpointError
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.history import RunHistory
-from onward.trainer.run.priority import lower_priority
+from onward.trainer.run.machine.priority import lower_priority
+from onward.trainer.run.outcomes.storage import storage_problem
 from onward.trainer.run.records import CheckpointInfo, RunIdentity, read_record, write_record
-from onward.trainer.run.storage import storage_problem
 
 
 @task(name="checkpoint", task_run_name="checkpoint", cache_policy=NO_CACHE)

@@ -22,12 +22,12 @@ from prefect.settings import get_current_settings
 from onward.infra.git import commit_of
 from onward.infra.mlflow import mlflow_store, tracking
 from onward.infra.mlflow.tracking import page_on_own_server
-from onward.tasks.file_check import CheckedFiles, check_files
-from onward.tasks.log_damage import damage_of_log
-from onward.tasks.machine_check import machine_problems
-from onward.tasks.registered_models import store_of
-from onward.tasks.rehearsing import quantize, rehearse
-from onward.tasks.shown_in_mlflow import first_tags, parameters
+from onward.tasks.attempts.log_damage import damage_of_log
+from onward.tasks.checks.file_check import CheckedFiles, check_files
+from onward.tasks.checks.machine_check import machine_problems
+from onward.tasks.checks.registered_models import store_of
+from onward.tasks.checks.rehearsing import quantize, rehearse
+from onward.tasks.shown.mlflow_tags import first_tags, parameters
 from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.config.flat_settings import flat_settings
@@ -43,10 +43,10 @@ from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailab
 from onward.trainer.run.allowed_code import SHOWN, AllowedCode
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import accepted_changes, refuse_edited, write_settings
-from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.names import name_of
+from onward.trainer.run.recorded.sweep_records import membership
 from onward.trainer.run.records import Rehearsal, RunIdentity, read_record, write_record
-from onward.trainer.run.sweeps import membership
+from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
 
 log = logging.getLogger(__name__)
 

@@ -26,15 +26,15 @@ from onward.infra.job.temporary_folders import owned_folder
 from onward.infra.mlflow.mlflow_store import TrackingError, registering_prepared
 from onward.infra.mlflow.model_package import ModelFile, Port
 from onward.infra.mlflow.tracking import Tracker
-from onward.tasks.metric_points import only_of_file, points_of_file, points_of_step
-from onward.tasks.mlflow_outages import Outage, tries_within
-from onward.tasks.model_card import CARD, write_card
-from onward.tasks.prefect_results import show_result
-from onward.tasks.promotion import promote
-from onward.tasks.raw_prediction import raw_prediction_of
-from onward.tasks.shown_in_mlflow import result_tags, version_tags
-from onward.tasks.subprocesses import run_module
-from onward.tasks.task_logger import IN_RESULT
+from onward.tasks.checks.subprocesses import run_module
+from onward.tasks.promotion.promotion import promote
+from onward.tasks.shown.metric_points import only_of_file, points_of_file, points_of_step
+from onward.tasks.shown.mlflow_outages import Outage, tries_within
+from onward.tasks.shown.mlflow_tags import result_tags, version_tags
+from onward.tasks.shown.model_card import CARD, write_card
+from onward.tasks.shown.prefect_results import show_result
+from onward.tasks.shown.raw_prediction import raw_prediction_of
+from onward.tasks.shown.task_logger import IN_RESULT
 from onward.trainer.checkpoint.retention import describe_exported
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.results import ExportConfig
@@ -50,10 +50,12 @@ from onward.trainer.errors import (
     RuntimeUnavailable,
     StorageUnavailable,
 )
-from onward.trainer.run.delivered import remember
 from onward.trainer.run.directory import RunDir, changes_in, example_in, read_config, samples_in, variant_in
 from onward.trainer.run.durable_files import durable_file, remove_partials
 from onward.trainer.run.history import RunHistory
+from onward.trainer.run.outcomes.refusals import refusal_in, refusal_of
+from onward.trainer.run.outcomes.storage import says_storage, storage_error
+from onward.trainer.run.recorded.exported_files import remember
 from onward.trainer.run.records import (
     CheckpointInfo,
     ExportedModel,
@@ -63,9 +65,7 @@ from onward.trainer.run.records import (
     read_record,
     write_record,
 )
-from onward.trainer.run.refusals import refusal_in, refusal_of
-from onward.trainer.run.storage import says_storage, storage_error
-from onward.trainer.run.stores import upload
+from onward.trainer.run.remote.stores import upload
 
 log = logging.getLogger(__name__)
 

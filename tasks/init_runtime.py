@@ -18,15 +18,15 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from onward.infra.job.launcher import LaunchError
-from onward.tasks.disk_space import shares, space_problems
-from onward.tasks.jobs import job_of
+from onward.tasks.attempts.jobs import job_of
+from onward.tasks.checks.disk_space import shares, space_problems
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.quantities import mb
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import write_durably
-from onward.trainer.run.ending_kinds import memory_advice
+from onward.trainer.run.outcomes.ending_kinds import memory_advice
 from onward.trainer.run.records import (
     Needs,
     RankReport,

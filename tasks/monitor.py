@@ -17,14 +17,14 @@ from prefect.artifacts import create_markdown_artifact, create_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 
-from onward.tasks.class_tables import ClassTable, class_table, write_tables
-from onward.tasks.prefect_events import emit
-from onward.tasks.prefect_results import show_curve
-from onward.tasks.prefect_server import prefect_answers
-from onward.tasks.pruning import MedianRule
-from onward.tasks.reporters import Reader, reporters_of
-from onward.tasks.task_logger import IN_TRAIN_LOG, Log, task_logger
-from onward.tasks.training_progress import Periodic, Progress
+from onward.tasks.promotion.pruning import MedianRule
+from onward.tasks.shown.class_tables import ClassTable, class_table, write_tables
+from onward.tasks.shown.prefect_events import emit
+from onward.tasks.shown.prefect_results import show_curve
+from onward.tasks.shown.prefect_server import prefect_answers
+from onward.tasks.shown.reporters import Reader, reporters_of
+from onward.tasks.shown.task_logger import IN_TRAIN_LOG, Log, task_logger
+from onward.tasks.shown.training_progress import Periodic, Progress
 from onward.trainer.events import CheckpointSaved, Ended, Evaluated, Event, NonFiniteLoss, Started
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.history import RunHistory

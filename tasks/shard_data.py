@@ -14,8 +14,8 @@ from prefect.cache_policies import NO_CACHE
 from onward.infra.mlflow.mlflow_store import TrackingError
 from onward.infra.mlflow.model_package import Port
 from onward.infra.mlflow.tracking import DataSplit, Tracker
-from onward.tasks.shown_in_mlflow import digests_of
-from onward.tasks.task_logger import IN_RESULT
+from onward.tasks.shown.mlflow_tags import digests_of
+from onward.tasks.shown.task_logger import IN_RESULT
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
@@ -27,8 +27,8 @@ from onward.trainer.data.storage.shards import ShardManifest, Split
 from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config
-from onward.trainer.run.phases import note_in_phase
 from onward.trainer.run.records import RunIdentity, read_record
+from onward.trainer.run.timing.phases import note_in_phase
 
 log = logging.getLogger(__name__)
 

@@ -19,16 +19,16 @@ from prefect.states import Cancelled
 
 from onward.infra.job.job import Job, wait_until_free
 from onward.infra.job.launcher import LaunchError
-from onward.tasks.attempt import Attempt, result_of
-from onward.tasks.attempt_failure import describe, failure
-from onward.tasks.jobs import job_of
-from onward.tasks.readiness import wait_until_ready
+from onward.tasks.attempts.attempt import Attempt, result_of
+from onward.tasks.attempts.attempt_failure import describe, failure
+from onward.tasks.attempts.jobs import job_of
+from onward.tasks.attempts.wait_before_retry import wait_until_ready
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import refuse_edited
+from onward.trainer.run.outcomes.stopping import reason_to_end
 from onward.trainer.run.records import AttemptResult, TrainResult, write_record
-from onward.trainer.run.stopping import reason_to_end
 
 log = logging.getLogger(__name__)
 

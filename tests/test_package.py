@@ -244,7 +244,7 @@ def test_the_demo_runs_by_its_name_beside_a_project_with_the_same_package_names(
 
 
 @pytest.mark.mpi
-@pytest.mark.slow  # the same deployment from the checkout runs every time: tests/flows/test_deploy.py
+@pytest.mark.slow  # the same deployment from the checkout runs every time: tests/flows/deploying/test_deploy.py
 @pytest.mark.timeout(900)
 def test_a_deployment_runs_on_its_schedule_beside_a_project_with_the_same_package_names(installed: Installed) -> None:
     server = signed_in(installed.onward("up")["prefect"], installed.home)

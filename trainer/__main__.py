@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from onward.trainer.distributed.launched import die_with_parent, launched_rank
-from onward.trainer.run.quick_imports import quick_imports
-from onward.trainer.run.this_machine import spin_briefly_if_busy
+from onward.trainer.run.machine.quick_imports import quick_imports
+from onward.trainer.run.machine.this_machine import spin_briefly_if_busy
 
 # Before the imports below, which take seconds: a rank whose launcher is killed meanwhile would be left behind.
 if launched_rank() is not None:
@@ -54,11 +54,11 @@ with quick_imports():
     from onward.trainer.run.allowed_code import allow_code_of
     from onward.trainer.run.directory import RunDir, comparison_in, read_config, variant_in
     from onward.trainer.run.kept_settings import refuse_edited
-    from onward.trainer.run.node_usage import recorded_usage
+    from onward.trainer.run.machine.node_usage import recorded_usage
     from onward.trainer.run.records import ExportedModel, read_record, write_record
 
 if TYPE_CHECKING:
-    from onward.trainer.export.evaluation_data import EvaluationData
+    from onward.trainer.export.measuring.evaluation_data import EvaluationData
 
 log = logging.getLogger("onward.trainer")
 
@@ -99,7 +99,7 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
     # After `connect` has checked the world size: these imports take seconds.
     from onward.trainer.distributed.arithmetic import named_if_not_deterministic
     from onward.trainer.loop import train
-    from onward.trainer.parallel.memory_snapshot import memory_snapshots
+    from onward.trainer.parallel.observing.memory_snapshot import memory_snapshots
 
     def stop_requested() -> bool:
         return stop.requested or 0 < until <= heartbeat.step
@@ -123,7 +123,7 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     from onward.trainer.data.resolve import read_resolved
     from onward.trainer.data.schema.signature import read_training_signature
     from onward.trainer.data.storage.shards import open_evaluated
-    from onward.trainer.export.evaluation_data import EvaluationData
+    from onward.trainer.export.measuring.evaluation_data import EvaluationData
     from onward.trainer.model.losses.loss import Losses
     from onward.trainer.model.metrics.metrics import EvaluationMetrics
 
@@ -159,7 +159,7 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
     from onward.trainer.checkpoint.verification import verify
     from onward.trainer.export import export
     from onward.trainer.optim.averages import exported_weights
-    from onward.trainer.run.refusals import exit_with_refusal
+    from onward.trainer.run.outcomes.refusals import exit_with_refusal
 
     with exit_with_refusal(folder):
         state, tensors = load(verify(path))
@@ -176,7 +176,7 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
 
 def with_preprocessing(run: RunDir, exported: ExportedModel, folder: Path) -> ExportedModel:
     """Write preprocessing.json beside an exported file; return the file's record with it, or the reason."""
-    from onward.trainer.export.preprocessing import write_preprocessing
+    from onward.trainer.export.preprocessing.preprocessing_file import write_preprocessing
 
     try:
         files = write_preprocessing(run, exported, folder)
@@ -188,14 +188,14 @@ def with_preprocessing(run: RunDir, exported: ExportedModel, folder: Path) -> Ex
 
 def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
     """Write one variant of the exported file in `folder`, and its record."""
-    from onward.trainer.export import variants
+    from onward.trainer.export.variants import variants
 
     exported = read_record(folder / "model.json", ExportedModel)
     config, data = read_config(run), evaluation_data(run)
     losses = [loss.outputs[0] for loss in config.losses if loss.rule.by_graph]
     tolerance = config.export.variant_tolerance
     if kind == "with_preprocessing":
-        from onward.trainer.export.with_preprocessing import write_with_preprocessing
+        from onward.trainer.export.preprocessing.with_preprocessing import write_with_preprocessing
 
         made = variants.kept_if_written(kind, exported.path, partial(write_with_preprocessing, run, exported))
     else:
@@ -207,7 +207,7 @@ def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
 
 def compare_with_served(run: RunDir, served: Path, *, folder: Path) -> int:
     """Compare the exported file in `folder` with the served one, and write comparison.json there."""
-    from onward.trainer.export.comparison import compare
+    from onward.trainer.export.measuring.comparison import compare
 
     config, exported = read_config(run), read_record(folder / "model.json", ExportedModel)
     data = evaluation_data(run, "test" if config.promote_metric.startswith("test/") else "evaluation")
@@ -221,9 +221,9 @@ def make_plan(folder: RunDir) -> int:
         from onward.trainer.model.fixed_batch import choose_fixed_batch
         from onward.trainer.model.output_units import with_first_units
         from onward.trainer.model.teacher import open_with_teacher
-        from onward.trainer.parallel.planner import plan
+        from onward.trainer.parallel.planning.planner import plan
         from onward.trainer.rehearsal.needs import least_needs
-        from onward.trainer.run.refusals import exit_with_refusal
+        from onward.trainer.run.outcomes.refusals import exit_with_refusal
 
     with exit_with_refusal(folder.root):
         config, _ = choose_fixed_batch(read_config(folder))
@@ -236,8 +236,8 @@ def make_plan(folder: RunDir) -> int:
 
 def make_quantized(folder: RunDir) -> int:
     """Insert QuantizeLinear into the model of `config.json` in `folder`; write quantized/ there."""
-    from onward.trainer.export import quantize_aware
-    from onward.trainer.run.refusals import exit_with_refusal
+    from onward.trainer.export.variants import quantize_aware
+    from onward.trainer.run.outcomes.refusals import exit_with_refusal
 
     with exit_with_refusal(folder.root):
         config = read_config(folder, "local")

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 LAPS = ("setup", "compile", "data_wait", "steps", "evaluation", "checkpoint")
-"""What the time of an attempt is spent on, in the order of the event "times" (parallel/step_clock.py)."""
+"""What the time of an attempt is spent on, in the order of the event "times" (parallel/observing/step_clock.py)."""
 
 
 class Event(BaseModel):
@@ -88,9 +88,10 @@ class Started(Event):
 class Scalars(Event):
     """Metrics of the training.
 
-    With them is what training has cost since the event before (parallel/throughput.py): `train/samples_per_s`,
-    `train/step_s`, `train/data_wait`, the share of the time in which ranks waited for samples, the mean over the
-    ranks; and, if they are known, `train/tokens_per_s`, `train/tflops`, `train/mfu`, `train/memory_bytes`.
+    With them is what training has cost since the event before (parallel/observing/throughput.py):
+    `train/samples_per_s`, `train/step_s`, `train/data_wait`, the share of the time in which ranks waited for samples,
+    the mean over the ranks; and, if they are known, `train/tokens_per_s`, `train/tflops`, `train/mfu`,
+    `train/memory_bytes`.
     """
 
     kind: Literal["scalars"] = "scalars"
@@ -171,7 +172,7 @@ class Ended(Event):
 
 
 class Usage(Event):
-    """The usage of one node, in a file of its own (run/node_usage.py), where `step` counts the lines."""
+    """The usage of one node, in a file of its own (run/machine/node_usage.py), where `step` counts the lines."""
 
     kind: Literal["usage"] = "usage"
     node: str = ""

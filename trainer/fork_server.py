@@ -42,7 +42,7 @@ from pathlib import Path
 import psutil
 
 from onward.trainer.distributed.launched import JOB_TAG, killed_with
-from onward.trainer.run.this_machine import spin_briefly_if_busy
+from onward.trainer.run.machine.this_machine import spin_briefly_if_busy
 
 LOOK_S = 0.2
 """Seconds between two looks at whether a client is stopped."""

@@ -37,15 +37,15 @@ from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.optim.optimizers import clip_factor, set_learning_rate
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.parallel.nonfinite.replay import BadValues
-from onward.trainer.parallel.peak import peak_of_ranks
+from onward.trainer.parallel.observing.step_clock import StepClock
+from onward.trainer.parallel.observing.throughput import Throughput
+from onward.trainer.parallel.planning.peak_flops import peak_of_ranks
+from onward.trainer.parallel.planning.sample_flops import count_sample_flops
 from onward.trainer.parallel.profiling.step_profiler import StepProfiler
 from onward.trainer.parallel.rank_model import build_pipeline, build_rank_model
-from onward.trainer.parallel.sample_flops import count_sample_flops
-from onward.trainer.parallel.step_clock import StepClock
-from onward.trainer.parallel.throughput import Throughput
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.outcomes.stopping import is_out_of_time, reason_to_end
 from onward.trainer.run.records import AttemptResult
-from onward.trainer.run.stopping import is_out_of_time, reason_to_end
 
 
 def train(

@@ -40,7 +40,7 @@ PARTS: Mapping[str, Sequence[str]] = {
         "torch.distributed.ProcessGroup._get_backend",
         "torch.ops._c10d_functional",
     ),
-    "tensors without values (trainer/parallel/cost.py, trainer/parallel/dry_run.py)": (
+    "tensors without values (trainer/parallel/cost.py, trainer/parallel/planning/dry_run.py)": (
         "torch._subclasses.fake_tensor.DataDependentOutputException",
         "torch._subclasses.fake_tensor.DynamicOutputShapeException",
         "torch._subclasses.fake_tensor.FakeTensorMode",
@@ -73,7 +73,7 @@ PARTS: Mapping[str, Sequence[str]] = {
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
         "torch.ops.mkldnn._linear_pointwise",
     ),
-    "the compiler (trainer/model/compile.py, trainer/onnx_import/shape_functions.py)": (
+    "the compiler (trainer/model/compile.py, trainer/onnx_import/tracing/shape_functions.py)": (
         "torch._compile",
         "torch._compile._disable_dynamo",
         "torch._disable_dynamo",

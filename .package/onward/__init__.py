@@ -30,12 +30,12 @@ from onward.flows.api import (
     to_module,
     write,
 )
-from onward.flows.exports import bundle, export
 from onward.flows.first_config import init
 from onward.flows.predictions import evaluate, predict
 from onward.flows.run_reports.api import report
+from onward.flows.run_state.exports import bundle, export
+from onward.flows.running.verify_run import replay, verify
 from onward.flows.sweeps.api import resume_sweep, sweep, sweeps
-from onward.flows.verify_run import replay, verify
 from onward.trainer.errors import (
     CheckpointError,
     ConfigError,

@@ -42,7 +42,7 @@ def own_prefect(kinds: Collection[str]) -> Iterator[SyncPrefectClient | None]:
     if not database().exists() or not {"run", "prefect"} & set(kinds):
         yield None
         return
-    from onward.flows.local_run import prefect_server
+    from onward.flows.running.local_run import prefect_server
 
     with prefect_server(own=True):
         from prefect.client.orchestration import get_client

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from onward.flows.collection.flow_runs import database, deployments, old_flow_runs, own_prefect
 from onward.flows.collection.rules import Facts, Rules, age_days, gather, linked_shards, reason_to_keep
-from onward.flows.runs import is_running
+from onward.flows.run_state.runs import is_running
 from onward.infra.job.temporary_folders import abandoned
 from onward.infra.mlflow.checkpoint_records import CheckpointRecord, CheckpointRecords
 from onward.infra.mlflow.mlflow_store import TrackingError, database_of, local_store

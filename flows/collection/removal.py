@@ -21,7 +21,7 @@ from onward.flows.collection.found import (
     runs_of_home,
 )
 from onward.flows.collection.rules import Facts, Rules, gather, linked_shards, reason_to_keep
-from onward.flows.runs import locked
+from onward.flows.run_state.runs import locked
 from onward.infra.job.job import running_job
 from onward.infra.job.temporary_folders import remove_if_abandoned
 from onward.infra.mlflow.mlflow_store import TrackingError

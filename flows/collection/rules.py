@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onward.flows.run_index import State, listed_runs
-from onward.flows.run_status import state_of
-from onward.flows.runs import is_running
+from onward.flows.run_state.run_index import State, listed_runs
+from onward.flows.run_state.run_status import state_of
+from onward.flows.run_state.runs import is_running
 from onward.infra.job.job import running_job
 from onward.infra.job.job_guard import living_tags
 from onward.infra.mlflow.mlflow_store import TrackingError
@@ -23,8 +23,8 @@ from onward.infra.mlflow.registry import Registry
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.recorded.sweep_records import SweepDir, SweepResult, membership
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
-from onward.trainer.run.sweeps import SweepDir, SweepResult, membership
 
 DAY_S = 86400.0
 OTHER_FILES = {"preflight", "job.json"}

@@ -39,7 +39,7 @@ def gc(
     from onward.flows.collection.found import KINDS, find
     from onward.flows.collection.removal import collect
     from onward.flows.collection.rules import Rules
-    from onward.flows.run_status import State
+    from onward.flows.run_state.run_status import State
 
     chosen = _words("--states", states, set(get_args(State)) - {"running"})
     kinds = _words("--what", what, set(KINDS))
@@ -57,7 +57,7 @@ def _words(option: str, text: str, known: set[str]) -> Any:
 
 def _show(found: Found, *, as_json: bool) -> None:
     """Print what was, or would be, removed, and what stays."""
-    from onward.flows.report import table
+    from onward.flows.shown.terminal_tables import table
 
     if as_json:
         print_json(found.model_dump(mode="json"))

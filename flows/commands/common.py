@@ -56,7 +56,7 @@ All = Annotated[bool, typer.Option("--all", help="Print every row; long tables a
 
 def names_of_runs(incomplete: str) -> list[str]:
     """Return what a shell completes RUN with: the names of runs that begin as typed, the newest first, and `last`."""
-    from onward.flows.run_index import listed_runs
+    from onward.flows.run_state.run_index import listed_runs
 
     names = [status["name"] for _, status in listed_runs() if status["name"]]
     return [name for name in dict.fromkeys([*names, "last"]) if name.startswith(incomplete)]
@@ -93,7 +93,7 @@ def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(facts)
         return
-    from onward.flows.printed_table import table
+    from onward.flows.shown.printed_table import table
 
     table((key.replace("_", " "), _as_text(value)) for key, value in facts.items())
 

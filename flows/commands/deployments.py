@@ -11,7 +11,7 @@ from onward.flows import api
 from onward.flows.commands.common import Json, print_facts, print_json
 
 if TYPE_CHECKING:
-    from onward.flows.deployments import DeploymentFacts
+    from onward.flows.deploying.deployments import DeploymentFacts
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The deployment, as `onward deploy --name` has named it.")]
 
@@ -19,10 +19,10 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The deployment, as `o
 def listed(as_json: Json = False) -> None:
     """List the deployments: when they run, the last run and how it ended, and what waits."""
     api.require_flow("onward deployments list")
-    from onward.flows.local_run import prefect_server
+    from onward.flows.running.local_run import prefect_server
 
     with prefect_server(start=False):
-        from onward.flows.deployments import deployments
+        from onward.flows.deploying.deployments import deployments
 
         found = deployments()
     if as_json:
@@ -39,14 +39,14 @@ def pause(name: Name, as_json: Json = False) -> None:
 
     No run begins by itself any more; one that has begun goes on, and `onward deployments run` starts one all the same.
     """
-    from onward.flows.deployments import pause
+    from onward.flows.deploying.deployments import pause
 
     _change(name, pause, as_json=as_json)
 
 
 def resume(name: Name, as_json: Json = False) -> None:
     """Start the schedules of a paused deployment again."""
-    from onward.flows.deployments import resume
+    from onward.flows.deploying.deployments import resume
 
     _change(name, resume, as_json=as_json)
 
@@ -56,7 +56,7 @@ def delete(name: Name, as_json: Json = False) -> None:
 
     Finished runs and their files stay, and a run that has begun goes on.
     """
-    from onward.flows.deployments import delete
+    from onward.flows.deploying.deployments import delete
 
     _change(name, delete, as_json=as_json, done="deleted: ")
 
@@ -67,10 +67,10 @@ def run(name: Name, as_json: Json = False) -> None:
     It begins when no other run of the deployment is running.
     """
     api.require_flow("onward deployments run")
-    from onward.flows.local_run import prefect_server
+    from onward.flows.running.local_run import prefect_server
 
     with prefect_server(start=False) as url:
-        from onward.flows.deployments import run_now
+        from onward.flows.deploying.deployments import run_now
 
         started = run_now(name)
     page = f"{url.removesuffix('/api')}/v2/runs/flow-run/{started}"
@@ -80,7 +80,7 @@ def run(name: Name, as_json: Json = False) -> None:
 def _change(name: str, change: Callable[[str], DeploymentFacts], *, as_json: bool, done: str = "") -> None:
     """Change a deployment, and print what it is now; of a deleted one, what it was."""
     api.require_flow("onward deployments")
-    from onward.flows.local_run import prefect_server
+    from onward.flows.running.local_run import prefect_server
 
     with prefect_server(start=False):
         facts = change(name)

@@ -19,7 +19,7 @@ from onward.flows.commands.common import (
     print_json,
 )
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
-from onward.trainer.run.quick_imports import quick_imports
+from onward.trainer.run.machine.quick_imports import quick_imports
 
 
 def doctor(
@@ -62,7 +62,7 @@ def doctor(
     Without MODEL it examines this machine: MPI with real ranks, compilers, GPUs, disks and their file systems, memory,
     limits, servers, packages, clock. The status is 3 if there is a problem; a note is none.
     """
-    from onward.flows.inspection_report import show_diagnosis
+    from onward.flows.shown.inspection_report import show_diagnosis
 
     changes = list(overrides or ())
     if model is None or str(model).startswith("launch.hostfile="):
@@ -87,7 +87,7 @@ def doctor(
 
 def _examine(hostfile: str, *, others: list[str], as_json: bool) -> None:
     """Examine the machine; raises typer.Exit with the status of a machine that cannot run it."""
-    from onward.flows.inspection_report import show_machine
+    from onward.flows.shown.inspection_report import show_machine
 
     if others:
         raise ConfigError(f"without MODEL there is no {others[0]!r}: give only --hostfile or launch.hostfile=FILE")
@@ -114,7 +114,7 @@ def config(
     The output is itself a configuration file. The comment behind a setting says where its value came from: a file and
     its table, a profile, an override, or the default. The model and the data are not opened.
     """
-    from onward.flows.report import changed_lines, config_lines, meanings
+    from onward.flows.shown.terminal_tables import changed_lines, config_lines, meanings
     from onward.trainer.config.flat_settings import changed_settings
 
     files, changes = layers_of(config, overrides)
@@ -148,7 +148,7 @@ def plan(
     an estimate from counted FLOPs; the output says which. --measure starts the ranks in a directory that is deleted,
     without Prefect and MLflow; without it no ranks are started.
     """
-    from onward.flows.inspection_report import show_plan
+    from onward.flows.shown.inspection_report import show_plan
 
     files, changes = layers_of(config, overrides)
     found = api.plan(files, changes, profile=profile, measure=steps if measure else 0)
@@ -168,7 +168,7 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two ONNX files: graph, inputs, outputs and every tensor."""
-    from onward.flows.inspection_report import show_difference
+    from onward.flows.shown.inspection_report import show_difference
 
     found = api.diff(a, b)
     if as_json:

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from onward.flows import api, exports
+from onward.flows import api
 from onward.flows.commands.common import MAX_SEED, Json, Output, print_facts, print_json
+from onward.flows.run_state import exports
 from onward.trainer.bounds import MODEL_BYTES
 from onward.trainer.errors import ConfigError
 
@@ -51,8 +52,8 @@ def export(
     The file has the names, opset, inputs and outputs of the original. It is compared with the trained module under
     onnxruntime, on the evaluation data; a file that fails a check is not written.
     """
-    from onward.flows.report import variant_rows
-    from onward.flows.runs import find_checkpoint
+    from onward.flows.run_state.runs import find_checkpoint
+    from onward.flows.shown.terminal_tables import variant_rows
 
     checkpoint = Path(source) if Path(source).is_file() else find_checkpoint(source)[1]
     exported = exports.export(
@@ -102,7 +103,7 @@ def bundle(
     `onward export FILE -o model.onnx` makes the trained file from it on any machine, without the original paths. It
     holds the ONNX file, the code of losses and converters, and the evaluation rows: give it to those who may see them.
     """
-    from onward.flows.exports import bundle as write
+    from onward.flows.run_state.exports import bundle as write
 
     listing = write(source, file)
     facts = {"path": str(file.absolute()), "bytes": file.stat().st_size, "run": listing.run, "step": listing.step}
@@ -145,7 +146,7 @@ def example(
     Models and data are made on this machine, and the same each time. Nothing is downloaded.
     """
     from onward.flows.examples.folders import FOLDERS, write_example
-    from onward.flows.report import table
+    from onward.flows.shown.terminal_tables import table
 
     if name is None:
         described = {each: what for each, (_, what) in FOLDERS.items()}
@@ -167,7 +168,7 @@ def squeezenet(
     as_json: Json = False,
 ) -> None:
     """Write SqueezeNet v1.1: image to logits."""
-    from onward.trainer.onnx_graph.reference_models import build_squeezenet
+    from onward.trainer.onnx_graph.examples.reference_models import build_squeezenet
 
     _refuse_large(750_000 + 64 * 9 * channels + 512 * num_classes)
     model = build_squeezenet(
@@ -188,7 +189,7 @@ def gpt2(
     as_json: Json = False,
 ) -> None:
     """Write GPT-2: input_ids to logits. The default sizes are those of the 124M model."""
-    from onward.trainer.onnx_graph.reference_models import build_gpt2
+    from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 
     _refuse_large(width * (vocab_size + sequence_length + 12 * num_layers * width))
     model = build_gpt2(

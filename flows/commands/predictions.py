@@ -77,8 +77,8 @@ def predict(
     missing cells, scaling, categories, images, tokens. Rows are named by their number, images by their file. Without
     --output the first rows are printed. Needs no torch.
     """
-    from onward.trainer.export.mask_files import write_masks
-    from onward.trainer.export.predictions import output_problems, write_predictions
+    from onward.trainer.export.measuring.predictions import output_problems, write_predictions
+    from onward.trainer.export.preprocessing.mask_files import write_masks
 
     path, into_folder = Path(output), output.endswith("/")
     # before anything is computed
@@ -109,7 +109,7 @@ def _skipped(bad: dict[str, str]) -> dict[str, Any]:
 
 def _print_rows(found: Any, top: int, *, as_json: bool) -> None:
     """Print the first rows as a table, or as JSON."""
-    from onward.flows.printed_table import table
+    from onward.flows.shown.printed_table import table
 
     rows = (row for columns in found.tables(top) for row in _rows_of(columns))
     # one more, to know whether there are more; the rest is not computed

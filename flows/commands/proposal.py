@@ -34,7 +34,7 @@ def init(
     size and learning rate. The file has each guess with its reason. What cannot be decided is asked in it: a setting
     that is "?", with its choices above; no run starts with such a file, and this command ends with status 2.
     """
-    from onward.flows.inspection_report import show_proposed
+    from onward.flows.shown.inspection_report import show_proposed
 
     found = first_config.init(
         model,

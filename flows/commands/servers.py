@@ -30,7 +30,7 @@ def up(as_json: Json = False) -> None:
     next start of the machine. Not for use with a Prefect server of your own: start a worker for that one instead.
     """
     api.require_flow("onward up")
-    from onward.flows.work_pool import START
+    from onward.flows.deploying.work_pool import START
     from onward.infra.servers import services
 
     if configured := services.configured_prefect():
@@ -39,7 +39,7 @@ def up(as_json: Json = False) -> None:
             f"it with `{START}`, or unset PREFECT_API_URL"
         )
     links = _start_services("prefect", "mlflow", "worker")
-    from onward.flows.local_run import mark_orphaned_runs_crashed, prefect_server
+    from onward.flows.running.local_run import mark_orphaned_runs_crashed, prefect_server
 
     with prefect_server():
         # A killed run that Prefect still shows as running blocks its deployment, whose concurrency limit is 1.
@@ -86,10 +86,10 @@ def deploy(
     api.require_flow("onward deploy")
     files, changes = layers_of(config, overrides)
     resolved = api.checked_config(files, changes, profile=profile)
-    from onward.flows.local_run import prefect_server
+    from onward.flows.running.local_run import prefect_server
 
     with prefect_server(start=False) as url:
-        from onward.flows.deploy import deploy as make_deployment
+        from onward.flows.deploying.deploy import deploy as make_deployment
 
         when: dict[str, Any] = {"cron": cron, "interval_s": interval, "timezone": timezone}
         deployment_id, limits = make_deployment(resolved, name, **when, allowed=allow or (), all_waiting=all_waiting)
@@ -109,7 +109,7 @@ def ui(as_json: Json = False) -> None:
     Starts both servers if they do not run; `onward down` stops them.
     """
     api.require_flow("onward ui")
-    from onward.flows.runs import all_runs, identity_of
+    from onward.flows.run_state.runs import all_runs, identity_of
     from onward.infra.mlflow.mlflow_store import TrackingError
     from onward.infra.mlflow.tracking import page_on_own_server, table_of
 
@@ -151,7 +151,7 @@ def _start_services(*names: str) -> dict[str, str]:
     from onward.infra.servers import services
     from onward.infra.servers.login import login_file
     from onward.trainer.run.directory import onward_home
-    from onward.trainer.run.private_home import make_private
+    from onward.trainer.run.machine.private_home import make_private
 
     make_private(onward_home())
     if missing := [name for name in names if name not in services.running(onward_home())]:

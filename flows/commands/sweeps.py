@@ -80,7 +80,7 @@ def sweep(
 
 
 def _list(found: list[SweepOutcome], *, as_json: bool) -> None:
-    from onward.flows.report import table
+    from onward.flows.shown.terminal_tables import table
     from onward.trainer.run.names import short_id
 
     if as_json:
@@ -101,7 +101,7 @@ def _show(found: SweepOutcome, *, as_json: bool) -> None:
     if as_json:
         print_json(found.model_dump(mode="json"))
         return
-    from onward.flows.report import table
+    from onward.flows.shown.terminal_tables import table
     from onward.flows.sweeps.outcome import table_of
 
     heads, rows = table_of(found.trials, found.metric, found.best)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onward.flows import api, verify_run
+from onward.flows import api
 from onward.flows.commands.common import (
     ConfigFile,
     Days,
@@ -21,10 +21,11 @@ from onward.flows.commands.common import (
     print_facts,
     print_json,
 )
+from onward.flows.running import verify_run
 from onward.trainer.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from onward.flows.run_status import RunOutcome
+    from onward.flows.run_state.run_status import RunOutcome
 
 
 def run(config: ConfigFile, overrides: Overrides = None, profile: Profile = "", as_json: Json = False) -> None:
@@ -85,7 +86,7 @@ def verify(
     With `--replay` a part of the run is trained again in a scratch directory, in the same layout; it must reach the
     same bits.
     """
-    from onward.flows.report import table
+    from onward.flows.shown.terminal_tables import table
     from onward.trainer.checkpoint.verification import CheckedRun
 
     checked = verify_run.verify(source)
@@ -124,11 +125,11 @@ def status(
     With `--follow` the run is shown until it ends, and then its state: a live view in a terminal, else a line whenever
     there is something new, at most every 10 s. Ctrl-C ends the command, and not the run.
     """
-    from onward.flows.report import table
+    from onward.flows.shown.terminal_tables import table
 
     if follow:
         from onward.flows.live_view.view import follow as follow_run
-        from onward.flows.runs import find_run
+        from onward.flows.run_state.runs import find_run
 
         found = find_run(run)
         follow_run(found)
@@ -155,7 +156,7 @@ def stop(run: RunName = "last", as_json: Json = False) -> None:
     Asks the flow of the run, which was started anywhere on this machine: in a terminal, in the background, or by the
     worker of a deployment. Waits for its end and prints how it ended. A run that does not run is refused.
     """
-    from onward.flows.stop import stop as stop_run
+    from onward.flows.running.stop import stop as stop_run
 
     ended = stop_run(run)
     facts = {"name": ended.name, "state": ended.state, "step": ended.step, "cause": ended.error or ended.ending}
@@ -173,7 +174,7 @@ def logs(
 
     With `--rank` what that rank printed, and its traceback and stack if it has left one.
     """
-    from onward.flows.run_logs import show_logs
+    from onward.flows.run_state.run_logs import show_logs
 
     show_logs(run, rank=rank, follow=follow)
 
@@ -192,9 +193,9 @@ def runs(
     """
     from typing import get_args
 
-    from onward.flows.printed_table import table
-    from onward.flows.run_index import State, listed_runs
-    from onward.flows.run_table import rows_of
+    from onward.flows.run_state.run_index import State, listed_runs
+    from onward.flows.run_state.run_table import rows_of
+    from onward.flows.shown.printed_table import table
 
     states = [each.strip() for each in state.split(",") if each.strip()]
     if unknown := set(states) - {*get_args(State)}:
@@ -226,7 +227,7 @@ def clean(
     They are under ONWARD_HOME/downloads. Copies of a run that has not exported its model stay: `onward resume` reads
     them. What is deleted and needed again is downloaded again.
     """
-    from onward.flows.runs import clean_downloads
+    from onward.flows.run_state.runs import clean_downloads
 
     print_facts(vars(clean_downloads(days)), as_json=as_json)
 
@@ -236,7 +237,7 @@ def _show(outcome: RunOutcome, *, as_json: bool) -> None:
     if as_json:
         print_json(outcome.model_dump(mode="json"))
     else:
-        from onward.flows.report import outcome as outcome_rows
-        from onward.flows.report import table, variant_rows
+        from onward.flows.shown.terminal_tables import outcome as outcome_rows
+        from onward.flows.shown.terminal_tables import table, variant_rows
 
         table([*outcome_rows(outcome.model_dump(mode="json")), *variant_rows(outcome)])

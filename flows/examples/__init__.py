@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def _squeezenet_digits() -> onnx.ModelProto:
-    from onward.trainer.onnx_graph.reference_models import build_squeezenet
+    from onward.trainer.onnx_graph.examples.reference_models import build_squeezenet
 
     return build_squeezenet(num_classes=10, image_size=64)
 
 
 def _gpt2_stdlib() -> onnx.ModelProto:
-    from onward.trainer.onnx_graph.reference_models import build_gpt2
+    from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 
     return build_gpt2(vocab_size=256, sequence_length=256, num_layers=4, num_heads=4, width=128, dropout=0.0)
 
@@ -56,7 +56,7 @@ class Example:
         """Write the model, untrained, unless the file exists."""
         from onward.trainer.run.directory import onward_home
         from onward.trainer.run.durable_files import write_durably
-        from onward.trainer.run.private_home import make_private
+        from onward.trainer.run.machine.private_home import make_private
 
         make_private(onward_home())
         if not self.model.exists():

@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 def _images(folder: Path) -> onnx.ModelProto:
     from onward.flows.examples.pictures import write_digits
-    from onward.trainer.onnx_graph.small_models import build_resnet18
+    from onward.trainer.onnx_graph.examples.small_models import build_resnet18
 
     write_digits(folder)
     return build_resnet18(num_classes=10, image_size=32, width=16)
@@ -26,7 +26,7 @@ def _images(folder: Path) -> onnx.ModelProto:
 
 def _masks(folder: Path) -> onnx.ModelProto:
     from onward.flows.examples.pictures import SHAPES, write_masks
-    from onward.trainer.onnx_graph.small_models import build_unet
+    from onward.trainer.onnx_graph.examples.small_models import build_unet
 
     write_masks(folder)
     return build_unet(num_classes=1 + len(SHAPES), image_size=32, width=8)
@@ -34,7 +34,7 @@ def _masks(folder: Path) -> onnx.ModelProto:
 
 def _two_heads(folder: Path) -> onnx.ModelProto:
     from onward.flows.examples.pictures import SHAPES, write_places
-    from onward.trainer.onnx_graph.small_models import build_two_heads
+    from onward.trainer.onnx_graph.examples.small_models import build_two_heads
 
     write_places(folder)
     return build_two_heads(num_classes=len(SHAPES), image_size=32)
@@ -42,14 +42,14 @@ def _two_heads(folder: Path) -> onnx.ModelProto:
 
 def _reviews(folder: Path) -> onnx.ModelProto:
     from onward.flows.examples.texts import write_reviews
-    from onward.trainer.onnx_graph.small_models import build_bert
+    from onward.trainer.onnx_graph.examples.small_models import build_bert
 
     return build_bert(vocab_size=write_reviews(folder).get_vocab_size(), num_classes=3)
 
 
 def _language(folder: Path) -> onnx.ModelProto:
     from onward.flows.examples.texts import write_documentation
-    from onward.trainer.onnx_graph.reference_models import build_gpt2
+    from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 
     size = write_documentation(folder).get_vocab_size()
     return build_gpt2(vocab_size=size, sequence_length=128, num_layers=2, num_heads=4, width=128, dropout=0.0)
@@ -57,7 +57,7 @@ def _language(folder: Path) -> onnx.ModelProto:
 
 def _table(folder: Path) -> onnx.ModelProto:
     from onward.flows.examples.tables import NUM_FEATURES, write_table
-    from onward.trainer.onnx_graph.small_models import build_mlp
+    from onward.trainer.onnx_graph.examples.small_models import build_mlp
 
     write_table(folder)
     return build_mlp(inputs=NUM_FEATURES, outputs=1)

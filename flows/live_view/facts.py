@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.tasks.training_progress import Progress
+from onward.tasks.shown.training_progress import Progress
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import Event, Usage, event_of, read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.history import RunHistory
-from onward.trainer.run.phases import RECORDS, Note, Phase, PhaseStart
 from onward.trainer.run.records import RunIdentity, read_record
+from onward.trainer.run.timing.phases import RECORDS, Note, Phase, PhaseStart
 
 MOST_POINTS = 2048
 """Losses of which the curve is drawn; of a longer series every second one, every third one, ... is taken."""

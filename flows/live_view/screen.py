@@ -19,7 +19,7 @@ from rich.text import Text
 
 from onward.flows.live_view.facts import LiveFacts, curve
 from onward.trainer.quantities import gib
-from onward.trainer.run.phases import Phase
+from onward.trainer.run.timing.phases import Phase
 
 SHOWN: tuple[Phase, ...] = ("start", "configure", "preflight", "data", "train", "export")
 """Phases that every run has; the others are shown once they begin."""

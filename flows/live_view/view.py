@@ -23,8 +23,8 @@ from rich.text import Text
 
 from onward.flows.live_view.facts import LiveFacts
 from onward.flows.live_view.screen import Screen, sentence
-from onward.flows.terminal import unescaped
-from onward.tasks.training_progress import Periodic
+from onward.flows.shown.terminal import unescaped
+from onward.tasks.shown.training_progress import Periodic
 from onward.trainer.errors import printable
 from onward.trainer.run.directory import RunDir
 
@@ -154,7 +154,7 @@ def live_view(
 
 def follow(run: RunDir, *, tick_s: float = TICK_S) -> None:
     """Show a run on stderr until no flow works on it any more."""
-    from onward.flows.runs import is_running
+    from onward.flows.run_state.runs import is_running
 
     with live_view(run, tick_s=tick_s):
         while is_running(run):

@@ -15,15 +15,15 @@ from onward.flows.machine.findings import Finding
 from onward.infra.job.hosts import read_hostfile
 from onward.infra.job.launcher import LaunchError
 from onward.infra.job.mpirun import Mpirun
-from onward.tasks.jobs import job_of
+from onward.tasks.attempts.jobs import job_of
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.distributed.mpi_report import MpiReport
 from onward.trainer.errors import OnwardError
 from onward.trainer.extras import how_to_install
 from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.machine.this_machine import most_gpus
 from onward.trainer.run.records import RankReport, read_record, write_record
-from onward.trainer.run.this_machine import most_gpus
 
 VERSION_S, MPI_S, RANKS_S = 10.0, 30.0, 120.0
 TAIL_LINES = 6

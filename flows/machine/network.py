@@ -13,8 +13,8 @@ from onward.infra.job.hosts import clock_skews, read_hostfile, silent_hosts
 from onward.infra.servers import services
 from onward.infra.servers.service_definitions import SERVICES
 from onward.infra.servers.service_state import is_supervised
-from onward.tasks.machine_check import store_problems
-from onward.tasks.registered_models import store_of
+from onward.tasks.checks.machine_check import store_problems
+from onward.tasks.checks.registered_models import store_of
 from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.config.urls import redacted
 from onward.trainer.errors import RuntimeUnavailable
@@ -76,13 +76,13 @@ def work_pool() -> Iterator[Finding]:
     has_server = services.configured_prefect() or (onward_home() / "services").is_dir()
     if not has_server or importlib.util.find_spec("prefect") is None:
         return
-    from onward.flows.local_run import prefect_server
+    from onward.flows.running.local_run import prefect_server
 
     try:
         with prefect_server(start=False):
             from prefect.client.orchestration import get_client
 
-            from onward.flows.work_pool import problem_of_pool
+            from onward.flows.deploying.work_pool import problem_of_pool
 
             with get_client(sync_client=True) as client:
                 problem = problem_of_pool(client)

@@ -11,7 +11,13 @@ from pathlib import Path
 import psutil
 
 from onward.flows.machine.findings import Finding, Level, gib
-from onward.trainer.run.this_machine import core_limit, free_host_memory, memory_limit, missing_compiler, most_gpus
+from onward.trainer.run.machine.this_machine import (
+    core_limit,
+    free_host_memory,
+    memory_limit,
+    missing_compiler,
+    most_gpus,
+)
 
 LEAST_MEMORY, LITTLE_MEMORY = 1 << 30, 4 << 30
 LITTLE_SHARED = 256 << 20

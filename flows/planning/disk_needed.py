@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from onward.tasks.disk_space import most_checkpoints, shares, space_problems
-from onward.tasks.registered_models import store_of
+from onward.tasks.checks.disk_space import most_checkpoints, shares, space_problems
+from onward.tasks.checks.registered_models import store_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.records import Needs, Record

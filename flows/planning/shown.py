@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from onward.flows.planning.time_needed import TimeNeeded
 from onward.flows.planning.whole_run import RunPlan
-from onward.flows.report import as_toml, table, wrapped
+from onward.flows.shown.terminal_tables import as_toml, table, wrapped
 from onward.trainer.quantities import duration, shown_size
 
 

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from onward.flows.runs import all_runs, identity_of
+from onward.flows.run_state.runs import all_runs, identity_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import HOW_TO_COMPILE
 from onward.trainer.data.schema.signature import model_digest
@@ -23,12 +23,12 @@ from onward.trainer.data.storage.row_counts import RowCount
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import OnwardError
 from onward.trainer.onnx_graph.structure import structure_digest
-from onward.trainer.parallel.plan_record import Plan
+from onward.trainer.parallel.planning.plan_record import Plan
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.history import RunHistory
-from onward.trainer.run.pace import MEASURED, Pace, calibration_file, key_of, pace_of, settings_of_pace
+from onward.trainer.run.machine.this_machine import machine_text
 from onward.trainer.run.records import Record, RuntimeReport, read_record
-from onward.trainer.run.this_machine import machine_text
+from onward.trainer.run.timing.step_timing import MEASURED, Pace, calibration_file, key_of, pace_of, settings_of_pace
 
 BUSY = 0.7
 """Load average before a measurement, from which on other programs have taken a part of the cores."""

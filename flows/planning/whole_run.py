@@ -8,19 +8,19 @@ from typing import Any
 from onward.flows.configuration import prefect_at_home
 from onward.flows.planning.disk_needed import DiskNeeded, disk_needed
 from onward.flows.planning.time_needed import TimeNeeded, key_of_run, known_pace, number_of_steps, time_needed
-from onward.tasks.rehearsing import plan as make_plan
+from onward.tasks.checks.rehearsing import plan as make_plan
 from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.storage.row_counts import RowCount, count_rows
-from onward.trainer.parallel.plan_record import Plan, with_plan
+from onward.trainer.parallel.planning.plan_record import Plan, with_plan
 from onward.trainer.run.directory import onward_home
-from onward.trainer.run.local_copies import LocalCopies, with_copies
-from onward.trainer.run.pace import calibration_file
-from onward.trainer.run.private_home import make_private
+from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.records import write_record
+from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
+from onward.trainer.run.timing.step_timing import calibration_file
 
 
 class RunPlan(Plan):
@@ -58,7 +58,7 @@ def plan_run(
     if measured_steps:
         # here, because it imports Prefect, which takes as long as the rest of a plan's process without ranks
         with prefect_at_home():
-            from onward.tasks.step_measurement import measure
+            from onward.flows.planning.step_measurement import measure
         make_private(onward_home())
         # with the sizes that this plan shows, which `auto` might choose otherwise a second time
         given = chosen.parallel.model_copy(update={"sizes": "given"})

@@ -28,7 +28,7 @@ def report(*runs: str, output: AnyPath | None = None) -> ReportFile:
     from onward.flows.run_reports.facts import read_facts
     from onward.flows.run_reports.page import page_of
     from onward.flows.run_reports.report_file import ReportFile
-    from onward.flows.runs import find_run
+    from onward.flows.run_state.runs import find_run
     from onward.trainer.run.directory import onward_home
     from onward.trainer.run.durable_files import write_durably
 

@@ -16,16 +16,16 @@ from collections.abc import Iterator
 from prefect.artifacts import create_markdown_artifact
 from prefect.context import FlowRunContext
 
-from onward.flows.ending import SIGNALLED
-from onward.flows.runs import identity_of
+from onward.flows.run_state.runs import identity_of
+from onward.flows.running.flow_guard import SIGNALLED
 from onward.infra.job.temporary_folders import owned_folder
 from onward.infra.mlflow.tracking import Tracker
-from onward.tasks.prefect_server import prefect_answers
-from onward.tasks.subprocesses import run_module
+from onward.tasks.checks.subprocesses import run_module
+from onward.tasks.shown.prefect_server import prefect_answers
 from onward.trainer.errors import StorageUnavailable
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.ending import RunEnding, ending_of
-from onward.trainer.run.phases import enter_phase
+from onward.trainer.run.outcomes.run_ending import RunEnding, ending_of
+from onward.trainer.run.timing.phases import enter_phase
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from onward.flows.run_reports.page import MOST_EVALUATED, TIME_COLOURS, Drawing,
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.quantities import duration
 from onward.trainer.run.history import Series
-from onward.trainer.run.time_account import PARTS
+from onward.trainer.run.timing.time_account import PARTS
 
 TITLES = {
     "loss": "Training loss",

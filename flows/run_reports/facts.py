@@ -11,19 +11,22 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from onward.flows.run_index import State
-from onward.flows.run_status import ended_state, remarks_of
-from onward.flows.runs import is_running
-from onward.tasks.class_tables import ClassTable
+from onward.flows.run_state.run_index import State
+from onward.flows.run_state.run_status import ended_state, remarks_of
+from onward.flows.run_state.runs import is_running
+from onward.tasks.shown.class_tables import ClassTable
 from onward.trainer.config.flat_settings import changed_settings, flat_settings
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.diagnostics.difference import Difference
 from onward.trainer.errors import OnwardError
-from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir, changes_in, read_config, samples_in
-from onward.trainer.run.ending import RunEnding, ending_of
 from onward.trainer.run.history import RunHistory, Series
+from onward.trainer.run.outcomes.attempt_endings import AttemptEnding, endings
+from onward.trainer.run.outcomes.refusals import Refusal, refusal_in
+from onward.trainer.run.outcomes.run_ending import RunEnding, ending_of
+from onward.trainer.run.recorded.sample_records import Samples
+from onward.trainer.run.recorded.step_profile import StepProfile, read_profiles
 from onward.trainer.run.records import (
     ExportedModel,
     MetricsSummary,
@@ -33,10 +36,7 @@ from onward.trainer.run.records import (
     TrainResult,
     read_record,
 )
-from onward.trainer.run.refusals import Refusal, refusal_in
-from onward.trainer.run.sample_records import Samples
-from onward.trainer.run.step_profile import StepProfile, read_profiles
-from onward.trainer.run.time_account import TimeAccount, time_account
+from onward.trainer.run.timing.time_account import TimeAccount, time_account
 
 R = TypeVar("R", bound=BaseModel)
 T = TypeVar("T")

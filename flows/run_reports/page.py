@@ -12,16 +12,16 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from onward.flows.costs import cost_line
-from onward.flows.report import config_lines
 from onward.flows.run_reports.curves import COLOURS, Line, Marks, draw, draw_counts, draw_scatter
 from onward.flows.run_reports.facts import EVALUATION, RunFacts, settings_as_text
 from onward.flows.run_reports.summary import results, verdict
+from onward.flows.run_state.costs import cost_line
+from onward.flows.shown.terminal_tables import config_lines
 from onward.trainer.diagnostics.difference import TensorChange
 from onward.trainer.quantities import duration, shown_size
 from onward.trainer.run.history import Series
-from onward.trainer.run.step_profile import other_rows, slowest_nodes
-from onward.trainer.run.time_account import PARTS, TimeAccount
+from onward.trainer.run.recorded.step_profile import other_rows, slowest_nodes
+from onward.trainer.run.timing.time_account import PARTS, TimeAccount
 
 MOST_EVALUATED = 8
 """Metrics of the evaluations that are drawn."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from onward.flows.api import require_flow
 from onward.flows.configuration import Config, Given, Overrides
-from onward.flows.stop_signals import exit_on_sigterm
+from onward.flows.running.stop_signals import exit_on_sigterm
 from onward.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def sweep(
     require_flow("onward.sweep")
     from onward.flows.sweeps.making import make_sweep
     from onward.flows.sweeps.settings import read_space
-    from onward.tasks.machine_check import machine_problems
+    from onward.tasks.checks.machine_check import machine_problems
 
     given = Given.of(config, overrides, {}, profile=profile)
     wanted = read_space(space)
@@ -62,7 +62,7 @@ def resume_sweep(sweep: str = "last", *, from_start: bool = False) -> SweepOutco
     is no such sweep or it is running; else as `onward.sweep`, and from the main thread like it.
     """
     require_flow("onward.resume_sweep")
-    from onward.flows.runs import discard_damaged, is_running
+    from onward.flows.run_state.runs import discard_damaged, is_running
     from onward.flows.sweeps.outcome import find_sweep, outcome_of
     from onward.trainer.run.directory import RunDir
 
@@ -80,15 +80,15 @@ def resume_sweep(sweep: str = "last", *, from_start: bool = False) -> SweepOutco
 def sweeps() -> list[SweepOutcome]:
     """Return every sweep under ONWARD_HOME with its trials, the newest first."""
     from onward.flows.sweeps.outcome import outcome_of
-    from onward.trainer.run.sweeps import all_sweeps
+    from onward.trainer.run.recorded.sweep_records import all_sweeps
 
     return [outcome_of(folder) for folder in all_sweeps()]
 
 
 def _run_sweep(sweep_id: str) -> SweepOutcome:
-    from onward.flows.local_run import prefect_server, run_sweep
+    from onward.flows.running.local_run import prefect_server, run_sweep
     from onward.flows.sweeps.outcome import outcome_of
-    from onward.trainer.run.sweeps import SweepDir
+    from onward.trainer.run.recorded.sweep_records import SweepDir
 
     folder = SweepDir.of(sweep_id)
     with exit_on_sigterm(), prefect_server():

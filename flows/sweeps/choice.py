@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from onward.trainer.run.sweeps import Sweep, Trial
+from onward.trainer.run.recorded.sweep_records import Sweep, Trial
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

@@ -12,7 +12,7 @@ from typing import Any
 
 from onward.flows.sweeps.choice import combination
 from onward.flows.sweeps.settings import Space, cannot_vary, setting
-from onward.tasks.registered_models import store_of, with_registered
+from onward.tasks.checks.registered_models import store_of, with_registered
 from onward.trainer.config.layers import Source
 from onward.trainer.config.loading import Check, Override, layered, load_config, settings_of
 from onward.trainer.config.sections.results import MonitorConfig
@@ -20,8 +20,8 @@ from onward.trainer.config.setting_paths import PATHS, replaced, values_at
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
 from onward.trainer.run.names import take_name
+from onward.trainer.run.recorded.sweep_records import Sweep, SweepDir, describe_settings
 from onward.trainer.run.records import write_record
-from onward.trainer.run.sweeps import Sweep, SweepDir, describe_settings
 
 REGISTERED = ("model.path", "teacher.path")
 """Settings that may name a registered model."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from onward.flows.runs import Named, chosen, is_running
+from onward.flows.run_state.runs import Named, chosen, is_running
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.names import short_id
+from onward.trainer.run.recorded.sweep_records import Sweep, SweepDir, SweepResult, Trial, all_sweeps, best_of, shown
 from onward.trainer.run.records import Record, RunIdentity, read_record
-from onward.trainer.run.sweeps import Sweep, SweepDir, SweepResult, Trial, all_sweeps, best_of, shown
 
 
 class SweepOutcome(Record):

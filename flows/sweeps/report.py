@@ -14,8 +14,8 @@ from onward.infra.mlflow.mlflow_store import TrackingError, TrackingUnavailable
 from onward.infra.mlflow.model_package import Point
 from onward.infra.mlflow.tracking import Tracker
 from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.run.recorded.sweep_records import Range, Sweep, Trial
 from onward.trainer.run.records import RunIdentity, read_record
-from onward.trainer.run.sweeps import Range, Sweep, Trial
 
 log = logging.getLogger(__name__)
 

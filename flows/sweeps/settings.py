@@ -19,7 +19,7 @@ from onward.trainer.config.loading import Override
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.config.setting_paths import values_at
 from onward.trainer.errors import ConfigError
-from onward.trainer.run.sweeps import Range
+from onward.trainer.run.recorded.sweep_records import Range
 
 KINDS = ("log", "uniform", "int")
 CLOSING = {"[": "]", "{": "}", "(": ")"}

@@ -9,12 +9,12 @@ from typing import Any
 
 from prefect import State
 
-from onward.flows.flow_log import flow_log
 from onward.flows.live_view.view import live_view
+from onward.flows.run_state.flow_log import flow_log
 from onward.flows.sweeps.choice import choose_settings
 from onward.flows.train_onnx import train_onnx
 from onward.tasks.export import choose
-from onward.tasks.pruning import history
+from onward.tasks.promotion.pruning import history
 from onward.trainer.checkpoint.retention import announced
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.run_config import RunConfig
@@ -29,8 +29,8 @@ from onward.trainer.errors import (
 )
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.recorded.sweep_records import Membership, Pruned, Sweep, SweepDir, Trial
 from onward.trainer.run.records import RunIdentity, TrainResult, read_record, write_record
-from onward.trainer.run.sweeps import Membership, Pruned, Sweep, SweepDir, Trial
 
 RESULTS = (ConfigError, DataError, UnsupportedModel, Diverged, OutOfMemory, DeviceAssertion, TrainingFailed)
 """Errors that can come from the settings of a trial. Any other one, such as of a full disk, ends the sweep, and the

@@ -32,7 +32,7 @@ def _web_server(name: str) -> Callable[[Path, Sequence[int]], list[str]]:
 
 
 def _worker(home: Path, listener: Sequence[int]) -> list[str]:
-    return [sys.executable, "-m", "onward.flows.worker"]
+    return [sys.executable, "-m", "onward.flows.deploying.worker"]
 
 
 SERVICES: Mapping[str, Service] = {

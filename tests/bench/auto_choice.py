@@ -24,10 +24,10 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.reference_models import build_squeezenet
-from onward.trainer.onnx_graph.small_models import build_resnet18
-from onward.trainer.parallel import planner
-from onward.trainer.parallel.estimator import Estimator
+from onward.trainer.onnx_graph.examples.reference_models import build_squeezenet
+from onward.trainer.onnx_graph.examples.small_models import build_resnet18
+from onward.trainer.parallel.planning import planner
+from onward.trainer.parallel.planning.estimate_layouts import Estimator
 from onward.trainer.run.directory import RunDir, read_config
 from tests.bench.memory_prediction import gpt2, images, text
 from tests.support import graphs

@@ -30,7 +30,7 @@ from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement
-from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 from onward.trainer.run.directory import RunDir
 from tests.bench.checkpoint_stall import saving
 from tests.support.ranks import run_ranks

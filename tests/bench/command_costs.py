@@ -19,7 +19,7 @@ from pathlib import Path
 import onnx
 from onnx import numpy_helper
 
-from onward.trainer.onnx_graph.reference_models import build_squeezenet
+from onward.trainer.onnx_graph.examples.reference_models import build_squeezenet
 
 ONWARD = ("-m", "onward.flows.cli")
 

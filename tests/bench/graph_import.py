@@ -10,7 +10,7 @@ import time
 
 import onnx
 
-from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 from onward.trainer.onnx_import.driver import to_module
 
 

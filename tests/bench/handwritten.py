@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from onnx import numpy_helper
 from torch import Tensor, nn
 
-from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 
 
 class Block(nn.Module):

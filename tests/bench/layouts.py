@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support.ranks import run_ranks
 from tests.support.runs import Array, events, make_run

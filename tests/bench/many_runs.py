@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from onward.flows.run_index import SETTLED_S
+from onward.flows.run_state.run_index import SETTLED_S
 from tests.bench.command_costs import ONWARD, processor_s
 from tests.support.workshop import Workshop
 

@@ -25,8 +25,8 @@ import onnx
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.events import Heartbeat
-from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
-from onward.trainer.parallel.planner import plan
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2, build_squeezenet
+from onward.trainer.parallel.planning.planner import plan
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support import graphs
 from tests.support.ranks import run_ranks

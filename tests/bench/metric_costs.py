@@ -26,9 +26,9 @@ from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.events import EventWriter, Heartbeat
 from onward.trainer.loop import train
-from onward.trainer.parallel.sample_flops import Lengths, SampleFlops
-from onward.trainer.parallel.step_clock import StepClock
-from onward.trainer.parallel.throughput import Throughput, Work
+from onward.trainer.parallel.observing.step_clock import StepClock
+from onward.trainer.parallel.observing.throughput import Throughput, Work
+from onward.trainer.parallel.planning.sample_flops import Lengths, SampleFlops
 from onward.trainer.run.directory import RunDir
 from tests.support.graphs import tiny_transformer
 from tests.support.ranks import run_ranks

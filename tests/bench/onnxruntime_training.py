@@ -83,7 +83,7 @@ def update_of(side: str, name: str, folder: Path) -> Callable[[], float]:
     import torch
 
     from onward.trainer.distributed.processes import connect
-    from onward.trainer.onnx_graph.reference_models import build_squeezenet
+    from onward.trainer.onnx_graph.examples.reference_models import build_squeezenet
     from onward.trainer.onnx_import.imported_graph import named_weights
     from tests.bench import update_time
     from tests.bench.handwritten import gpt2_model

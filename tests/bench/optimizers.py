@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.distributed.weights import Placement, Weight
-from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate

@@ -17,8 +17,8 @@ from typing import Any
 
 import onnx
 
+from onward.tasks.checks.rehearsing import quantize
 from onward.tasks.export import export_file
-from onward.tasks.rehearsing import quantize
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record

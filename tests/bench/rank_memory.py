@@ -23,7 +23,7 @@ from onnx import TensorProto, numpy_helper
 
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support.ranks import run_ranks
 from tests.support.runs import make_run, tiny_text

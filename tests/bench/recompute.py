@@ -14,14 +14,14 @@ import time
 import torch
 from torch import Tensor
 
-from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.parallel.cost import estimate_costs
 from onward.trainer.parallel.pipeline.balance import choose_unit_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import find_cut_points
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Chain, build_stages
-from onward.trainer.parallel.recompute import Mode, recompute
+from onward.trainer.parallel.recomputation.recompute import Mode, recompute
 
 MODES: tuple[Mode, ...] = ("none", "selective", "whole")
 TURNS, WARM = 30, 5

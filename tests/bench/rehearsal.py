@@ -22,8 +22,8 @@ from pathlib import Path
 import onnx
 
 from onward.flows.api import checked_config
-from onward.trainer.onnx_graph.reference_models import build_gpt2
-from onward.trainer.rehearsal.guarded_files import guard_of_file
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
+from onward.trainer.rehearsal.guards.guarded_files import guard_of_file
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import Rehearsal, read_record, write_record
 

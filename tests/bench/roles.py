@@ -24,10 +24,10 @@ from onnx import inliner
 from torch import nn
 
 from onward.trainer.onnx_graph.attribute_weights import with_operands
-from onward.trainer.onnx_graph.index import names_read
+from onward.trainer.onnx_graph.files.index import names_read
 from onward.trainer.onnx_graph.initializers import stored_tensors
-from onward.trainer.onnx_import.exporter_records import read_records
-from onward.trainer.onnx_import.roles import Role, find_roles
+from onward.trainer.onnx_import.roles.exporter_records import read_records
+from onward.trainer.onnx_import.roles.roles import Role, find_roles
 from tests.support import zoo
 from tests.support.foreign_files import FILES
 from tests.support.role_table import RESULTS

@@ -28,18 +28,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onward.trainer.onnx_graph.reference_models import build_squeezenet
-from onward.trainer.onnx_graph.small_models import build_unet
+from onward.trainer.onnx_graph.examples.reference_models import build_squeezenet
+from onward.trainer.onnx_graph.examples.small_models import build_unet
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.parallel.cost import estimate_costs
-from onward.trainer.parallel.dry_run import MemoryCounter
 from onward.trainer.parallel.pipeline.balance import choose_unit_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import find_cut_points
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Chain, build_stages
-from onward.trainer.parallel.recompute import recompute
-from onward.trainer.parallel.stash import compress_stages
+from onward.trainer.parallel.planning.dry_run import MemoryCounter
+from onward.trainer.parallel.recomputation.compressed_activations import compress_stages
+from onward.trainer.parallel.recomputation.recompute import recompute
 from tests.bench.handwritten import exported
 
 CLASSES, UNITS = 10, 8

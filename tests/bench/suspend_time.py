@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from onward.flows.runs import holder_of
+from onward.flows.run_state.runs import holder_of
 from onward.trainer.run.directory import RunDir
 from tests.flows.test_suspended_and_retried import CANCEL, suspend
 from tests.support.workshop import Workshop, api, ranks_of, reached, signed_in, until

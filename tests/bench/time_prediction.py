@@ -22,7 +22,7 @@ from typing import Any
 import onward
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.history import RunHistory
-from onward.trainer.run.time_account import attempt_times
+from onward.trainer.run.timing.time_account import attempt_times
 from tests.bench.memory_prediction import CASES, CONV, GPT, LLAMA, MODELS, WORDS, Sections, shown
 from tests.support.runs import events, make_run, train_run
 

@@ -40,7 +40,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.model.channels_last import use_channels_last
 from onward.trainer.model.losses.loss import Losses
-from onward.trainer.onnx_graph.reference_models import build_squeezenet
+from onward.trainer.onnx_graph.examples.reference_models import build_squeezenet
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights

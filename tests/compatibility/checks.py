@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import OnwardError
-from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_graph.surgery.strip_training import strip_training
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.write_back import write_model

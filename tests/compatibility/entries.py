@@ -14,7 +14,7 @@ import onnx
 import torch
 from onnx import numpy_helper
 
-from onward.trainer.onnx_graph.stored_protos import stored_protos
+from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 from tests.support import zoo
 from tests.support.foreign_files import FILES, Array, ForeignFile
 from tests.support.ranks import ROOT

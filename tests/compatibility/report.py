@@ -28,7 +28,7 @@ OTHERS = {
         "tests/flows/test_scikit_learn.py",
     ),
     "text": ("strings in front of a network", "tests/equivalence/test_strings_in_front.py"),
-    "albert": ("ALBERT of transformers as `dynamo=True` writes it", "tests/trainer/onnx_import/test_ties.py"),
+    "albert": ("ALBERT of transformers as `dynamo=True` writes it", "tests/trainer/onnx_import/roles/test_ties.py"),
 }
 """How the names of committed files begin that need data of their own -> (what they are, the test that trains them)."""
 

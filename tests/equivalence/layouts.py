@@ -30,7 +30,7 @@ from onward.trainer.distributed import collectives
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.export import export
 from onward.trainer.model.losses import vocabulary_loss
-from onward.trainer.parallel.planner import plan
+from onward.trainer.parallel.planning.planner import plan
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support import graphs
 from tests.support.ranks import run_ranks

@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
-from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_graph.surgery.strip_training import strip_training
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from tests.support import zoo

@@ -20,8 +20,8 @@ import pytest
 
 from onward.infra.mlflow.model_package import Point
 from onward.infra.mlflow.tracking import Tracker
-from onward.tasks.event_shipping import Shipper, points_of
 from onward.tasks.monitor import monitor
+from onward.tasks.shown.event_shipping import Shipper, points_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig

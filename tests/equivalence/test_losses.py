@@ -23,7 +23,7 @@ from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.model.trainable import load_weights, open_trainable
 from onward.trainer.onnx_import.imported_graph import named_weights
-from onward.trainer.parallel.planner import plan
+from onward.trainer.parallel.planning.planner import plan
 from onward.trainer.run.directory import RunDir, read_config
 from tests.equivalence.layouts import NUM_STEPS, TOLERANCE, differences, tensors
 from tests.equivalence.loss_cases import BATCH, CASES, MICRO_BATCHES, ROWS, Case

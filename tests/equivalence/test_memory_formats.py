@@ -12,7 +12,7 @@ from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.verification import verify
 from onward.trainer.config.sections.model import GraphConfig
 from onward.trainer.model.channels_last import use_channels_last
-from onward.trainer.onnx_graph.small_models import build_resnet18
+from onward.trainer.onnx_graph.examples.small_models import build_resnet18
 from onward.trainer.onnx_import.driver import to_module
 from tests.support.runs import (
     assert_close,

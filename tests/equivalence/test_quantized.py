@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from onward.trainer.errors import ConfigError
-from onward.trainer.parallel.planner import plan
+from onward.trainer.parallel.planning.planner import plan
 from onward.trainer.run.directory import read_config
 from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, make_case, trained
 from tests.support.quantized import quantized

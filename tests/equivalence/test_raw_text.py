@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onward.flows.run_status import held_out_text
+from onward.flows.run_state.run_status import held_out_text
 from onward.tasks.shard_data import shard_data
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ConfigError

@@ -23,7 +23,7 @@ from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import stored_weights
 from onward.trainer.run.directory import RunDir, example_in, read_config
 from tests.support import runs
-from tests.trainer.onnx_graph.test_preprocessing import HEAD, TREE
+from tests.trainer.onnx_graph.surgery.test_preprocessing_nodes import HEAD, TREE
 
 FOREIGN = Path(__file__).resolve().parents[1] / "support" / "foreign"
 WORDS = ["good", "great", "fine", "bad", "poor", "awful", "film", "plot", "actor", "music", "the", "a"]

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.model.trainable import load_weights
-from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2, build_squeezenet
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.train_selection import select_trained

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onward.flows import exports, verify_run
+from onward.flows.run_state import exports
+from onward.flows.running import verify_run
 from onward.trainer.checkpoint.bundle import LISTING, is_bundle, unpack
 from onward.trainer.checkpoint.verification import CheckedCheckpoint
 from onward.trainer.errors import CheckpointError, ConfigError

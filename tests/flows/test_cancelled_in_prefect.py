@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from onward.flows.cancellation import PERIOD_S
+from onward.flows.running.cancellation import PERIOD_S
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.ending import ending_of
 from onward.trainer.run.names import name_of
+from onward.trainer.run.outcomes.run_ending import ending_of
 from onward.trainer.run.records import RunIdentity, read_record
 from tests.flows.test_every_phase import SHORT, begun, go_on, runs_of, start_until
 from tests.support.workshop import Workshop, api, ranks_of, signed_in, until

@@ -22,16 +22,17 @@ from typer.core import TyperGroup as Group
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from onward.flows import cli, run_index
-from onward.flows.costs import bits_per_byte
+from onward.flows import cli
 from onward.flows.examples.folders import FOLDERS
-from onward.flows.local_run import prefect_server
 from onward.flows.planning.whole_run import RunPlan
-from onward.flows.report import config_lines, meanings, outcome, table
-from onward.flows.run_status import describe, held_out_text
-from onward.flows.runs import all_runs, command_to_continue, find_run, locked
+from onward.flows.run_state import run_index
+from onward.flows.run_state.costs import bits_per_byte
+from onward.flows.run_state.run_status import describe, held_out_text
+from onward.flows.run_state.runs import all_runs, command_to_continue, find_run, locked
+from onward.flows.running.local_run import prefect_server
+from onward.flows.shown.terminal_tables import config_lines, meanings, outcome, table
 from onward.infra.servers import services
-from onward.tasks.rehearsing import plan as make_plan
+from onward.tasks.checks.rehearsing import plan as make_plan
 from onward.trainer import errors as errors_module
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.losses import LossConfig
@@ -41,7 +42,7 @@ from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 from onward.trainer.events import EventWriter, Started
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.ending_kinds import EXIT_STATUSES
+from onward.trainer.run.outcomes.ending_kinds import EXIT_STATUSES
 from onward.trainer.run.records import AttemptResult, RankError, RunIdentity, TrainResult, write_record
 from tests.support.graphs import tiny_transformer
 from tests.support.shards import make_shards
@@ -346,7 +347,7 @@ def test_plan_shows_stages_memory_and_messages(capsys: pytest.CaptureFixture[str
     assert RunPlan.model_validate({key: value for key, value in found.items() if key != "num_ranks"}).num_ranks == 8
 
 
-@pytest.mark.slow  # how it weighs them: tests/trainer/parallel/test_planner.py
+@pytest.mark.slow  # how it weighs them: tests/trainer/parallel/planning/test_planner.py
 def test_plan_with_auto_compares_all_layouts(capsys: pytest.CaptureFixture[str], small: Path) -> None:
     shown = onward(capsys, "plan", str(small), "parallel='auto'", "launch.num_ranks=4", "parallel.memory_gib=0.5")
     assert "of 0.5 GiB" in shown
@@ -385,7 +386,7 @@ def test_up_with_a_configured_server_says_how_to_start_a_worker_for_it(
     status, said = ending(capsys, monkeypatch, "up")
     assert status == 3
     assert "http://elsewhere/api is configured" in said
-    assert "`python -m onward.flows.worker`" in said
+    assert "`python -m onward.flows.deploying.worker`" in said
 
 
 def test_a_run_of_another_home_is_refused_with_the_home_to_set(

@@ -30,8 +30,8 @@ from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run import directory
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.recorded.sweep_records import Membership
 from onward.trainer.run.records import AttemptResult, ExportedModel, RunIdentity, write_record
-from onward.trainer.run.sweeps import Membership
 from tests.support.stores import new_store
 from tests.support.workshop import Workshop, finished, until
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.ending import ending_of
 from onward.trainer.run.names import name_of
+from onward.trainer.run.outcomes.run_ending import ending_of
 from tests.support.full_disk import may_break, may_mount, mend, mount, on_a_small_disk
 from tests.support.workshop import Workshop, until
 

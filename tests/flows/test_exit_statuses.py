@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.ending import ending_of
+from onward.trainer.run.outcomes.attempt_endings import endings
+from onward.trainer.run.outcomes.run_ending import ending_of
 from tests.support.workshop import Workshop, until
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(1200), pytest.mark.usefixtures("only_servers")]

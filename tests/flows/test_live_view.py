@@ -17,11 +17,11 @@ from onward.flows.live_view import view as view_module
 from onward.flows.live_view.facts import LiveFacts, curve
 from onward.flows.live_view.screen import MEANING, Screen, amount, clock, lines, sentence
 from onward.flows.live_view.view import LiveView, live_view
-from onward.flows.stop_signals import acknowledged_interrupt
-from onward.tasks.training_progress import Periodic
+from onward.flows.running.stop_signals import acknowledged_interrupt
+from onward.tasks.shown.training_progress import Periodic
 from onward.trainer.events import CheckpointSaved, Evaluated, EventWriter, Scalars, Started, Usage
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.phases import Phase, enter_phase, note_in_phase, phases
+from onward.trainer.run.timing.phases import Phase, enter_phase, note_in_phase, phases
 from tests.support.terminals import Terminal
 
 NEW = {"tokens_per_s": 12345.0, "tflops": 1.5, "mfu": 0.31, "memory_bytes": 2.5 * 2**30}

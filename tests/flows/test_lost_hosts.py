@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.outcomes.attempt_endings import endings
 from tests.support.machines import Machines, machines, missing
 from tests.support.runs import assert_close, assert_equal_bits, final_tensors
 from tests.support.workshop import Workshop, reached, until

@@ -24,7 +24,7 @@ from onward.flows.machine import file_system, mpi, network, packages, resources
 from onward.flows.machine.examine import CHECKS, examine
 from onward.flows.machine.findings import Finding, MachineReport
 from onward.trainer.errors import ConfigError
-from onward.trainer.run.this_machine import core_limit, memory_limit
+from onward.trainer.run.machine.this_machine import core_limit, memory_limit
 from tests.support.full_disk import fill, may_mount, on_a_small_disk
 from tests.support.ranks import ROOT
 

@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 import torch
 
-from onward.flows.report import outcome
+from onward.flows.shown.terminal_tables import outcome
 from onward.infra.mlflow.tracking import Tracker
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.model.metrics.library_measure import import_torchmetrics

@@ -23,8 +23,9 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 
-from onward.flows import cli, local_run
-from onward.trainer.onnx_graph.small_models import build_unet
+from onward.flows import cli
+from onward.flows.running import local_run
+from onward.trainer.onnx_graph.examples.small_models import build_unet
 from tests.support import graphs
 from tests.support.foreign_files import FOLDER
 from tests.support.images import write_classes

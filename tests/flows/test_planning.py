@@ -11,6 +11,7 @@ import onnx
 import pytest
 
 from onward.flows import api, cli
+from onward.flows.planning import step_measurement
 from onward.flows.planning import time_needed as time_needed_module
 from onward.flows.planning.shown import show_run_plan
 from onward.flows.planning.time_needed import (
@@ -21,17 +22,16 @@ from onward.flows.planning.time_needed import (
     time_needed,
 )
 from onward.flows.planning.whole_run import RunPlan
-from onward.tasks import step_measurement
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.row_counts import RowCount
 from onward.trainer.errors import Diverged
 from onward.trainer.events import EventWriter, Started
-from onward.trainer.parallel.plan_record import Plan
+from onward.trainer.parallel.planning.plan_record import Plan
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.pace import Pace, calibration_file
 from onward.trainer.run.records import RankReport, RunIdentity, RuntimeReport, TrainResult, write_record
+from onward.trainer.run.timing.step_timing import Pace, calibration_file
 from tests.support.graphs import tiny_mlp
 
 ROWS = RowCount(train=100, evaluation=10, source="counted")
@@ -119,7 +119,7 @@ def test_a_plan_says_where_the_time_of_a_step_is_from(
 
 
 def write_toml(folder: Path, config: RunConfig) -> Path:
-    from onward.flows.report import config_lines
+    from onward.flows.shown.terminal_tables import config_lines
 
     path = folder / "run.toml"
     path.write_text("\n".join(config_lines(config)))

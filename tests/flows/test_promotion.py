@@ -13,8 +13,8 @@ import pytest
 from onward.infra.mlflow.mlflow_store import local_store
 from onward.infra.mlflow.registry import Registry
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.records import ExportedModel, Promotion, read_record
+from onward.trainer.run.remote.local_copies import LocalCopies
 from tests.support.graphs import tiny_conv_net
 from tests.support.workshop import Workshop, api, finished, signed_in, until
 

@@ -16,15 +16,15 @@ from typing import Any, Literal
 import pytest
 from prefect import State
 
-from onward.flows.ending import Ending
-from onward.flows.run_status import describe
+from onward.flows.run_state.run_status import describe
+from onward.flows.running.flow_guard import Ending
 from onward.infra.job.job import Outcome
 from onward.tasks.train import train, worth_retrying
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import ConfigError, DataError, OnwardError, RuntimeUnavailable, Stopped
-from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.ending import ending_of
+from onward.trainer.run.outcomes.attempt_endings import endings
+from onward.trainer.run.outcomes.run_ending import ending_of
 from onward.trainer.run.records import AttemptResult, RankError, TrainResult, write_record
 from tests.flows.test_cli import make_run
 from tests.support.attempts import ASSERTION, TIMED_OUT, WATCHDOG
@@ -153,7 +153,7 @@ CASES: tuple[tuple[Left | Exception, str] | tuple[Left | Exception, str, int], .
     (error("OSError: [Errno 5] Input/output error"), "storage"),
     (error("OSError: [Errno 30] Read-only file system: 'x'"), "storage"),
     (error("OSError: [Errno 116] Stale file handle"), "storage"),
-    # its status is 3 where the disk is still full when the flow ends: see tests/flows/test_ending.py
+    # its status is 3 where the disk is still full when the flow ends: see tests/flows/running/test_flow_guard.py
     (Left(disk="/x cannot be written: No space left on device"), "storage", 70),
     # -- ranks that could not write their record, and have printed their error
     (Left(output=printed(0, FULL), first=0), "storage"),
@@ -260,7 +260,9 @@ class Job:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A configured run of two ranks, whose attempts follow without a pause."""
-    monkeypatch.setattr("onward.flows.ending._expect_no_answer", lambda: None)  # it is for the rest of the process
+    monkeypatch.setattr(
+        "onward.flows.running.flow_guard._expect_no_answer", lambda: None
+    )  # it is for the rest of the process
     monkeypatch.setenv("ONWARD_HOME", str(tmp_path))
     run = make_run(tmp_path, "aaaa-1", "mlp-3", config_name="mlp")
     (tmp_path / "hosts").write_text("h0 slots=1\nh1 slots=1\n")
@@ -307,10 +309,10 @@ def test_an_ending_has_its_class_its_retry_its_exit_status_and_what_to_do(
     retried, usual, to_do = ANSWERS[shown]
     if isinstance(left, Left):
         counts = iter((0, left.oom_kills) * 2)
-        monkeypatch.setattr("onward.tasks.attempt.num_oom_kills", lambda: next(counts))
-        monkeypatch.setattr("onward.tasks.attempt.silent_hosts", lambda hosts: left.hosts)
-        monkeypatch.setattr("onward.tasks.readiness.silent_hosts", lambda hosts: {})
-        monkeypatch.setattr("onward.tasks.attempt.storage_problem", lambda folder: left.disk)
+        monkeypatch.setattr("onward.tasks.attempts.attempt.num_oom_kills", lambda: next(counts))
+        monkeypatch.setattr("onward.tasks.attempts.attempt.silent_hosts", lambda hosts: left.hosts)
+        monkeypatch.setattr("onward.tasks.attempts.wait_before_retry.silent_hosts", lambda hosts: {})
+        monkeypatch.setattr("onward.tasks.attempts.attempt.storage_problem", lambda folder: left.disk)
         monkeypatch.setattr("onward.tasks.train.job_of_attempt", lambda run, config, attempt: Job(run, attempt, left))
     with contextlib.suppress(OnwardError), Ending(run):
         if isinstance(left, Exception):

@@ -16,13 +16,13 @@ import pytest
 
 from onward.flows.commands.common import names_of_runs
 from onward.flows.commands.training import runs
-from onward.flows.flow_log import flow_log, own_log
-from onward.flows.run_index import listed_runs
-from onward.flows.run_logs import show_logs
-from onward.flows.run_table import ago, rows_of
-from onward.flows.runs import holder_of, is_running
-from onward.flows.stop import stop
-from onward.flows.stop_signals import acknowledged_interrupt
+from onward.flows.run_state.flow_log import flow_log, own_log
+from onward.flows.run_state.run_index import listed_runs
+from onward.flows.run_state.run_logs import show_logs
+from onward.flows.run_state.run_table import ago, rows_of
+from onward.flows.run_state.runs import holder_of, is_running
+from onward.flows.running.stop import stop
+from onward.flows.running.stop_signals import acknowledged_interrupt
 from onward.infra.job.job import Job
 from onward.infra.job.launcher import Ranks
 from onward.infra.job.mpirun import Mpirun
@@ -37,9 +37,9 @@ from tests.support.workshop import until
 HOLDS = """
 import sys, time
 from pathlib import Path
-from onward.flows.runs import locked
-from onward.flows.ending import Ending
-from onward.flows.stop_signals import exit_on_sigterm
+from onward.flows.run_state.runs import locked
+from onward.flows.running.flow_guard import Ending
+from onward.flows.running.stop_signals import exit_on_sigterm
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import write_record
@@ -73,8 +73,8 @@ def test_stop_asks_the_process_that_runs_a_run_and_says_how_it_ended(run: RunDir
 
 def test_stop_refuses_a_run_of_another_machine(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = {"host": "h9", "boot": "b", "pid": 7, "started": 0.0}
-    monkeypatch.setattr("onward.flows.stop.holder_of", lambda run: elsewhere)
-    monkeypatch.setattr("onward.flows.stop.is_running", lambda run: True)
+    monkeypatch.setattr("onward.flows.running.stop.holder_of", lambda run: elsewhere)
+    monkeypatch.setattr("onward.flows.running.stop.is_running", lambda run: True)
     with pytest.raises(RuntimeUnavailable, match="mlp-1 is run by process 7 on h9: stop it there, or with Cancel"):
         stop("mlp-1")
 

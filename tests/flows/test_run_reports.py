@@ -20,12 +20,12 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.errors import ConfigError
 from onward.trainer.events import Evaluated, EventWriter, Scalars
 from onward.trainer.run.directory import RunDir, samples_in
-from onward.trainer.run.ending import RunEnding
 from onward.trainer.run.history import Series
-from onward.trainer.run.phases import phases
+from onward.trainer.run.outcomes.refusals import Refusal, refusal_in
+from onward.trainer.run.outcomes.run_ending import RunEnding
+from onward.trainer.run.recorded.step_profile import ProfileRow, StepProfile, record_of
 from onward.trainer.run.records import write_record
-from onward.trainer.run.refusals import Refusal, refusal_in
-from onward.trainer.run.step_profile import ProfileRow, StepProfile, record_of
+from onward.trainer.run.timing.phases import phases
 from tests.support.report_runs import Page, reported_run
 
 SECTIONS = ["curves", "time", "attempts", "classes", "samples", "changes", "export", "environment", "configuration"]

@@ -142,7 +142,7 @@ def program_of(process: psutil.Process) -> str:
     words = process.cmdline()
     if "onward.infra.servers.web_server" in words:
         return {"prefect": "Prefect server", "mlflow": "MLflow server"}[words[3]]
-    if "onward.flows.worker" in words or "worker" in words:
+    if "onward.flows.deploying.worker" in words or "worker" in words:
         return "worker"
     if "onward.trainer.fork_server" in words:  # the ranks are its forks, and it listens on a socket in a folder alone
         return "ranks"

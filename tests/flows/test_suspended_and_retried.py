@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from onward.flows.runs import holder_of, is_running
+from onward.flows.run_state.runs import holder_of, is_running
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.ending import ending_of
+from onward.trainer.run.outcomes.run_ending import ending_of
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
 from tests.support.workshop import Workshop, api, ranks_of, reached, signed_in, until
 

@@ -21,8 +21,8 @@ from onward.infra.mlflow.registry import Registry
 from onward.trainer.config.loading import load_config
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.recorded.sweep_records import Membership, Range, Sweep, SweepDir, Trial, best_of
 from onward.trainer.run.records import RunIdentity, read_record, write_record
-from onward.trainer.run.sweeps import Membership, Range, Sweep, SweepDir, Trial, best_of
 from tests.infra.mlflow.test_tracking import adder
 from tests.support.graphs import tiny_conv_net
 from tests.support.stores import new_run, tracking_store

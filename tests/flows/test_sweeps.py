@@ -15,8 +15,8 @@ import pytest
 from onward.infra.mlflow.registry import Registry
 from onward.infra.mlflow.tracking import Tracker
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.recorded.sweep_records import SweepDir, Trial
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
-from onward.trainer.run.sweeps import SweepDir, Trial
 from tests.support.runs import events
 from tests.support.workshop import Workshop, api, finished, reached, signed_in, until
 

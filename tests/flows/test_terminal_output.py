@@ -17,14 +17,14 @@ from typer.main import get_command
 from onward.flows import cli
 from onward.flows.commands import servers
 from onward.flows.commands.common import print_facts
-from onward.flows.flow_log import flow_log
-from onward.flows.report import changed_lines
+from onward.flows.run_state.flow_log import flow_log
+from onward.flows.shown.terminal_tables import changed_lines
 from onward.infra.servers import services
-from onward.tasks.task_logger import IN_RESULT, IN_TRAIN_LOG
+from onward.tasks.shown.task_logger import IN_RESULT, IN_TRAIN_LOG
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.phases import Phase, enter_phase, phases
+from onward.trainer.run.timing.phases import Phase, enter_phase, phases
 from tests.flows.test_cli import walk
 
 

@@ -17,19 +17,19 @@ import onnx
 import psutil
 import pytest
 
-from onward.flows.report import meanings
+from onward.flows.shown.terminal_tables import meanings
 from onward.flows.train_onnx import MISSED_AFTER, is_missed, train_onnx
 from onward.infra.mlflow.tracking import Tracker
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import table_type
-from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.history import RunHistory
-from onward.trainer.run.phases import phases
-from onward.trainer.run.preprocessing_record import Preprocessing
+from onward.trainer.run.outcomes.attempt_endings import endings
+from onward.trainer.run.recorded.preprocessing_record import Preprocessing
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
-from onward.trainer.run.time_account import time_account
+from onward.trainer.run.timing.phases import phases
+from onward.trainer.run.timing.time_account import time_account
 from tests.support.report_runs import Page
 from tests.support.terminals import Terminal
 from tests.support.workshop import Workshop, finished, ranks_of, reached, repeated, until

@@ -9,14 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
-from onward.flows.local_run import run_to_end
+from onward.flows.running.local_run import run_to_end
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.ending import RunEnding
+from onward.trainer.run.outcomes.run_ending import RunEnding
 from onward.trainer.run.records import ExportedModel, write_record
 
 

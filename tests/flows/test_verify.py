@@ -12,9 +12,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from onward.flows import verify_run
 from onward.flows.cli import app
-from onward.tasks.replay import choose
+from onward.flows.running import verify_run
+from onward.flows.running.replayed_training import choose
 from onward.trainer.checkpoint.manifest import NO_DIGEST, Manifest, read_manifest, serialise
 from onward.trainer.checkpoint.verification import CheckedRun
 from onward.trainer.errors import CheckpointError, ConfigError

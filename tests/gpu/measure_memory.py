@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from onward.trainer.config.loading import build_config
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.parallel.planner import plan
+from onward.trainer.parallel.planning.planner import plan
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import write_record
 from tests.bench import memory_prediction

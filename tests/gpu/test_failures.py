@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from onward.trainer.errors import ConfigError
-from onward.trainer.parallel.memory_snapshot import snapshot_path
+from onward.trainer.parallel.observing.memory_snapshot import snapshot_path
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RankError
 from tests.gpu import ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.trainer.run.step_profile import read_profiles, trace_of
+from onward.trainer.run.recorded.step_profile import read_profiles, trace_of
 from tests.gpu import ranks
 from tests.gpu.device import DEVICE, REASON, REHEARSAL, available
 from tests.support import graphs

@@ -14,9 +14,9 @@ from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.distributed.weights import weights_in
 from onward.trainer.export import export
-from onward.trainer.export.variants import make_variant
+from onward.trainer.export.variants.variants import make_variant
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.this_machine import missing_compiler
+from onward.trainer.run.machine.this_machine import missing_compiler
 from tests.gpu import ranks
 from tests.gpu.device import DEVICE, REASON, REHEARSAL, available
 from tests.support import graphs

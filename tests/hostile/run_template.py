@@ -16,10 +16,10 @@ import numpy as np
 
 from onward.trainer.checkpoint.retention import Announced
 from onward.trainer.run.adjustments import Adjustments
-from onward.trainer.run.attempt_endings import AttemptEnding
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.ending import RunEnding
-from onward.trainer.run.local_copies import LocalCopies
+from onward.trainer.run.outcomes.attempt_endings import AttemptEnding
+from onward.trainer.run.outcomes.run_ending import RunEnding
+from onward.trainer.run.recorded.sweep_records import Range, Sweep, Trial
 from onward.trainer.run.records import (
     CheckpointInfo,
     ExportedModel,
@@ -32,7 +32,7 @@ from onward.trainer.run.records import (
     TrainResult,
     write_record,
 )
-from onward.trainer.run.sweeps import Range, Sweep, Trial
+from onward.trainer.run.remote.local_copies import LocalCopies
 from tests.hostile.onnx_files import small_model
 
 RUN = "0de13422-aaaa-4bbb-8ccc-123456789abc"

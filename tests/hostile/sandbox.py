@@ -92,7 +92,8 @@ def import_all() -> None:
     import tokenizers
     import torch
 
-    from onward.flows import cli, local_run, predictions
+    from onward.flows import cli, predictions
+    from onward.flows.running import local_run
     from onward.tasks import configure
     from onward.trainer.diagnostics import doctor
     from onward.trainer.proposal import initialise
@@ -257,12 +258,12 @@ def _stop_at_the_launch() -> None:
     import subprocess
 
     from onward.flows import api
-    from onward.flows.runs import how_to_continue
+    from onward.flows.run_state.runs import how_to_continue
     from onward.trainer.checkpoint.verification import newest_complete
     from onward.trainer.data.storage.sharding import make_training_shards
     from onward.trainer.data.storage.shards import open_shards
-    from onward.trainer.run.attempt_endings import endings
     from onward.trainer.run.directory import RunDir, onward_home
+    from onward.trainer.run.outcomes.attempt_endings import endings
 
     def train(config: Any, view: Any, *, resume: str = "", origins: Any = None, asked_ms: int = 0) -> Any:
         make_training_shards(config, Path("shards"))

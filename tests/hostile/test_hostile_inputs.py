@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.flows.runs import run_directory_of
+from onward.flows.run_state.runs import run_directory_of
 from onward.trainer.errors import ConfigError
 from tests.hostile import sandbox
 from tests.hostile.families import FAMILIES

@@ -16,7 +16,9 @@ def test_onnxruntime_keeps_no_record_of_its_use(tmp_path: Path) -> None:
     dropped = ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME", "ORT_RUNNING_UNIT_TESTS")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     environment |= {"HOME": str(user), "TMPDIR": str(temporary)}
-    program = "import onward.trainer.onnx_graph.onnxruntime_session as module; print(module.onnxruntime.__version__)"
+    program = (
+        "import onward.trainer.onnx_graph.files.onnxruntime_session as module; print(module.onnxruntime.__version__)"
+    )
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True)
     assert [*user.rglob("*")] == []
     assert [*temporary.rglob("*")] == []

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from onward.flows.api import checked_config
-from onward.flows.stop_signals import exit_on_sigterm
+from onward.flows.running.stop_signals import exit_on_sigterm
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import ConfigError, TrainingFailed
@@ -90,7 +90,7 @@ def ends_early(soak: Soak) -> Iterator[None]:
 
 
 def _soak(soak: Soak, plan: Sequence[PlannedFault], config: str, mtbf_s: float, seed: int) -> Account:
-    from onward.flows.local_run import prefect_server
+    from onward.flows.running.local_run import prefect_server
 
     scene = soak.scene
     problems: list[str] = []

@@ -61,7 +61,7 @@ def flow_runs() -> list[FlowRun]:
     """Return all flow runs of the Prefect server that the environment names, the oldest first."""
     from prefect.client.orchestration import get_client
 
-    from onward.flows.local_run import mark_orphaned_runs_crashed
+    from onward.flows.running.local_run import mark_orphaned_runs_crashed
 
     mark_orphaned_runs_crashed()  # as the next command would do
     found: list[FlowRun] = []

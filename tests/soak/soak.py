@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from onward.infra.job.child_program import signalled_with_parent
-from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.outcomes.attempt_endings import endings
 from tests.soak.account import Command, Fault
 from tests.soak.kinds import KINDS
 from tests.soak.plan import PlannedFault

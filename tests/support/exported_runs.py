@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.export.preprocessing import write_preprocessing
+from onward.trainer.export.preprocessing.preprocessing_file import write_preprocessing
 from onward.trainer.export.served import raw_inputs
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, write_record

@@ -14,8 +14,8 @@ import numpy as np
 
 from onward.trainer.run.directory import RunDir, example_in
 from onward.trainer.run.durable_files import sha256
+from onward.trainer.run.outcomes.refusals import Refusal, refusal_in
 from onward.trainer.run.records import ExportedModel, write_record
-from onward.trainer.run.refusals import Refusal, refusal_in
 from tests.support.graphs import tiny_mlp
 
 PARITY = 2.5e-7

@@ -130,7 +130,7 @@ ENDINGS: dict[str, Callable[[], object]] = {
 def parent(place: Path) -> None:
     """Start a fork as the flow does, and wait."""
     from onward.infra.job import forks
-    from onward.tasks.subprocesses import run_module
+    from onward.tasks.checks.subprocesses import run_module
 
     forks.SERVER = SERVER
     with forks.fork_server():

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.parallel.dry_run import replaced_weights
+from onward.trainer.parallel.planning.dry_run import replaced_weights
 from tests.support import suite, zoo
 from tests.support.stand_in_device import DeviceTensor, StandInDevice, weights_on_device
 

@@ -9,9 +9,9 @@ import onnx
 import torch
 from torch import nn
 
-from onward.trainer.onnx_import.converters import onnx2torch_registry
-from onward.trainer.onnx_import.eager import EagerTracer
-from onward.trainer.onnx_import.registry import RULES, Call, Rule, run_rule
+from onward.trainer.onnx_import.lowering.converters import onnx2torch_registry
+from onward.trainer.onnx_import.lowering.registry import RULES, Call, Rule, run_rule
+from onward.trainer.onnx_import.tracing.eager import EagerTracer
 
 WITH_SUBGRAPHS = ("If", "Loop", "Scan", "SequenceMap")
 """Operators with inner graphs, which onnx2torch does not support."""

@@ -7,14 +7,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from onward.tasks.class_tables import ClassRow, ClassTable
+from onward.tasks.shown.class_tables import ClassRow, ClassTable
 from onward.trainer.config.loading import build_config
 from onward.trainer.diagnostics.difference import Difference, TensorChange
 from onward.trainer.events import CheckpointSaved, Ended, Evaluated, EventWriter, Started, Times, read_events
-from onward.trainer.run.attempt_endings import AttemptEnding
 from onward.trainer.run.directory import RunDir, changes_in, samples_in
-from onward.trainer.run.ending import RunEnding
-from onward.trainer.run.phases import enter_phase
+from onward.trainer.run.outcomes.attempt_endings import AttemptEnding
+from onward.trainer.run.outcomes.run_ending import RunEnding
+from onward.trainer.run.recorded.sample_records import Sample, Samples
 from onward.trainer.run.records import (
     AttemptResult,
     ExportedModel,
@@ -27,7 +27,7 @@ from onward.trainer.run.records import (
     Variant,
     write_record,
 )
-from onward.trainer.run.sample_records import Sample, Samples
+from onward.trainer.run.timing.phases import enter_phase
 from tests.support.graphs import tiny_conv_net
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="  # a PNG file

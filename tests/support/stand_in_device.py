@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from onward.trainer.parallel.dry_run import replaced_weights
+from onward.trainer.parallel.planning.dry_run import replaced_weights
 
 _setup_privateuseone_for_python_backend("stand_in")  # from now on the accelerator of this process
 DEVICE = torch.device("stand_in:0")

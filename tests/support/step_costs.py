@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.events import Heartbeat
 from onward.trainer.loop import train
-from onward.trainer.parallel import throughput
+from onward.trainer.parallel.observing import throughput
 from onward.trainer.parallel.pipeline.engine import Pipeline
 from onward.trainer.run.directory import RunDir
 from tests.support import graphs

@@ -15,7 +15,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.tensor_protos import tensor_from_array
+from onward.trainer.onnx_graph.files.tensor_protos import tensor_from_array
 from onward.trainer.onnx_import.driver import to_module
 from tests.support.shared_files import made_once
 

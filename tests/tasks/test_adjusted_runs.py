@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from onward.trainer.errors import Diverged
-from onward.trainer.run.attempt_endings import endings
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.outcomes.attempt_endings import endings
 from onward.trainer.run.records import TrainResult
 from tests.support.graphs import tiny_conv_net
 from tests.support.retried import train_to_end

@@ -28,7 +28,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import sha256
-from onward.trainer.run.priority import NICENESS
+from onward.trainer.run.machine.priority import NICENESS
 from onward.trainer.run.records import CheckpointInfo, RunIdentity, write_record
 from tests.support.stores import Server, client, free_port, new_run, points
 
@@ -210,7 +210,7 @@ def test_a_checkpoint_with_the_evaluation_of_an_earlier_step_is_not_the_best(tmp
 def test_an_outage_of_mlflow_only_delays_the_records(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onward.tasks.mlflow_outages.PERIOD_S", 0.2)
+    monkeypatch.setattr("onward.tasks.shown.mlflow_outages.PERIOD_S", 0.2)
     server = Server(tmp_path / "mlflow")
     server.start()
     try:

@@ -16,9 +16,9 @@ from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.diagnostics.config_check import files_in_the_way
 from onward.trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
 from onward.trainer.events import Evaluated, EventWriter
-from onward.trainer.run.delivered import not_ours, remember
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import sha256
+from onward.trainer.run.recorded.exported_files import not_ours, remember
 from onward.trainer.run.records import (
     CheckpointInfo,
     ExportedModel,
@@ -153,7 +153,7 @@ def test_a_damaged_file_is_exported_again(tmp_path: Path, process: Process) -> N
 def test_an_outage_of_mlflow_loses_nothing(tmp_path: Path, process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     process("export")
     monkeypatch.setattr(task, "tries_within", lambda patience_s: range(2))
-    monkeypatch.setattr("onward.tasks.mlflow_outages.PERIOD_S", 0.0)
+    monkeypatch.setattr("onward.tasks.shown.mlflow_outages.PERIOD_S", 0.0)
     copy = tmp_path / "deployed" / "digits.onnx"
     run = make_run(tmp_path, Tracker(f"http://127.0.0.1:{free_port()}", "1"), register_as="late", path=str(copy))
     with pytest.raises(RuntimeUnavailable, match=r"tried 2 times.*complete at .*model\.onnx.*onward resume"):

@@ -15,7 +15,7 @@ import pytest
 from onward.infra.job import forks
 from onward.infra.job.job import running_job
 from onward.infra.job.job_guard import members
-from onward.tasks import rehearsing
+from onward.tasks.checks import rehearsing
 from onward.tasks.train import train
 from onward.trainer.errors import ConfigError, TrainingFailed
 from onward.trainer.run.directory import RunDir, read_config

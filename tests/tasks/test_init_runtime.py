@@ -16,7 +16,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.ending_kinds import memory_advice
+from onward.trainer.run.outcomes.ending_kinds import memory_advice
 from onward.trainer.run.records import Needs, RankError, RankReport, RuntimeReport, read_record, write_record
 from tests.support.graphs import tiny_transformer
 

@@ -22,15 +22,15 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util.tensor_util import make_ndarray
 
-from onward.flows.costs import cost_line
-from onward.flows.run_status import describe
+from onward.flows.run_state.costs import cost_line
+from onward.flows.run_state.run_status import describe
 from onward.infra.mlflow.mlflow_store import TrackingUnavailable
 from onward.infra.mlflow.model_package import Point
 from onward.infra.mlflow.tracking import Tracker
-from onward.tasks.event_shipping import Cursor, Shipper
 from onward.tasks.monitor import monitor
-from onward.tasks.shown_in_mlflow import parameters
-from onward.tasks.training_progress import Progress
+from onward.tasks.shown.event_shipping import Cursor, Shipper
+from onward.tasks.shown.mlflow_tags import parameters
+from onward.tasks.shown.training_progress import Progress
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
@@ -47,9 +47,9 @@ from onward.trainer.events import (
     Started,
     Usage,
 )
-from onward.trainer.run.attempt_endings import AttemptEnding, EndingKind
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.history import RunHistory
+from onward.trainer.run.outcomes.attempt_endings import AttemptEnding, EndingKind
 from onward.trainer.run.records import AttemptResult, MetricsSummary, Record, RunIdentity, read_record, write_record
 from tests.support.stores import client, free_port, new_run, new_store, points
 
@@ -280,8 +280,8 @@ def test_a_full_disk_is_logged_once_and_only_tensorboard_files_stop(
             raise full.pop()
         write_record(path, record)
 
-    monkeypatch.setattr("onward.tasks.event_shipping.write_record", write)
-    monkeypatch.setattr("onward.tasks.mlflow_outages.PERIOD_S", 0.01)
+    monkeypatch.setattr("onward.tasks.shown.event_shipping.write_record", write)
+    monkeypatch.setattr("onward.tasks.shown.mlflow_outages.PERIOD_S", 0.01)
     with caplog.at_level(logging.WARNING):
         assert monitor.fn(run).status == "FINISHED"
     assert points(tracker, "train/loss") == [loss(step, 1) for step in range(1, 11)]

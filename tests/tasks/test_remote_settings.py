@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 from onward.flows import api
-from onward.flows.runs import clean_downloads
+from onward.flows.run_state.runs import clean_downloads
 from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.configure import configure
 from onward.tasks.shard_data import shard_data
@@ -25,10 +25,10 @@ from onward.trainer.config.urls import url_of
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.errors import ConfigError
 from onward.trainer.extras import how_to_install
-from onward.trainer.run import remote_files
 from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config
-from onward.trainer.run.local_copies import LocalCopies
 from onward.trainer.run.records import RunIdentity, read_record
+from onward.trainer.run.remote import remote_files
+from onward.trainer.run.remote.local_copies import LocalCopies
 from tests.support.graphs import tiny_conv_net
 from tests.support.remote_servers import object_store, web_server, without
 

@@ -12,15 +12,15 @@ import onnx
 import pytest
 
 from onward.tasks.shard_data import shard_data
-from onward.tasks.shown_in_mlflow import digests_of
+from onward.tasks.shown.mlflow_tags import digests_of
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.storage import sharding_progress
 from onward.trainer.data.storage.shards import damaged_files, open_shards
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.phases import RECORDS
 from onward.trainer.run.records import RunIdentity, write_record
+from onward.trainer.run.timing.phases import RECORDS
 from tests.support import graphs
 from tests.support.stores import client, new_run
 

@@ -31,8 +31,8 @@ from onward.trainer.errors import (
     TrainingFailed,
 )
 from onward.trainer.events import last_beat
-from onward.trainer.run.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.outcomes.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.records import TrainResult, read_record, write_record
 from tests.support.graphs import tiny_conv_net
 from tests.support.runs import events, make_run, tiny_images
@@ -246,7 +246,7 @@ def test_the_out_of_memory_killer_is_named_if_it_ended_a_process_meanwhile(
     run: RunDir, ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = iter((3, 4))
-    monkeypatch.setattr("onward.tasks.attempt.num_oom_kills", lambda: next(counts))
+    monkeypatch.setattr("onward.tasks.attempts.attempt.num_oom_kills", lambda: next(counts))
     ranks("is_killed")
     with pytest.raises(TrainingFailed, match="SIGKILL: the kernel's out-of-memory killer ended 1 process on this host"):
         train.fn(run)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from onward.infra.job import forks
-from onward.tasks.subprocesses import start_module
+from onward.tasks.checks.subprocesses import start_module
 from tests.support.fork_programs import ENDINGS, MODULE, SERVER
 from tests.support.workshop import until
 

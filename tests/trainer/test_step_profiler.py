@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.step_profile import (
+from onward.trainer.run.recorded.step_profile import (
     COLUMNS,
     StepProfile,
     other_rows,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onward.trainer.parallel.observing.throughput import Work
 from onward.trainer.parallel.replicas.norms import sum_over_world
-from onward.trainer.parallel.throughput import Work
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from onward.trainer.errors import ReplicasDiffer
 from onward.trainer.events import CheckpointSaved, EventWriter
 from onward.trainer.quantities import gib
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.priority import lower_priority
+from onward.trainer.run.machine.priority import lower_priority
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from onward.trainer.checkpoint.retention import list_checkpoints, list_damaged, 
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint, all_damaged
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, OnwardError
-from onward.trainer.run.attempt_endings import AttemptEnding
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.history import RunHistory
+from onward.trainer.run.outcomes.attempt_endings import AttemptEnding
 from onward.trainer.run.records import read_record
 
 log = logging.getLogger(__name__)

@@ -32,8 +32,8 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, Fenced, OnwardError, StorageUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import fsync
+from onward.trainer.run.outcomes.storage import storage_error
 from onward.trainer.run.records import RunIdentity, read_record
-from onward.trainer.run.storage import storage_error
 
 _ERRORS = {kind.__name__: kind for kind in (Fenced, StorageUnavailable)}
 """Beside CheckpointError: what one rank raises, all do."""

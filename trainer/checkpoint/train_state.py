@@ -10,8 +10,8 @@ from pydantic import Field
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.errors import ConfigError
+from onward.trainer.run.outcomes.stopping import after_evaluation
 from onward.trainer.run.records import AttemptResult, Record, StopState
-from onward.trainer.run.stopping import after_evaluation
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
 
@@ -33,7 +33,7 @@ class TrainState(Record):
     best_at: Count = 0
     """The step of that evaluation, the first of equals."""
     stop: StopState = StopState()
-    """What decides whether the run ends before its last step (run/stopping.py)."""
+    """What decides whether the run ends before its last step (run/outcomes/stopping.py)."""
 
     @property
     def position(self) -> dict[str, Any]:

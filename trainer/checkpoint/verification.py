@@ -25,8 +25,8 @@ from onward.trainer.checkpoint.retention import list_checkpoints, list_damaged
 from onward.trainer.distributed.weights import NUM_NAMED, overlap
 from onward.trainer.errors import CheckpointError, printable
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.recorded.sweep_records import membership
 from onward.trainer.run.records import CheckpointInfo, Record
-from onward.trainer.run.sweeps import membership
 
 log = logging.getLogger(__name__)
 

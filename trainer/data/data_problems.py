@@ -37,7 +37,7 @@ from onward.trainer.data.tables.class_names import class_problems
 from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.model_files import read_model
+from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.quantities import shown_shape
 
 NUMERIC = {"bool", "float16", "bfloat16", "float32", "float64", "uint8", "uint16", "uint32", "uint64"} | {

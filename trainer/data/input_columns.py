@@ -7,8 +7,9 @@ numbers that are stacked into one vector; the labels of each loss are fed by dat
                                             column image             -> input `image`    [B, 3, 64, 64]
     data.label = "digit"                    column digit             -> labels           [B]
 
-In a file that begins with pre-processing (onnx_graph/preprocessing.py) columns feed the inputs of the file, and what
-the pre-processing computes is stored as a further column of the shards, which feeds an input of the trained part:
+In a file that begins with pre-processing (onnx_graph/surgery/preprocessing_nodes.py) columns feed the inputs of the
+file, and what the pre-processing computes is stored as a further column of the shards, which feeds an input of the
+trained part:
 
                                             column text  -> input `text`, pre-processing -> column ids -> `ids` [B, 16]
 """

@@ -1,7 +1,7 @@
 """Compute the pre-processing of a model with onnxruntime while the data is read, and describe what it computes.
 
-What the pre-processing is, onnx_graph/preprocessing.py says. Each row is computed once, and its result is stored in the
-shards as a column with the name of the tensor, so that ranks read numbers only:
+What the pre-processing is, onnx_graph/surgery/preprocessing_nodes.py says. Each row is computed once, and its result is
+stored in the shards as a column with the name of the tensor, so that ranks read numbers only:
 
     CSV: text "a good film"    -- StringSplit, LabelEncoder -->    shard: ids [1, 7, 4]
 
@@ -31,7 +31,7 @@ from onward.trainer.data.schema.column_computers import rows_between
 from onward.trainer.data.schema.columns import Array, Column, Values
 from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo, read_preprocessing
 from onward.trainer.errors import DataError, UnsupportedModel
-from onward.trainer.onnx_graph.preprocessing import describe
+from onward.trainer.onnx_graph.surgery.preprocessing_nodes import describe
 
 FIRST_ROWS = 32
 """Rows that are computed both alone and together, to find out what results look like."""
@@ -84,7 +84,7 @@ class Preprocessor:
         file_only: frozenset[str] = frozenset(),
     ) -> None:
         # imported here: ranks never need it
-        from onward.trainer.onnx_graph.onnxruntime_session import open_session
+        from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 
         content = hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
         self.digest = json.dumps([content, sorted(file_only)])

@@ -24,8 +24,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import Refused
-from onward.trainer.onnx_graph.index import FLOAT_TYPES, Index, dims_of, known_types, opsets_of
-from onward.trainer.onnx_graph.model_files import read_model
+from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, Index, dims_of, known_types, opsets_of
+from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.onnx_graph.probabilities import Activation, activation_of
 
 OF_TEACHERS: Mapping[str, tuple[str, ...]] = {"kl": SOFTMAX, "bce": SIGMOID}

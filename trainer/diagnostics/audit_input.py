@@ -16,15 +16,15 @@ from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.inner_tensors import InnerTensor, inner_tensors, lift_inner_tensors
 from onward.trainer.onnx_graph.outputs import with_numeric_outputs
-from onward.trainer.onnx_import.exporter_records import ExporterRecords, read_records
-from onward.trainer.onnx_import.fixed_batch import BatchUse
+from onward.trainer.onnx_import.fixed_batch.fixed_batch import BatchUse
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, takes_any_batch
-from onward.trainer.onnx_import.quantized_weights import with_dequantized
-from onward.trainer.onnx_import.roles import Role
-from onward.trainer.onnx_import.runtime_node import RuntimeNode
-from onward.trainer.onnx_import.shape_assumptions import assumptions_of
-from onward.trainer.onnx_import.ties import Copies
-from onward.trainer.onnx_import.trial_sizes import declared_batch
+from onward.trainer.onnx_import.lowering.runtime_node import RuntimeNode
+from onward.trainer.onnx_import.quantization.quantized_weights import with_dequantized
+from onward.trainer.onnx_import.roles.exporter_records import ExporterRecords, read_records
+from onward.trainer.onnx_import.roles.roles import Role
+from onward.trainer.onnx_import.roles.ties import Copies
+from onward.trainer.onnx_import.tracing.shape_assumptions import assumptions_of
+from onward.trainer.onnx_import.tracing.trial_sizes import declared_batch
 
 
 @dataclass

@@ -35,7 +35,7 @@ from onward.trainer.data.text.checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
 from onward.trainer.errors import Refused, UnsupportedModel
 from onward.trainer.extras import how_to_install
-from onward.trainer.onnx_graph.index import (
+from onward.trainer.onnx_graph.files.index import (
     Index,
     all_names,
     did_you_mean,
@@ -45,7 +45,7 @@ from onward.trainer.onnx_graph.index import (
     nodes_of,
     subgraphs,
 )
-from onward.trainer.onnx_graph.loss_files import (
+from onward.trainer.onnx_graph.files.loss_files import (
     LEAST_OPSET,
     label_dims,
     opset_of,
@@ -53,15 +53,15 @@ from onward.trainer.onnx_graph.loss_files import (
     too_old,
     unknown_shape,
 )
-from onward.trainer.onnx_graph.model_files import read_model
+from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.onnx_graph.named_cuts import tensors_of, unknown_cuts, unknown_tensors
 from onward.trainer.onnx_graph.outputs import selected_output
-from onward.trainer.onnx_graph.quantizing import quantizing_problems
-from onward.trainer.run.delivered import not_ours
+from onward.trainer.onnx_graph.surgery.quantizing import quantizing_problems
 from onward.trainer.run.directory import onward_home
-from onward.trainer.run.local_copies import LocalCopies, urls_in, with_copies
-from onward.trainer.run.storage import broken_storage
-from onward.trainer.run.stores import refuse_unwritable
+from onward.trainer.run.outcomes.storage import broken_storage
+from onward.trainer.run.recorded.exported_files import not_ours
+from onward.trainer.run.remote.local_copies import LocalCopies, urls_in, with_copies
+from onward.trainer.run.remote.stores import refuse_unwritable
 
 
 def check_files_and_data(sections: Sections, known: LocalCopies | None = None) -> list[str]:
@@ -198,13 +198,13 @@ def _cuts(config: RunConfig) -> Iterator[str]:
         return  # the model with QuantizeLinear has tensors of its own
     model = read_model(config.model.path)
     for names in () if model.functions else unknown_cuts(model, config.parallel.cuts):
-        # nodes that the import makes are named by identifiers; tasks/import_check.py asks for those
+        # nodes that the import makes are named by identifiers; tasks/checks/import_check.py asks for those
         if certain := [name for name in names if not name.isidentifier()]:
             yield unknown_tensors(certain, tensors_of(model))
 
 
 def _converters(model: ModelConfig) -> Iterator[str]:
-    """Yield the files of converters that are absent or no Python; whether they run, tasks/import_check.py finds out."""
+    """Yield the files of converters that are absent or no Python; tasks/checks/import_check.py runs them."""
     for path in model.converters:
         if not url_of(path) and (problem := converter_problem(path)):  # why one could not be fetched is known
             yield f"model.converters: {problem}"

@@ -19,27 +19,32 @@ from onward.trainer.diagnostics.runtime_check import RuntimeCheck, check_runtime
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.beyond_onnx import departures
-from onward.trainer.onnx_graph.external_ranges import byte_range, is_external
-from onward.trainer.onnx_graph.index import all_tensors, dim_text
+from onward.trainer.onnx_graph.files.external_ranges import byte_range, is_external
+from onward.trainer.onnx_graph.files.index import all_tensors, dim_text
+from onward.trainer.onnx_graph.files.mapped_model import read_mapped
+from onward.trainer.onnx_graph.files.model_files import read_model
+from onward.trainer.onnx_graph.files.stored_protos import element_type_name, stored_protos
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.inner_tensors import inner_tensors, lift_inner_tensors
-from onward.trainer.onnx_graph.mapped_model import read_mapped
-from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_graph.outputs import describe_type, readable_output, with_numeric_outputs
-from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, describe, find_preprocessing, preprocessing_model
-from onward.trainer.onnx_graph.stored_protos import element_type_name, stored_protos
-from onward.trainer.onnx_graph.surgery import extract_subgraph
-from onward.trainer.onnx_graph.training_norms import mark_batch_statistics
-from onward.trainer.onnx_import.converters import load_converters
+from onward.trainer.onnx_graph.surgery.preprocessing_nodes import (
+    begin_at_numbers,
+    describe,
+    find_preprocessing,
+    preprocessing_model,
+)
+from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph
+from onward.trainer.onnx_graph.surgery.training_norms import mark_batch_statistics
 from onward.trainer.onnx_import.driver import load_model, to_module
-from onward.trainer.onnx_import.exporter_records import read_records
-from onward.trainer.onnx_import.fixed_batch import batch_use
-from onward.trainer.onnx_import.lowering import list_operators
-from onward.trainer.onnx_import.quantized_weights import quantized_weights, scales_of
-from onward.trainer.onnx_import.roles import find_roles, inner_roles
-from onward.trainer.onnx_import.ties import find_copies, roles_of_copies
+from onward.trainer.onnx_import.fixed_batch.fixed_batch import batch_use
+from onward.trainer.onnx_import.lowering.converters import load_converters
+from onward.trainer.onnx_import.lowering.lowering import list_operators
+from onward.trainer.onnx_import.quantization.quantized_weights import quantized_weights, scales_of
+from onward.trainer.onnx_import.roles.exporter_records import read_records
+from onward.trainer.onnx_import.roles.roles import find_roles, inner_roles
+from onward.trainer.onnx_import.roles.ties import find_copies, roles_of_copies
+from onward.trainer.run.recorded.trial_records import PreprocessingTrials
 from onward.trainer.run.records import ExporterWarning, Guard, Record
-from onward.trainer.run.trial_records import PreprocessingTrials
 
 IN_FRONT = "onnxruntime, in front"
 """How the nodes of the pre-processing are imported."""

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from onward.trainer.diagnostics.audit_input import AuditInput
-from onward.trainer.onnx_graph.index import dims_of, known_types, nodes_inside
-from onward.trainer.onnx_graph.preprocessing import WITHOUT_GRADIENT
-from onward.trainer.onnx_graph.stochastic_depth import find_branches, random_nodes
-from onward.trainer.onnx_graph.training_norms import training_norms
-from onward.trainer.onnx_import.graph_flow import COMPUTED_STATISTIC
+from onward.trainer.onnx_graph.files.index import dims_of, known_types, nodes_inside
+from onward.trainer.onnx_graph.surgery.preprocessing_nodes import WITHOUT_GRADIENT
+from onward.trainer.onnx_graph.surgery.stochastic_depth import find_branches, random_nodes
+from onward.trainer.onnx_graph.surgery.training_norms import training_norms
+from onward.trainer.onnx_import.roles.graph_flow import COMPUTED_STATISTIC
 from onward.trainer.run.records import ExporterWarning
 
 

@@ -18,8 +18,8 @@ import torch
 
 from onward.trainer.onnx_graph.exporter_names import module_of_node
 from onward.trainer.onnx_graph.shared_parameters import MAX_MERGED, Use, parameters_read
-from onward.trainer.onnx_import.roles import Role
-from onward.trainer.onnx_import.tensor_contents import is_distinctive
+from onward.trainer.onnx_import.roles.roles import Role
+from onward.trainer.onnx_import.roles.tensor_contents import is_distinctive
 
 MIN_ELEMENTS = 4
 """Rows of fewer elements are not compared."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import onnx
 
-from onward.trainer.onnx_graph.index import SMALL, without_large_tensors
-from onward.trainer.onnx_graph.onnxruntime_session import open_session
-from onward.trainer.onnx_graph.stored_protos import load_small_tensors
+from onward.trainer.onnx_graph.files.index import SMALL, without_large_tensors
+from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.files.stored_protos import load_small_tensors
 from onward.trainer.quantities import gib
 from onward.trainer.run.records import Record
 

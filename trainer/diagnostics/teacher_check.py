@@ -16,9 +16,9 @@ from onward.trainer.config.urls import url_of
 from onward.trainer.data.schema.class_axis import same_lengths
 from onward.trainer.data.schema.signature import Signature, read_signature
 from onward.trainer.errors import ConfigError, Refused
-from onward.trainer.onnx_graph.index import did_you_mean, dims_of, known_types
-from onward.trainer.onnx_graph.model_files import read_model
-from onward.trainer.onnx_graph.surgery import apply_surgery
+from onward.trainer.onnx_graph.files.index import did_you_mean, dims_of, known_types
+from onward.trainer.onnx_graph.files.model_files import read_model
+from onward.trainer.onnx_graph.surgery.surgery import apply_surgery
 from onward.trainer.quantities import shown_shape
 
 Dims = Sequence[int | None]

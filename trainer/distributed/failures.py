@@ -25,10 +25,10 @@ from typing import IO
 from onward.trainer.distributed.launched import launched_rank
 from onward.trainer.errors import Fenced, OnwardError, OutOfMemory, Refused, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.ending_kinds import PEER_LOST, Cause, explain, memory_advice
+from onward.trainer.run.outcomes.ending_kinds import PEER_LOST, Cause, explain, memory_advice
+from onward.trainer.run.outcomes.storage import storage_error
 from onward.trainer.run.records import RankError
 from onward.trainer.run.reserved import reserve, write_reserved
-from onward.trainer.run.storage import storage_error
 
 PEER_DELAY_S = 2.0
 """Seconds that a rank waits before it exits when it only lost its connection to a peer. When the first rank exits,

@@ -13,8 +13,8 @@ from onward.trainer.distributed.failures import install_excepthook
 from onward.trainer.distributed.mesh import backend_of
 from onward.trainer.distributed.processes import MPIContext, connect, disconnect
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.machine.this_machine import free_host_memory
 from onward.trainer.run.records import RankReport, write_record
-from onward.trainer.run.this_machine import free_host_memory
 
 
 def run_preflight(run: RunDir) -> None:

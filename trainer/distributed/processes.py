@@ -29,7 +29,7 @@ from onward.trainer.distributed import mpi_world
 from onward.trainer.distributed.launched import die_with_parent, launched_rank
 from onward.trainer.distributed.world import Place, World
 from onward.trainer.errors import RuntimeUnavailable
-from onward.trainer.run.this_machine import core_limit, physical_cores
+from onward.trainer.run.machine.this_machine import core_limit, physical_cores
 
 
 @dataclass(frozen=True)

@@ -43,25 +43,25 @@ from onward.trainer.data.storage.row_origins import row_origins
 from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import ExportRefused, OnwardError
-from onward.trainer.export.baselines import Baselines
-from onward.trainer.export.cuda_provider import check_on_cuda
-from onward.trainer.export.evaluation_data import EvaluationData
-from onward.trainer.export.given_form import GivenFile, difference_of_forms
-from onward.trainer.export.helper_nodes import costly_helpers
+from onward.trainer.export.measuring.baselines import Baselines
+from onward.trainer.export.measuring.cuda_provider import check_on_cuda
+from onward.trainer.export.measuring.evaluation_data import EvaluationData
+from onward.trainer.export.measuring.helper_nodes import costly_helpers
+from onward.trainer.export.measuring.onnx_runner import OnnxRunner
+from onward.trainer.export.measuring.samples import WorstSamples
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import OnnxRunner
-from onward.trainer.export.quantize_aware import integer_kernels
-from onward.trainer.export.samples import WorstSamples
+from onward.trainer.export.preprocessing.given_form import GivenFile, difference_of_forms
+from onward.trainer.export.variants.quantize_aware import integer_kernels
 from onward.trainer.export.verification import ROUNDED, Expected, changed_tensors, verify
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
-from onward.trainer.onnx_graph.index import all_names, locations
+from onward.trainer.onnx_graph.files.index import all_names, locations
 from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
-from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
-from onward.trainer.onnx_graph.quantizing import store_integers
-from onward.trainer.onnx_graph.row_layout import rows_first
-from onward.trainer.onnx_graph.strip_training import TrainingForm, strip_training, training_form
-from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
+from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
+from onward.trainer.onnx_graph.surgery.quantizing import store_integers
+from onward.trainer.onnx_graph.surgery.row_layout import rows_first
+from onward.trainer.onnx_graph.surgery.strip_training import TrainingForm, strip_training, training_form
+from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph, trains_subgraph
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
 from onward.trainer.onnx_import.write_back import write_model
 from onward.trainer.run.directory import RunDir, changes_in, example_in, read_config, samples_in

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, TypeProto, numpy_helper
 
-from onward.trainer.onnx_graph.external_ranges import load_external
-from onward.trainer.onnx_graph.index import HALF_TYPES, all_tensors, graphs_of
+from onward.trainer.onnx_graph.files.external_ranges import load_external
+from onward.trainer.onnx_graph.files.index import HALF_TYPES, all_tensors, graphs_of
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,17 @@ from torch import Tensor, nn
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.errors import ExportRefused
-from onward.trainer.export.evaluation_data import EvaluationData
-from onward.trainer.export.fixed_noise import noise_inside_bodies
+from onward.trainer.export.measuring.evaluation_data import EvaluationData
+from onward.trainer.export.measuring.fixed_noise import noise_inside_bodies
+from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import OnnxRunner
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
-from onward.trainer.onnx_graph.external_ranges import array_of, is_external
-from onward.trainer.onnx_graph.index import locations
+from onward.trainer.onnx_graph.files.external_ranges import array_of, is_external
+from onward.trainer.onnx_graph.files.index import locations
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
-from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
-from onward.trainer.onnx_import.quantized_weights import QuantizedWeight, integer_names, quantized_weights
+from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph, trains_subgraph
+from onward.trainer.onnx_import.quantization.quantized_weights import QuantizedWeight, integer_names, quantized_weights
 
 log = logging.getLogger(__name__)
 

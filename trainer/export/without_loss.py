@@ -14,10 +14,10 @@ import numpy as np
 import onnx
 
 from onward.trainer.errors import ExportRefused
+from onward.trainer.export.measuring.onnx_runner import Array
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import Array
-from onward.trainer.onnx_graph.index import nodes_between
-from onward.trainer.onnx_graph.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.files.index import nodes_between
+from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 
 
 def write_without_loss(exported: ModelFile, target: Path, losses: Sequence[str], feed: Mapping[str, Array]) -> None:

@@ -31,7 +31,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.ops.norm import Dropout
-from onward.trainer.onnx_import.roles import INTEGERS, Role
+from onward.trainer.onnx_import.roles.roles import INTEGERS, Role
 
 CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 DROPOUT = "lora_dropout"

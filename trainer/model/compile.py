@@ -35,10 +35,10 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.model.channels_last import use_channels_last
 from onward.trainer.model.in_place import relu_in_place
 from onward.trainer.model.repeated_blocks import outline_repeated_blocks
-from onward.trainer.onnx_import.runtime_node import RuntimeNode
+from onward.trainer.onnx_import.lowering.runtime_node import RuntimeNode
 from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.machine.this_machine import missing_compiler
 from onward.trainer.run.records import Rehearsal, read_record
-from onward.trainer.run.this_machine import missing_compiler
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import LoraConfig, ModelConfig
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph import surgery
-from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
-from onward.trainer.onnx_graph.row_layout import rows_first
-from onward.trainer.onnx_import.converters import load_converters
+from onward.trainer.onnx_graph.surgery import surgery
+from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
+from onward.trainer.onnx_graph.surgery.row_layout import rows_first
 from onward.trainer.onnx_import.driver import load_model
-from onward.trainer.onnx_import.fixed_batch import BatchUse, batch_use
-from onward.trainer.onnx_import.trial_sizes import declared_batch
+from onward.trainer.onnx_import.fixed_batch.fixed_batch import BatchUse, batch_use
+from onward.trainer.onnx_import.lowering.converters import load_converters
+from onward.trainer.onnx_import.tracing.trial_sizes import declared_batch
 
 LIMITS = {
     "any": "in micro-batches of any size",

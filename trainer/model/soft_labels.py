@@ -29,7 +29,7 @@ from onward.trainer.model.precision import autocast
 from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.model.teacher_precision import compute_teacher_apart
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, output_nodes
-from onward.trainer.onnx_import.shape_assumptions import is_impure
+from onward.trainer.onnx_import.tracing.shape_assumptions import is_impure
 
 
 def with_soft_labels(

@@ -31,22 +31,22 @@ from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.distributed.weights import PROJECTION, TEACHER
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.trainable import TrainableModel, open_trainable
-from onward.trainer.onnx_graph.index import dims_of
-from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
-from onward.trainer.onnx_graph.row_layout import rows_first
-from onward.trainer.onnx_graph.surgery import extract_subgraph
+from onward.trainer.onnx_graph.files.index import dims_of
+from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
+from onward.trainer.onnx_graph.surgery.row_layout import rows_first
+from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph
 from onward.trainer.onnx_import.driver import load_model, to_module
-from onward.trainer.onnx_import.fixed_batch import batch_use
+from onward.trainer.onnx_import.fixed_batch.fixed_batch import batch_use
 from onward.trainer.onnx_import.imported_graph import (
     TEACHER_MODULE,
     ImportedGraph,
     mark_constants_nonpersistent,
     output_nodes,
 )
+from onward.trainer.onnx_import.lowering.node_origins import rename_origins
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
-from onward.trainer.onnx_import.origins import rename_origins
-from onward.trainer.onnx_import.roles import Role
-from onward.trainer.onnx_import.trial_sizes import declared_batch
+from onward.trainer.onnx_import.roles.roles import Role
+from onward.trainer.onnx_import.tracing.trial_sizes import declared_batch
 from onward.trainer.quantities import shown_shape
 
 

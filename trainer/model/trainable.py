@@ -32,19 +32,19 @@ from onward.trainer.distributed.weights import check_fit
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.adapters import Adapter, add_adapters, merge_adapters
 from onward.trainer.model.fixed_batch import use_of_part
-from onward.trainer.onnx_graph import surgery
-from onward.trainer.onnx_graph.output_units import add_output_units
-from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
-from onward.trainer.onnx_graph.quantized_adapters import add_quantized_adapters
-from onward.trainer.onnx_graph.row_layout import rows_first
-from onward.trainer.onnx_graph.stochastic_depth import draws_noise
-from onward.trainer.onnx_import.converters import load_converters
+from onward.trainer.onnx_graph.surgery import surgery
+from onward.trainer.onnx_graph.surgery.output_units import add_output_units
+from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
+from onward.trainer.onnx_graph.surgery.quantized_adapters import add_quantized_adapters
+from onward.trainer.onnx_graph.surgery.row_layout import rows_first
+from onward.trainer.onnx_graph.surgery.stochastic_depth import draws_noise
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
+from onward.trainer.onnx_import.lowering.converters import load_converters
 from onward.trainer.onnx_import.passes.dropout import add_dropout
 from onward.trainer.onnx_import.passes.noise import add_noise_input
+from onward.trainer.onnx_import.tracing.trial_sizes import declared_batch
 from onward.trainer.onnx_import.train_selection import select_trained
-from onward.trainer.onnx_import.trial_sizes import declared_batch
 
 log = logging.getLogger(__name__)
 

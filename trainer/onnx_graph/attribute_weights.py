@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from onward.trainer.onnx_graph.ml_types import DOMAIN
+from onward.trainer.onnx_graph.files.ml_types import DOMAIN
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto, TypeProto, defs, helper
 
-from onward.trainer.onnx_graph.index import (
+from onward.trainer.onnx_graph.files.index import (
     SMALL,
     domain_of,
     inner_graphs,

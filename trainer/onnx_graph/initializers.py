@@ -12,11 +12,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
-from onward.trainer.onnx_graph.element_types import DTYPES
-from onward.trainer.onnx_graph.external_data import bits_differ, map_external
-from onward.trainer.onnx_graph.external_ranges import is_external
-from onward.trainer.onnx_graph.stored_protos import element_type_name, stored_protos
-from onward.trainer.onnx_graph.tensor_protos import read_tensor
+from onward.trainer.onnx_graph.files.element_types import DTYPES
+from onward.trainer.onnx_graph.files.external_data import bits_differ, map_external
+from onward.trainer.onnx_graph.files.external_ranges import is_external
+from onward.trainer.onnx_graph.files.stored_protos import element_type_name, stored_protos
+from onward.trainer.onnx_graph.files.tensor_protos import read_tensor
 
 
 def stored_tensors(graph: onnx.GraphProto, base: Path | None, *, unaligned: bool = False) -> dict[str, torch.Tensor]:

@@ -20,8 +20,8 @@ import onnx
 from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.index import FLOAT_TYPES, domain_of, subgraphs
-from onward.trainer.onnx_graph.stored_protos import stored_protos
+from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, domain_of, subgraphs
+from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 
 Scope = onnx.GraphProto | onnx.FunctionProto
 FunctionKey = tuple[str, str, str]

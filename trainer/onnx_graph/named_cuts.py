@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import onnx
 
-from onward.trainer.onnx_graph.index import graphs_of
+from onward.trainer.onnx_graph.files.index import graphs_of
 
 
 def names_of_cut(entry: str | Sequence[str], known: Collection[str]) -> list[str]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import onnx
 
-from onward.trainer.onnx_graph.index import attributes_of
-from onward.trainer.onnx_graph.stored_protos import stored_protos
+from onward.trainer.onnx_graph.files.index import attributes_of
+from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 
 Shape = Sequence[int]
 Known = Mapping[tuple[str, int], int]

@@ -22,11 +22,11 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from onward.trainer.onnx_graph.index import FLOAT_TYPES, Index, attributes_of, known_types, nodes_between
-from onward.trainer.onnx_graph.ml_types import DOMAIN
-from onward.trainer.onnx_graph.model_files import stored_array
+from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, Index, attributes_of, known_types, nodes_between
+from onward.trainer.onnx_graph.files.ml_types import DOMAIN
+from onward.trainer.onnx_graph.files.model_files import stored_array
 from onward.trainer.onnx_graph.probabilities import Activation, activation_of
-from onward.trainer.onnx_graph.selections import selection_before
+from onward.trainer.onnx_graph.surgery.selections import selection_before
 
 LOG = "/log_probabilities"
 

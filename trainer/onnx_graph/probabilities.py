@@ -19,8 +19,8 @@ from typing import Literal
 import numpy as np
 import onnx
 
-from onward.trainer.onnx_graph.index import FLOAT_TYPES, SMALL, Index, attributes_of, domain_of
-from onward.trainer.onnx_graph.model_files import stored_array
+from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, SMALL, Index, attributes_of, domain_of
+from onward.trainer.onnx_graph.files.model_files import stored_array
 
 Kind = Literal["softmax", "log_softmax", "log_of_softmax", "sigmoid"]
 """A loss of scores may read the result of `log_softmax`, of which the softmax is the same as that of the scores. That

@@ -9,7 +9,7 @@ import torch
 from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 from onnx import helper, shape_inference
 
-from onward.trainer.onnx_graph.element_types import DTYPES, PACKED
+from onward.trainer.onnx_graph.files.element_types import DTYPES, PACKED
 
 Probes = tuple[torch.Tensor, torch.Tensor]
 

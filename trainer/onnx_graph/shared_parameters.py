@@ -31,7 +31,7 @@ from onward.trainer.onnx_graph.exporter_names import (
     metadata,
     module_of_node,
 )
-from onward.trainer.onnx_graph.index import FLOAT_TYPES, Index, nodes_of
+from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, Index, nodes_of
 
 OPERANDS = {
     "BatchNormalization": {1: "weight", 2: "bias", 3: "running_mean", 4: "running_var"},

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import onnx
 
-from onward.trainer.onnx_graph.index import graphs_of
-from onward.trainer.onnx_graph.model_files import read_model
+from onward.trainer.onnx_graph.files.index import graphs_of
+from onward.trainer.onnx_graph.files.model_files import read_model
 
 KEPT_VALUES = 64
 """Integers in small tensors are shapes and axes, which belong to the structure."""

@@ -36,48 +36,48 @@ from torch import fx, nn
 
 import onward.trainer.onnx_import.ops  # noqa: F401  registers the operator rules
 from onward.trainer.errors import ConfigError, UnsupportedModel, UnsupportedNode
-from onward.trainer.onnx_graph.attribute_bounds import passed_attribute_problems
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.beyond_onnx import check, put_right, refused, repeated_initializers
-from onward.trainer.onnx_graph.blocked_layout import mark_blocks
-from onward.trainer.onnx_graph.element_types import PACKED, torch_dtype
-from onward.trainer.onnx_graph.external_ranges import external_problems
-from onward.trainer.onnx_graph.index import dims_of, opsets_of, without_large_tensors
+from onward.trainer.onnx_graph.files.attribute_bounds import passed_attribute_problems
+from onward.trainer.onnx_graph.files.element_types import PACKED, torch_dtype
+from onward.trainer.onnx_graph.files.external_ranges import external_problems
+from onward.trainer.onnx_graph.files.index import dims_of, opsets_of, without_large_tensors
+from onward.trainer.onnx_graph.files.mapped_model import read_mapped
+from onward.trainer.onnx_graph.files.model_files import model_problems, opset_problems, read_model
+from onward.trainer.onnx_graph.files.stored_protos import load_small_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.inner_tensors import inner_tensors, lift_inner_tensors
-from onward.trainer.onnx_graph.mapped_model import read_mapped
-from onward.trainer.onnx_graph.model_files import model_problems, opset_problems, read_model
 from onward.trainer.onnx_graph.operator_lengths import known_lengths, with_lengths
 from onward.trainer.onnx_graph.outputs import with_numeric_outputs
 from onward.trainer.onnx_graph.shape_inference import infer_probes
-from onward.trainer.onnx_graph.stochastic_depth import find_branches, mark_branches
-from onward.trainer.onnx_graph.stored_protos import load_small_tensors
-from onward.trainer.onnx_graph.training_norms import mark_batch_statistics
-from onward.trainer.onnx_import.exporter_records import read_records
+from onward.trainer.onnx_graph.surgery.blocked_layout import mark_blocks
+from onward.trainer.onnx_graph.surgery.stochastic_depth import find_branches, mark_branches
+from onward.trainer.onnx_graph.surgery.training_norms import mark_batch_statistics
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
-from onward.trainer.onnx_import.lowering import GraphLowering, local_functions, unknown_operators
+from onward.trainer.onnx_import.lowering.lowering import GraphLowering, local_functions, unknown_operators
 from onward.trainer.onnx_import.ops.cast import HALVES, widen_half
 from onward.trainer.onnx_import.passes.fuse import fuse_graph as fuse_graph
-from onward.trainer.onnx_import.quantized_weights import (
+from onward.trainer.onnx_import.quantization.quantized_weights import (
     QuantizedWeight,
     quantized_weights,
     roles_of_quantized,
     scales_of,
 )
-from onward.trainer.onnx_import.quantizer_scales import (
+from onward.trainer.onnx_import.quantization.quantizer_scales import (
     FollowScales,
     Quantizer,
     ScaleMode,
     biases_last,
 )
-from onward.trainer.onnx_import.quantizer_search import find_quantizers
-from onward.trainer.onnx_import.roles import Role, find_roles, inner_roles, promote_to_trained
-from onward.trainer.onnx_import.shape_assumptions import check_rows, is_impure
-from onward.trainer.onnx_import.ties import Copies, find_copies, roles_of_copies
-from onward.trainer.onnx_import.ties import tie_copies as tie_copies
-from onward.trainer.onnx_import.tracing import Tracer
-from onward.trainer.onnx_import.trial_sizes import Lengths, declared_batch, trial_sizes
-from onward.trainer.onnx_import.values import FreedBatch, Traced, Value
+from onward.trainer.onnx_import.quantization.quantizer_search import find_quantizers
+from onward.trainer.onnx_import.roles.exporter_records import read_records
+from onward.trainer.onnx_import.roles.roles import Role, find_roles, inner_roles, promote_to_trained
+from onward.trainer.onnx_import.roles.ties import Copies, find_copies, roles_of_copies
+from onward.trainer.onnx_import.roles.ties import tie_copies as tie_copies
+from onward.trainer.onnx_import.tracing.shape_assumptions import check_rows, is_impure
+from onward.trainer.onnx_import.tracing.tracing import Tracer
+from onward.trainer.onnx_import.tracing.trial_sizes import Lengths, declared_batch, trial_sizes
+from onward.trainer.onnx_import.tracing.values import FreedBatch, Traced, Value
 
 
 def load_model(path: Path, *, by_parts: bool = False) -> onnx.ModelProto:

@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 from torch.fx.graph_module import reduce_graph_module
 
-from onward.trainer.onnx_import.quantizer_scales import Quantizer, final_scales
-from onward.trainer.onnx_import.roles import Role
-from onward.trainer.onnx_import.ties import Copies
+from onward.trainer.onnx_import.quantization.quantizer_scales import Quantizer, final_scales
+from onward.trainer.onnx_import.roles.roles import Role
+from onward.trainer.onnx_import.roles.ties import Copies
 
 TEACHER_MODULE = "teacher_beside"
 """The submodule of a training graph that holds what a teacher stores (model/teacher.py)."""

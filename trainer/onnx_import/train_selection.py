@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from torch import fx, nn
 
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.index import nodes_inside
+from onward.trainer.onnx_graph.files.index import nodes_inside
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.onnx_import.lowering.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
-from onward.trainer.onnx_import.runtime_node import RuntimeNode
 
 
 def select_trained(module: ImportedGraph, *, train: Sequence[str] = ("*",), freeze: Sequence[str] = ()) -> None:

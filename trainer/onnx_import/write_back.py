@@ -16,14 +16,14 @@ from onnx import TensorProto
 
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import held_attributes, store_floats
-from onward.trainer.onnx_graph.external_data import write_external
-from onward.trainer.onnx_graph.external_ranges import byte_range, is_external
-from onward.trainer.onnx_graph.index import all_tensors
+from onward.trainer.onnx_graph.files.external_data import write_external
+from onward.trainer.onnx_graph.files.external_ranges import byte_range, is_external
+from onward.trainer.onnx_graph.files.index import all_tensors
+from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.onnx_graph.initializers import store_tensor
 from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
-from onward.trainer.onnx_graph.model_files import read_model
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, stored_weights
-from onward.trainer.onnx_import.quantized_weights import stored_as_integers
+from onward.trainer.onnx_import.quantization.quantized_weights import stored_as_integers
 from onward.trainer.run.durable_files import durable_file
 
 

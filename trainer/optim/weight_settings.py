@@ -8,7 +8,7 @@ from typing import Any
 
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_import.quantizer_scales import LOG_FACTOR
+from onward.trainer.onnx_import.quantization.quantizer_scales import LOG_FACTOR
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.model.compile import CompileChoice, Compiler, Mode, runtime_nodes
 from onward.trainer.parallel.cost import Autocast, estimate_costs
-from onward.trainer.parallel.device import typical
 from onward.trainer.parallel.pipeline.stage import Stage
+from onward.trainer.parallel.planning.device_model import typical
 
 log = logging.getLogger(__name__)
 

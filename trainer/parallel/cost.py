@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.model.weight_casts import half, half_with_own_backward
-from onward.trainer.parallel.flops import flop_counter
+from onward.trainer.parallel.planning.flops import flop_counter
 
 Autocast = Callable[[], AbstractContextManager[object]]
 

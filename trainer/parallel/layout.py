@@ -31,21 +31,21 @@ from onward.trainer.model.losses.vocabulary_loss import ClassShard
 from onward.trainer.model.teacher_precision import compute_teacher_apart
 from onward.trainer.model.weight_casts import insert_casts
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.onnx_import.runtime_node import RuntimeNode
+from onward.trainer.onnx_import.lowering.runtime_node import RuntimeNode
 from onward.trainer.parallel.cost import Autocast, NodeCost, estimate_costs
-from onward.trainer.parallel.device import CPU, Device
 from onward.trainer.parallel.matrices import find_matrices
-from onward.trainer.parallel.memory import activation_budget
 from onward.trainer.parallel.pipeline.balance import choose_cuts, choose_unit_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import CutPoint, cuts_by_name, find_cut_points
 from onward.trainer.parallel.pipeline.interleave import interleave_teacher
 from onward.trainer.parallel.pipeline.rematerialise import partitioned_nodes
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
-from onward.trainer.parallel.recompute import Mode, recompute
-from onward.trainer.parallel.recompute_choice import choose_by_budget, choose_by_name, unit_costs
+from onward.trainer.parallel.planning.device_model import CPU, Device
+from onward.trainer.parallel.planning.stage_memory import activation_budget
+from onward.trainer.parallel.recomputation.compressed_activations import compress_stages
+from onward.trainer.parallel.recomputation.recompute import Mode, recompute
+from onward.trainer.parallel.recomputation.recompute_choice import choose_by_budget, choose_by_name, unit_costs
 from onward.trainer.parallel.stage_weights import is_trained, running_statistic_retention, stored_tensors
-from onward.trainer.parallel.stash import compress_stages
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions
 from onward.trainer.parallel.tensor.sequence import divide_sequence

@@ -39,20 +39,20 @@ from onward.trainer.model.in_place import relu_in_place
 from onward.trainer.model.layers import layer_scales
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import TrainableModel
-from onward.trainer.onnx_graph.external_data import is_mapped, own_copy
+from onward.trainer.onnx_graph.files.external_data import is_mapped, own_copy
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.parallel.compile_stages import compile_stages
 from onward.trainer.parallel.cost import Autocast, estimate_costs
-from onward.trainer.parallel.device import typical
 from onward.trainer.parallel.layout import Layout, build_layout, drop_data, recompute_units
 from onward.trainer.parallel.part_sums import PartSums
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
+from onward.trainer.parallel.planning.device_model import typical
 from onward.trainer.parallel.replicas.norms import gradient
 from onward.trainer.parallel.replicas.reducer import Reducer, is_statistic
 from onward.trainer.parallel.replicas.zero import Sharded, is_sharded
 from onward.trainer.parallel.stage_weights import is_trained, stored_places, stored_tensors
-from onward.trainer.run.this_machine import release_free_memory
+from onward.trainer.run.machine.this_machine import release_free_memory
 
 
 @dataclass(frozen=True)

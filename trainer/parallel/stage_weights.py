@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import Tensor, fx, nn
 
+from onward.trainer.onnx_import.lowering.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
-from onward.trainer.onnx_import.quantizer_scales import RangeObserver
-from onward.trainer.onnx_import.runtime_node import RuntimeNode
+from onward.trainer.onnx_import.quantization.quantizer_scales import RangeObserver
 from onward.trainer.parallel.pipeline.stage import Stage
 
 

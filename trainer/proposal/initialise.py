@@ -16,8 +16,8 @@ from onward.trainer.proposal.proof import Proof, RangeTest, find_rate, prove
 from onward.trainer.proposal.propose import propose
 from onward.trainer.proposal.toml_text import as_text, reasons, shown_choices
 from onward.trainer.run.durable_files import durable_file
-from onward.trainer.run.local_copies import LocalCopies, with_copies
 from onward.trainer.run.records import Record
+from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
 
 NO_COPIES = LocalCopies()
 

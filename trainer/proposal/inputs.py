@@ -37,7 +37,7 @@ from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import Facts
 from onward.trainer.quantities import shown_shape
-from onward.trainer.rehearsal.data_of_model import IMAGE_COLUMNS, LABELS, image_column
+from onward.trainer.rehearsal.trials.data_of_model import IMAGE_COLUMNS, LABELS, image_column
 
 TRAINING, EVALUATION, TEST = (
     ("train", "training"),

@@ -24,7 +24,7 @@ from onward.trainer.data.text.text_columns import ROLES
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch
 from onward.trainer.onnx_graph.outputs import readable_output, selected_output, with_numeric_outputs
-from onward.trainer.onnx_graph.preprocessing import WITHOUT_GRADIENT
+from onward.trainer.onnx_graph.surgery.preprocessing_nodes import WITHOUT_GRADIENT
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.proposal import targets as outputs
 from onward.trainer.proposal.audio import audio_input, propose_audio_column, propose_audio_files

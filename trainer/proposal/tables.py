@@ -12,7 +12,7 @@ from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.data.tables.column_patterns import matching
 from onward.trainer.data.text.graph_limits import embedding_rows
-from onward.trainer.onnx_graph.index import Index
+from onward.trainer.onnx_graph.files.index import Index
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.facts import Facts
 

@@ -21,7 +21,7 @@ from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.facts import Facts
 from onward.trainer.proposal.inputs import shown
 from onward.trainer.proposal.readings import Reading, names_in_cells, readings
-from onward.trainer.rehearsal.data_of_model import LABELS
+from onward.trainer.rehearsal.trials.data_of_model import LABELS
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from onward.trainer.data.text.special_tokens import END, MASK
 from onward.trainer.data.text.text_columns import ROLES
 from onward.trainer.data.text.tokenizer import open_tokenizer
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.model_files import read_model
-from onward.trainer.onnx_graph.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.files.model_files import read_model
+from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.facts import Facts
-from onward.trainer.rehearsal.data_of_model import LABELS
+from onward.trainer.rehearsal.trials.data_of_model import LABELS
 
 ID_INPUTS = ("input_ids", "ids", "tokens", "token_ids")
 TEXT_COLUMNS = ("text", "sentence", "review", "content", "document", "question", "prompt", "body")

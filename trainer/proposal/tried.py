@@ -6,7 +6,7 @@ from onward.trainer.config.loading import load_config
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.errors import ConfigError
 from onward.trainer.proposal.draft import Draft
-from onward.trainer.rehearsal.preprocessing_trials import MEASURED, try_preprocessings
+from onward.trainer.rehearsal.trials.preprocessing_trials import MEASURED, try_preprocessings
 
 ROWS = 100
 

@@ -29,30 +29,30 @@ from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, ExportRefused, Refused
-from onward.trainer.export.evaluation_data import EvaluationData
+from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.teacher_precision import compute_teacher_apart
 from onward.trainer.model.trainable import TrainableModel
-from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
-from onward.trainer.onnx_graph.surgery import extract_subgraph
-from onward.trainer.onnx_import.fixed_batch import BatchUse
+from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
+from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph
+from onward.trainer.onnx_import.fixed_batch.fixed_batch import BatchUse
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.quantities import gib
-from onward.trainer.rehearsal.compile_trial import decide, not_compiled
-from onward.trainer.rehearsal.empty_labels import check_empty_labels
 from onward.trainer.rehearsal.findings import Findings
-from onward.trainer.rehearsal.guarded_files import ROWS, guard_run
-from onward.trainer.rehearsal.label_checks import label_warnings
+from onward.trainer.rehearsal.guards.empty_labels import check_empty_labels
+from onward.trainer.rehearsal.guards.guarded_files import ROWS, guard_run
+from onward.trainer.rehearsal.guards.label_checks import label_warnings
+from onward.trainer.rehearsal.guards.teacher_checks import check_cache, same_teacher
+from onward.trainer.rehearsal.guards.update_checks import update_problems, update_warnings
 from onward.trainer.rehearsal.longest_rows import remedy_of_length
 from onward.trainer.rehearsal.needs import least_needs
 from onward.trainer.rehearsal.parity import NotCompared, compare_untrained
-from onward.trainer.rehearsal.precision_trial import time_precisions
 from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
 from onward.trainer.rehearsal.sizes import Kind, Size, sizes_of_run
-from onward.trainer.rehearsal.teacher_checks import check_cache, same_teacher
-from onward.trainer.rehearsal.update_checks import update_problems, update_warnings
+from onward.trainer.rehearsal.trials.compile_trial import decide, not_compiled
+from onward.trainer.rehearsal.trials.precision_trial import time_precisions
 
 CPU = torch.device("cpu")
 PARITY_ROWS = 8

@@ -7,8 +7,8 @@ evenly over all ranks that may divide it. With n = shards of ZeRO, m = tensor x 
     gradients    T / m     (ZeRO 2 and 3: T / (m n))
     optimizer    O / m     (ZeRO: O / (m n)), with the moving average
 
-W, T and O are of all weights, of the trained ones and of the optimizer's state, as in trainer/parallel/memory.py, which
-estimates the peak of a step from a dry run.
+W, T and O are of all weights, of the trained ones and of the optimizer's state, as in
+trainer/parallel/planning/stage_memory.py, which estimates the peak of a step from a dry run.
 """
 
 from __future__ import annotations

@@ -13,17 +13,17 @@ import onnx
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ExportRefused
-from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.export import trained_part
-from onward.trainer.export.fixed_noise import noise_inside_bodies
-from onward.trainer.export.given_form import GivenFile, difference_of_forms, warning_of_forms
+from onward.trainer.export.measuring.evaluation_data import EvaluationData
+from onward.trainer.export.measuring.fixed_noise import noise_inside_bodies
+from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.onnx_runner import OnnxRunner
+from onward.trainer.export.preprocessing.given_form import GivenFile, difference_of_forms, warning_of_forms
 from onward.trainer.model.trainable import TrainableModel
-from onward.trainer.onnx_graph.index import locations
-from onward.trainer.onnx_graph.preprocessing import begin_at_numbers
-from onward.trainer.onnx_graph.strip_training import strip_training, training_form
-from onward.trainer.onnx_graph.surgery import extract_subgraph, trains_subgraph
+from onward.trainer.onnx_graph.files.index import locations
+from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
+from onward.trainer.onnx_graph.surgery.strip_training import strip_training, training_form
+from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph, trains_subgraph
 from onward.trainer.quantities import gib
 from onward.trainer.run.records import ExporterWarning
 
@@ -57,7 +57,8 @@ def compare_untrained(trainable: TrainableModel, config: RunConfig, data: Evalua
 
     Where the file is in training form, its inference form is compared, and its training form with the module in
     training mode. folder: for temporary files. Raises ExportRefused when they differ by more than `export.tolerance`
-    and the rounding of the kernels (export/kernel_rounding.py), or no runtime can run the file, and NotCompared.
+    and the rounding of the kernels (export/measuring/kernel_rounding.py), or no runtime can run the file, and
+    NotCompared.
     """
     form = training_form(trainable.model, trainable.base)
     compared = (

@@ -33,14 +33,14 @@ from onward.trainer.model.output_units import choose_output_units, with_first_un
 from onward.trainer.model.teacher import open_with_teacher
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.parallel.plan_record import may_train_unplanned, needs_plan, with_plan
+from onward.trainer.parallel.planning.plan_record import may_train_unplanned, needs_plan, with_plan
 from onward.trainer.quantities import gib
 from onward.trainer.rehearsal.checks import checks
-from onward.trainer.rehearsal.compile_trial import not_compiled
 from onward.trainer.rehearsal.findings import Findings
+from onward.trainer.rehearsal.trials.compile_trial import not_compiled
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.outcomes.refusals import exit_with_refusal
 from onward.trainer.run.records import write_record
-from onward.trainer.run.refusals import exit_with_refusal
 
 COPIES_OF_WEIGHTS = 4
 """In memory at once: the file, the module, its gradients, and onnxruntime's session."""
@@ -85,7 +85,7 @@ def _planned(folder: RunDir, config: RunConfig) -> RunConfig:
     """Return the configuration with the sizes that the planner chooses, if it is to choose them; write plan.json."""
     if config.parallel.sizes == "given":
         return config
-    from onward.trainer.parallel.planner import plan  # here: it takes a second to import
+    from onward.trainer.parallel.planning.planner import plan  # here: it takes a second to import
 
     # it opens the file itself, because it weighs layouts by the memory that is free, and this process keeps the weights
     found = plan(config)
@@ -97,7 +97,7 @@ def _check_division(config: RunConfig, module: ImportedGraph | None, findings: F
     """Add the planner's error if the graph cannot be divided as configured. module: None = it opens the file."""
     if config.parallel.sizes == "auto" or not needs_plan(config):
         return
-    from onward.trainer.parallel.planner import plan
+    from onward.trainer.parallel.planning.planner import plan
 
     try:
         plan(config, module and _without_data(module))
@@ -110,7 +110,7 @@ def _check_division(config: RunConfig, module: ImportedGraph | None, findings: F
 
 def _without_data(module: ImportedGraph) -> ImportedGraph:
     """Return a copy whose parameters have no data."""
-    from onward.trainer.parallel.dry_run import replaced_weights
+    from onward.trainer.parallel.planning.dry_run import replaced_weights
 
     def place(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, OnwardError
 from onward.trainer.onnx_graph.named_cuts import names_of_cut, unknown_tensors
-from onward.trainer.onnx_import.converters import load_converters
+from onward.trainer.onnx_import.lowering.converters import load_converters
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.recorded.tried_import import ToImport, TriedImport
 from onward.trainer.run.records import read_record, write_record
-from onward.trainer.run.tried_import import ToImport, TriedImport
 
 
 def try_import(folder: RunDir) -> None:

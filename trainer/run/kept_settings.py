@@ -13,8 +13,8 @@ from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RecordError
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.recorded.sweep_records import membership
 from onward.trainer.run.records import Record, read_record, write_record
-from onward.trainer.run.sweeps import membership
 
 
 class AcceptedChange(Record):

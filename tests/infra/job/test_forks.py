@@ -23,7 +23,7 @@ from onward.infra.job.job import Job
 from onward.infra.job.job_guard import members
 from onward.infra.job.launcher import Ranks
 from onward.infra.job.mpirun import Mpirun
-from onward.tasks.subprocesses import how_it_ended, run_module, start_module
+from onward.tasks.checks.subprocesses import how_it_ended, run_module, start_module
 from onward.trainer import fork_server
 from tests.support import fork_programs
 from tests.support.fork_programs import MODULE

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onward.infra.servers.login import login
-from onward.trainer.run.private_home import make_private
+from onward.trainer.run.machine.private_home import make_private
 
 
 def mode(path: Path) -> int:

@@ -26,7 +26,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import StorageUnavailable
 from onward.trainer.events import EventWriter, read_events
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.priority import NICENESS
+from onward.trainer.run.machine.priority import NICENESS
 from tests.support.checkpoint_parts import held
 from tests.support.ranks import run_ranks
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from onward.flows.runs import discard_damaged
+from onward.flows.run_state.runs import discard_damaged
 from onward.trainer.checkpoint.resume import find_resume_point
 from onward.trainer.checkpoint.retention import set_aside
 from onward.trainer.checkpoint.save import save
@@ -19,8 +19,8 @@ from onward.trainer.distributed.weights import Placement
 from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.events import EventWriter
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.recorded.sweep_records import Membership
 from onward.trainer.run.records import write_record
-from onward.trainer.run.sweeps import Membership
 from tests.support import graphs
 from tests.support.ranks import run_ranks
 from tests.support.runs import events as events_of

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from onward.flows.configuration import config, origins
-from onward.flows.report import changed_lines, config_lines
+from onward.flows.shown.terminal_tables import changed_lines, config_lines
 from onward.trainer.config.flat_settings import changed_settings, flat_settings
 from onward.trainer.config.layers import read_layers
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.origins import Origins, record_origins
+from onward.trainer.run.recorded.setting_sources import Origins, record_origins
 from onward.trainer.run.records import read_record
 
 COMMON = """

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onward.flows.report import config_lines
+from onward.flows.shown.terminal_tables import config_lines
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.metric_names import ALIASES, METRICS, is_greatest
 from onward.trainer.config.sections.metrics import MetricConfig, evaluation_names

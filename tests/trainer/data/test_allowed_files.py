@@ -9,8 +9,8 @@ import pytest
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.schema.allowed_files import AllowedFiles, allowed_files, folder_of, named_path, refuse_outside
 from onward.trainer.errors import DataError
-from onward.trainer.run.remote_files import joined_directory
-from onward.trainer.run.stores import RemoteFile
+from onward.trainer.run.remote.remote_files import joined_directory
+from onward.trainer.run.remote.stores import RemoteFile
 
 
 @pytest.fixture

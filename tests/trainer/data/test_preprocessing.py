@@ -29,7 +29,7 @@ from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError, Refused
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import named_weights
-from onward.trainer.parallel.estimator import example_batch
+from onward.trainer.parallel.planning.estimate_layouts import example_batch
 
 FOREIGN = Path(__file__).resolve().parents[2] / "support" / "foreign"
 HEAD = '<ir_version: 10, opset_import: ["" : 20, "ai.onnx.ml" : 4]>\n'

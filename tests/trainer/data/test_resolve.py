@@ -22,9 +22,9 @@ from onward.trainer.data.resolve import ResolvedSettings, read_resolved, write_r
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import RecordError
 from onward.trainer.events import Heartbeat
-from onward.trainer.export import quantize_aware
+from onward.trainer.export.variants import quantize_aware
 from onward.trainer.model import output_units
-from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.proposal import proof
 from onward.trainer.rehearsal import checks
 from onward.trainer.run.adjustments import Adjustments

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from onward.flows.cli import app
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import ConfigError, UnsupportedModel
-from onward.trainer.onnx_graph.stored_protos import stored_protos
-from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_graph.files.stored_protos import stored_protos
+from onward.trainer.onnx_graph.surgery.strip_training import strip_training
 from tests.support.graphs import MODELS, tiny_conv_net, tiny_mlp, tiny_transformer
 
 

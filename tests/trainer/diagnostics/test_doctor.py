@@ -19,8 +19,8 @@ from onward.trainer.diagnostics.config_check import _patterns, check_files_and_d
 from onward.trainer.diagnostics.doctor import Diagnosis, diagnose
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.stored_protos import stored_protos
-from onward.trainer.onnx_graph.surgery import apply_surgery
+from onward.trainer.onnx_graph.files.stored_protos import stored_protos
+from onward.trainer.onnx_graph.surgery.surgery import apply_surgery
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.train_selection import select_trained
 from tests.support.graphs import MODELS, tiny_conv_net, tiny_conv_net_with_batch_norm, tiny_mlp, tiny_transformer

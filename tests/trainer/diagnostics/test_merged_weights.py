@@ -16,10 +16,10 @@ from onward.trainer.diagnostics.audit_input import audit_of_run
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings
 from onward.trainer.diagnostics.merged_weights import folded_products, merged_weights
 from onward.trainer.onnx_graph.shared_parameters import MAX_MERGED, parameters_read
-from onward.trainer.onnx_graph.surgery import apply_surgery
+from onward.trainer.onnx_graph.surgery.surgery import apply_surgery
 from onward.trainer.onnx_import.driver import to_module
-from onward.trainer.onnx_import.exporter_records import read_records
 from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.onnx_import.roles.exporter_records import read_records
 from tests.support import zoo
 
 WIDE = 40

@@ -28,8 +28,8 @@ from onward.trainer.distributed.processes import MPIContext, assign_gpus, thread
 from onward.trainer.distributed.world import Place
 from onward.trainer.errors import ConfigError, Fenced, RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.machine.this_machine import physical_cores, spin_briefly_if_busy
 from onward.trainer.run.records import write_record
-from onward.trainer.run.this_machine import physical_cores, spin_briefly_if_busy
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -106,7 +106,7 @@ def test_it_is_decided_before_torch_is_imported() -> None:
 import os, sys
 os.getloadavg = lambda: (1e6, 1e6, 1e6)
 sys.argv[1:] = ["plan", "absent"]
-import onward.trainer.run.this_machine as m
+import onward.trainer.run.machine.this_machine as m
 before = m.spin_briefly_if_busy
 m.spin_briefly_if_busy = lambda: (before(), print("torch" in sys.modules, os.environ["GOMP_SPINCOUNT"]))
 import onward.trainer.__main__

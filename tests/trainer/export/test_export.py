@@ -24,23 +24,23 @@ from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import CheckpointError, ExportRefused
 from onward.trainer.export import export
-from onward.trainer.export.differences import relative_difference
-from onward.trainer.export.evaluation_data import EvaluationData
 from onward.trainer.export.export import Checkpoint
+from onward.trainer.export.measuring.differences import relative_difference
+from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.verification import Expected, verify
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
-from onward.trainer.onnx_graph.builder import GraphWriter
-from onward.trainer.onnx_graph.index import all_names
-from onward.trainer.onnx_graph.strip_training import strip_training
-from onward.trainer.onnx_graph.surgery import extract_subgraph
+from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.files.index import all_names
+from onward.trainer.onnx_graph.surgery.strip_training import strip_training
+from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
 from onward.trainer.onnx_import.write_back import write_model
 from onward.trainer.run.directory import RunDir, example_in
 from onward.trainer.run.durable_files import sha256 as digest
+from onward.trainer.run.outcomes.refusals import Refusal, exit_with_refusal, refusal_in
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
-from onward.trainer.run.refusals import Refusal, exit_with_refusal, refusal_in
 from tests.support import graphs
 from tests.support.losses import metrics_of
 from tests.support.packed import matmul_nbits

@@ -11,7 +11,7 @@ from onward.trainer.model import aligned_products
 from onward.trainer.model.aligned_products import align_products, aligned_linear, aligned_matmul
 from onward.trainer.model.losses import chunked_loss
 from onward.trainer.model.weight_casts import insert_casts
-from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 from onward.trainer.onnx_import.driver import to_module
 
 GPU = torch.device("cuda")

@@ -20,7 +20,7 @@ from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.fixed_batch import choose_fixed_batch
 from onward.trainer.model.trainable import open_trainable
-from onward.trainer.parallel.planner import plan
+from onward.trainer.parallel.planning.planner import plan
 from tests.support.fixed_batches import FILES, exported, rows
 from tests.support.graphs import tiny_mlp
 from tests.support.shards import make_shards

@@ -13,11 +13,11 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.layers import layer_scales, number_layers
-from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.optim.optimizers import build_optimizer
-from onward.trainer.parallel.planner import plan
+from onward.trainer.parallel.planning.planner import plan
 from tests.support import graphs
 
 

@@ -17,7 +17,7 @@ from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses import chunked_loss
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
-from onward.trainer.parallel.dry_run import MemoryCounter
+from onward.trainer.parallel.planning.dry_run import MemoryCounter
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.write_back import write_model
 from tests.support.foreign_files import FOLDER
-from tests.trainer.onnx_import.ops.test_ml import X, model_of, under_onnxruntime
+from tests.trainer.onnx_import.ops.classical.test_ml import X, model_of, under_onnxruntime
 
 ROWS = {"coefficients": [0.1, 0.2, 0.3, 0.1, 0.0, 0.4], "intercepts": [0.1, 0.2, 0.15]}
 

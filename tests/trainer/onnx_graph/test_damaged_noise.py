@@ -11,8 +11,8 @@ from onnx import TensorProto, helper
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.scores_read import losses_of_scores, with_scores
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.model_files import read_model
-from onward.trainer.onnx_graph.stochastic_depth import draws_noise, find_branches, random_nodes
+from onward.trainer.onnx_graph.files.model_files import read_model
+from onward.trainer.onnx_graph.surgery.stochastic_depth import draws_noise, find_branches, random_nodes
 
 
 def model(*nodes: onnx.NodeProto, opset: int = 17) -> onnx.ModelProto:

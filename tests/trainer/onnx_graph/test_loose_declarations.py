@@ -12,9 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 import onward
 from onward.trainer.data.schema.signature import read_signature
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_import import shape_assumptions
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.onnx_import.tracing import shape_assumptions
 from tests.trainer.onnx_graph.test_beyond_onnx import ROWS, W, plain, saved, under_onnxruntime
 
 

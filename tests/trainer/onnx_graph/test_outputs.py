@@ -16,14 +16,14 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.index import dims_of, known_types
+from onward.trainer.onnx_graph.files.index import dims_of, known_types
 from onward.trainer.onnx_graph.outputs import class_order, score_tensors, with_numeric_outputs
-from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph, trains_subgraph
+from onward.trainer.onnx_graph.surgery.surgery import apply_surgery, extract_subgraph, trains_subgraph
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.write_back import write_model
 from tests.support.foreign_files import FOLDER
-from tests.trainer.onnx_import.ops.test_ml import X, model_of, under_onnxruntime
+from tests.trainer.onnx_import.ops.classical.test_ml import X, model_of, under_onnxruntime
 
 ROWS = {"coefficients": [0.1, 0.2, 0.3, 0.1, 0.0, 0.4], "intercepts": [0.1, 0.2, 0.15]}
 

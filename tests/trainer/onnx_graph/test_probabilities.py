@@ -12,7 +12,7 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor
 
-from onward.trainer.onnx_graph.index import Index
+from onward.trainer.onnx_graph.files.index import Index
 from onward.trainer.onnx_graph.outputs import score_tensors
 from onward.trainer.onnx_graph.probabilities import Kind, activation_of
 

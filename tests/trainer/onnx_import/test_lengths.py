@@ -10,7 +10,7 @@ import torch
 from onnx import numpy_helper, parser
 
 from onward.trainer.onnx_import.driver import to_module
-from onward.trainer.onnx_import.trial_sizes import LARGE, MIXED, SMALL, Need, lengths_needed, trial_sizes
+from onward.trainer.onnx_import.tracing.trial_sizes import LARGE, MIXED, SMALL, Need, lengths_needed, trial_sizes
 
 HEADER = '<ir_version: 8, opset_import: ["" : 17]>'
 CONV = "Conv<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]>"

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_import.driver import load_model, to_module
-from onward.trainer.onnx_import.roles import SPARSE
+from onward.trainer.onnx_import.roles.roles import SPARSE
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.onnx_import.write_back import write_model
 

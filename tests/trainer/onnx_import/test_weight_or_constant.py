@@ -8,9 +8,9 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 
-from onward.trainer.onnx_import import tensor_contents
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.onnx_import.roles import tensor_contents
 from onward.trainer.onnx_import.train_selection import select_trained
 from tests.bench.roles import roles_of, verdicts
 from tests.support import zoo
@@ -240,7 +240,7 @@ def test_every_role_in_files_of_the_dynamo_exporter_is_that_of_the_module(folded
 def test_a_large_matrix_of_zeros_is_a_weight_and_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """All weights of a file that is made of shapes are zero, and reading those of billions would take minutes."""
     monkeypatch.setattr(tensor_contents, "is_filter_bank", lambda tensor: pytest.fail("the whole tensor was read"))
-    monkeypatch.setattr("onward.trainer.onnx_import.role_guesses.is_filter_bank", tensor_contents.is_filter_bank)
+    monkeypatch.setattr("onward.trainer.onnx_import.roles.role_guesses.is_filter_bank", tensor_contents.is_filter_bank)
     zeros = np.zeros((2049, 2048), np.float32)
     assert kinds(parsed("g (float[n, 2049] x) => (float[n, 2048] y) { y = MatMul(x, w) }", w=zeros)) == {"w": "trained"}
     monkeypatch.undo()

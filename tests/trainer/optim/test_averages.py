@@ -17,7 +17,7 @@ from onward.trainer.config.sections.training import AverageConfig
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.optim.averages import Averages, average_shapes, exported_weights
-from onward.trainer.parallel.planner import plan
+from onward.trainer.parallel.planning.planner import plan
 from tests.support.graphs import tiny_mlp
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.compile import CompileChoice
-from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.parallel.compile_stages import choose
 from tests.support import graphs, runs

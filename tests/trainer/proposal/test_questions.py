@@ -18,7 +18,7 @@ from PIL import Image
 import onward
 from onward.trainer.config.loading import load_config
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.proposal.initialise import Proposed
 from tests.support import graphs
 from tests.support.images import encoded, picture
@@ -374,7 +374,7 @@ def test_a_batch_that_the_file_declares_and_needs_is_the_batch(tmp_path: Path) -
 
 
 def test_masks_of_255_mean_the_second_class_or_no_label(tmp_path: Path) -> None:
-    from onward.trainer.onnx_graph.small_models import build_unet
+    from onward.trainer.onnx_graph.examples.small_models import build_unet
 
     for classes, values, wanted in (
         (2, (0, 255), ((0, 255), -100)),
@@ -396,7 +396,7 @@ def test_masks_of_255_mean_the_second_class_or_no_label(tmp_path: Path) -> None:
 
 
 def test_masks_beside_their_images_in_folders_of_splits_are_found(tmp_path: Path) -> None:
-    from onward.trainer.onnx_graph.small_models import build_unet
+    from onward.trainer.onnx_graph.examples.small_models import build_unet
 
     onnx.save(build_unet(num_classes=2, image_size=8, width=2), tmp_path / "model.onnx")
     for part in ("train", "val"):

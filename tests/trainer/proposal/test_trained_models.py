@@ -10,11 +10,11 @@ import pytest
 
 import onward
 from onward.trainer.config.loading import load_config
-from onward.trainer.onnx_graph.builder import GraphWriter
-from onward.trainer.onnx_graph.reference_models import build_gpt2, build_squeezenet
-from onward.trainer.onnx_graph.small_models import build_bert, build_resnet18
+from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2, build_squeezenet
+from onward.trainer.onnx_graph.examples.small_models import build_bert, build_resnet18
 from onward.trainer.proposal.training import family_of, trained_before
-from tests.trainer.rehearsal.test_preprocessing_trials import COLOURS, IMAGENET, colour_model, pictures
+from tests.trainer.rehearsal.trials.test_preprocessing_trials import COLOURS, IMAGENET, colour_model, pictures
 
 
 def test_the_preprocessing_and_the_order_of_classes_are_those_under_which_the_file_is_right(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from onnx import numpy_helper, parser
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.errors import ExportRefused
-from onward.trainer.export.evaluation_data import EvaluationData
+from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.model.trainable import open_trainable
-from onward.trainer.onnx_graph.strip_training import strip_training
+from onward.trainer.onnx_graph.surgery.strip_training import strip_training
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
 from onward.trainer.rehearsal.parity import compare_untrained
 

@@ -15,7 +15,7 @@ import pytest
 
 from onward.trainer import bounds
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_import.converters import load_converters
+from onward.trainer.onnx_import.lowering.converters import load_converters
 from onward.trainer.run import allowed_code
 from onward.trainer.run.allowed_code import AllowedCode, allow_code_of, code_digests, load_function
 from onward.trainer.run.directory import RunDir, read_config

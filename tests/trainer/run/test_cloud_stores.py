@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from onward.trainer.errors import DataError, Refused, RuntimeUnavailable
-from onward.trainer.run import remote_files
-from onward.trainer.run.remote_files import download, joined_directory
-from onward.trainer.run.stores import list_files, refuse_unwritable, upload
+from onward.trainer.run.remote import remote_files
+from onward.trainer.run.remote.remote_files import download, joined_directory
+from onward.trainer.run.remote.stores import list_files, refuse_unwritable, upload
 from tests.support.cloud_stores import STORES, CloudStore, hugging_face, without_pauses
 from tests.support.remote_servers import cutting_proxy
 

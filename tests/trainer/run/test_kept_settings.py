@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onward.flows.run_status import remarks_of
+from onward.flows.run_state.run_status import remarks_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
@@ -23,8 +23,8 @@ from onward.trainer.run.kept_settings import (
     refuse_edited,
     write_settings,
 )
+from onward.trainer.run.recorded.sweep_records import Membership
 from onward.trainer.run.records import write_record
-from onward.trainer.run.sweeps import Membership
 from tests.support.graphs import tiny_mlp
 from tests.support.runs import make_run, start_attempt
 

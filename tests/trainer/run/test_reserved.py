@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.ending import RunEnding, begin, end, ending_of
+from onward.trainer.run.outcomes.run_ending import RunEnding, begin, end, ending_of
+from onward.trainer.run.outcomes.storage import broken_storage
 from onward.trainer.run.records import RankError, read_record
-from onward.trainer.run.storage import broken_storage
 from tests.support.full_disk import fill, may_mount, on_a_small_disk
 
 

@@ -42,7 +42,7 @@ from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.schema.target_counts import NO_LABELS, counted_targets, label_range, labels_of, target_counter
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.stochastic_depth import NOISE
+from onward.trainer.onnx_graph.surgery.stochastic_depth import NOISE
 
 PIPELINED_EVALUATION_BATCHES = 4
 """Evaluation batches in one pass of a pipeline, per rank of it: 1 / (1 + 4) of the time is lost to its bubble."""

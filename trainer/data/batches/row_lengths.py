@@ -4,8 +4,8 @@
     lengths                            [[3], [2]]             one column for each input whose rows vary
     tokens                             5
 
-What training costs is counted with these numbers (trainer/parallel/sample_flops.py, throughput.py), so padding is in
-none of them.
+What training costs is counted with these numbers (trainer/parallel/planning/sample_flops.py, throughput.py), so padding
+is in none of them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from onnx import numpy_helper
 from onward.trainer.bounds import opened
 from onward.trainer.data.schema.columns import BLOCK_BYTES, TEXT, Array, Block, Column, Values
 from onward.trainer.errors import DataError
-from onward.trainer.onnx_graph.model_files import TYPES, tensor_problems
+from onward.trainer.onnx_graph.files.model_files import TYPES, tensor_problems
 
 PREFIX = struct.Struct("<I")
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from onward.trainer.bounds import IMAGE_BYTES
 from onward.trainer.data.images.decoding import memory_of
-from onward.trainer.run.this_machine import release_free_memory
+from onward.trainer.run.machine.this_machine import release_free_memory
 
 LARGE_BYTES = 256 << 20
 """Images above give their memory back at once."""

@@ -10,14 +10,14 @@ from urllib.parse import urlsplit
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import is_registered, redacted, url_of
 from onward.trainer.errors import ConfigError, DataError, Refused, UnsupportedModel
-from onward.trainer.onnx_graph.index import locations
-from onward.trainer.onnx_graph.model_files import read_model
+from onward.trainer.onnx_graph.files.index import locations
+from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.run.directory import RunDir, download_cache
-from onward.trainer.run.download_cleaning import mark_used
-from onward.trainer.run.local_copies import LocalCopies, LocalCopy, urls_in
 from onward.trainer.run.records import read_record
-from onward.trainer.run.remote_files import download, joined_directory, key_of
-from onward.trainer.run.stores import RemoteFile, file_beside, list_files
+from onward.trainer.run.remote.download_cleaning import mark_used
+from onward.trainer.run.remote.local_copies import LocalCopies, LocalCopy, urls_in
+from onward.trainer.run.remote.remote_files import download, joined_directory, key_of
+from onward.trainer.run.remote.stores import RemoteFile, file_beside, list_files
 
 DIRECTORIES = ("data.", "checkpoint.load")
 """Settings, or the beginnings of their names, that may name several files."""

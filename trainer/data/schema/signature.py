@@ -12,13 +12,17 @@ import onnx
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.beyond_onnx import put_right, refused
-from onward.trainer.onnx_graph.external_ranges import external_problems, load_external
-from onward.trainer.onnx_graph.index import all_tensors, known_types, length_of, locations
-from onward.trainer.onnx_graph.model_files import opset_problems, read_model
-from onward.trainer.onnx_graph.preprocessing import begin_at_numbers, find_preprocessing, preprocessing_model
-from onward.trainer.onnx_graph.row_layout import rows_first
-from onward.trainer.onnx_graph.stochastic_depth import draws_noise
-from onward.trainer.onnx_graph.surgery import apply_surgery, extract_subgraph, trains_subgraph
+from onward.trainer.onnx_graph.files.external_ranges import external_problems, load_external
+from onward.trainer.onnx_graph.files.index import all_tensors, known_types, length_of, locations
+from onward.trainer.onnx_graph.files.model_files import opset_problems, read_model
+from onward.trainer.onnx_graph.surgery.preprocessing_nodes import (
+    begin_at_numbers,
+    find_preprocessing,
+    preprocessing_model,
+)
+from onward.trainer.onnx_graph.surgery.row_layout import rows_first
+from onward.trainer.onnx_graph.surgery.stochastic_depth import draws_noise
+from onward.trainer.onnx_graph.surgery.surgery import apply_surgery, extract_subgraph, trains_subgraph
 from onward.trainer.run.durable_files import sha256
 
 Dims = tuple[int | None, ...]

@@ -22,7 +22,7 @@ from onward.trainer.data.text.tokenized_rows import Storage, TokenizedRows
 from onward.trainer.data.text.tokenizer import OpenTokenizer, open_tokenizer
 from onward.trainer.data.text.word_labels import WordLabels
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.model_files import read_model
+from onward.trainer.onnx_graph.files.model_files import read_model
 
 
 def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> list[str]:

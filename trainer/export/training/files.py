@@ -37,12 +37,12 @@ from onward.trainer.export.training.gradients import gradient_of, training_model
 from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
 from onward.trainer.export.training.optimizer_graph import optimizer_model
 from onward.trainer.model.layers import layer_scales
-from onward.trainer.onnx_graph.external_ranges import load_external
-from onward.trainer.onnx_graph.index import all_tensors, length_of
+from onward.trainer.onnx_graph.files.external_ranges import load_external
+from onward.trainer.onnx_graph.files.index import all_tensors, length_of
 from onward.trainer.onnx_graph.inner_tensors import lift_inner_tensors
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
-from onward.trainer.onnx_import.quantized_weights import integer_names
+from onward.trainer.onnx_import.quantization.quantized_weights import integer_names
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.quantities import gib
 from onward.trainer.run.durable_files import durable_file, sha256, write_durably

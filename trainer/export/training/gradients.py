@@ -32,10 +32,10 @@ from onward.trainer.errors import UnsupportedModel
 from onward.trainer.export.training.decompositions import DECOMPOSITIONS, DecomposedCalls
 from onward.trainer.export.training.loss_graph import LossNames, label_dims
 from onward.trainer.model.losses.loss import Loss, Losses
-from onward.trainer.onnx_graph.element_types import torch_dtype
-from onward.trainer.onnx_graph.index import subgraphs
+from onward.trainer.onnx_graph.files.element_types import torch_dtype
+from onward.trainer.onnx_graph.files.index import subgraphs
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.onnx_import.trial_sizes import trial_sizes
+from onward.trainer.onnx_import.tracing.trial_sizes import trial_sizes
 
 OPSET = 20
 """Opset of the training graph: 18 adds Scatter with reduction, 20 adds Gelu."""

@@ -22,7 +22,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.loss_formulas import Formula, LossInputs
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.run.allowed_code import load_function
-from onward.trainer.run.ending_kinds import explain
+from onward.trainer.run.outcomes.ending_kinds import explain
 
 
 def load_loss(file: str) -> Formula:

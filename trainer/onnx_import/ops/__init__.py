@@ -7,11 +7,8 @@ never changes another node, and never decides what is trained.
 """
 
 from onward.trainer.onnx_import.ops import (
-    attention,
     batch_norm,
-    blockwise,
     cast,
-    contrib,
     control,
     conv,
     detection,
@@ -20,23 +17,20 @@ from onward.trainer.onnx_import.ops import (
     image,
     loss,
     matmul,
-    ml,
-    moe,
-    nchwc,
     norm,
     pool,
-    qlinear,
-    quant,
     random,
-    recurrent_state,
     reduce,
     removed_ops,
-    rnn,
     sequence,
     shape,
     shape_arithmetic,
     signal,
 )
+from onward.trainer.onnx_import.ops.classical import ml
+from onward.trainer.onnx_import.ops.contributed import attention, contrib, nchwc
+from onward.trainer.onnx_import.ops.quantized import blockwise, moe, qlinear, quant
+from onward.trainer.onnx_import.ops.recurrent import recurrent_state, rnn
 
 __all__ = [
     "attention",

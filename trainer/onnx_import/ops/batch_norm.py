@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onward.trainer.onnx_graph.training_norms import BATCH_STATISTICS
-from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import Value
+from onward.trainer.onnx_graph.surgery.training_norms import BATCH_STATISTICS
+from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.tracing.values import Value
 
 Tensor = torch.Tensor
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import onnx
 import torch
 
-from onward.trainer.onnx_graph.index import length_of
-from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
+from onward.trainer.onnx_graph.files.index import length_of
+from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Traced, Value
 
 VERSIONS = (11, 13, 16, 19, 21, 23, 24, 25)
 """Versions of If, Loop and Scan that only added element types."""

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import Traced, Value
+from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}

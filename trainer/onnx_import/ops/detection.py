@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import NeedsRuntimeValues, Value
+from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Value
 
 
 def box_corners(boxes: torch.Tensor, center_point_box: bool) -> torch.Tensor:

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
-from onward.trainer.onnx_import.widening import fit_indices, fit_parts
+from onward.trainer.onnx_import.fixed_batch.batch_constants import fit_indices, fit_parts
+from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Traced, Value
 
 
 def non_negative_indices(indices: torch.Tensor, length: int) -> torch.Tensor:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import Value
-from onward.trainer.onnx_import.widening import kept_lengths
+from onward.trainer.onnx_import.fixed_batch.batch_constants import kept_lengths
+from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.tracing.values import Value
 
 
 class Interpolation(NamedTuple):

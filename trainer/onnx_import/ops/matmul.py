@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import Value
+from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.tracing.values import Value
 
 
 @lower("MatMul", since=(1, 9, 13))

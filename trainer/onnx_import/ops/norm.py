@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import Traced, Value
+from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 
 class Dropout(nn.Module):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from onward.trainer.onnx_import.lowering.registry import Call, lower
 from onward.trainer.onnx_import.ops.conv import CONV, for_spatial_dims, pad_spatial, pads_of, same_pads
-from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import Value
+from onward.trainer.onnx_import.tracing.values import Value
 
 MAX_POOL: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVERAGE_POOL: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}

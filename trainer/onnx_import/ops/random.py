@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from onward.trainer.onnx_graph.stochastic_depth import DOMAIN, OPERATOR
+from onward.trainer.onnx_graph.surgery.stochastic_depth import DOMAIN, OPERATOR
 from onward.trainer.onnx_import.keyed_noise import normal, uniform
-from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import Traced, Value, element_type
+from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.tracing.values import Traced, Value, element_type
 
 Distribution = Literal["normal", "uniform", "bernoulli", "multinomial"]
 
@@ -122,7 +122,7 @@ def multinomial(c: Call, logarithms: Value) -> Value:
     return c.module(node, c.tracer.anchor, logarithms)
 
 
-# -- stochastic depth, which onnx_graph/stochastic_depth.py recognises
+# -- stochastic depth, which onnx_graph/surgery/stochastic_depth.py recognises
 
 
 class StochasticDepth(nn.Module):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from onward.trainer.onnx_import.registry import Call, Rule, lower
-from onward.trainer.onnx_import.values import NeedsRuntimeValues, Value
+from onward.trainer.onnx_import.lowering.registry import Call, Rule, lower
+from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Value
 
 
 def reduce_sum(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:

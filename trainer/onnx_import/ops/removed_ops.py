@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from onnx import TensorProto
 
+from onward.trainer.onnx_import.lowering.registry import RULES, Call, Rule, lower
 from onward.trainer.onnx_import.ops.norm import Dropout
-from onward.trainer.onnx_import.registry import RULES, Call, Rule, lower
-from onward.trainer.onnx_import.values import Value
+from onward.trainer.onnx_import.tracing.values import Value
 
 
 def _legacy_broadcast(c: Call, a: Value, b: Value) -> Value:

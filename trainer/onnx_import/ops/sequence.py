@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
+from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Traced, Value
 
 
 def _items(sequence: Value) -> list[Value]:

@@ -11,11 +11,16 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_graph.tensor_protos import read_tensor
-from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.tensor_contents import without_repetition
-from onward.trainer.onnx_import.values import NeedsRuntimeValues, Traced, Value
-from onward.trainer.onnx_import.widening import expand_lengths, fit_parts, reshape_lengths, tile_repeats
+from onward.trainer.onnx_graph.files.tensor_protos import read_tensor
+from onward.trainer.onnx_import.fixed_batch.batch_constants import (
+    expand_lengths,
+    fit_parts,
+    reshape_lengths,
+    tile_repeats,
+)
+from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.roles.tensor_contents import without_repetition
+from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Traced, Value
 
 LAYOUT = (19, 21, 23, 24, 25)
 """Versions in which most of these operators only added element types."""

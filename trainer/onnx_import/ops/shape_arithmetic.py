@@ -20,8 +20,8 @@ import numpy as np
 from onnx import TensorProto
 from torch import fx
 
-from onward.trainer.onnx_import.registry import Call, Rule, lower, shape_rule
-from onward.trainer.onnx_import.values import NeedsRuntimeValues, ShapeArray, Traced, Value
+from onward.trainer.onnx_import.lowering.registry import Call, Rule, lower, shape_rule
+from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, ShapeArray, Traced, Value
 
 SHAPE_VERSIONS = (1, 13, 15, 19, 21, 23, 24, 25)
 

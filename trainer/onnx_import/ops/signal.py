@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from onward.trainer.onnx_import.registry import Call, lower
-from onward.trainer.onnx_import.values import Traced, Value
+from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 Tensor = torch.Tensor
 

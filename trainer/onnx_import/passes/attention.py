@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from onward.trainer.onnx_import.ops.attention import grouped_attention
+from onward.trainer.onnx_import.ops.contributed.attention import grouped_attention
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.ops.shape import expand
 from onward.trainer.onnx_import.passes.attention_masks import MASKED, is_causal_mask, magnitude, triangular_condition

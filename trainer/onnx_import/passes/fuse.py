@@ -23,7 +23,7 @@ from onward.trainer.onnx_import.passes.norms import fuse_layer_norms, fuse_rms_n
 from onward.trainer.onnx_import.passes.rewriter import Rewriter
 from onward.trainer.onnx_import.passes.sharing import fuse_linears, share_equal_calls
 from onward.trainer.onnx_import.passes.views import fuse_slices
-from onward.trainer.onnx_import.shape_assumptions import is_impure
+from onward.trainer.onnx_import.tracing.shape_assumptions import is_impure
 
 PASSES = (
     ("cse", share_equal_calls),

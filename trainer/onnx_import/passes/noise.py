@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from onward.trainer.onnx_graph.stochastic_depth import NOISE
+from onward.trainer.onnx_graph.surgery.stochastic_depth import NOISE
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.random import RandomNode
 

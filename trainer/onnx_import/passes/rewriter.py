@@ -14,9 +14,9 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from onward.trainer.onnx_import.origins import mark_fused
-from onward.trainer.onnx_import.probed_calls import ProbedCalls, call_key, module_key
-from onward.trainer.onnx_import.probing import TORCH_ERRORS, as_function
+from onward.trainer.onnx_import.lowering.node_origins import mark_fused
+from onward.trainer.onnx_import.tracing.probed_calls import ProbedCalls, call_key, module_key
+from onward.trainer.onnx_import.tracing.probing import TORCH_ERRORS, as_function
 
 Rewrite = Callable[["Rewriter", fx.Node], fx.Node]
 

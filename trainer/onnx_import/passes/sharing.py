@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from onward.trainer.onnx_import.passes.rewriter import NoMatch, Rewriter, has_one_user, is_call, require
-from onward.trainer.onnx_import.probed_calls import PURE_MODULES, CannotCompareError, exact_key
+from onward.trainer.onnx_import.tracing.probed_calls import PURE_MODULES, CannotCompareError, exact_key
 
 RANDOM = frozenset(
     {"dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "bernoulli", "rrelu",

@@ -31,7 +31,7 @@ from onward.trainer.distributed.failures import lost_a_peer
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.model.metrics.metrics import EvaluationMetrics
-from onward.trainer.onnx_graph.model_files import node_of_output
+from onward.trainer.onnx_graph.files.model_files import node_of_output
 from onward.trainer.parallel.nonfinite.findings import Finding, describe
 from onward.trainer.parallel.nonfinite.probes import ProbedLosses, Probes
 from onward.trainer.parallel.nonfinite.report import find_outlier, merged, sentence

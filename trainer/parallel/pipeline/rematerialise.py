@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from onward.trainer.onnx_import.shape_assumptions import is_impure
+from onward.trainer.onnx_import.tracing.shape_assumptions import is_impure
 
 RANDOM_FUNCTIONS = ("rand", "dropout", "bernoulli", "normal_", "uniform", "multinomial")
 """Parts of the names of functions that draw random numbers."""

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.model.compile import Compiled
-from onward.trainer.onnx_import.origins import FUSED, Origin, origin_of
+from onward.trainer.onnx_import.lowering.node_origins import FUSED, Origin, origin_of
 from onward.trainer.parallel.pipeline.engine import BatchLosses
 from onward.trainer.parallel.pipeline.stage import Stage
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.autograd.profiler import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import profile
 
-from onward.trainer.onnx_import.origins import Origin
+from onward.trainer.onnx_import.lowering.node_origins import Origin
 from onward.trainer.parallel.profiling.accounting import Interval, Label, Timeline
 from onward.trainer.parallel.profiling.node_ranges import LOSS, PHASES, RECOMPUTED, STEP, NodeRanges
 from onward.trainer.run.durable_files import durable_file

@@ -31,8 +31,7 @@ from onward.trainer.parallel.profiling.recording import OTHERS, timeline_of, wri
 from onward.trainer.parallel.rank_model import RankModel
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import write_durably
-from onward.trainer.run.records import write_record
-from onward.trainer.run.step_profile import (
+from onward.trainer.run.recorded.step_profile import (
     ProfileRow,
     StepProfile,
     record_of,
@@ -40,6 +39,7 @@ from onward.trainer.run.step_profile import (
     table_of,
     trace_of,
 )
+from onward.trainer.run.records import write_record
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from onward.trainer.model.weight_casts import read_in_half_only
-from onward.trainer.onnx_graph.external_data import own_copy
+from onward.trainer.onnx_graph.files.external_data import own_copy
 from onward.trainer.parallel.pipeline.stage import Chain
 from onward.trainer.parallel.replicas.background_scatter import BackgroundScatter
 

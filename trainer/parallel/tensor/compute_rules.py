@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from onward.trainer.onnx_import.ops.attention import grouped_attention, rotate
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
+from onward.trainer.onnx_import.ops.contributed.attention import grouped_attention, rotate
 from onward.trainer.onnx_import.ops.elementwise import hard_sigmoid, scaled_elu, shrink, swish
 from onward.trainer.onnx_import.ops.image import resize
 from onward.trainer.onnx_import.ops.norm import Dropout, instance_norm, rms_norm

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from onward.trainer.distributed.collectives import copy_to_region, reduce_from_region
 from onward.trainer.distributed.weights import Interval, Placement, slices
-from onward.trainer.onnx_graph.external_data import copy_bytes
+from onward.trainer.onnx_graph.files.external_data import copy_bytes
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, is_low_rank, stored_tensor
 from onward.trainer.parallel.tensor.region_dropout import RankSeeded

@@ -28,8 +28,8 @@ from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.export.preprocessing import describe
-from onward.trainer.run.preprocessing_record import AudioInput, Preprocessing
+from onward.trainer.export.preprocessing.preprocessing_file import describe
+from onward.trainer.run.recorded.preprocessing_record import AudioInput, Preprocessing
 from onward.trainer.run.records import ExportedModel
 from tests.support.graphs import tiny_mlp
 

@@ -20,12 +20,12 @@ from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.export import served
-from onward.trainer.export.predictions import recipe_of
+from onward.trainer.export.measuring.predictions import recipe_of
 from onward.trainer.export.served import raw_inputs
 from onward.trainer.export.served.predictor import BadRows, Predictor, UnusableModel
 from onward.trainer.export.served.result_columns import softmax
 from onward.trainer.onnx_graph import outputs
-from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.run.directory import RunDir
 from tests.equivalence.test_strings_in_front import CASES, FOREIGN
 from tests.support import graphs

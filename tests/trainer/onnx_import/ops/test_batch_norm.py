@@ -10,11 +10,11 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings
-from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
-from onward.trainer.onnx_import.roles import find_roles
+from onward.trainer.onnx_import.roles.roles import find_roles
 from onward.trainer.onnx_import.train_selection import select_trained
 from tests.support.trained_models import model_with_weights
 

@@ -12,7 +12,7 @@ import torch
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.onnx_import.runtime_node import RuntimeNode
+from onward.trainer.onnx_import.lowering.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.train_selection import describe_weights, select_trained
 from tests.support.trained_models import running_statistics
 

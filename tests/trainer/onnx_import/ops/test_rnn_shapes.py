@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onward.trainer.onnx_import.driver import to_module
-from onward.trainer.onnx_import.ops import rnn
+from onward.trainer.onnx_import.ops.recurrent import rnn
 from tests.support.production_kinds import KINDS
 
 

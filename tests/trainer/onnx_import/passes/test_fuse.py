@@ -19,8 +19,8 @@ from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.ops.reduce import reduce_mean
 from onward.trainer.onnx_import.ops.shape import arange, expand, full
 from onward.trainer.onnx_import.passes.fuse import fuse_graph
-from onward.trainer.onnx_import.tracing import Tracer
-from onward.trainer.onnx_import.values import Traced
+from onward.trainer.onnx_import.tracing.tracing import Tracer
+from onward.trainer.onnx_import.tracing.values import Traced
 
 Build = Callable[..., Any]
 TYPES = [(torch.float32, 5e-7), (torch.float64, 1e-12)]

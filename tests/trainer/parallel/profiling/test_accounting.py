@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from onward.trainer.onnx_import.origins import Origin
+from onward.trainer.onnx_import.lowering.node_origins import Origin
 from onward.trainer.parallel.profiling.accounting import Interval, Label, Timeline, account, divide
 from onward.trainer.parallel.profiling.node_ranges import NodeRanges
 from onward.trainer.parallel.profiling.recording import label_of

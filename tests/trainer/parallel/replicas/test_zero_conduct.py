@@ -21,9 +21,9 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight, slices
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
-from onward.trainer.parallel.dry_run import MemoryCounter
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
-from onward.trainer.parallel.recompute import recompute
+from onward.trainer.parallel.planning.dry_run import MemoryCounter
+from onward.trainer.parallel.recomputation.recompute import recompute
 from onward.trainer.parallel.replicas import fsdp_groups
 from onward.trainer.parallel.replicas.norms import gradient, sum_over_world
 from onward.trainer.parallel.replicas.zero import Sharded

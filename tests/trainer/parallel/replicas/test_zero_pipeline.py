@@ -20,7 +20,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Placement, Weight, slices
 from onward.trainer.parallel.pipeline.engine import Pipeline
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
-from onward.trainer.parallel.recompute import recompute
+from onward.trainer.parallel.recomputation.recompute import recompute
 from onward.trainer.parallel.replicas.norms import gradient
 from onward.trainer.parallel.replicas.zero import Sharded
 from tests.support.one_loss import OneLoss

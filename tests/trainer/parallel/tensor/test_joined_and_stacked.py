@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.onnx_graph.builder import GraphWriter
+from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
-from onward.trainer.parallel.flops import count_flops
 from onward.trainer.parallel.matrices import find_matrices
+from onward.trainer.parallel.planning.flops import count_flops
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions
 from tests.support import graphs

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.onnx_graph.reference_models import build_gpt2
+from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.ops.random import StochasticDepth

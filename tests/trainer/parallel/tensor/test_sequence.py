@@ -26,7 +26,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.norm import Dropout
-from onward.trainer.parallel.planner import plan
+from onward.trainer.parallel.planning.planner import plan
 from onward.trainer.parallel.tensor.region_dropout import RankSeeded
 from onward.trainer.parallel.tensor.regions import find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions

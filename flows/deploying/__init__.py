@@ -1,0 +1,1 @@
+"""Deployments: the work pool, its worker, limits, approval."""

@@ -1,0 +1,157 @@
+"""List, pause, resume, delete and start the deployments that `onward deploy` has made."""
+
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from onward.flows.deploying.deployment_limits import forget
+from onward.trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import DeploymentSchedule, FlowRun
+    from prefect.client.schemas.responses import DeploymentResponse
+
+FLOW = "train-onnx"
+
+
+class DeploymentFacts(BaseModel):
+    """A deployment, and the newest of its runs."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    deployment_id: str
+    schedule: str
+    """When it runs, in words; "by hand" without a schedule."""
+    paused: bool
+    next_at: str = ""
+    """When the next run is scheduled, ISO 8601; "" if none is."""
+    running: int = 0
+    waiting: int = 0
+    """Runs whose time has come, and that wait for the running one."""
+    last_run: str = ""
+    """Id of the newest run that has begun."""
+    last_state: str = ""
+    last_at: str = ""
+    """When that run began, ISO 8601."""
+
+
+def deployments() -> list[DeploymentFacts]:
+    """Return all deployments of the flow, by name. Needs a reachable Prefect server."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowFilter
+
+    with get_client(sync_client=True) as client:
+        flows = FlowFilter.model_validate({"name": {"any_": [FLOW]}})
+        found: list[DeploymentResponse] = []
+        while page := client.read_deployments(flow_filter=flows, limit=200, offset=len(found)):
+            found += page
+        return [_facts(client, each) for each in sorted(found, key=lambda each: each.name)]
+
+
+def pause(name: str) -> DeploymentFacts:
+    """Stop the schedules of a deployment: no run begins by itself any more. A run that has begun goes on."""
+    return _changed(name, paused=True)
+
+
+def resume(name: str) -> DeploymentFacts:
+    """Start the schedules of a paused deployment again."""
+    return _changed(name, paused=False)
+
+
+def delete(name: str) -> DeploymentFacts:
+    """Delete a deployment with its schedules and the runs that have not begun; return what it was.
+
+    Its finished runs stay, and a run that has begun goes on. Raises ConfigError for an unknown name.
+    """
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        found = _named(client, name)
+        facts = _facts(client, found)
+        client.delete_deployment(found.id)
+    forget(facts.deployment_id)
+    return facts
+
+
+def run_now(name: str) -> str:
+    """Start a run of a deployment, paused or not; return its id. Raises ConfigError for an unknown name."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        return str(client.create_flow_run_from_deployment(_named(client, name).id).id)
+
+
+def _changed(name: str, *, paused: bool) -> DeploymentFacts:
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        found = _named(client, name)
+        if paused:
+            client.pause_deployment(found.id)
+        else:
+            client.resume_deployment(found.id)
+        return _facts(client, _named(client, name))
+
+
+def _named(client: SyncPrefectClient, name: str) -> DeploymentResponse:
+    """Return the deployment `NAME` or `train-onnx/NAME`. Raises ConfigError with the names that exist."""
+    from prefect.exceptions import ObjectNotFound
+
+    short = name.removeprefix(f"{FLOW}/")
+    try:
+        return client.read_deployment_by_name(f"{FLOW}/{short}")
+    except ObjectNotFound:
+        known = ", ".join(each.name for each in deployments()) or "none"
+        raise ConfigError(f"there is no deployment {short!r}; there are: {known}") from None
+
+
+def _facts(client: SyncPrefectClient, found: DeploymentResponse) -> DeploymentFacts:
+    from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    def runs(*types: str, sort: FlowRunSort) -> list[FlowRun]:
+        return client.read_flow_runs(
+            deployment_filter=DeploymentFilter.model_validate({"id": {"any_": [str(found.id)]}}),
+            flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": types}}}),
+            sort=sort,
+        )
+
+    now = datetime.datetime.now(datetime.UTC)
+    scheduled = runs("SCHEDULED", sort=FlowRunSort.EXPECTED_START_TIME_ASC)
+    times = [run.expected_start_time for run in scheduled if run.expected_start_time]
+    begun = runs(
+        *("RUNNING", "COMPLETED", "FAILED", "CANCELLED", "CANCELLING", "CRASHED", "PAUSED"),
+        sort=FlowRunSort.START_TIME_DESC,
+    )
+    begun = [run for run in begun if run.start_time and run.run_count]  # not one that was skipped while it waited
+    last = begun[0] if begun else None
+    return DeploymentFacts(
+        name=found.name,
+        deployment_id=str(found.id),
+        schedule=", ".join(map(_when, found.schedules)) or "by hand",
+        paused=found.paused or bool(found.schedules and not any(each.active for each in found.schedules)),
+        next_at=next((_iso(at) for at in times if at > now), ""),
+        running=sum(run.state_type is not None and run.state_type.value == "RUNNING" for run in begun),
+        waiting=sum(at <= now for at in times),
+        last_run=str(last.id) if last else "",
+        last_state=(last.state_name or "") if last else "",
+        last_at=_iso(last.start_time) if last and last.start_time else "",
+    )
+
+
+def _when(schedule: DeploymentSchedule) -> str:
+    """Return a schedule in words, such as `0 2 * * * (Europe/Berlin)` or `every 1:00:00`."""
+    what: Any = schedule.schedule
+    zone = f" ({what.timezone})" if getattr(what, "timezone", None) else ""
+    if interval := getattr(what, "interval", None):
+        return f"every {interval}"
+    return str(getattr(what, "cron", None) or getattr(what, "rrule", "")) + zone
+
+
+def _iso(at: datetime.datetime) -> str:
+    return at.astimezone(datetime.UTC).isoformat(timespec="seconds")

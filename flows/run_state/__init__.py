@@ -1,0 +1,1 @@
+"""What the commands know of runs: their state, index, logs, and why they ended."""

@@ -1,0 +1,1 @@
+"""Run a flow in this process: begin, resume, stop, end."""

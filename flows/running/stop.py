@@ -1,0 +1,73 @@
+"""Stop a run that was started anywhere on this machine: its flow saves a checkpoint and ends, as after Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+
+from onward.flows.run_state.run_status import RunStatus, describe
+from onward.flows.run_state.runs import find_run, holder_of, is_running, reference_to
+from onward.infra.job.process_identity import is_gone
+from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.events import last_beat
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.recorded.sweep_records import membership
+
+MARGIN_S = 60.0
+"""Seconds that the flow gets beside the ranks' own time: to end its tasks and to send the last metrics."""
+LOOK_S = 0.2
+
+
+def stop(text: str) -> RunStatus:
+    """Ask the flow of a run to save and stop; wait for its end and return how it ended.
+
+    Raises ConfigError for a run that does not run, RuntimeUnavailable when its process is on another machine, belongs
+    to somebody else, or does not end in time.
+    """
+    run = find_run(text)
+    name = reference_to(run)
+    if not is_running(run):
+        raise ConfigError(
+            f"{name} does not run: it is {describe(run).state}; `onward status {name}` shows how it ended"
+        )
+    holder = holder_of(run)
+    if is_gone(holder):  # the next one has just taken the lock, and has not signed it yet
+        time.sleep(2 * LOOK_S)
+        holder = holder_of(run)
+    if holder is None or holder["host"] != socket.gethostname():
+        where = "a process that has not said which it is" if holder is None else f"process {holder['pid']}"
+        on = "" if holder is None else f" on {holder['host']}"
+        raise RuntimeUnavailable(f"{name} is run by {where}{on}: stop it there, or with Cancel in Prefect")
+    if trial := membership(run):
+        print_progress(f"{name} is trial {trial.number} of a sweep, which stops with it")
+    print_progress(f"asked process {holder['pid']} to save {name} and to stop; this may take {_patience_s(run):.0f} s")
+    try:
+        os.kill(holder["pid"], signal.SIGTERM)
+    except ProcessLookupError:
+        pass  # it has ended meanwhile
+    except PermissionError:
+        raise RuntimeUnavailable(
+            f"process {holder['pid']} of {name} belongs to another user, who may stop it"
+        ) from None
+    deadline = time.monotonic() + _patience_s(run)
+    while is_running(run) and not is_gone(holder):
+        if time.monotonic() > deadline:
+            raise RuntimeUnavailable(
+                f"process {holder['pid']} of {name} has not ended in {_patience_s(run):.0f} s; it still may: "
+                f"`onward status {name}`. To end it at once, without saving: kill -9 {holder['pid']}"
+            )
+        time.sleep(LOOK_S)
+    return describe(run)
+
+
+def _patience_s(run: RunDir) -> float:
+    grace_s = read_config(run).launch.stop_grace_s if run.config.exists() else 0.0
+    return grace_s + 2.0 * last_beat(run.heartbeat).step_s + MARGIN_S
+
+
+def print_progress(text: str) -> None:
+    """Print what is being done, on stderr."""
+    print(f"onward: {text}", file=sys.stderr, flush=True)

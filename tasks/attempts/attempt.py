@@ -1,0 +1,170 @@
+"""One attempt of the training job, from its number to the record of how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from onward.infra.job.hosts import read_hostfile, silence, silent_hosts
+from onward.infra.job.job import Outcome, now_ms, num_oom_kills
+from onward.infra.job.launcher import LaunchError
+from onward.tasks.attempts.attempt_failure import describe, log_tail, record_first_ending
+from onward.tasks.attempts.attempt_kind import Evidence, classify, sentence_of
+from onward.tasks.attempts.hang import record_hang
+from onward.tasks.attempts.jobs import launcher_of
+from onward.tasks.attempts.retry_policy import newest_checkpoint, plan_next
+from onward.tasks.attempts.wait_before_retry import wait_for_storage
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.errors import OnwardError
+from onward.trainer.events import last_beat
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.history import AttemptHistory, RunHistory
+from onward.trainer.run.outcomes.attempt_endings import AttemptEnding, EndingKind
+from onward.trainer.run.outcomes.storage import storage_error, storage_problem
+from onward.trainer.run.records import AttemptResult, RankError, read_record
+from onward.trainer.run.reserved import reserve, write_reserved
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt that has begun, and the state of the run directory at that time."""
+
+    run: RunDir
+    number: int
+    began_ms: int
+    events_at: int
+    """Bytes of the event log."""
+    checkpoint: int
+    """Step of the newest checkpoint, which the attempt tries first."""
+    oom_kills: int
+
+    @classmethod
+    def begin(cls, run: RunDir, config: RunConfig) -> Attempt:
+        """Make the next attempt the one that may write to the run directory."""
+        last = run.current_attempt
+        if last and not run.ending(last).exists():
+            began_ms = int(run.fence.stat().st_mtime * 1000)
+            cls(run, last, began_ms, 0, 0, 0).end_of_killed_flow(config)
+        number = run.begin_attempt()
+        reserve(run.reserved_for(number))
+        run.heartbeat.unlink(missing_ok=True)  # its step is that of the attempt before
+        events_at = run.events.stat().st_size if run.events.exists() else 0
+        return cls(run, number, now_ms(), events_at, newest_checkpoint(run), num_oom_kills())
+
+    @contextlib.contextmanager
+    def recorded_if_interrupted(self, config: RunConfig) -> Iterator[None]:
+        """Write the record of an attempt that an exception ends: Ctrl-C, a cancellation, a job that cannot start."""
+        try:
+            yield
+        except LaunchError as error:
+            now = now_ms()
+            self._write("user_error", str(error), config, detected_ms=now)
+            raise
+        except OSError as error:
+            storage = storage_error(error, self.run.root)
+            kind: EndingKind = "storage" if storage else "unknown"
+            self._write(kind, f"the job could not be started: {storage or error}", config, by_itself=False)
+            raise
+        except BaseException:
+            self.end(Outcome(None, "stopped", 0.0, now_ms()), config)
+            raise
+
+    def end(self, outcome: Outcome, config: RunConfig) -> AttemptEnding:
+        """Find out how the attempt ended and what follows; write its record, and log it in one line."""
+        oom_kills = num_oom_kills() - self.oom_kills
+        result, output = result_of(self.run, self.number), log_tail(self.run, self.number)
+        error = None
+        if result is None:
+            with contextlib.suppress(OSError):  # of a full disk
+                record_hang(self.run, self.number, config, outcome, output)
+                record_first_ending(self.run, self.number, config, output, oom_kills=oom_kills)
+            error = self.run.first_error(self.number)
+        evidence = Evidence(
+            result=result,
+            outcome=outcome,
+            error=error,
+            oom_kills=oom_kills,
+            said=launcher_of(config.launch).read_ending(output, outcome.returncode),
+            ending=describe(outcome, config),
+            disk=storage_problem(self.run.root) if result is None else "",
+            hosts=_silent_hosts(config, error) if result is None and outcome.reason != "stopped" else "",
+        )
+        return self._write(
+            classify(evidence),
+            sentence_of(evidence),
+            config,
+            result=result,
+            error=error,
+            detected_ms=min(error.at_ms, outcome.detected_ms) if error else outcome.detected_ms,
+        )
+
+    def end_of_killed_flow(self, config: RunConfig) -> None:
+        """Write the record of an attempt whose flow was killed before it could."""
+        result = result_of(self.run, self.number)
+        saved = "but the ranks saved" if result else "and the ranks did not save"
+        kind: EndingKind = "done" if result and result.status == "done" else "preempted" if result else "rank_lost"
+        self._write(kind, f"the flow's process was killed, {saved}", config, result=result, by_itself=False)
+
+    def _write(
+        self,
+        kind: EndingKind,
+        sentence: str,
+        config: RunConfig,
+        *,
+        result: AttemptResult | None = None,
+        error: RankError | None = None,
+        detected_ms: int | None = None,
+        by_itself: bool = True,
+    ) -> AttemptEnding:
+        """Write the record. by_itself: whether another attempt may follow by itself."""
+        history = RunHistory.of(self.run.events, offset=self.events_at, series=())
+        logged = history.attempts.get(self.number, AttemptHistory(self.number))
+        last_step = max(logged.last_step, last_beat(self.run.heartbeat).step, error.step if error else 0)
+        ending = AttemptEnding(
+            attempt=self.number,
+            kind=kind,
+            sentence=sentence,
+            action="`onward resume` continues it",
+            rank=error.rank if error else None,
+            host=error.host if error else "",
+            step=result.step if result else last_step,
+            resumed_from=logged.start.step if logged.start else self.checkpoint,
+            checkpoint=newest_checkpoint(self.run),
+            began_ms=self.began_ms,
+            detected_ms=detected_ms or now_ms(),
+            ended_ms=now_ms(),
+        )
+        if by_itself:
+            ending = plan_next(self.run, ending, config)
+        reserved = self.run.reserved_for(self.number)
+        try:
+            write_reserved(self.run.ending(self.number), ending, reserved)
+        except OSError:
+            # a retry counts the records of its predecessors, so it waits until this one is written
+            if ending.retry:
+                wait_for_storage(self.run, config.launch.storage_wait_s)
+                write_reserved(self.run.ending(self.number), ending, reserved)
+        log.log(logging.INFO if kind in ("done", "stopped") else logging.WARNING, "%s", ending)
+        return ending
+
+
+def _silent_hosts(config: RunConfig, error: RankError | None) -> str:
+    """Return which hosts do not answer, if a lost host may explain what the ranks say."""
+    explained = error is not None and not error.secondary and not error.cause.startswith(("SIG", "Hang"))
+    if not config.launch.hostfile or explained:
+        return ""
+    silent = silent_hosts(list(read_hostfile(Path(config.launch.hostfile))))
+    return silence(silent) if silent else ""
+
+
+def result_of(run: RunDir, attempt: int) -> AttemptResult | None:
+    """Return what rank 0 wrote at the end of an attempt; None if it wrote nothing that can be read."""
+    try:
+        return read_record(run.result(attempt), AttemptResult)
+    except OnwardError:
+        return None

@@ -1,0 +1,78 @@
+"""Turn a job that was ended because it hung into the error of the rank that the others waited for."""
+
+from __future__ import annotations
+
+from onward.infra.job.job import Outcome
+from onward.infra.job.rank_stacks import RankStack, explain_hang, parse_exception, parse_stacks
+from onward.tasks.attempts.attempt_failure import write_error
+from onward.tasks.attempts.jobs import launcher_of
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.durable_files import write_durably
+from onward.trainer.run.outcomes.ending_kinds import TIMED_OUT, WATCHDOG
+from onward.trainer.run.records import RankError, read_record
+
+
+def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, output: str) -> None:
+    """Write stacks.txt and the error record of the likely cause, if the attempt was ended because it hung.
+
+    It hung if it was silent, or if ranks only report that others did not answer in time. A rank with an error of its
+    own, or that a signal ended first, is the cause in any other case. output: the end of the log.
+    """
+    dumps = {rank: _read(run, attempt, rank) for rank in range(config.world_size)}
+    errors = {rank: _error(run, attempt, rank) for rank in dumps}
+    waited_in_vain = {r for r, e in errors.items() if e is not None and e.secondary and TIMED_OUT.search(e.cause)}
+    by_watchdog = [found[1] for text in dumps.values() if (found := WATCHDOG.search(text))]
+    silent = outcome.reason in ("silent", "start_timeout")
+    if outcome.reason == "stopped" or not (silent or waited_in_vain or by_watchdog or outcome.stopped_ranks):
+        return
+    if any(error is not None and not error.secondary for error in errors.values()):
+        return
+    first = launcher_of(config.launch).read_ending(output).first_rank
+    if outcome.reason == "exited" and first is not None and first.signal:
+        # NCCL's watchdog aborts its rank when a collective has timed out
+        gave_up = first.rank in waited_in_vain or (first.signal == "SIGABRT" and TIMED_OUT.search(output))
+        if not gave_up:
+            return  # the signal is the cause, also if another rank was stopped at that time
+    stacks = {rank: _stack(text, errors[rank]) for rank, text in dumps.items()}
+    write_durably(run.stacks(attempt), _all_stacks(stacks, dumps, errors).encode())
+    hang = explain_hang(stacks, stopped=outcome.stopped_ranks)
+    # in place of what it wrote itself, if anything: that it lost the others
+    own = errors[hang.rank]
+    how_long = f" for {by_watchdog[0]}" if by_watchdog else ""
+    cause = f"Hang: the job made no progress{how_long}: {hang.sentence}. The stacks of all ranks: {run.stacks(attempt)}"
+    write_error(run, attempt, hang.rank, config, cause=cause, traceback=own.traceback if own else dumps[hang.rank])
+
+
+def _stack(dump: str, error: RankError | None) -> RankStack:
+    # a rank that raised has ended by itself, and wrote its exception
+    return parse_exception(error.traceback) if error is not None else parse_stacks(dump)
+
+
+def _read(run: RunDir, attempt: int, rank: int) -> str:
+    """Return what a rank wrote when it was ended; else what its own watchdog wrote."""
+    for path in (run.stack(attempt, rank), run.traceback(attempt, rank)):
+        if path.exists() and (text := path.read_text(errors="replace")):
+            return text
+    return ""
+
+
+def _error(run: RunDir, attempt: int, rank: int) -> RankError | None:
+    path = run.rank_error(attempt, rank)
+    return read_record(path, RankError) if path.exists() else None
+
+
+def _all_stacks(stacks: dict[int, RankStack], dumps: dict[int, str], errors: dict[int, RankError | None]) -> str:
+    states = {
+        "waits": "waits for other ranks",
+        "computes": "does not wait for other ranks",
+        "thread": "waits for a thread of its own",
+        "unknown": "wrote no stack",
+    }
+    parts = []
+    for rank, stack in stacks.items():
+        error = errors[rank]
+        where = f": {stack.place}" if stack.threads else ""
+        text = error.traceback if error is not None else dumps[rank]
+        parts.append(f"== rank {rank}: {states[stack.state]}{where}\n{text}")
+    return "\n".join(parts)

@@ -1,0 +1,154 @@
+"""Find out, from the configuration and this machine alone, what would end a run before its first step.
+
+The command line asks this before it starts anything, and so does `configure`, on the machine of the worker. What only
+the ranks can find out (their hosts, MPI, the memory of a GPU) `init_runtime` finds out later.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from onward.infra import weights_and_biases
+from onward.infra.job.hosts import read_hostfile
+from onward.infra.job.launcher import LaunchError
+from onward.tasks.attempts.jobs import launcher_of
+from onward.tasks.checks.disk_space import shares, space_problems
+from onward.tasks.checks.registered_models import store_of
+from onward.trainer.config.rules import Sections
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
+from onward.trainer.config.urls import redacted, url_of
+from onward.trainer.data.schema.signature import model_bytes
+from onward.trainer.errors import Refused
+from onward.trainer.extras import how_to_install
+from onward.trainer.quantities import mb
+from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.machine.this_machine import free_host_memory, missing_compiler, most_gpus
+from onward.trainer.run.outcomes.storage import broken_storage
+from onward.trainer.run.records import Needs
+
+CONNECT_S = 2.0
+"""Longest time in which a server must accept a connection."""
+
+
+def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
+    """Return a sentence for each thing that this machine lacks; sections that could not be read may be missing.
+
+    resumed: the run has begun, and goes on without its MLflow server; its files take up disk already. Raises
+    StorageUnavailable when the disk of Onward's home or of temporary files takes no file.
+    """
+    if broken := broken_storage():
+        raise broken  # whatever else is wrong would have to be looked for on that disk
+    launch, parallel = sections.get("launch"), sections.get("parallel")
+    problems = [*_launcher_problems(launch if isinstance(launch, LaunchConfig) else LaunchConfig())]
+    if isinstance(launch, LaunchConfig) and isinstance(parallel, ParallelConfig):
+        problems += _device_problems(launch, parallel)
+        problems += _hostfile_problems(launch, num_ranks(parallel, launch))
+    graph = sections.get("graph")
+    if graph and graph.compiles and not (launch and launch.hostfile) and (missing := missing_compiler()):
+        problems.append(missing)
+    if resumed:
+        return problems
+    if monitor := sections.get("monitor"):
+        problems += store_problems(store_of(monitor))
+        problems += reporting_problems(monitor.report_to)
+    if {"model", "train", "checkpoint", "monitor", "export", "parallel", "launch"} <= sections.keys():
+        problems += _space_problems(RunConfig.model_construct(**dict(sections)))
+    return problems
+
+
+def num_ranks(parallel: ParallelConfig, launch: LaunchConfig) -> int:
+    """Return the ranks of the job, also before `parallel = "auto"` has chosen sizes."""
+    return launch.num_ranks or parallel.data * parallel.tensor * parallel.pipeline
+
+
+def _launcher_problems(launch: LaunchConfig) -> Iterator[str]:
+    try:
+        launcher_of(launch).program()
+    except LaunchError as error:
+        yield f"{error}: {how_to_install('mpi')}"
+
+
+def _device_problems(launch: LaunchConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield why the ranks of this machine have no GPU each. Those of other hosts are not known."""
+    if launch.device != "cuda" or launcher_of(launch).uses_other_hosts(launch.hostfile, os.environ):
+        return
+    found, why = most_gpus()
+    ranks = num_ranks(parallel, launch)
+    if found is not None and found * launch.ranks_per_gpu < ranks:
+        several = f", and each may serve {launch.ranks_per_gpu} (launch.ranks_per_gpu)" if found else ""
+        remedy = "start fewer ranks, raise launch.ranks_per_gpu (slow), or set" if found else "set"
+        needed = f"{ranks} rank{'s need' if ranks > 1 else ' needs'} a GPU"
+        yield (
+            f"launch.device is 'cuda', and {needed}, but this machine has {found or 'none'} ({why}){several}; {remedy} "
+            "launch.device = 'cpu'"
+        )
+
+
+def _hostfile_problems(launch: LaunchConfig, ranks: int) -> Iterator[str]:
+    path = Path(launch.hostfile)
+    if not launch.hostfile or url_of(launch.hostfile) or not path.is_file():  # an absent one is reported elsewhere
+        return
+    try:
+        hosts = read_hostfile(path)
+    except (OSError, UnicodeDecodeError) as error:
+        yield f"launch.hostfile: {path} cannot be read: {error}"
+        return
+    slots = sum(hosts.values())
+    if not hosts:
+        yield f"launch.hostfile: {path} names no host; write one in each line, such as `node1 slots=4`"
+    elif all(hosts.values()) and slots < ranks:
+        yield (
+            f"launch.hostfile: {path} has {slots} slots on {len(hosts)} host{'s' * (len(hosts) > 1)}, but the job "
+            f"needs {ranks} ranks; raise `slots=`, add hosts, or start fewer ranks"
+        )
+
+
+def store_problems(uri: str) -> Iterator[str]:
+    """Yield why nothing listens where the MLflow server should be."""
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        if not any(name.lower().endswith("_proxy") for name in os.environ):  # a proxy may reach it
+            yield (
+                f"the MLflow server {redacted(uri)} does not answer ({error}); start it, or set MLFLOW_TRACKING_URI or "
+                "monitor.tracking_uri (empty = Onward's own store)"
+            )
+
+
+def reporting_problems(report_to: Iterable[str]) -> Iterator[str]:
+    """Yield why nothing could be reported to Weights & Biases."""
+    if "wandb" not in report_to:
+        return
+    if not weights_and_biases.is_installed():
+        yield f'monitor.report_to has "wandb", whose package is not installed here: {how_to_install("wandb")}'
+    elif problem := weights_and_biases.login_problem():
+        yield f"monitor.report_to: {problem}"
+
+
+def _space_problems(config: RunConfig) -> Iterator[str]:
+    """Yield why the weights alone do not fit into memory or on the disk; `rehearse` computes what else is needed."""
+    with suppress(Refused, OSError):  # of a model that is absent or cannot be read, which is reported elsewhere
+        size = model_bytes(config.model.path)
+        parallel = config.parallel
+        needs = Needs(rank_bytes=size, checkpoint_bytes=0, model_bytes=size)  # LoRA saves less than the model
+        home = next(each for each in (onward_home(), *onward_home().parents) if each.exists())
+        yield from space_problems(shares(RunDir(home), config, needs, tracking_uri=store_of(config.monitor)))
+        divided = parallel.tensor * parallel.pipeline * ((parallel.shard or parallel.data) if parallel.zero == 3 else 1)
+        ranks, free = num_ranks(parallel, config.launch), free_host_memory()
+        if parallel.sizes == "given" and config.launch.device == "cpu" and not config.launch.hostfile:
+            needed = ranks * size // divided
+            if free < needed:
+                yield (
+                    f"{mb(free)} of memory are free, but the weights of {ranks} ranks need "
+                    f"{mb(needed)}, without gradients and optimizer; free some, or start fewer ranks"
+                )

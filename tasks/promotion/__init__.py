@@ -1,0 +1,1 @@
+"""Whether an exported model becomes the champion, and which checkpoints and versions are kept."""

@@ -1,0 +1,212 @@
+"""Write the model card of an exported file: README.md beside it, in the form that Hugging Face reads.
+
+    model.json, config.json, identity.json, train.json, the manifest of the shards, preprocessing.json --> README.md
+
+Every number is read from these records. What only the publisher of a model knows (its purpose, its licence) is left to
+be filled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from onward.tasks.shown.markdown import code, table
+from onward.tasks.shown.mlflow_tags import data_digests, parameters, trained_from
+from onward.tasks.shown.prefect_results import metric_rows
+from onward.tasks.shown.raw_prediction import raw_prediction_of
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.results import ExportConfig
+from onward.trainer.data.schema.signature import TensorInfo, read_signature
+from onward.trainer.data.storage.shards import ShardManifest, Split
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.durable_files import write_durably
+from onward.trainer.run.recorded.preprocessing_record import (
+    AudioInput,
+    ImageInput,
+    OutputMeaning,
+    Preprocessing,
+    TableInput,
+    TokenInput,
+)
+from onward.trainer.run.records import ExportedModel, RunIdentity, TrainResult, read_record
+
+CARD = "README.md"
+MOST_NAMED = 50
+"""Classes, columns or tensors that the card names."""
+NOT_SHOWN = (
+    *("model.path", "data.source", "data.inputs", "data.classes"),
+    *("launch.", "monitor.", "export.", "checkpoint."),
+)
+"""Beginnings of settings that are elsewhere on the card, or say nothing about the weights."""
+SPLITS: tuple[tuple[Split, str], ...] = (
+    ("train", "training"),
+    ("evaluation", "evaluation, held out from training"),
+    ("test", "test, by which nothing was chosen"),
+)
+
+
+def write_card(run: RunDir, exported: ExportedModel, folder: Path) -> Path:
+    """Write the card of a file that was exported into `folder`; return its path."""
+    write_durably(folder / CARD, model_card(run, exported).encode())
+    return folder / CARD
+
+
+def model_card(run: RunDir, exported: ExportedModel) -> str:
+    """Return the card in Markdown, with the header that Hugging Face reads."""
+    config = read_config(run, "given")
+    identity = read_record(run.identity, RunIdentity) if run.identity.exists() else None
+    shards = run.shards / "manifest.json"
+    manifest = read_record(shards, ShardManifest) if shards.exists() else None
+    record = next((file for file in exported.preprocessing if file.name == "preprocessing.json"), None)
+    recipe = read_record(record, Preprocessing) if record else None
+    sections: dict[str, Iterable[str]] = {
+        "Model": _model(run, config, exported, identity),
+        "Data": _data(run, config.data, manifest, recipe),
+        "Results": _results(config, exported, manifest),
+        "Training": _training(config),
+        "Preprocessing": _preprocessing(recipe, exported),
+        "Predict": _predict(exported),
+        "Limits": _limits(config.export, exported, manifest),
+        "Intended use": ["*To be filled in: what the model is for, what it must not be used for, whom it may harm.*"],
+        "Licence": ["*To be filled in, here and as `license` in the header: that of the file, and of its data.*"],
+    }
+    lines = ["---", "library_name: onnx", "tags:", "- onnx", "- onward", "# license: apache-2.0", "---", ""]
+    lines += [f"# {code(identity.name if identity else config.name)}", "", *_opening(run, config, exported)]
+    for heading, content in sections.items():
+        lines += ["", f"## {heading}", "", *content]
+    return "\n".join(lines) + "\n"
+
+
+def _opening(run: RunDir, config: RunConfig, exported: ExportedModel) -> list[str]:
+    origin, data = _origin(run, config.model), _place(config.data.source)
+    return [f"An ONNX file trained by Onward from {origin} on {data}, exported at step {exported.step}."]
+
+
+def _origin(run: RunDir, model: ModelConfig) -> str:
+    return _place(trained_from(run, model))
+
+
+def _place(path: str) -> str:
+    """Return a name without the directories of this machine."""
+    return code(Path(path).name if path.startswith("/") else path)
+
+
+def _model(run: RunDir, config: RunConfig, exported: ExportedModel, identity: RunIdentity | None) -> list[str]:
+    trained = read_record(run.train, TrainResult) if run.train.exists() else None
+    facts = {
+        "SHA-256": f"`{exported.sha256}`",
+        "trained from": _origin(run, config.model),
+        "SHA-256 of that file": f"`{identity.model_sha256}`" if identity and identity.model_sha256 else "",
+        "step of the weights": f"{exported.step}" + (f"; the training ended at {trained.step}" if trained else ""),
+        "weights": "moving average" if config.exports_average else "as trained",
+        "changed tensors": str(exported.changed),
+        "run": code(identity.run_id) if identity else "",
+        "began": identity.created_at if identity else "",
+    }
+    signature = read_signature(exported.path)
+    rows = [("input", *_tensor(info)) for info in signature.inputs]
+    rows += [("output", *_tensor(info)) for info in signature.outputs]
+    return [
+        *table(("what", "value"), ((what, value) for what, value in facts.items() if value)),
+        "",
+        *table(("", "name", "type", "shape"), rows[:MOST_NAMED]),
+    ]
+
+
+def _tensor(info: TensorInfo) -> tuple[str, str, str]:
+    shape = "any" if info.shape is None else f"[{', '.join('N' if dim is None else str(dim) for dim in info.shape)}]"
+    return code(info.name), info.dtype, shape
+
+
+def _data(run: RunDir, data: DataConfig, manifest: ShardManifest | None, recipe: Preprocessing | None) -> Iterator[str]:
+    yield f"Source: {_place(data.source)}"
+    if manifest:
+        digests = data_digests(run)
+        rows = [(what, f"{manifest.rows(split)}", f"`{digests[split]}`") for split, what in SPLITS if split in digests]
+        yield from ("", *table(("split", "rows", "SHA-256"), rows))
+        left_out = {"bad": manifest.skipped, "without a value": manifest.left_out}
+        if said := [f"{number} {what}" for what, number in left_out.items() if number]:
+            yield from ("", f"Rows that were left out: {', '.join(said)}.")
+    for meaning in recipe.outputs if recipe else ():
+        yield from ("", _labels(meaning))
+
+
+def _labels(meaning: OutputMeaning) -> str:
+    trained_on = f" on {_named(meaning.label)}" if meaning.label else ""
+    text = f"Output {code(meaning.name)} was trained{trained_on} with the loss `{meaning.loss}`"
+    return f"{text}; {len(meaning.classes)} classes: {_named(meaning.classes)}." if meaning.classes else f"{text}."
+
+
+def _results(config: RunConfig, exported: ExportedModel, manifest: ShardManifest | None) -> Iterator[str]:
+    rows = f"all {manifest.rows('evaluation')} evaluation rows" if manifest else "all evaluation rows"
+    yield f"On {rows}, by {exported.judged_by}, before and after the training:"
+    found = [(code(row["what"]), row["before"], row["after"]) for row in metric_rows(exported, config.promote_metric)]
+    yield from ("", *table(("metric", "before", "after"), found))
+    if exported.baselines:
+        without = [(code(name), _metrics(each)) for name, each in exported.baselines.items()]
+        yield from ("", "Without a model:", "", *table(("prediction", "metrics"), without))
+    if written := [variant for variant in exported.variants if variant.path]:
+        variants = [(variant.kind, f"{variant.size_ratio:.2f}", _metrics(variant.metrics)) for variant in written]
+        yield from ("", "Variants:", "", *table(("variant", "size / the file's", "metrics"), variants))
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{code(name.removeprefix('evaluation/'))} {value:.4g}" for name, value in metrics.items())
+
+
+def _training(config: RunConfig) -> list[str]:
+    settings = {key: value for key, value in parameters(config).items() if not key.startswith(NOT_SHOWN)}
+    return table(("setting", "value"), [(f"`{key}`", _place(value)) for key, value in settings.items()])
+
+
+def _preprocessing(recipe: Preprocessing | None, exported: ExportedModel) -> list[str]:
+    if recipe is None:
+        why = f": {code(exported.preprocessing_refused)}" if exported.preprocessing_refused else ""
+        return [f"Not recorded{why}. The file reads its inputs as they are."]
+    rows = []
+    for name, how in recipe.inputs.items():
+        if isinstance(how, ImageInput):
+            said = f"image of {code(how.column)}: {how.resize} to {how.height} x {how.width}, {how.channels}"
+        elif isinstance(how, AudioInput):
+            said = f"audio of {code(how.column)}: {how.sample_rate} Hz, {how.features}"
+        elif isinstance(how, TableInput):
+            said = f"columns {_named(dict.fromkeys(column.name for column in how.columns))}"
+        elif isinstance(how, TokenInput):
+            limit = f", at most {recipe.text.max_length} tokens" if recipe.text and recipe.text.max_length else ""
+            said = f"{how.role} of {_named(recipe.text.columns) if recipe.text else 'the text'}{limit}"
+        rows.append((code(name), said))
+    return [
+        *table(("input", "computed from"), rows[:MOST_NAMED]),
+        "",
+        "`preprocessing.json`, written with the file, has every step and number.",
+    ]
+
+
+def _predict(exported: ExportedModel) -> Iterator[str]:
+    yield from ("```sh", "onward predict FILE.onnx DATA -o predictions.csv", "```")
+    if raw := raw_prediction_of(exported):
+        yield from ("", f"`DATA` has {_named(column.name for column in raw.columns)}, computed as in training.")
+        if raw.predicted:
+            yield from ("", f"Each row gets {_named(column.name for column in raw.predicted)}.")
+
+
+def _limits(export: ExportConfig, exported: ExportedModel, manifest: ShardManifest | None) -> Iterator[str]:
+    chosen = "; the checkpoint was chosen by them" if export.checkpoint == "best" else ""
+    yield f"- The results are those of the evaluation rows{chosen}. Rows of another origin were not measured."
+    if manifest and not manifest.test:
+        yield "- No rows were set aside by which nothing was chosen (`data.test_source`)."
+    differ = f"differ from those of the training by at most {exported.parity:.2g} of the largest value"
+    yield f"- Outputs under {exported.judged_by} {differ}."
+    for variant in exported.variants:
+        if variant.refused:
+            yield f"- Variant {variant.kind} was refused: {code(variant.refused)}"
+
+
+def _named(names: Iterable[str]) -> str:
+    """Return names, the first MOST_NAMED of many."""
+    every = list(names)
+    more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
+    return ", ".join(map(code, every[:MOST_NAMED])) + more

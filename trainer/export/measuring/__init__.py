@@ -1,0 +1,1 @@
+"""Run an exported file: sessions, samples, metrics, differences, times."""

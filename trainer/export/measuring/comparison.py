@@ -1,0 +1,112 @@
+"""Compare the exported file with the one that is served: both on the same rows, under onnxruntime.
+
+    rows of the split --served.onnx--> metrics      gain = how much better the new one is, and, with
+                      --model.onnx--> metrics       `export.promote_if.confidence`, an interval of the gain
+
+The interval is that of a paired bootstrap (Efron and Tibshirani 1993, chapter 13): rows are drawn with replacement, the
+same ones for both files, and the metric is computed anew from the sums of these rows. So rows that are difficult for
+both files widen it little.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.schema.signature import Signature, TensorInfo, read_signature
+from onward.trainer.errors import OnwardError
+from onward.trainer.export.export import trained_part
+from onward.trainer.export.measuring.evaluation_data import EvaluationData
+from onward.trainer.export.measuring.onnx_runner import OnnxRunner
+from onward.trainer.export.model_file import ModelFile
+from onward.trainer.run.records import Comparison, ExportedModel
+
+log = logging.getLogger(__name__)
+
+RESAMPLES = 2000
+"""Bootstrap samples: the ends of a 95 % interval are then each decided by 50 of them."""
+
+
+def compare(config: RunConfig, exported: ExportedModel, served: Path, data: EvaluationData) -> Comparison:
+    """Evaluate the served file on the rows on which the exported one was evaluated; return both side by side.
+
+    data: the rows of the split that `export.promote_if.metric` names. A served file that cannot be evaluated on them is
+    no error: the comparison says why.
+    """
+    metric, confidence = config.promote_metric, config.export.promote_if.confidence
+    differences = signature_differences(read_signature(served), read_signature(exported.path))
+    new = exported.test if data.split == "test" else exported.after
+    found = Comparison(metric=metric, new=new, differences=tuple(differences))
+    with tempfile.TemporaryDirectory(prefix="onward-compare-") as name:
+
+        def runner(path: Path, part: str) -> OnnxRunner:
+            file = ModelFile.read(path)
+            return OnnxRunner(trained_part(file.proto, path, Path(name) / part, config.model), data)
+
+        try:
+            theirs = runner(served, "served")
+            metrics = theirs.evaluate()
+            interval = None
+            if confidence:
+                (template, before), (_, after) = (x.row_totals() for x in (theirs, runner(exported.path, "new")))
+                name = metric.partition("/")[2]
+                interval = gain_interval(before, after, lambda totals: template.of_totals(totals)[name], confidence)
+        except (OnwardError, ValueError, KeyError, RuntimeError) as error:
+            log.warning("the served file cannot be evaluated on these rows: %s", error)
+            return found.model_copy(update={"refused": f"{type(error).__name__}: {error}"})
+    sign = 1.0 if config.promote_is_greatest else -1.0
+    if interval:
+        interval = interval if sign > 0 else (-interval[1], -interval[0])
+    gain = sign * (new[metric] - metrics[metric])
+    return found.model_copy(update={"served": metrics, "gain": gain, "interval": interval})
+
+
+def gain_interval(
+    served: Tensor, new: Tensor, value: Callable[[Tensor], float], confidence: float
+) -> tuple[float, float]:
+    """Return the interval of value(new) - value(served) under a paired bootstrap over the rows.
+
+    served, new: the totals of each row, fp64 [rows, n]. The rows drawn depend on their number alone.
+    """
+    generator = torch.Generator().manual_seed(0)
+    gains = []
+    for _ in range(RESAMPLES):
+        drawn = torch.randint(len(served), (len(served),), generator=generator)
+        times = torch.bincount(drawn, minlength=len(served)).double()
+        gains.append(value(times @ new) - value(times @ served))
+    tail = (1 - confidence) / 2
+    low, high = torch.tensor(gains, dtype=torch.float64).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
+    return float(low), float(high)
+
+
+def signature_differences(served: Signature, new: Signature) -> list[str]:
+    """Return a sentence for each input and output that one file has and the other has not, or declares differently."""
+    problems = []
+    for kind, theirs, ours in (("input", served.inputs, new.inputs), ("output", served.outputs, new.outputs)):
+        before, after = ({info.name: info for info in infos} for infos in (theirs, ours))
+        for name in before | after:
+            if name not in after:
+                problems.append(f"{kind} {name!r} of the served file is gone")
+            elif name not in before:
+                problems.append(f"{kind} {name!r} is new")
+            elif _declared(before[name]) != _declared(after[name]):
+                problems.append(f"{kind} {name!r} was {_shown(before[name])}, and is {_shown(after[name])}")
+        if [info.name for info in theirs] != [info.name for info in ours] and set(before) == set(after):
+            problems.append(f"the {kind}s have another order: {', '.join(after)}; it was {', '.join(before)}")
+    return problems
+
+
+def _declared(info: TensorInfo) -> tuple[Any, ...]:
+    return info.dtype, info.shape
+
+
+def _shown(info: TensorInfo) -> str:
+    sizes = "?" if info.shape is None else ", ".join("any" if size is None else str(size) for size in info.shape)
+    return f"{info.dtype} [{sizes}]"

@@ -1,0 +1,208 @@
+"""Find the evaluation rows on which an exported file is worst, in the pass that computes its metrics.
+
+    OnnxRunner.evaluate --outputs of each batch--> WorstSamples --record--> export/samples.json (the report shows it)
+
+Only the losses of single rows are computed in addition, in a bounded number and time. Nothing depends on them, so an
+error here ends this, and not the export.
+"""
+
+from __future__ import annotations
+
+import base64
+import heapq
+import io
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from onward.trainer.config.sections.metrics import tasks_of
+from onward.trainer.data.batches.batches import Batch
+from onward.trainer.data.images.image_inputs import ImageInput
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.data.storage.shards import Shards
+from onward.trainer.model.losses.loss import Losses
+from onward.trainer.model.metrics.measured import Measured
+from onward.trainer.run.recorded.sample_records import Sample, Samples
+
+log = logging.getLogger(__name__)
+
+MOST_SHOWN = 12
+MOST_ROWS = 10_000
+BUDGET_S = 10.0
+"""Time for the losses of single rows."""
+MOST_VALUES = 1000
+"""Pairs of target and prediction that are kept of a regression."""
+INPUT_BYTES = 16 << 20
+"""Inputs of a row that are larger are not kept."""
+IMAGE_PIXELS = 128
+"""Longest side of an image that is shown."""
+TEXT_CHARACTERS = 240
+BINS = 40
+
+
+class WorstSamples:
+    """Collects the losses of rows, batch by batch.
+
+    losses: as of the evaluation. rows: the split. images: the inputs that are images, by name, whose pixels are shown
+    as they were before they were scaled. input_names: those of the graph, in order.
+    """
+
+    def __init__(
+        self, losses: Losses, rows: Shards, images: Sequence[ImageInput] = (), input_names: Sequence[str] = ()
+    ) -> None:
+        self._losses, self._rows = losses, rows
+        known = {each.name: each for each in images}
+        self._images = [known.get(name) for name in input_names]
+        self._spent_s, self._why, self._number = 0.0, "", 0
+        self._found: list[float] = []
+        self._values: list[tuple[float, float]] = []
+        self._worst: list[tuple[float, int, Sample, tuple[Tensor, ...]]] = []
+
+    def add(self, outputs: Sequence[Tensor], batch: Batch, start: int, stop: int) -> None:
+        """Add the rows [start, stop) of a batch, of which these are the outputs. Raises nothing."""
+        if self._why:
+            return
+        began_at = time.monotonic()
+        try:
+            self._add(outputs, batch, start, stop)
+        except Exception as error:
+            self._why = f"the loss of single rows cannot be computed: {type(error).__name__}: {error}"
+            log.info("%s", self._why)
+        self._spent_s += time.monotonic() - began_at
+        if self._spent_s > BUDGET_S:
+            self._why = f"the time for the losses of single rows is {BUDGET_S:g} s"
+        elif len(self._found) >= MOST_ROWS:
+            self._why = f"the losses of at most {MOST_ROWS:,} rows are computed"
+
+    def _add(self, outputs: Sequence[Tensor], batch: Batch, start: int, stop: int) -> None:
+        size = stop - start
+        if any(not each.ndim or len(each) % size for each in outputs):
+            raise ValueError("an output has no results for each row")
+        for row in range(size):
+            own = [each.view(size, -1, *each.shape[1:])[row] for each in outputs]
+            labels = [None if each is None else each[start + row : start + row + 1] for each in batch.labels]
+            loss = self._loss(own, labels)
+            if math.isnan(loss):
+                continue
+            sample = self._sample(int(batch.rows[start + row]), loss, own, labels)
+            self._found.append(loss)
+            if sample.num_right is None and sample.target is not None and len(self._values) < MOST_VALUES:
+                self._values.append((sample.target, sample.predicted or 0.0))
+            self._number += 1
+            if len(self._worst) < MOST_SHOWN or loss > self._worst[0][0]:
+                inputs = tuple(each[start + row : start + row + 1].clone() for each in batch.inputs)
+                kept = inputs if sum(each.nbytes for each in inputs) <= INPUT_BYTES else ()
+                entry = (loss, -self._number, sample, kept)
+                (heapq.heappush if len(self._worst) < MOST_SHOWN else heapq.heappushpop)(self._worst, entry)
+
+    def _loss(self, outputs: Sequence[Tensor], labels: Sequence[Tensor | None]) -> float:
+        """Return the loss of one row, the mean over its targets; NaN if it has none."""
+        sums = self._losses(outputs, labels, 1)
+        counts = [float(loss.count(own, 1)) for loss, own in zip(self._losses.each, labels, strict=False)]
+        if not counts or not all(counts):
+            return math.nan
+        means = [total / count for total, count in zip(sums, counts, strict=False)]
+        return float(self._losses.weighted(means))
+
+    def _sample(self, row: int, loss: float, outputs: Sequence[Tensor], labels: Sequence[Tensor | None]) -> Sample:
+        """Return a row with its target and its prediction by the first loss, as far as it has them."""
+        first = self._losses.each[0]
+        task = next(iter(tasks_of(first.config)), None)
+        if labels[0] is None or task not in ("classes", "values"):
+            return Sample(row=row, loss=loss)
+        measured = Measured(first, outputs, labels[0], task=task)
+        if task == "classes":
+            targets, predicted = measured.targets[measured.counted], measured.predicted[measured.counted]
+            right: int | None = int((targets == predicted).sum())
+        else:
+            targets, predicted, right = measured.targets.flatten(), measured.scores.flatten(), None
+        one = len(targets) == 1
+        return Sample(
+            row=row,
+            loss=loss,
+            target=float(targets[0]) if one else None,
+            predicted=float(predicted[0]) if one else None,
+            num_targets=len(targets),
+            num_right=right,
+        )
+
+    @property
+    def worst_rows(self) -> list[int]:
+        """The numbers of the rows in the split that are shown."""
+        return [sample.row for _, _, sample, _ in self._worst]
+
+    def record(self, judged_by: str, origins: Mapping[int, str] = MappingProxyType({})) -> Samples:
+        """Return what was found. origins: row -> its place in the source. Raises the errors of reading rows."""
+        worst = [
+            sample.model_copy(update=self._shown(sample.row, inputs) | {"where": origins.get(sample.row, "")})
+            for _, _, sample, inputs in sorted(self._worst, key=lambda entry: (-entry[0], -entry[1]))
+        ]
+        finite = [loss for loss in self._found if math.isfinite(loss)]
+        counts, edges = np.histogram(finite, bins=BINS if finite else 1)
+        return Samples(
+            judged_by=judged_by,
+            num_rows=len(self._found),
+            of_rows=self._rows.num_rows,
+            why_not_all=self._why,
+            worst=tuple(worst),
+            mean=float(np.mean(finite)) if finite else 0.0,
+            counts=tuple(int(count) for count in counts),
+            edges=tuple(float(edge) for edge in edges),
+            values=tuple(self._values),
+        )
+
+    def _shown(self, row: int, inputs: Sequence[Tensor]) -> dict[str, object]:
+        texts: dict[str, str] = {}
+        for name, values in self._rows.read(np.array([row])).items():
+            if (text := _as_text(values[0])) is not None:
+                texts[name] = text
+        images = [*self._images, *[None] * len(inputs)]
+        pictures = (_as_image(tensor[0].numpy(), image) for tensor, image in zip(inputs, images, strict=False))
+        image = next((_png(picture) for picture in pictures if picture is not None), "")
+        return {"inputs": texts, "image": image}
+
+
+def _as_text(value: object) -> str | None:
+    """Return a cell of the data as short text; None for content, such as an encoded image, and for arrays of axes."""
+    if isinstance(value, bytes):
+        return None
+    array = np.asarray(value)
+    if array.ndim > 1:
+        return None
+    few = array.reshape(-1)[:64]
+    text = " ".join(f"{each:.5g}" if isinstance(each, np.floating) else str(each) for each in few)
+    return text if len(text) <= TEXT_CHARACTERS and len(few) == array.size else f"{text[:TEXT_CHARACTERS]} ..."
+
+
+def _as_image(values: Array, image: ImageInput | None) -> Array | None:
+    """Return an input as an image, uint8 [H, W] or [H, W, 3]; None if it has not the shape of one.
+
+    image: how its pixels were scaled; None = its values are scaled to their own range.
+    """
+    if values.ndim == 3 and values.shape[0] in (1, 3) and min(values.shape[1:]) >= 4:
+        values = np.moveaxis(values, 0, -1)
+    elif not (values.ndim == 3 and values.shape[2] in (1, 3) and min(values.shape[:2]) >= 4):
+        return None
+    numbers = np.nan_to_num(values.astype(np.float32))
+    low, high = float(numbers.min()), float(numbers.max())
+    if image is None:
+        scaled = ((numbers - low) * (255 / (high - low) if high > low else 0)).astype(np.uint8)
+    else:
+        numbers = numbers[..., ::-1] if image.bgr else numbers
+        numbers = numbers * (image.std or (1.0,)) + (image.mean or (0.0,))
+        scaled = np.clip(np.rint(numbers / (1.0 if image.takes_integers else image.scale)), 0, 255).astype(np.uint8)
+    return scaled[:, :, 0] if scaled.shape[2] == 1 else scaled
+
+
+def _png(pixels: Array) -> str:
+    picture = Image.fromarray(pixels)
+    picture.thumbnail((IMAGE_PIXELS, IMAGE_PIXELS))
+    content = io.BytesIO()
+    picture.save(content, format="PNG")
+    return base64.b64encode(content.getvalue()).decode()

@@ -1,0 +1,1 @@
+"""Preprocessing beside an exported file, or as nodes in front of it."""

@@ -1,0 +1,192 @@
+"""Write down what training did to raw data before the graph read it: preprocessing.json, and the tokenizer beside it.
+
+configuration, manifest of the shards, signature  ->  FOLDER/preprocessing.json, FOLDER/tokenizer.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.audio import AudioConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.data.images import image_inputs as images
+from onward.trainer.data.images.image_inputs import image_inputs
+from onward.trainer.data.input_columns import Feed, file_feeds
+from onward.trainer.data.schema.fitted import Fitted
+from onward.trainer.data.schema.signature import Signature, read_training_signature
+from onward.trainer.data.storage.shards import ShardManifest
+from onward.trainer.data.tables.table_columns import INDICATOR
+from onward.trainer.data.text.checks import length_limit
+from onward.trainer.data.text.text_columns import TextColumns, text_columns
+from onward.trainer.data.text.tokenizer import open_tokenizer
+from onward.trainer.errors import ConfigError, ExportRefused
+from onward.trainer.onnx_graph.files.model_files import read_model
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.durable_files import sha256, write_durably
+from onward.trainer.run.recorded.preprocessing_record import (
+    AudioInput,
+    ImageInput,
+    OutputMeaning,
+    Preprocessing,
+    TableColumn,
+    TableInput,
+    TokenInput,
+    Tokenizer,
+)
+from onward.trainer.run.records import ExportedModel, read_record, write_record
+
+RECORD, TOKENIZER = "preprocessing.json", "tokenizer.json"
+"""The names of the files."""
+
+
+def write_preprocessing(run: RunDir, exported: ExportedModel, folder: Path) -> tuple[Path, ...]:
+    """Write preprocessing.json into `folder`, and the tokenizer if there is one; return the files.
+
+    Raises ExportRefused when the tokenizer's file is gone; nothing is written then.
+    """
+    config = read_config(run)
+    manifest = read_record(run.shards / "manifest.json", ShardManifest)
+    signature = read_training_signature(config.model)
+    record, files = describe(config, manifest, signature, exported), [folder / RECORD]
+    if record.text and config.data.text:
+        try:
+            tokenizer = open_tokenizer(config.data.text.tokenizer)
+        except ConfigError as error:
+            raise ExportRefused(error.problems) from error
+        files.append(folder / TOKENIZER)
+        write_durably(folder / TOKENIZER, tokenizer.path.read_bytes())
+        if sha256(folder / TOKENIZER) != record.text.sha256:
+            raise ExportRefused(f"{tokenizer.path} changed while it was copied")
+    write_record(folder / RECORD, record)
+    return tuple(files)
+
+
+def describe(
+    config: RunConfig, manifest: ShardManifest, signature: Signature, exported: ExportedModel
+) -> Preprocessing:
+    """Return what becomes of raw data before the graph reads it. Raises ExportRefused without the tokenizer's file."""
+    text = text_columns(config, signature)
+    inputs: dict[str, ImageInput | TableInput | TokenInput | AudioInput] = {}
+    for name, feed in file_feeds(config.data, signature).items():
+        audio = config.data.audio if config.data.audio and feed.columns == (config.data.audio.column,) else None
+        inputs[name] = _audio_input(feed, audio, config.data) if audio else _table_input(feed, config.data, manifest)
+    for each in image_inputs(config.data, signature):
+        inputs[each.name] = _image_input(each, config.data, signature)
+    if text:
+        inputs |= _token_inputs(text, config.data, manifest)
+    return Preprocessing(
+        model=exported.path.name,
+        sha256=exported.sha256,
+        begins_at=config.model.start,
+        inputs=inputs,
+        window_length=config.data.table.window.length if config.data.table.window else None,
+        text=_tokenizer(text, config.model) if text else None,
+        outputs=tuple(_outputs(config.losses, manifest, signature)),
+    )
+
+
+def _image_input(image: images.ImageInput, data: DataConfig, signature: Signature) -> ImageInput:
+    from PIL import __version__ as pillow_version
+
+    assert data.image is not None
+    settings = data.image
+    (dtype,) = (info.dtype for info in signature.fed if info.name == image.name)
+    return ImageInput(
+        column=image.column,
+        height=image.size[0],
+        width=image.size[1],
+        resize=settings.resize,
+        crop_ratio=settings.crop_ratio,
+        interpolation=settings.interpolation,
+        antialias=settings.antialias,
+        pillow=pillow_version,
+        scale=1.0 if image.takes_integers else image.scale,
+        mean=(0.0,) * image.channels if image.takes_integers else image.mean,
+        std=(1.0,) * image.channels if image.takes_integers else image.std,
+        channels="grey" if image.channels == 1 else "bgr" if image.bgr else "rgb",
+        layout="nhwc" if image.nhwc else "nchw",
+        dtype=dtype,
+    )
+
+
+def _audio_input(feed: Feed, audio: AudioConfig, data: DataConfig) -> AudioInput:
+    settings, pad = audio.model_dump(exclude={"seconds"}), data.pad_values.get(audio.column, 0.0)
+    return AudioInput(**settings, samples=audio.length, dtype=feed.dtype, pad_value=pad)
+
+
+def _table_input(feed: Feed, data: DataConfig, manifest: ShardManifest) -> TableInput:
+    known = {column.name: column for column in (*manifest.columns, *manifest.file_columns)}
+    varies = any(known[name].variable for name in feed.columns if name in known)
+    pads = {**manifest.pad_values, **data.pad_values}
+    return TableInput(
+        columns=tuple(_column(name, manifest) for name in feed.columns),
+        stacked=feed.stacked,
+        shape=feed.sample_shape,
+        dtype=feed.dtype,
+        pad_value=pads.get(feed.columns[0], 0.0) if varies else None,
+    )
+
+
+def _column(name: str, manifest: ShardManifest) -> TableColumn:
+    raw = name.removesuffix(INDICATOR)
+    of_raw = manifest.fitted.get(raw, Fitted())
+    # a label has no indicator, whatever another column is called
+    if raw != name and name not in manifest.fitted and raw in manifest.fitted and not of_raw.is_label:
+        return TableColumn(name=raw, indicates_missing=True)
+    found = manifest.fitted.get(name, Fitted())
+    return TableColumn(
+        name=name,
+        fill=found.fill,
+        log1p=found.log1p,
+        center=found.center,
+        scale=found.scale,
+        categories=found.vocabulary,
+        integers=found.integers,
+    )
+
+
+def _token_inputs(text: TextColumns, data: DataConfig, manifest: ShardManifest) -> dict[str, TokenInput]:
+    pads = {**manifest.pad_values, **data.pad_values}
+    found = {}
+    for role, info in text.inputs.items():
+        if role != "labels":
+            length, pad = text.fixed_length or None, pads.get(info.name, 0.0)
+            side: Literal["left", "right"] = "left" if manifest.fitted.get(info.name, Fitted()).pad_left else "right"
+            found[info.name] = TokenInput(role=role, pad_value=pad, pad_side=side, length=length, dtype=info.dtype)
+    return found
+
+
+def _tokenizer(text: TextColumns, model: ModelConfig) -> Tokenizer:
+    try:
+        opened = open_tokenizer(text.config.tokenizer)
+    except ConfigError as error:
+        raise ExportRefused(error.problems) from error
+    most, _ = length_limit(text, read_model(model.path).graph)
+    return Tokenizer(
+        file=TOKENIZER,
+        sha256=opened.digest,
+        columns=text.sources,
+        words=text.config.task == "tokens",
+        lowercase=text.config.lowercase,
+        special_tokens=text.config.special_tokens,
+        max_length=most,
+        stride=text.config.stride,
+    )
+
+
+def _outputs(losses: Sequence[LossConfig], manifest: ShardManifest, signature: Signature) -> Iterator[OutputMeaning]:
+    for loss in losses:
+        output = signature.output(loss.outputs[0])
+        names = [manifest.fitted[name].classes for name in loss.columns if name in manifest.fitted]
+        yield OutputMeaning(
+            name=output.name if output else loss.outputs[0],
+            loss=str(loss.name),
+            holds="".join(loss.rule.tasks[:1]),
+            label=loss.columns,
+            classes=names[0] if names and loss.has_classes else (),
+        )

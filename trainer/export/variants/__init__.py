@@ -1,0 +1,1 @@
+"""Further files made from the exported one: smaller, quantized, optimized."""

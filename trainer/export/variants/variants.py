@@ -1,0 +1,349 @@
+"""Make variants of the exported file for deployment; each is measured, and refused if it loses too much.
+
+    optimized      onnxruntime's own graph optimisation, for any processor
+    fp16, bf16     weights stored in half the bytes; a Cast before their first reader converts them to fp32
+    fp16_compute   weights, activations and products in fp16 (half_precision.py)
+    int8_dynamic   weights in 8 bits, activations quantized when the model runs
+    int8_static    both in 8 bits, calibrated on evaluation data
+    with_preprocessing   the file behind nodes that compute its inputs of raw data (with_preprocessing.py)
+    without_loss   a file that computes its own loss, without it and its labels (without_loss.py)
+
+A refused variant leaves no file, and the exported file does not depend on it. Quantizers can crash their process, so
+each has one of its own: `python -m onward.trainer variant`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_dynamic, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
+
+from onward.trainer.errors import ExportRefused
+from onward.trainer.export.measuring.cuda_provider import has_cuda, measure_on_cuda
+from onward.trainer.export.measuring.evaluation_data import EvaluationData
+from onward.trainer.export.measuring.helper_nodes import without_helpers
+from onward.trainer.export.measuring.latency import latency_on_evaluation
+from onward.trainer.export.measuring.onnx_runner import Array, OnnxRunner
+from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.variants.half_precision import in_half_precision, refuse_overflow
+from onward.trainer.export.without_loss import write_without_loss
+from onward.trainer.onnx_graph.files.index import known_types, locations, nodes_between
+from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.files.stored_protos import stored_protos
+from onward.trainer.run.durable_files import durable_file
+from onward.trainer.run.outcomes.storage import storage_error
+from onward.trainer.run.records import Variant
+
+log = logging.getLogger(__name__)
+
+CALIBRATION_BATCHES = 32
+MIN_HALVED_ELEMENTS = 1024
+"""Halving a smaller tensor saves less than the Cast node costs."""
+
+
+def make_variant(
+    kind: str,
+    exported: Path,
+    *,
+    data: EvaluationData,
+    tolerance: float,
+    losses: Sequence[str] = (),
+    read: Sequence[str] = (),
+) -> Variant:
+    """Make one variant beside the exported file; return its size, latency and metrics.
+
+    losses: the outputs that are losses of the graph itself; "" = the first. read: the tensors that the losses read,
+    which may be inside the graph: while it is made and measured the variant returns them, too.
+
+    If it loses more than `tolerance`, or cannot be made, no file is left and the record gives the reason.
+    """
+    inner = [] if kind == "without_loss" else _inner(exported, read)
+    with _returning(exported, inner) as file:
+        return _made(kind, exported, file, data=data, tolerance=tolerance, losses=losses, inner=inner)
+
+
+def _made(
+    kind: str,
+    exported: Path,
+    file: ModelFile,
+    *,
+    data: EvaluationData,
+    tolerance: float,
+    losses: Sequence[str],
+    inner: Sequence[str],
+) -> Variant:
+    target = exported.with_name(f"{exported.stem}.{kind}.onnx")
+    runner = OnnxRunner(file, data)
+    before = runner.evaluate()
+    size = sum(path.stat().st_size for path in (exported, *(exported.parent / name for name in locations(file.proto))))
+    base = Variant(kind=kind, path=None, bytes=0, size_ratio=0, latency_ratio=0, metrics={})
+    # one ONNX file is one protobuf message, which has at most 2 GB
+    if size > 2**31 - 2**20:
+        return base.model_copy(update={"refused": f"the file has {size:,} bytes; variants are made up to 2 GB"})
+    try:
+        with durable_file(target) as partial, _without_helpers(file, kind) as plain:
+            if kind == "without_loss":
+                write_without_loss(file, partial, losses, next(runner.feeds()))
+                measured: dict[str, float] = {}  # there is no loss left to measure; the outputs have the same bits
+            else:
+                MAKERS[kind](plain, partial, runner)
+                # without widening: a variant is measured in the precision that it is made for
+                made = OnnxRunner(ModelFile.read(partial), data, widen=False)
+                measured = made.evaluate()
+            found = base.model_copy(
+                update={
+                    "path": target,
+                    "bytes": partial.stat().st_size,
+                    "size_ratio": partial.stat().st_size / size,
+                    "metrics": measured,
+                    "latency_ratio": latency_on_evaluation(plain.path, partial, runner),
+                }
+            )
+            # inside of durable_file: leaving it by an error removes the partial file
+            if measured and (lost := too_much(before, measured, tolerance)):
+                raise ExportRefused(lost)
+            if kind == "fp16_compute" and has_cuda():
+                found = found.model_copy(update={"cuda": measure_on_cuda(exported, partial, runner, made)})
+                if found.cuda and found.cuda.metrics and (lost := too_much(before, found.cuda.metrics, tolerance)):
+                    raise ExportRefused(f"on a GPU {lost}")
+            if inner:
+                _drop_outputs(partial, inner)
+                written = partial.stat().st_size
+                found = found.model_copy(update={"bytes": written, "size_ratio": written / size})
+    except (ExportRefused, OSError) as error:
+        if storage := storage_error(error, exported):
+            raise storage from error
+        return base.model_copy(update={"refused": str(error)})
+    except Exception as error:  # errors of quantizers and of onnxruntime have no common base class
+        if storage := storage_error(error, exported):
+            raise storage from error
+        return base.model_copy(update={"refused": f"{type(error).__name__}: {error}"})
+    return found
+
+
+@contextlib.contextmanager
+def _without_helpers(file: ModelFile, kind: str) -> Iterator[ModelFile]:
+    """Yield the file that a variant is made of and measured beside: a copy without helper nodes (helper_nodes.py).
+
+    `optimized`, and what keeps the graph, is made of the file itself.
+    """
+    if kind in ("optimized", "without_loss"):
+        yield file
+        return
+    with tempfile.TemporaryDirectory(prefix="onward-plain-") as folder:
+        yield without_helpers(file, Path(folder)) or file
+
+
+def _inner(exported: Path, read: Sequence[str]) -> list[str]:
+    """Return the tensors inside a file's graph that the losses read."""
+    graph = ModelFile.read(exported).proto.graph
+    outputs, computed = {value.name for value in graph.output}, {name for node in graph.node for name in node.output}
+    return [name for name in dict.fromkeys(read) if name in computed - outputs]
+
+
+@contextlib.contextmanager
+def _returning(exported: Path, inner: Sequence[str]) -> Iterator[ModelFile]:
+    """Yield the file; with inner tensors a copy beside it, where its external data is, that returns them, too."""
+    file = ModelFile.read(exported)
+    if not inner:
+        yield file
+        return
+    types, path = known_types(file.proto), exported.with_name(f"{exported.stem}.scores.onnx")
+    file.proto.graph.output.extend(types[name] for name in inner)
+    try:
+        path.write_bytes(file.proto.SerializeToString())
+        yield ModelFile(path, file.proto)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _drop_outputs(path: Path, names: Sequence[str]) -> None:
+    """Remove outputs from a file, with the nodes and tensors that only they need."""
+    model = onnx.load_model(path, load_external_data=False)
+    graph, kept = model.graph, [value for value in model.graph.output if value.name not in names]
+    nodes, needed = nodes_between(graph, [value.name for value in kept], set())
+    fields = {"output": kept, "node": nodes, "initializer": [each for each in graph.initializer if each.name in needed]}
+    for field, entries in fields.items():
+        copies = [type(entry).FromString(entry.SerializeToString()) for entry in entries]  # clearing invalidates them
+        graph.ClearField(field)
+        getattr(graph, field).extend(copies)
+    path.write_bytes(model.SerializeToString())
+
+
+def kept_if_written(kind: str, exported: Path, write: Callable[[Path], tuple[float, float]]) -> Variant:
+    """Make a variant that has other inputs and the same outputs, so that it has no metrics of its own.
+
+    write: writes it to a path and verifies it; returns (its difference, its latency ratio), or raises ExportRefused,
+    and then no file is left.
+    """
+    target = exported.with_name(f"{exported.stem}.{kind}.onnx")
+    made = Variant(kind=kind, path=target, bytes=0, size_ratio=0, latency_ratio=0, metrics={})
+    try:
+        with durable_file(target) as partial:
+            _, latency = write(partial)
+            size = partial.stat().st_size
+    except Exception as error:  # errors of onnx.checker and of onnxruntime have no common base class
+        why = str(error) if isinstance(error, ExportRefused) else f"{type(error).__name__}: {error}"
+        return made.model_copy(update={"path": None, "refused": why})
+    ratio = size / exported.stat().st_size
+    return made.model_copy(update={"bytes": size, "size_ratio": ratio, "latency_ratio": latency})
+
+
+def too_much(before: dict[str, float], after: dict[str, float], tolerance: float) -> str:
+    """Return why a variant is refused, or "". Compares the accuracy if there is one, else the loss."""
+    name = next((name for name in ("evaluation/accuracy", "evaluation/loss") if name in before), "")
+    if not name:
+        return f"there is neither accuracy nor loss to compare among {', '.join(before) or 'no metrics'}"
+    lost = before[name] - after[name] if name.endswith("accuracy") else after[name] - before[name]
+    if name.endswith("loss") and before[name]:
+        lost /= abs(before[name])
+    if lost <= tolerance:  # false for NaN, too
+        return ""
+    return (
+        f"{name} {before[name]:.4f} -> {after[name]:.4f}, a loss of {lost:.3g}, "
+        f"above export.variant_tolerance {tolerance:g}"
+    )
+
+
+# -- the kinds
+
+
+def _optimized(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
+    open_session(exported.path, save=target)
+
+
+def _halved(element_type: int) -> Callable[..., None]:
+    """Store fp32 weights in half the bytes. Arithmetic stays fp32, so this saves size, not time."""
+
+    def make(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
+        model = _with_initializers(exported)
+        opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+        if element_type == TensorProto.BFLOAT16 and opset < 13:
+            raise ExportRefused(f"bfloat16 weights need opset 13; the file has {opset}")
+        # every reader stays unchanged: the Cast gets the weight's old name as its output, and the stored half a new one
+        graph, casts = model.graph, []
+        greatest = float(np.finfo(helper.tensor_dtype_to_np_dtype(TensorProto.FLOAT16)).max)
+        taken = {name for node in graph.node for name in (*node.input, *node.output)}
+        taken |= {tensor.name for tensor in graph.initializer}
+        listed = {value.name for value in (*graph.input, *graph.output)}
+        for tensor in graph.initializer:
+            if (
+                tensor.data_type != TensorProto.FLOAT
+                or math.prod(tensor.dims) < MIN_HALVED_ELEMENTS
+                # an initializer that is also an input or an output has a declared type
+                or tensor.name in listed
+            ):
+                continue
+            values = numpy_helper.to_array(tensor)
+            if element_type == TensorProto.FLOAT16 and float(np.abs(values).max()) > greatest:
+                raise ExportRefused(f"{tensor.name!r} has values beyond fp16's {greatest:g}; bf16 holds them")
+            name, stored = tensor.name, _unused_name(f"{tensor.name}.half", taken)
+            half = helper.tensor_dtype_to_np_dtype(element_type)
+            tensor.CopyFrom(numpy_helper.from_array(values.astype(half), stored))
+            casts.append(helper.make_node("Cast", [stored], [name], to=TensorProto.FLOAT))
+        if not casts:
+            raise ExportRefused(f"no fp32 weight has {MIN_HALVED_ELEMENTS} elements or more: there is nothing to gain")
+        # nodes must be sorted topologically, so the Casts come first
+        nodes = [*casts, *graph.node]
+        del graph.node[:]
+        graph.node.extend(nodes)
+        target.write_bytes(model.SerializeToString())
+
+    return make
+
+
+def _computing_in_half(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
+    with tempfile.TemporaryDirectory(prefix="onward-half-") as folder:
+        refuse_overflow(_with_initializers(exported), Calibration(runner, CALIBRATION_BATCHES), Path(folder))
+    target.write_bytes(in_half_precision(_with_initializers(exported)).SerializeToString())
+
+
+def _with_initializers(exported: ModelFile) -> onnx.ModelProto:
+    """Return a copy of the model whose weights in Constant nodes are initializers, as quantizers expect."""
+    model = exported.with_external_data()
+    graph = model.graph
+    held = {node.output[0]: node for node in graph.node if node.op_type == "Constant"}
+    for name, tensor in list(stored_protos(graph)):
+        if name in held and tensor.dims and name not in {value.name for value in graph.output}:
+            graph.initializer.append(tensor)
+            graph.initializer[-1].name = name
+            graph.node.remove(held[name])
+    model.ir_version = max(model.ir_version, 4)  # before, every initializer had to be an input
+    return model
+
+
+def _unused_name(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
+def _dynamic(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
+    with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder:
+        ready = prepared(exported, Path(folder))
+        # convolutions are left out: onnxruntime has a fast kernel for them with calibrated activations only
+        quantize_dynamic(ready, target, op_types_to_quantize=["MatMul", "Gemm", "LSTM", "Gather", "Attention"])
+    _refuse_unquantized(target, "no MatMul, Gemm, LSTM or embedding; int8_static quantizes convolutions")
+
+
+def _static(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
+    with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder:
+        quantize_static(
+            prepared(exported, Path(folder)),
+            target,
+            Calibration(runner, CALIBRATION_BATCHES),
+            # one scale for each output channel: channels whose weights differ in magnitude keep their precision
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+        )
+    _refuse_unquantized(target, "no layer that onnxruntime quantizes")
+
+
+def prepared(exported: ModelFile, folder: Path) -> Path:
+    """Write a copy with the shapes of all values, which quantizers need."""
+    given, prepared = folder / "given.onnx", folder / "prepared.onnx"
+    onnx.save_model(_with_initializers(exported), given)
+    with contextlib.chdir(folder):  # it leaves files in the working directory when it fails
+        try:
+            quant_pre_process(given, prepared)
+        except Exception:  # symbolic shape inference fails on some graphs that onnx's own accepts
+            log.info("quantizing without symbolic shapes")
+            quant_pre_process(given, prepared, skip_symbolic_shape=True)
+    return prepared
+
+
+def _refuse_unquantized(target: Path, nothing: str) -> None:
+    types = {tensor.data_type for tensor in onnx.load_model(target, load_external_data=False).graph.initializer}
+    if not types & {TensorProto.INT8, TensorProto.UINT8}:
+        raise ExportRefused(f"nothing was quantized: {nothing}")
+
+
+class Calibration(CalibrationDataReader):  # type: ignore[misc]
+    """Batches in the interface of onnxruntime's quantizer. most: how many, None = all."""
+
+    def __init__(self, runner: OnnxRunner, most: int | None = None) -> None:
+        self._feeds: Iterator[dict[str, Array]] = itertools.islice(runner.feeds(), most)
+
+    def get_next(self) -> dict[str, Array] | None:
+        return next(self._feeds, None)
+
+
+MAKERS: dict[str, Callable[[ModelFile, Path, OnnxRunner], None]] = {
+    "optimized": _optimized,
+    "fp16": _halved(TensorProto.FLOAT16),
+    "bf16": _halved(TensorProto.BFLOAT16),
+    "fp16_compute": _computing_in_half,
+    "int8_dynamic": _dynamic,
+    "int8_static": _static,
+}

@@ -1,0 +1,197 @@
+"""Build small models of the usual architectures as ONNX files with fresh weights: what the examples train.
+
+Names are those of torchvision and Hugging Face. As reference_models.py needs, only numpy and onnx; the same seed gives
+the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from onward.trainer.onnx_graph.examples.builder import Array, GraphWriter
+from onward.trainer.onnx_graph.examples.reference_models import layer_norm, linear
+
+
+def build_resnet18(*, num_classes: int, image_size: int, width: int = 64, seed: int = 0) -> onnx.ModelProto:
+    """Build ResNet-18: `image` [batch, 3, image_size, image_size] -> `logits` [batch, num_classes].
+
+    Its beginning is that of small images (He et al. 2016, section 4.2): a 3x3 convolution in place of the 7x7 one with
+    stride 2 and the max pool. width: channels of the first of the four stages; each further one has twice as many.
+    """
+    g = GraphWriter("resnet18", seed=seed)
+    x = g.input("image", ("batch", 3, image_size, image_size))
+    x = g.op("Relu", _conv_norm(g, x, "conv1", "bn1", (width, 3, 3, 3)))
+    channels = width
+    for stage in range(4):
+        for block in range(2):
+            stride = 2 if stage and not block else 1
+            x = _residual(g, x, f"layer{stage + 1}.{block}", channels, width << stage, stride)
+            channels = width << stage
+    x = g.op("Flatten", g.op("GlobalAveragePool", x))
+    return _with_heads(g, x, channels, {"logits": ("fc", num_classes)})
+
+
+def _residual(g: GraphWriter, x: str, name: str, inputs: int, outputs: int, stride: int) -> str:
+    """Add a basic block: two 3x3 convolutions, and x itself or a projection of it."""
+    strides = [stride, stride]
+    h = _conv_norm(g, x, f"{name}.conv1", f"{name}.bn1", (outputs, inputs, 3, 3), strides=strides)
+    h = _conv_norm(g, g.op("Relu", h), f"{name}.conv2", f"{name}.bn2", (outputs, outputs, 3, 3))
+    if stride > 1 or inputs != outputs:
+        parts = f"{name}.downsample.0", f"{name}.downsample.1"
+        x = _conv_norm(g, x, *parts, (outputs, inputs, 1, 1), strides=strides)
+    return g.op("Relu", g.op("Add", h, x))
+
+
+def build_unet(*, num_classes: int, image_size: int, width: int = 16, seed: int = 0) -> onnx.ModelProto:
+    """Build a U-Net of two levels: `image` [batch, 3, S, S] -> `logits` [batch, num_classes, S, S], S a multiple of 4.
+
+    image - enter ----------------------- join1 - out - logits      S x S
+               \\ pool                    /  up
+                down1 --------- join2 ---                           S/2 x S/2
+                     \\ pool   /  up
+                      down2 --                                      S/4 x S/4
+    """
+    g = GraphWriter("unet", seed=seed)
+    x = g.input("image", ("batch", 3, image_size, image_size))
+    a = _double(g, x, "enter", 3, width)
+    b = _double(g, _half(g, a), "down1", width, 2 * width)
+    c = _double(g, _half(g, b), "down2", 2 * width, 4 * width)
+    x = g.op("Concat", _twice(g, c, "up2", 4 * width, 2 * width), b, axis=1)
+    x = _double(g, x, "join2", 4 * width, 2 * width)
+    x = g.op("Concat", _twice(g, x, "up1", 2 * width, width), a, axis=1)
+    x = _double(g, x, "join1", 2 * width, width)
+    weight = g.weight("out.weight", g.normal(0.1, num_classes, width, 1, 1))
+    bias = g.weight("out.bias", np.zeros(num_classes, np.float32))
+    g.op("Conv", x, weight, bias, kernel_shape=[1, 1], outputs="logits")
+    g.output("logits", ("batch", num_classes, image_size, image_size))
+    return g.model()
+
+
+def _double(g: GraphWriter, x: str, name: str, inputs: int, outputs: int) -> str:
+    # leaky, because a Relu would leave so few channels without any gradient in regions of rare classes
+    x = g.op("LeakyRelu", _conv_norm(g, x, f"{name}.0", f"{name}.1", (outputs, inputs, 3, 3)), alpha=0.1)
+    return g.op("LeakyRelu", _conv_norm(g, x, f"{name}.3", f"{name}.4", (outputs, outputs, 3, 3)), alpha=0.1)
+
+
+def _half(g: GraphWriter, x: str) -> str:
+    return g.op("MaxPool", x, kernel_shape=[2, 2], strides=[2, 2])
+
+
+def _twice(g: GraphWriter, x: str, name: str, inputs: int, outputs: int) -> str:
+    """Add a transposed convolution that doubles height and width."""
+    weight = g.weight(f"{name}.weight", g.normal(math.sqrt(2 / inputs), inputs, outputs, 2, 2))
+    bias = g.weight(f"{name}.bias", np.zeros(outputs, np.float32))
+    return g.op("ConvTranspose", x, weight, bias, kernel_shape=[2, 2], strides=[2, 2])
+
+
+def build_two_heads(*, num_classes: int, image_size: int, width: int = 16, seed: int = 0) -> onnx.ModelProto:
+    """Build a convolutional network with two outputs: `image` [batch, 3, S, S] -> `kind` [batch, num_classes], `centre`
+    [batch, 2]. S is a multiple of 8."""
+    g = GraphWriter("two_heads", seed=seed)
+    x = g.input("image", ("batch", 3, image_size, image_size))
+    channels = 3
+    for layer in range(3):
+        outputs = width << layer
+        x = g.op("Relu", _conv_norm(g, x, f"{layer}.conv", f"{layer}.bn", (outputs, channels, 3, 3)))
+        x, channels = _half(g, x), outputs
+    # flattened and not averaged: where something is must not get lost
+    features = channels * (image_size // 8) ** 2
+    x = g.op("Relu", _gemm(g, g.op("Flatten", x), "trunk", features, 64))
+    return _with_heads(g, x, 64, {"kind": ("kind", num_classes), "centre": ("centre", 2)})
+
+
+def build_bert(
+    *,
+    vocab_size: int,
+    num_classes: int,
+    sequence_length: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    width: int = 64,
+    seed: int = 0,
+) -> onnx.ModelProto:
+    """Build a BERT classifier: `input_ids`, `attention_mask`, `token_type_ids` int64 [batch, sequence] -> `logits`
+    [batch, num_classes]. `sequence` is at most `sequence_length`."""
+    g = GraphWriter("bert", seed=seed)
+    ids, mask, types = (
+        g.input(name, ("batch", "sequence"), TensorProto.INT64)
+        for name in ("input_ids", "attention_mask", "token_type_ids")
+    )
+    length = g.op("Gather", g.op("Shape", ids), g.weight("one", np.array(1)), axis=0)
+    positions = g.op("Range", g.weight("zero", np.array(0)), length, "one")
+    x = _embedding(g, "word_embeddings", vocab_size, width, ids)
+    x = g.op("Add", x, _embedding(g, "token_type_embeddings", 2, width, types))
+    x = g.op("Add", x, _embedding(g, "position_embeddings", sequence_length, width, positions))
+    x = layer_norm(g, x, "bert.embeddings.LayerNorm", width)
+    # [batch, 1, 1, sequence], true where the key is no padding
+    kept = g.op("Unsqueeze", g.op("Cast", mask, to=TensorProto.BOOL), g.weight("head_axes", [1, 2]))
+    for layer in range(num_layers):
+        name = f"bert.encoder.layer.{layer}"
+        h = _self_attention(g, x, kept, f"{name}.attention", width, num_heads)
+        x = layer_norm(g, g.op("Add", x, h), f"{name}.attention.output.LayerNorm", width)
+        h = g.op("Gelu", linear(g, x, f"{name}.intermediate.dense", g.normal(0.02, width, 4 * width)))
+        h = linear(g, h, f"{name}.output.dense", g.normal(0.02, 4 * width, width))
+        x = layer_norm(g, g.op("Add", x, h), f"{name}.output.LayerNorm", width)
+    first = g.op("Gather", x, "zero", axis=1)
+    pooled = g.op("Tanh", _gemm(g, first, "bert.pooler.dense", width, width))
+    return _with_heads(g, pooled, width, {"logits": ("classifier", num_classes)})
+
+
+def _embedding(g: GraphWriter, name: str, rows: int, width: int, ids: str) -> str:
+    return g.op("Gather", g.weight(f"bert.embeddings.{name}.weight", g.normal(0.02, rows, width)), ids)
+
+
+def _self_attention(g: GraphWriter, x: str, kept: str, name: str, width: int, num_heads: int) -> str:
+    """Add self-attention over all tokens that are no padding, [batch, sequence, width] to the same shape."""
+    heads = g.weight("split_heads", [0, 0, num_heads, width // num_heads])
+
+    def project(part: str, perm: list[int]) -> str:
+        projected = linear(g, x, f"{name}.self.{part}", g.normal(0.02, width, width))
+        return g.op("Transpose", g.op("Reshape", projected, heads), perm=perm)
+
+    query, key = project("query", [0, 2, 1, 3]), project("key", [0, 2, 3, 1])
+    scores = g.op("Div", g.op("MatMul", query, key), g.weight("sqrt_head_width", math.sqrt(width / num_heads)))
+    scores = g.op("Where", kept, scores, g.weight("masked", float(np.finfo(np.float32).min)))
+    mixed = g.op("MatMul", g.op("Softmax", scores, axis=-1), project("value", [0, 2, 1, 3]))
+    joined = g.op("Reshape", g.op("Transpose", mixed, perm=[0, 2, 1, 3]), g.weight("join_heads", [0, 0, width]))
+    return linear(g, joined, f"{name}.output.dense", g.normal(0.02, width, width))
+
+
+def build_mlp(*, inputs: int, outputs: int, hidden: int = 64, seed: int = 0) -> onnx.ModelProto:
+    """Build a network of two hidden layers for tables: `features` [batch, inputs] -> `prediction` [batch, outputs]."""
+    g = GraphWriter("mlp", seed=seed)
+    x = g.op("Relu", _gemm(g, g.input("features", ("batch", inputs)), "fc1", inputs, hidden))
+    x = g.op("Relu", _gemm(g, x, "fc2", hidden, hidden))
+    return _with_heads(g, x, hidden, {"prediction": ("fc3", outputs)})
+
+
+# -- layers
+
+
+def _conv_norm(g: GraphWriter, x: str, conv: str, norm: str, shape: tuple[int, ...], **attributes: Any) -> str:
+    """Add a convolution without bias, padded to keep the size, and a BatchNormalization."""
+    weight = g.weight(f"{conv}.weight", g.kaiming_uniform(*shape))
+    x = g.op("Conv", x, weight, kernel_shape=list(shape[2:]), pads=[shape[-1] // 2] * 4, **attributes)
+    ones, zeros = np.ones(shape[0], np.float32), np.zeros(shape[0], np.float32)
+    values = {"weight": ones, "bias": zeros, "running_mean": zeros, "running_var": ones}
+    stored = [g.weight(f"{norm}.{part}", value) for part, value in values.items()]
+    return g.op("BatchNormalization", x, *stored, epsilon=1e-5, momentum=0.9)
+
+
+def _gemm(g: GraphWriter, x: str, name: str, inputs: int, outputs: int, *, result: str = "") -> str:
+    weight: Array = g.normal(1 / math.sqrt(inputs), outputs, inputs)
+    bias = g.weight(f"{name}.bias", np.zeros(outputs, np.float32))
+    return g.op("Gemm", x, g.weight(f"{name}.weight", weight), bias, transB=1, outputs=result)
+
+
+def _with_heads(g: GraphWriter, x: str, width: int, heads: dict[str, tuple[str, int]]) -> onnx.ModelProto:
+    """Add a linear layer for each output, and return the model. heads: output -> name of the layer, its outputs."""
+    for output, (name, size) in heads.items():
+        _gemm(g, x, name, width, size, result=output)
+        g.output(output, ("batch", size))
+    return g.model()

@@ -1,0 +1,274 @@
+"""Read the structure of an ONNX graph: inner graphs, producers and readers of values, types and shapes.
+
+Nothing here reads the values of weights, and nothing imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx
+from onnx import TensorProto, helper
+
+from onward.trainer.onnx_graph.files.ml_types import further_results
+
+FLOAT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+"""Element types in which weights are trained, and those among them of half precision."""
+
+NEVER_TRAINED = frozenset({TensorProto.INT64, TensorProto.UINT64, TensorProto.BOOL, TensorProto.STRING})
+"""Element types of lengths, indices and masks, in which no weights are stored."""
+
+SMALL = 1024
+"""Number of elements up to which a tensor may be one that shapes are computed from."""
+
+UNTIED = ".untied."
+"""Part of the name of every copy that `model.untie` makes; the search for tied weights leaves these apart."""
+
+
+# -- domains
+
+
+def domain_of(part: onnx.NodeProto | onnx.OperatorSetIdProto) -> str:
+    """Return the domain of an operator, "" for that of ONNX, which has a second name."""
+    return "" if part.domain == "ai.onnx" else part.domain
+
+
+def opsets_of(model: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
+    """Return the opset version of each domain that a model or a function imports."""
+    return {domain_of(entry): entry.version for entry in model.opset_import}
+
+
+# -- inner graphs: branches of If, bodies of Loop and Scan
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yield the graphs in the attributes of one node."""
+    for attribute in node.attribute:
+        yield from [attribute.g] if attribute.HasField("g") else attribute.graphs
+
+
+def inner_graphs(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
+    """Yield the graphs inside nodes, at any depth, each before the graphs inside it."""
+    for node in nodes:
+        for graph in subgraphs(node):
+            yield graph
+            yield from inner_graphs(graph.node)
+
+
+def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield the graph, and all graphs inside it."""
+    yield graph
+    yield from inner_graphs(graph.node)
+
+
+def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Yield every node of a graph and of the graphs inside it."""
+    for inner in graphs_of(graph):
+        yield from inner.node
+
+
+def nodes_inside(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yield nodes and those of the graphs inside them, each node before the nodes inside it."""
+    for node in nodes:
+        yield node
+        for graph in subgraphs(node):
+            yield from nodes_inside(graph.node)
+
+
+# -- names and tensors
+
+
+def all_names(graph: onnx.GraphProto) -> Iterator[str]:
+    """Yield every name of a value or a node in a graph and the graphs inside it."""
+    for inner in graphs_of(graph):
+        yield from (value.name for values in (inner.input, inner.output, inner.initializer) for value in values)
+        for node in inner.node:
+            yield from (node.name, *node.input, *node.output)
+
+
+def names_read(node: onnx.NodeProto) -> set[str]:
+    """Return the names that a node reads, those that its inner graphs read included."""
+    names = set(node.input)
+    for graph in subgraphs(node):
+        names |= {value.name for value in graph.output}.union(*map(names_read, graph.node))
+    return names - {""}
+
+
+def nodes_between(
+    graph: onnx.GraphProto, outputs: Iterable[str], start: set[str]
+) -> tuple[list[onnx.NodeProto], set[str]]:
+    """Return the nodes that compute tensors from `start` and the inputs, in graph order, and all names they read."""
+    needed, kept = set(outputs), []
+    for node in reversed(graph.node):
+        # backwards over the sorted nodes, so that every reader of a value is visited before its producer
+        if (needed - start) & set(node.output):
+            kept.append(node)
+            needed |= names_read(node)
+    return kept[::-1], needed
+
+
+def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
+    """Yield every tensor that a model stores: in the graph, in inner graphs, in node attributes, in its functions."""
+    graphs = [*graphs_of(model.graph), *(g for function in model.functions for g in inner_graphs(function.node))]
+    for graph in graphs:
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+    for node in (node for body in (*graphs, *model.functions) for node in body.node):
+        for attribute in node.attribute:
+            yield from [attribute.t] if attribute.HasField("t") else attribute.tensors
+
+
+def locations(model: onnx.ModelProto) -> list[str]:
+    """Return the external data files of a model, relative to its directory."""
+    entries = (entry for tensor in all_tensors(model) for entry in tensor.external_data)
+    return sorted({entry.value for entry in entries if entry.key == "location"})
+
+
+def attribute_value(attribute: onnx.AttributeProto) -> Any:
+    """Return an attribute as a Python value: strings as str, tensors and graphs as protos."""
+    value = helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    if isinstance(value, str | int | float) or not hasattr(value, "__iter__"):
+        return value
+    return [item.decode(errors="backslashreplace") if isinstance(item, bytes) else item for item in value]
+
+
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    """Return the attributes of a node by name, as Python values."""
+    return {attribute.name: attribute_value(attribute) for attribute in node.attribute}
+
+
+# -- producers and readers
+
+
+@dataclass
+class Index:
+    """The producer and the readers of each value of a graph."""
+
+    graph: onnx.GraphProto
+    makers: dict[str, onnx.NodeProto] = field(default_factory=dict)
+    """Value -> the node of the main graph that computes it."""
+    readers: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
+    """Value -> the nodes that read it, those in inner graphs included."""
+    stored: dict[str, TensorProto] = field(default_factory=dict)
+    """Name -> tensor, of initializers and of Constant nodes."""
+
+    def __post_init__(self) -> None:
+        self.stored = {tensor.name: tensor for tensor in self.graph.initializer}
+        for node in self.graph.node:
+            # an absent optional output has the name ""
+            self.makers.update(dict.fromkeys(filter(None, node.output), node))
+            if node.op_type == "Constant":
+                self.stored.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
+        # with the nodes of inner graphs, which read values of the main graph by name; `makers` leaves them out, because
+        # their results are local
+        for node in nodes_of(self.graph):
+            for name in dict.fromkeys(node.input):
+                self.readers.setdefault(name, []).append(node)
+
+    @property
+    def computed(self) -> list[str]:
+        """Return the names of the inputs and of all values computed from them."""
+        return [value.name for value in self.graph.input if value.name not in self.stored] + [
+            name for name in self.makers if name not in self.stored
+        ]
+
+    def free_name(self, name: str) -> str:
+        """Return the name, or the first of name_1, name_2, ... that the graph does not use."""
+        taken = {*self.stored, *self.makers, *(value.name for value in self.graph.input)}
+        return next(n for n in (name, *(f"{name}_{i}" for i in range(1, len(taken) + 2))) if n not in taken)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the most similar known one, or the last three."""
+    names = list(known)
+    nearest = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else f"; there is {', '.join(names[-3:])}"
+
+
+def integer_problems(graph: onnx.GraphProto, setting: str, patterns: Iterable[str]) -> Iterator[str]:
+    """Yield which entries of a setting that names weights name a tensor of a type that is never trained.
+
+    Integers of up to 32 bits may be quantized weights, about which the import decides.
+    """
+    stored = Index(graph).stored
+    for pattern in patterns:
+        if pattern in stored and stored[pattern].data_type in NEVER_TRAINED:
+            name = str(TensorProto.DataType.Name(stored[pattern].data_type)).lower()
+            yield f"{setting}: {pattern!r} is {name}; only tensors of floating-point numbers are trained"
+
+
+# -- types and shapes
+
+
+def known_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
+    """Return the type and shape of every tensor that the file declares or that ONNX infers.
+
+    If inference finds a contradiction in the graph, only what the file declares.
+    """
+    try:
+        return infer_types(model)
+    except onnx.shape_inference.InferenceError:
+        graph = model.graph
+        return {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
+
+
+def infer_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
+    """Return the same as `known_types`. Raises InferenceError for a graph that contradicts itself."""
+    # onnx serializes the model, which fails at 2 GB
+    light, added = without_large_tensors(model), dict[str, onnx.ValueInfoProto]()
+    while True:
+        found = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+        types = {value.name: value for value in (*found.value_info, *found.output, *found.input)} | added
+        # what follows an operator that ONNX does not know is inferred in the next round
+        if not (further := {value.name: value for value in further_results(model.graph, types)}):
+            return types
+        light.graph.value_info.extend(further.values())
+        added |= further
+
+
+def without_large_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy in which the initializers of more than SMALL elements are inputs."""
+    # before IR version 4 every initializer had to be an input as well
+    light = onnx.ModelProto(ir_version=max(model.ir_version, 4))
+    light.opset_import.extend(model.opset_import)
+    light.functions.extend(model.functions)
+    graph, target = model.graph, light.graph
+    target.name = graph.name
+    target.node.extend(graph.node)
+    declared = {value.name for value in graph.input}
+    target.input.extend(graph.input)
+    for tensor in graph.initializer:
+        # small ones stay initializers: shapes may be computed from them (Reshape, Slice)
+        if math.prod(tensor.dims) <= SMALL and tensor.data_location != TensorProto.EXTERNAL:
+            target.initializer.append(tensor)
+        elif tensor.name not in declared:
+            target.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    target.output.extend(graph.output)
+    target.value_info.extend(graph.value_info)
+    return light
+
+
+def dims_of(value: onnx.ValueInfoProto | None) -> list[int | None] | None:
+    """Return the lengths of a tensor's dimensions, None for an unknown one; None for a tensor of unknown rank."""
+    if value is None or not value.type.tensor_type.HasField("shape"):
+        return None
+    return [length_of(dim) for dim in value.type.tensor_type.shape.dim]
+
+
+def length_of(dim: onnx.TensorShapeProto.Dimension) -> int | None:
+    """Return the length that a dimension declares, None for an unknown one, as which exporters of Paddle write -1."""
+    return dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else None
+
+
+def dim_text(dim: onnx.TensorShapeProto.Dimension) -> str:
+    """Return the length or the symbol of a dimension, "?" if it has neither, for messages."""
+    length = length_of(dim)
+    return (dim.dim_param or "?") if length is None else str(length)

@@ -1,0 +1,84 @@
+"""Open an ONNX model in onnxruntime, on the CPU or, where it is asked for, on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import onnx
+import onnxruntime
+
+from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.files.attribute_bounds import passed_attribute_problems
+from onward.trainer.onnx_graph.files.integer_division import guard_integer_divisions
+from onward.trainer.onnx_graph.files.model_files import read_model
+
+Device = Literal["cpu", "cuda"]
+PROVIDERS: dict[Device, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+# TF32 has 10 bits of mantissa: with it fp32 products would differ from those of the CPU by 1e-3
+OPTIONS: dict[Device, dict[str, str]] = {"cpu": {}, "cuda": {"use_tf32": "0"}}
+DATA_FOLDER = "session.model_external_initializers_file_folder_path"
+
+
+def open_session(
+    model: Path | onnx.ModelProto,
+    *,
+    optimise: bool = True,
+    save: Path | None = None,
+    device: Device = "cpu",
+    base: Path | None = None,
+    share_constants: bool = True,
+    threads: int = 0,
+    standard: bool = False,
+) -> onnxruntime.InferenceSession:
+    """Open a session of onnxruntime. Its errors, which have no common base class, are raised only.
+
+    base: the directory of the external data of a model that is not opened from its file. save: also write the graph
+    that the session runs there, optimised for any machine; standard: with operators of ONNX's own alone. threads: how
+    many compute, 1 = the calling one; 0 = as many as there are. share_constants: let it keep one of several equal
+    constants. False for BatchNormalization in training form: onnxruntime 1.31 writes the new mean over the stored one,
+    which may then be the bias as well, before it adds the bias. Raises RuntimeError if onnxruntime cannot use the
+    device.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what is raised is not printed as well
+    levels = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimise else levels.ORT_DISABLE_ALL
+    if save:  # levels above EXTENDED use memory layouts of this machine's processor
+        options.graph_optimization_level = levels.ORT_ENABLE_BASIC if standard else levels.ORT_ENABLE_EXTENDED
+        options.optimized_model_filepath = str(save)
+    options.intra_op_num_threads = threads
+    if isinstance(model, Path):
+        content: str | bytes = guarded_content(model) or str(model)
+        base = base or model.parent
+    else:
+        content = guard_integer_divisions(model).SerializeToString()
+    if base and isinstance(content, bytes):
+        options.add_session_config_entry(DATA_FOLDER, str(base))
+    session = onnxruntime.InferenceSession(
+        content,
+        options,
+        providers=[(PROVIDERS[device], OPTIONS[device])],
+        disabled_optimizers=[] if share_constants else ["ConstantSharing"],
+    )
+    # where a library of CUDA is missing, onnxruntime prints that and goes on with the CPU
+    if (found := session.get_providers()[0]) != PROVIDERS[device]:
+        raise RuntimeError(f"onnxruntime has {PROVIDERS[device]} but cannot use it; it chose {found}")
+    return session
+
+
+def guarded_content(path: Path) -> bytes | None:
+    """Return what to open in place of a file in which a division may end the process; None = the file itself.
+
+    Its external data, if it has some, lies beside the file still. Raises as `read_model`, and UnsupportedModel for
+    attributes that end the process as well.
+    """
+    model = read_model(path)
+    try:
+        problems = list(passed_attribute_problems(model))
+    except Exception as error:  # those of onnx's inliner have no common base class
+        raise UnsupportedModel(f"{path}: its functions cannot be read: {error}") from error
+    if problems:
+        raise UnsupportedModel(f"{path}: {problem}" for problem in problems)
+    guarded = guard_integer_divisions(model)
+    return None if guarded is model else guarded.SerializeToString()

@@ -1,0 +1,372 @@
+"""Find stochastic depth (and dropout) that an exporter wrote as elementary nodes.
+
+A residual branch x is multiplied by a random mask and divided by the mask's mean k, the share of samples that is kept:
+
+    x / k * floor(k + uniform)      Hugging Face Swin, Segformer, ConvNeXt
+    x * (bernoulli(k) / k)          timm, torchvision.ops.StochasticDepth, F.dropout1d, 2d and 3d
+    x / k * (uniform < k)
+
+ONNX has no operator for it and no switch between training and inference, so these nodes are replaced while the graph is
+imported:
+
+    before                                                              after
+
+    RandomUniformLike --- Add(k) --- Floor ---+                         x --- onward.StochasticDepth(keep=k) --- Add
+                                              Mul --- Add                                                         |
+    x ------------------- Div(k) -------------+        |                residual ---------------------------------+
+    residual ------------------------------------------+
+
+A mask is recognised only if its mean times its factor is 1 (then leaving it out is what eval() does in PyTorch) and if
+nothing else reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
+from onnx import helper, shape_inference
+
+from onward.trainer.onnx_graph.files.external_ranges import is_external
+from onward.trainer.onnx_graph.files.index import attributes_of, dims_of, inner_graphs, nodes_inside, nodes_of
+from onward.trainer.onnx_graph.files.model_files import stored_array
+from onward.trainer.onnx_graph.files.stored_protos import load_small_tensors
+
+DOMAIN = "onward"
+OPERATOR = "StochasticDepth"
+"""The node that replaces a mask while a graph is imported. It is never written to a file."""
+
+RANDOM = ("RandomUniform", "RandomUniformLike", "RandomNormal", "RandomNormalLike", "Bernoulli", "Multinomial")
+SMALL = 64
+"""Stored tensors up to this many elements may be constants of the pattern or shapes."""
+
+NOISE = "onward.noise"
+"""The input of the trained graph, and the column of a batch, from which its random numbers are made: int64 [B, 2]."""
+
+IDENTITIES = ("Identity", "Cast", "CastLike")
+BINARY = ("Mul", "Div", "Add", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
+UNARY = (
+    *IDENTITIES,
+    "Not",
+    "Floor",
+    "Bernoulli",
+    "RandomUniformLike",
+    "RandomNormalLike",
+    "Reshape",
+    "Expand",
+    "Shape",
+)
+OPERANDS = dict.fromkeys(BINARY, 2) | dict.fromkeys(UNARY, 1)
+"""Operator -> the operands that it must have at least."""
+KEEPS_ELEMENTS = (*IDENTITIES, "Reshape", "Squeeze", "Unsqueeze", "Expand")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A value that training multiplies by a random mask."""
+
+    value: str
+    """The name of the value without the mask."""
+    result: str
+    """The name of the masked and scaled value."""
+    drawn: str
+    """The output of the random node."""
+    keep: float
+    """The probability that an element of the mask is 1."""
+    mask_dims: int
+    """The number of leading dimensions in which the mask varies: 0 for one number, 1 for one per sample, 2 for one per
+    channel of each sample. The attribute of the node has the same name."""
+
+    @property
+    def kind(self) -> str:
+        return "stochastic depth" if self.mask_dims < 2 else "dropout written out"
+
+
+def find_branches(model: onnx.ModelProto, base: Path | None = None) -> list[Branch]:
+    """Return every mask of the main graph as described above. base: the directory of external data."""
+    # most files have none; shape inference below takes long for a large graph
+    if not any(_is(node, *RANDOM) for node in model.graph.node) or not _is_ordered(model.graph):
+        return []
+    return list(_BranchFinder(load_small_tensors(model, base)).found())
+
+
+def _is_ordered(graph: onnx.GraphProto) -> bool:
+    """Return whether nodes read only what is computed before them, and operators below have their operands.
+
+    A file is searched before it is checked: of one that is not, the check says what is wrong.
+    """
+    known = {"", *(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)}
+    known |= {tensor.values.name for tensor in graph.sparse_initializer}
+    for node in graph.node:
+        operands = len([name for name in node.input if name])
+        if not known.issuperset(node.input) or operands < OPERANDS.get(node.op_type, 0) or not node.output:
+            return False
+        known.update(node.output)
+    return True
+
+
+def mark_branches(model: onnx.ModelProto, found: Iterable[Branch]) -> onnx.ModelProto:
+    """Return a copy of the model with an OPERATOR node in place of the last node of each mask."""
+    places = {branch.result: branch for branch in found}
+    if not places:
+        return model
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    copy.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    for node in copy.graph.node:
+        if node.output and (branch := places.get(node.output[0])):
+            own = helper.make_node(OPERATOR, [branch.value], [branch.result], name=node.name, domain=DOMAIN)
+            own.attribute.append(helper.make_attribute("keep", branch.keep))
+            own.attribute.append(helper.make_attribute("mask_dims", branch.mask_dims))
+            node.CopyFrom(own)
+    return copy
+
+
+def random_nodes(model: onnx.ModelProto, found: Iterable[Branch] = ()) -> list[str]:
+    """Return the names of all nodes that draw random numbers, except those of `found`; inner graphs included."""
+    drawn = {branch.drawn for branch in found}
+    nodes = (*model.graph.node, *(node for function in model.functions for node in function.node))
+    return [
+        node.name or next(iter(node.output), node.op_type)
+        for node in nodes_inside(nodes)
+        if _is(node, *RANDOM) and not drawn & set(node.output)
+    ]
+
+
+def draws_noise(model: onnx.ModelProto, base: Path | None) -> bool:
+    """Return whether the graph draws random numbers of its own, in training and evaluation: noise, not a dropout.
+
+    base: the directory of external data. Without the nodes in bodies of If, Loop and Scan.
+    """
+    drawn = {name for node in model.graph.node if _is(node, *RANDOM) for name in node.output}
+    return bool(drawn) and bool(drawn - {branch.drawn for branch in find_branches(model, base)})
+
+
+def _is(node: onnx.NodeProto | None, *operators: str) -> bool:
+    return node is not None and node.domain in ("", "ai.onnx") and node.op_type in operators
+
+
+def _values_read(node: onnx.NodeProto) -> list[str]:
+    names = list(node.input)
+    return names[:1] if _is(node, "CastLike") else names  # it reads only the type of the other one
+
+
+class _BranchFinder:
+    """Searches a graph for masks, with the producer and the number of readers of each value."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.graph = graph = model.graph
+        self.makers = {name: node for node in graph.node for name in node.output}
+        # an output counts as a reader: its value must stay what it is
+        self.readers = Counter([value.name for value in graph.output])
+        self.readers.update(name for node in nodes_of(graph) for name in _values_read(node))
+        self.readers.update(value.name for inner in inner_graphs(graph.node) for value in inner.output)
+        self.stored = {tensor.name: tensor for tensor in graph.initializer}
+        self.dims = _known_dims(model)
+
+    def found(self) -> Iterator[Branch]:
+        for node in self.graph.node:
+            if _is(node, "Mul"):
+                for side in (0, 1):
+                    if branch := self._match_product(node, node.input[side], node.input[1 - side]):
+                        yield branch
+                        break
+
+    def _match_product(self, product: onnx.NodeProto, masked: str, value: str) -> Branch | None:
+        scale, mask = self._factor_and_operand(masked)
+        if (drawn := self._bernoulli_mask(mask)) is None:
+            return None
+        draw, keep = drawn
+        result = product.output[0]
+        # the division by k may be on the value, or after the product, instead of on the mask
+        if not _is_inverse(scale, keep):
+            further, unscaled = self._factor_and_operand(value, alone=False)
+            if _is_inverse(scale * further, keep):
+                value = unscaled
+            elif (after := self._scaled_after(result)) and _is_inverse(scale * after[1], keep):
+                result = after[0]
+            else:
+                return None
+        if (mask_dims := self._num_masked_dims(draw, value)) is None:
+            return None
+        return Branch(value=value, result=result, drawn=draw.output[0], keep=keep, mask_dims=mask_dims)
+
+    def _num_masked_dims(self, draw: onnx.NodeProto, value: str) -> int | None:
+        """Return Branch.mask_dims of a mask; None if its shape does not broadcast to that of the value."""
+        lengths, own = self._drawn_lengths(draw), self.dims.get(value)
+        if lengths is None or own is None or len(lengths) != len(own):
+            return None
+        mask_dims = len(lengths)
+        while mask_dims and lengths[mask_dims - 1] == 1:
+            mask_dims -= 1
+        # the mask varies in the first dimensions and is broadcast over the others
+        fits = all(None in (a, b) or a == b != 1 for a, b in zip(lengths[:mask_dims], own[:mask_dims], strict=True))
+        if not fits or 1 in lengths[:mask_dims]:
+            return None
+        return 1 if mask_dims == 0 and own[:1] == [1] else mask_dims  # with a batch of 1 the two are equal in the file
+
+    def _factor_and_operand(self, name: str, *, alone: bool = True) -> tuple[float, str]:
+        """Return (number, operand) of a value that is number * operand.
+
+        alone: follow any number of nodes, as long as each has one reader. Otherwise follow one multiplication only.
+        """
+        scale = 1.0
+        while node := self._maker(name, alone=alone):
+            if _is(node, *IDENTITIES) and alone:
+                name = node.input[0]
+            elif _is(node, "Div") and (number := self._number(node.input[1])):
+                scale, name = scale / number, node.input[0]
+            elif _is(node, "Mul") and (number := self._number(node.input[1])) is not None:
+                scale, name = scale * number, node.input[0]
+            elif _is(node, "Mul") and (number := self._number(node.input[0])) is not None:
+                scale, name = scale * number, node.input[1]
+            else:
+                break
+            if not alone:  # a second factor belongs to the value, not to the mask
+                break
+        return scale, name
+
+    def _scaled_after(self, name: str) -> tuple[str, float] | None:
+        """Return (result, factor) of the only node that reads a value, if that node multiplies it by a number."""
+        readers = [node for node in self.graph.node if name in node.input]
+        if self.readers[name] != 1 or len(readers) != 1 or not _is(readers[0], "Mul", "Div"):
+            return None
+        scale, of = self._factor_and_operand(readers[0].output[0], alone=False)
+        return (readers[0].output[0], scale) if of == name else None
+
+    def _bernoulli_mask(self, name: str) -> tuple[onnx.NodeProto, float] | None:
+        """Return (random node, probability of 1) of a value that is 0 or 1 at random, else None."""
+        node, inverted = self._maker(name), False
+        while _is(node, *IDENTITIES, "Not"):
+            assert node is not None
+            inverted ^= node.op_type == "Not"
+            node = self._maker(node.input[0])
+        if node is None:
+            return None
+        draw: onnx.NodeProto | None = node
+        keep: float | None = None
+        if _is(node, "Bernoulli"):
+            keep = self._number(node.input[0], single=False)
+        elif _is(node, "Floor") and _is(sum_ := self._maker(node.input[0]), "Add"):
+            assert sum_ is not None
+            draw, keep = self._drawn_and_number(sum_)
+        elif _is(node, "Less", "LessOrEqual", "Greater", "GreaterOrEqual"):
+            draw, keep = self._drawn_and_number(node)
+            # uniform < p is 1 with probability p, and so is p > uniform; the other two orders give 1 - p
+            below = node.op_type.startswith("Less") == (draw is not None and self._number(node.input[1]) is not None)
+            inverted ^= not below
+        # with 0 or 1 nothing is random, and the division by k is impossible or the identity
+        if draw is None or keep is None or not self._uniform(draw) or not 0 < keep < 1:
+            return None
+        return draw, 1 - keep if inverted else keep
+
+    def _drawn_and_number(self, node: onnx.NodeProto) -> tuple[onnx.NodeProto | None, float | None]:
+        for one, other in (node.input, reversed(node.input)):
+            if (number := self._number(other)) is not None:
+                return self._through_casts(one), number
+        return None, None
+
+    def _through_casts(self, name: str) -> onnx.NodeProto | None:
+        node = self._maker(name)
+        while _is(node, *IDENTITIES):
+            assert node is not None
+            node = self._maker(node.input[0])
+        return node
+
+    def _uniform(self, draw: onnx.NodeProto) -> bool:
+        """Return whether a node draws uniformly from [0, 1) or from a Bernoulli distribution."""
+        if _is(draw, "Bernoulli"):
+            return True
+        own = attributes_of(draw)
+        return _is(draw, "RandomUniform", "RandomUniformLike") and (own.get("low", 0.0), own.get("high", 1.0)) == (0, 1)
+
+    def _maker(self, name: str, *, alone: bool = True) -> onnx.NodeProto | None:
+        """Return the node that computes a value; if `alone`, only when the value has exactly one reader."""
+        return self.makers.get(name) if self.readers[name] == 1 or not alone else None
+
+    # -- constants and shapes
+
+    def _constant(self, name: str) -> np.ndarray | None:
+        if (tensor := self.stored.get(name)) is not None:
+            small = not is_external(tensor) and math.prod(tensor.dims) <= SMALL
+            return stored_array(tensor) if small else None
+        node = self.makers.get(name)
+        if not _is(node, "Constant"):
+            return None
+        assert node is not None
+        [value] = attributes_of(node).values()
+        return stored_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value)
+
+    def _number(self, name: str, *, single: bool = True) -> float | None:
+        """Return the number in a constant of one element; if not `single`, that of all elements of a uniform one."""
+        constant, node = self._constant(name), self.makers.get(name)
+        if constant is None and node is not None and _is(node, *KEEPS_ELEMENTS if not single else IDENTITIES):
+            return self._number(node.input[0], single=single)
+        if constant is None and node is not None and _is(node, "ConstantOfShape") and not single:
+            fill = attributes_of(node).get("value")
+            return float(stored_array(fill).item()) if fill is not None else 0.0
+        if constant is None or constant.dtype.kind not in "fiu" or constant.size == 0 or (single and constant.size > 1):
+            return None
+        first = constant.reshape(-1)[0]
+        return float(first) if np.all(constant == first) else None
+
+    def _drawn_lengths(self, draw: onnx.NodeProto) -> list[int | None] | None:
+        """Return the shape that a random node draws, with None for unknown lengths."""
+        if _is(draw, "RandomUniform"):
+            return list(attributes_of(draw)["shape"])
+        return self._lengths(draw.input[0]) or self.dims.get(draw.output[0]) or self.dims.get(draw.input[0])
+
+    def _lengths(self, name: str) -> list[int | None] | None:
+        """Return the shape of a value that is filled or expanded to a shape built by a Concat of lengths."""
+        if (constant := self._constant(name)) is not None:
+            return list(constant.shape)
+        node = self.makers.get(name)
+        if node is not None and _is(node, *IDENTITIES):
+            return self._lengths(node.input[0])
+        if node is None or not _is(node, "ConstantOfShape", "Expand"):
+            return None
+        shape = node.input[-1]
+        if (constant := self._constant(shape)) is not None:
+            return [int(length) for length in constant.reshape(-1)]
+        parts = self.makers.get(shape)
+        return [self._length(part) for part in parts.input] if parts is not None and _is(parts, "Concat") else None
+
+    def _length(self, name: str) -> int | None:
+        node, constant = self.makers.get(name), self._constant(name)
+        if constant is None and node is not None and _is(node, *KEEPS_ELEMENTS):
+            return self._length(node.input[0])
+        return int(constant.item()) if constant is not None and constant.size == 1 else None
+
+
+def _is_inverse(scale: float, keep: float) -> bool:
+    rounding = 2**-8  # of bfloat16; below (1 - keep) / 4, because a mask without scaling is off by 1 - keep
+    return abs(scale * keep - 1) <= min(rounding, (1 - keep) / 4)
+
+
+def _known_dims(model: onnx.ModelProto) -> dict[str, list[int | None]]:
+    """Return the shapes of the values of the main graph, by ONNX's shape inference on a copy without weights."""
+    lean = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
+    lean.graph.name = "lean"
+    lean.graph.node.extend(model.graph.node)
+    lean.graph.output.extend(model.graph.output)
+    lean.graph.value_info.extend(model.graph.value_info)
+    stored = {tensor.name for tensor in model.graph.initializer}
+    lean.graph.input.extend(value for value in model.graph.input if value.name not in stored)
+    for tensor in model.graph.initializer:
+        if not is_external(tensor) and math.prod(tensor.dims) <= SMALL:
+            lean.graph.initializer.append(tensor)
+        else:
+            lean.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    values = [*model.graph.value_info, *model.graph.input]
+    try:
+        graph = shape_inference.infer_shapes(lean, data_prop=True).graph
+        values = [*graph.value_info, *graph.input, *graph.output]
+    except (RuntimeError, EncodeError, shape_inference.InferenceError):  # then only declared shapes are known
+        pass
+    return {value.name: dims for value in values if (dims := dims_of(value)) is not None}

@@ -1,0 +1,1 @@
+"""Files whose batch size is written into their shapes."""

@@ -1,0 +1,71 @@
+"""Let gradients pass integers that were computed as floating-point numbers and only then stored as integers.
+
+x --- levels (float) --- store_as (uint8) --- DequantizeLinear     the file: no gradient passes integers
+x --- levels (float) ------------------------ DequantizeLinear     what is recorded: the same numbers
+
+x --- levels (float) --- store_as (uint8) --- MaxPool                the file
+x --- levels (float) --- MaxPool --- store_as (uint8)                what is recorded, for the operators in MOVES
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from onward.trainer.onnx_import.tracing.tracing import Tracer
+from onward.trainer.onnx_import.tracing.values import Traced, Value
+
+# fmt: off
+MOVES = frozenset((
+    "Clip", "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Max",
+    "MaxPool", "Min", "Pad", "Relu", "Reshape", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose",
+    "Unsqueeze", "Where",
+))
+"""Operators whose results are elements of their operands: the same for integers and for their floating-point values."""
+# fmt: on
+
+
+def store_as(levels: torch.Tensor, dtype: torch.dtype, computed_in: torch.dtype) -> torch.Tensor:
+    """Convert integers that were computed in floating point to the type that they have in the file.
+
+    computed_in: the floating-point type; `before_storage` reads it from the recorded call.
+    """
+    return levels.to(dtype)
+
+
+def before_storage(tracer: Tracer, x: Value) -> Value:
+    """Return the floating-point value that `store_as` converted to x, so that gradients pass; else x itself."""
+    if not isinstance(x, Traced) or x.node.target is not store_as:
+        return x
+    levels, _, computed_in = x.node.args
+    assert isinstance(levels, fx.Node)
+    first, second = (torch.empty(probe.shape, dtype=computed_in, device="meta") for probe in x.probes)  # type: ignore[arg-type]
+    return Traced(tracer, levels, (first, second))
+
+
+def move_before_storage(tracer: Tracer, run: Callable[..., Value], operands: Sequence[Value]) -> Value:
+    """Run the rule of an operator in MOVES on the values before storage, and store its results.
+
+    Operands that are no results of `store_as` stay as they are. Returns NotImplemented if there are none or others of
+    the integer type, which are computed as integers.
+    """
+    stored = {x.dtype for x in operands if isinstance(x, Traced) and x.node.target is store_as}
+    if len(stored) != 1:
+        return NotImplemented
+    kind = stored.pop()
+    levels = [before_storage(tracer, x) for x in operands]
+    computed_in = next(new.dtype for new, old in zip(levels, operands, strict=True) if new is not old)
+    for place, x in enumerate(levels):
+        if isinstance(x, torch.Tensor) and x.dtype == kind:
+            levels[place] = x.to(computed_in)  # a constant of the same type: a bound of Clip, or what Pad adds
+        elif isinstance(x, Traced) and x.is_tensor and x.dtype == kind:
+            return NotImplemented
+    found = run(*levels)
+
+    def store(result: Value) -> Value:
+        whole = isinstance(result, Traced) and result.is_tensor and result.dtype == computed_in
+        return tracer.call(store_as, result, kind, computed_in) if whole else result
+
+    return tuple(map(store, found)) if isinstance(found, tuple) else store(found)

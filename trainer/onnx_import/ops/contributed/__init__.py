@@ -1,0 +1,1 @@
+"""Operators of onnxruntime's own domains."""

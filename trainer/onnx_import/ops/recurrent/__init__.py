@@ -1,0 +1,1 @@
+"""LSTM, GRU, RNN and other operators with a state that goes on from step to step."""

@@ -1,0 +1,1 @@
+"""Quantized files: trained integers, and the scales of their quantizers."""

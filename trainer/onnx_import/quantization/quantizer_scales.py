@@ -1,0 +1,289 @@
+"""Let the scales of QuantizeLinear and DequantizeLinear follow what is trained: recalibrated, or trained themselves.
+
+    file        x --- QuantizeLinear(s, z) --- DequantizeLinear(s, z) --- Conv          frozen: s and z are constants
+
+    recalibrate x --- RangeObserver --- s, z      in training those of the micro-batch's least and greatest x,
+                                                  in evaluation those of the moving averages of both
+                w --- s max|w| / max|w of the file|                                     for weights
+    train       s exp(p), p a Parameter that begins at 0                                for weights and activations
+
+The bias of a product is stored in int32 with the scale of its input times that of its weight, which onnxruntime's
+kernels rely on; it keeps following these two.
+
+Training: Esser et al., "Learned Step Size Quantization" (2020). The straight-through estimator of
+ops/quantized/quant.py already yields their gradient of s; it is divided by sqrt(n Qmax), with n elements that share the
+scale in one sample. Jain et al., "Trained Quantization Thresholds" (2020), train the logarithm, so that a scale stays
+positive and a learning rate is a relative change; here p is the logarithm of the factor to the scale in the file. Zero
+points stay as they are.
+
+Recalibration: moving averages of the range, as Jacob et al., "Quantization and Training of Neural Networks" (2018).
+They are running statistics like those of BatchNormalization: merged over replicas, and in checkpoints.
+
+Which scales follow: quantizer_search.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import onnx
+import torch
+from torch import Tensor, nn
+
+from onward.trainer.onnx_import.ops.quantized.quant import ScaleLayout
+from onward.trainer.onnx_import.quantization.quantized_weights import QuantizedWeight
+from onward.trainer.onnx_import.tracing.tracing import Tracer
+from onward.trainer.onnx_import.tracing.values import Traced, Value
+
+ScaleMode = Literal["recalibrate", "train", "frozen"]
+
+LOG_FACTOR, RANGE = ".log_factor", ".range"
+"""Ends of the names, in checkpoints, of p and of (least, greatest); they begin with the name of the scale."""
+MOMENTUM = 0.1
+"""The weight of one micro-batch in the moving averages of a range."""
+LEAST_SCALE = 1e-10
+INTEGER_TYPES = (torch.int8, torch.uint8, torch.int16, torch.uint16)
+QDQ = ("QuantizeLinear", "DequantizeLinear")
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A stored scale that follows what is trained, and its zero point."""
+
+    kind: Literal["activation", "weight", "bias"]
+    mode: ScaleMode
+    scale: str
+    """Its name in the file."""
+    zero: str
+    """The name of its zero point, "" if it has none."""
+    state: str
+    """The name of the range or of p in checkpoints; "" where the scale is computed from others."""
+    initial: Tensor = field(compare=False)
+    """The scale in the file."""
+    initial_zero: Tensor = field(compare=False)
+    """The zero point in the file, in fp32; 0 without one."""
+    bounds: tuple[int, int]
+    """The smallest and the greatest integer."""
+    moves_zero: bool
+    """Whether the zero point is computed again with the scale."""
+    layout: ScaleLayout
+    weight: str = ""
+    """The stored tensor that it quantizes; "" for a computed value."""
+    reads: tuple[str, ...] = ()
+    """Of a bias: the names of the scales of input and weight."""
+    greatest: Tensor | None = field(default=None, compare=False)
+    """Of a weight: the greatest absolute value in the file for each scale."""
+    factors: tuple[Tensor, ...] = field(default=(), compare=False)
+    """Of a bias: the scales of input and weight in the file."""
+
+    def follows(self, trained: Collection[str]) -> bool:
+        """Return whether it has something to follow, of the stored tensors that are trained, and is none itself."""
+        return self.scale not in trained and (not self.weight or self.weight in trained)
+
+    @property
+    def initial_range(self) -> Tensor:
+        """Return the least and the greatest value that the file's scale represents, [2]."""
+        ends = torch.tensor(self.bounds, dtype=torch.float32) - self.initial_zero.reshape(())
+        return ends * self.initial.reshape(())
+
+    def final(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return scale and zero point for the file; bit for bit those it has where nothing has changed.
+
+        tensors: name -> tensor, of states, weights and the scales that it is computed from.
+        """
+        zero = self.initial_zero
+        if self.kind == "bias":
+            pair = [tensors.get(name, before) for name, before in zip(self.reads, self.factors, strict=True)]
+            return product_scale(pair[0], pair[1], self.initial, *self.factors), zero
+        if self.mode == "train":
+            return trained_scale(tensors[self.state].detach(), self.initial), zero
+        if self.kind == "weight":
+            assert self.greatest is not None
+            return weight_scale(tensors[self.weight].detach(), self.initial, self.greatest, self.layout), zero
+        found = observed(tensors[self.state], self.initial_range, self.initial, zero, self.bounds, self.moves_zero)
+        return found[0].reshape(self.initial.shape), found[1].reshape(zero.shape)
+
+
+# -- the arithmetic, in fp32
+
+
+def trained_scale(p: Tensor, initial: Tensor, gradient_factor: float = 1.0) -> Tensor:
+    """Return initial exp(p), with the gradient of p multiplied by a factor."""
+    if p.requires_grad and gradient_factor != 1.0:
+        p = p * gradient_factor + (p * (1.0 - gradient_factor)).detach()
+    return initial * torch.exp(p)
+
+
+def weight_scale(weight: Tensor, initial: Tensor, greatest: Tensor, layout: ScaleLayout) -> Tensor:
+    """Return the scale of the file times the growth of the greatest absolute value that shares it; no gradient."""
+    now = greatest_values(weight.detach(), layout, initial.numel()).reshape(initial.shape)
+    growth = now / torch.where(greatest > 0, greatest, 1.0)
+    # a channel that was all zero had no scale of its own
+    found = torch.where(greatest > 0, initial * growth, torch.maximum(initial, now / 127.0))
+    return found.clamp(min=LEAST_SCALE).where(growth != 1.0, initial)
+
+
+def greatest_values(weight: Tensor, layout: ScaleLayout, count: int) -> Tensor:
+    """Return the greatest absolute value for each of `count` scales: one, or one for each index of an axis."""
+    if count == 1:
+        return weight.abs().amax()
+    return weight.abs().transpose(0, layout[0]).flatten(1).amax(1) if weight.ndim > 1 else weight.abs()
+
+
+def product_scale(
+    first: Tensor, second: Tensor, initial: Tensor, first_before: Tensor, second_before: Tensor
+) -> Tensor:
+    """Return the product of two scales; that of the file where they are those of the file."""
+    found = (first.reshape(()) * second).expand(initial.shape)
+    same = (first.reshape(()) == first_before.reshape(())) & (second == second_before)
+    return torch.where(same.expand(initial.shape), initial, found)
+
+
+def observed(
+    limits: Tensor, before: Tensor, scale: Tensor, zero: Tensor, bounds: tuple[int, int], moves_zero: bool
+) -> Tensor:
+    """Return (scale, zero point) of a range [2], as fp32 [2]; those of the file where the range is that of the file."""
+    least, greatest = limits[0].clamp(max=0.0), limits[1].clamp(min=0.0)
+    low, high = bounds
+    first = zero.reshape(())
+    if moves_zero:
+        found = ((greatest - least) / (high - low)).clamp(min=LEAST_SCALE)
+        middle = torch.round(low - least / found).clamp(low, high)
+    else:
+        # an end that the zero point leaves no integers for cannot be represented at any scale
+        above = greatest / torch.where(high > first, high - first, torch.inf)
+        below = -least / torch.where(first > low, first - low, torch.inf)
+        found, middle = torch.maximum(above, below).clamp(min=LEAST_SCALE), first
+    same = (limits == before).all()
+    return torch.stack([torch.where(same, scale.reshape(()), found), torch.where(same, first, middle)])
+
+
+def as_zero_point(found: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the zero point of `observed` in its integer type."""
+    return found[1].to(dtype)
+
+
+class RangeObserver(nn.Module):
+    """Return the least and the greatest element of x, and 0, in training; in evaluation their moving averages.
+
+    It holds no tensors: the averages are an operand, a running statistic that it updates.
+    """
+
+    def __init__(self, momentum: float = MOMENTUM) -> None:
+        super().__init__()
+        self.momentum = momentum
+
+    def forward(self, x: Tensor, limits: Tensor) -> Tensor:
+        """x: any shape; limits: [2]."""
+        if not self.training or not x.numel():
+            return limits.clone()
+        with torch.no_grad():
+            least, greatest = torch.aminmax(x.detach())
+            now = torch.stack([least, greatest]).to(limits.dtype)
+            limits.lerp_(now, self.momentum)
+        return now
+
+
+# -- recording them on the graph
+
+
+class FollowScales:
+    """Puts the scales that follow in the place of the stored ones while a graph is traced."""
+
+    def __init__(
+        self, tracer: Tracer, quantizers: tuple[Quantizer, ...], integers: Mapping[str, QuantizedWeight]
+    ) -> None:
+        self.tracer = tracer
+        self.names: dict[str, str] = {}
+        """Path of a state in the module -> its name in checkpoints."""
+        self._waiting = {each.scale: each for each in quantizers if each.kind != "weight"}
+        self._states = {each.state: self._add(each) for each in quantizers if each.state}
+        self._weights = [each for each in quantizers if each.kind == "weight"]
+        self._integers = integers
+
+    def _add(self, each: Quantizer) -> Traced:
+        if each.mode == "train":
+            traced = self.tracer.tensor(each.state, nn.Parameter(torch.zeros_like(each.initial)))
+        else:
+            traced = self.tracer.tensor(each.state, each.initial_range)
+        self.names[str(traced.node.target)] = each.state
+        return traced
+
+    def before_all(self, values: dict[str, Value]) -> None:
+        """Set the scales of weights, which depend on nothing else; `values` has the weights as floats."""
+        for each in self._weights:
+            weight = values[each.weight]
+            if each.mode == "train":
+                values[each.scale] = self._trained(each, math.prod(weight.probes[0].shape) // each.initial.numel())
+            else:
+                values[each.scale] = self.tracer.call(weight_scale, weight, each.initial, each.greatest, each.layout)
+            self._quantize(each.weight, values, each.scale)
+
+    def _quantize(self, name: str, values: dict[str, Value], scale: str) -> None:
+        """Replace the float of a weight that the file stores as integers by these, at the scale of now."""
+        if (integers := self._integers.get(name)) is not None:
+            values[name] = integers.traced(self.tracer, values[name], values[scale])
+
+    def before(self, node: onnx.NodeProto, values: dict[str, Value]) -> None:
+        """Set the scale and the zero point that a QuantizeLinear or DequantizeLinear reads, before its first reader."""
+        if node.op_type not in QDQ or len(node.input) < 2 or node.input[1] not in self._waiting:
+            return
+        each = self._waiting.pop(node.input[1])
+        x = values[node.input[0]]
+        if each.kind == "bias":
+            pair = [values[name] for name in each.reads]
+            values[each.scale] = self.tracer.call(product_scale, *pair, each.initial, *each.factors)
+            self._quantize(node.input[0], values, each.scale)
+        elif each.mode == "train":
+            fixed = [a for a, b in zip(x.probes[0].shape, x.probes[1].shape, strict=True) if a == b]
+            values[each.scale] = self._trained(each, math.prod(fixed))
+        else:
+            limits = self.tracer.call_module(f"{each.scale}_observer".replace(".", "_").replace("/", "_"),
+                                             RangeObserver(), x, self._states[each.state])  # fmt: skip
+            found = self.tracer.call(observed, limits, each.initial_range, each.initial, each.initial_zero,
+                                     each.bounds, each.moves_zero)  # fmt: skip
+            values[each.scale] = self.tracer.call("select", found, 0, 0)
+            if each.moves_zero:
+                dtype = values[each.zero].dtype
+                values[each.zero] = self.tracer.call(as_zero_point, found, dtype)
+
+    def _trained(self, each: Quantizer, count: int) -> Value:
+        factor = 1.0 / math.sqrt(max(count, 1) * max(each.bounds[1], 1))
+        return self.tracer.call(trained_scale, self._states[each.state], each.initial, factor)
+
+
+def biases_last(model: onnx.ModelProto, quantizers: Sequence[Quantizer]) -> onnx.ModelProto:
+    """Return the model with the nodes that dequantize biases before their first readers: after what they follow."""
+    scales = {each.scale for each in quantizers if each.kind == "bias"}
+    moved = {n.output[0]: n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[1] in scales}
+    if not moved:
+        return model
+    result, waiting = onnx.ModelProto(), dict(moved)
+    result.CopyFrom(model)
+    del result.graph.node[:]
+    for node in model.graph.node:
+        if not node.output or node.output[0] not in moved:
+            result.graph.node.extend(waiting.pop(name) for name in node.input if name in waiting)
+            result.graph.node.append(node)
+    return result
+
+
+def final_scales(quantizers: tuple[Quantizer, ...], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the scales and zero points for the file, by initializer name. tensors: what the module stores, by name."""
+    found: dict[str, Tensor] = {}
+    for each in sorted(quantizers, key=lambda each: each.kind == "bias"):
+        if each.state and each.state not in tensors:
+            continue  # nothing reads what it quantizes
+        scale, zero = each.final({**tensors, **found})
+        found[each.scale] = scale.detach()
+        if each.moves_zero:
+            found[each.zero] = zero.to(next(t for t in INTEGER_TYPES if each.bounds == integer_bounds(t)))
+    return found
+
+
+def integer_bounds(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the smallest and the greatest integer of a type."""
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max

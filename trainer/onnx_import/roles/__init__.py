@@ -1,0 +1,1 @@
+"""What each stored tensor is: a trained weight, a running statistic or a constant."""

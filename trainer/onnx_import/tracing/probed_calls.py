@@ -1,0 +1,117 @@
+"""Remember what calls on meta tensors gave: the blocks of a network repeat them, and torch takes longer than a look-up.
+
+    linear(meta [3, 16, 64], meta [64, 64])  ->  meta [3, 16, 64]        run once, then read from the table
+
+A call is remembered by its function and by all that a meta tensor has: shape, strides and type. Functions of torch and
+of the operator rules alone are, whose results depend on nothing else; a function of the user's may look at anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from onward.trainer.onnx_import.tracing.shape_functions import without_compiler
+
+PURE_MODULES = ("torch.", "onward.trainer.onnx_import.ops.", "_operator.", "builtins.", "None.")
+"""Modules whose functions have no side effects, except for random numbers and functions that end with an underscore."""
+
+
+class CannotCompareError(Exception):
+    """An operand has no key, such as an object that is not hashable."""
+
+
+def exact_key(value: Any, of_leaf: Callable[[Any], Any] = lambda leaf: None) -> Any:
+    """Return a key that is equal for equal operands: numbers, names, and tuples, lists, dicts and slices of them.
+
+    of_leaf: returns the key of an operand of another kind, or None to compare it by itself. Raises CannotCompareError.
+    """
+    kind = type(value)
+    # the type is part of the key, because 1 == 1.0 == True; 0.0 == -0.0, but they do not compute the same, and NaN
+    # would not equal itself
+    if value is None or kind is int or kind is bool or kind is str:
+        return kind, value
+    if kind is float:
+        return kind, value.hex()
+    if (key := of_leaf(value)) is not None:
+        return key
+    if isinstance(value, tuple | list):
+        return kind, tuple([exact_key(each, of_leaf) for each in value])
+    if isinstance(value, dict):
+        return kind, tuple([(name, exact_key(each, of_leaf)) for name, each in value.items()])
+    if kind is slice:
+        return kind, tuple([exact_key(each, of_leaf) for each in (value.start, value.stop, value.step)])
+    try:
+        hash(value)
+    except TypeError as error:
+        raise CannotCompareError from error
+    return kind, value
+
+
+def meta_key(leaf: Any) -> Any:
+    """Return what a call can see of a tensor on the meta device; None for another operand."""
+    if type(leaf) is not torch.Tensor and type(leaf) is not nn.Parameter:
+        return None
+    if leaf.layout != torch.strided or leaf.is_quantized:
+        raise CannotCompareError
+    # a constant may carry its type of less than a byte
+    return leaf.dtype, leaf.shape, leaf.stride(), leaf.is_neg(), leaf.is_conj(), getattr(leaf, "packed", None)
+
+
+def call_key(function: Callable[..., Any] | str) -> Any:
+    """Return the key of a function, or of a tensor method by its name; None if its results are not remembered."""
+    if isinstance(function, str):
+        return None if function.endswith("_") else function
+    if isinstance(function, FunctionType):
+        # the variables of an enclosing function are operands that no key has
+        pure = function.__closure__ is None and f"{function.__module__}.".startswith(PURE_MODULES)
+        return function if pure and not function.__name__.endswith("_") else None
+    if isinstance(function, BuiltinFunctionType):
+        pure = f"{function.__module__}.".startswith(PURE_MODULES) and not function.__name__.endswith("_")
+        return function if pure else None
+    return None
+
+
+def module_key(module: nn.Module) -> Any:
+    """Return a key of a layer without weights, by its class and its settings; None for another one."""
+    kind = type(module)
+    if not kind.__module__.startswith("onward.trainer.onnx_import.") or module._parameters or module._buffers:
+        return None
+    if module._modules or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    try:
+        settings = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        return kind, exact_key(settings)
+    except CannotCompareError:
+        return None
+
+
+class ProbedCalls:
+    """The results of the calls of one import."""
+
+    def __init__(self) -> None:
+        self._results: dict[Any, Any] = {}
+        without_compiler()
+
+    def run(self, key: Any, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return run(*args, **kwargs) on meta tensors. key: of `call_key` or `module_key`; None = do not remember.
+
+        The result may be one that an equal call gave, and nobody changes it. Raises what the call raises.
+        """
+        if key is not None:
+            try:
+                key = (key, torch.get_default_dtype(), exact_key(args, meta_key), exact_key(kwargs, meta_key))
+            except CannotCompareError:
+                key = None
+            else:
+                if key in self._results:
+                    return self._results[key]
+        with torch.no_grad():
+            result = run(*args, **kwargs)
+        if key is not None:
+            self._results[key] = result
+        return result

@@ -1,0 +1,1 @@
+"""What a training costs: its clock, throughput and memory."""

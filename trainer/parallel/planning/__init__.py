@@ -1,0 +1,1 @@
+"""Estimate the time and memory of layouts, and choose one."""

@@ -1,0 +1,135 @@
+"""Estimate configurations of one model, and do once what several of them have in common.
+
+`parallel.sizes = "auto"` estimates some twenty configurations. They differ in the sizes of the axes, the micro-batches,
+ZeRO and recomputation, so that much is equal:
+
+    the graph, divided               for each `parallel.tensor`
+    the cost of each node            for each `parallel.tensor` and number of rows
+    a dry run of a stage             for each different stage (stage_key.py): of a pipeline of equal layers, the first,
+                                     the last and one between them
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.input_columns import Feed, feeds
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.schema.target_counts import counted_targets, labels_of
+from onward.trainer.data.storage.sharding import try_first_rows
+from onward.trainer.data.text.text_columns import text_columns
+from onward.trainer.distributed.mesh import Coordinate
+from onward.trainer.model import precision
+from onward.trainer.model.losses.loss import Losses
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.parallel.cost import NodeCost
+from onward.trainer.parallel.layout import DividedGraph, check_replicas, cut, divide, find_cuts, recompute_units
+from onward.trainer.parallel.pipeline.stage import Stage
+from onward.trainer.parallel.planning.device_model import describe, typical
+from onward.trainer.parallel.planning.dry_run import DryRun, dry_run
+from onward.trainer.parallel.planning.layout_estimate import Estimate, RankEstimate
+from onward.trainer.parallel.planning.stage_key import stage_key
+from onward.trainer.parallel.planning.stage_memory import estimate_memory
+
+
+class Estimator:
+    """Estimates configurations of one model.
+
+    module: whose graph is copied for each division, with parameters on the meta device. device: that computes. The
+    configurations may differ in sizes, micro-batches, ZeRO, recomputation and memory, and in nothing else.
+    """
+
+    def __init__(self, module: ImportedGraph, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._divided: dict[int, DividedGraph] = {}
+        """By `parallel.tensor`."""
+        self._costs: dict[tuple[int, int], Mapping[str, NodeCost]] = {}
+        """By `parallel.tensor` and the rows of a micro-batch."""
+        self._batches: dict[int, tuple[list[Tensor], list[Tensor | None]]] = {}
+        """By the rows of a micro-batch."""
+        self._dry_runs: dict[Hashable, DryRun] = {}
+
+    def estimate(self, config: RunConfig) -> Estimate:
+        """Divide the graph as configured, and estimate what it takes. Raises the errors of `build_layout`."""
+        rows = config.micro_batch_size
+        if rows not in self._batches:
+            self._batches[rows] = example_batch(config)
+        inputs, labels = self._batches[rows]
+        device, parallel = self._device, config.parallel
+        autocast = partial(precision.autocast, config.precision, device)
+        check_replicas(self._module, config.parallel)
+        # where shards are unequal, the last rank has the largest
+        divided = self._divide(config)
+        known = self._costs.get((parallel.tensor, rows))
+        cuts = find_cuts(
+            divided.module, config.parallel, config.recompute, inputs, autocast, with_costs=True, known=known
+        )
+        self._costs[parallel.tensor, rows] = cuts.node_costs
+        # as training does; `describe` knows this machine's GPU, which may not be that of every rank
+        layout = cut(divided, cuts, config, typical(device.type, config.precision.compute))
+        # the weights of "balanced" are known from the whole data only, and need no memory
+        plain = [
+            each.model_copy(update={"class_weights": ()}) if each.class_weights == "balanced" else each
+            for each in config.losses
+        ]
+        module, soft = divided.module, config.soft_losses
+        losses = Losses(plain, module.output_names, module.output_shapes, classes=layout.classes, soft=soft)
+
+        def batch_loss(outputs: Sequence[Tensor]) -> Tensor:
+            on_device = [None if each is None else each.to(device) for each in labels]
+            return losses.weighted(losses(outputs, on_device, rows))
+
+        def run(stage: Stage) -> DryRun:
+            is_last = stage.index == stage.num_stages - 1
+            key = stage_key(stage, inputs), (parallel.tensor, rows) if is_last else ()
+            if key not in self._dry_runs:
+                loss = batch_loss if is_last else None
+                self._dry_runs[key] = dry_run(stage, inputs, autocast, device=device, loss=loss)
+            return self._dry_runs[key]
+
+        batch_bytes = sum(value.nbytes for value in (*inputs, *labels) if value is not None)
+        ranks = []
+        for pipeline in range(parallel.pipeline):
+            stages = layout.of(pipeline, parallel.pipeline)
+            weights = layout.weights(stages, Coordinate(pipeline, 0, 0))
+            recomputed = recompute_units(layout, stages, config, inputs, pipeline=pipeline)
+            dry_runs = [run(stage) for stage in stages]
+            memory = estimate_memory(dry_runs, stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
+            ranks.append(RankEstimate(stages, weights, recomputed, dry_runs, memory))
+        return Estimate(config, layout, ranks, batch_bytes, describe(device, config.precision.compute))
+
+    def _divide(self, config: RunConfig) -> DividedGraph:
+        size = config.parallel.tensor
+        if size not in self._divided:
+            device = typical(self._device.type, config.precision.compute)
+            # in place, and other sizes begin with the whole graph
+            module = copy.deepcopy(self._module)
+            self._divided[size] = divide(module, config, rank=size - 1, group="tensor", device=device)
+        return self._divided[size]
+
+
+def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return inputs, and labels for each loss, of one micro-batch: zeros, as long as the longest of the first rows."""
+    signature = read_training_signature(config.model)
+    schema, text = try_first_rows(config, signature)[0], text_columns(config, signature)
+
+    def zeros(feed: Feed) -> Tensor:
+        columns = [schema[name] for name in feed.columns]
+        row = (*columns[0].shape, len(columns)) if feed.stacked else (1,) if feed.is_one_column else columns[0].shape
+        row = feed.image.sample_shape if feed.image else feed.mask or row
+        if text and text.block_mask and feed.columns == (text.block_mask.name,):
+            row = (*(1,) * (len(text.block_mask.shape or ()) - 3), *row, *row)
+        return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))
+
+    tensors, num_inputs = [zeros(feed) for feed in feeds(config, signature)], len(signature.inputs)
+    inputs, labels = tensors[:num_inputs], labels_of(config.losses, iter(tensors[num_inputs:]))
+    masks = dict(zip([info.name for info in signature.inputs], inputs, strict=True))
+    counted = [counted_targets(each, config.losses, labels, masks.get(each.mask)) for each in config.soft_losses]
+    keys = [torch.zeros(config.micro_batch_size, 2, dtype=torch.int64)] * signature.draws
+    return [*inputs, *keys], [*labels, *counted]

@@ -1,0 +1,259 @@
+"""One division of the ranks with its estimated memory, messages and time of a step.
+
+Formulas, for p pipeline ranks with v stages each and m micro-batches:
+
+    bubble             the share of a step in which a rank waits, as in config/pipeline_schedules.py
+    time of a step     m x (pass of the busiest rank) / (1 - bubble) + messages         both as in device.py
+    all-reduce         2 x its bytes travel (a ring: reduce-scatter, then all-gather)
+    gather, scatter    1 x its bytes travel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx, nn
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.distributed.weights import Weight
+from onward.trainer.parallel.layout import Layout
+from onward.trainer.parallel.pipeline.stage import Stage
+from onward.trainer.parallel.planning.device_model import Device, reserve
+from onward.trainer.parallel.planning.dry_run import DryRun
+from onward.trainer.parallel.planning.plan_record import Memory, Plan, PlannedRegion, PlannedStage, Reserve, Traffic
+from onward.trainer.parallel.planning.stage_memory import estimate_memory, zero_sharding
+
+
+@dataclass(frozen=True)
+class RankEstimate:
+    """The ranks of one pipeline coordinate; all need the same memory and time."""
+
+    stages: list[Stage]
+    weights: list[Weight]
+    recomputed: list[tuple[int, ...]]
+    """For each stage the numbers of the units that the backward pass computes again."""
+    dry_runs: list[DryRun]
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One configuration with its estimated memory, time and traffic."""
+
+    config: RunConfig
+    layout: Layout
+    ranks: list[RankEstimate]
+    """By pipeline coordinate."""
+    batch_bytes: int
+    """Size of the data of one micro-batch."""
+    device: Device
+    """What the times are estimated for."""
+
+    def with_zero(self, zero: int) -> Estimate:
+        """Return the same with another ZeRO stage, which needs no further dry run."""
+        parallel = self.config.parallel.model_copy(update={"zero": zero})
+        config = self.config.model_copy(update={"parallel": parallel})
+        ranks = []
+        for pipeline, rank in enumerate(self.ranks):
+            memory = estimate_memory(
+                rank.dry_runs, rank.stages, rank.weights, config, pipeline=pipeline, batch_bytes=self.batch_bytes
+            )
+            ranks.append(replace(rank, memory=memory))
+        return replace(self, config=config, ranks=ranks)
+
+    @property
+    def name(self) -> str:
+        parallel, num_micro_batches = self.config.parallel, self.config.train.gradient_accumulation_steps
+        sizes = f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
+        recompute = "" if self.config.recompute.mode == "none" else f", recompute {self.config.recompute.mode}"
+        return f"{sizes}, ZeRO {parallel.zero}, {num_micro_batches} micro-batches{recompute}"
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(rank.memory.peak for rank in self.ranks)
+
+    def reserve(self, limit: int) -> Reserve:
+        """Return what a rank with `limit` bytes keeps free for what is not the model's."""
+        return reserve(self.config.parallel, self.device.type, limit)
+
+    def fits(self, limit: int) -> bool:
+        """Return whether a rank with `limit` bytes can do it."""
+        return self.peak_bytes + self.reserve(limit).total <= limit
+
+    @property
+    def bubble(self) -> float:
+        """Return the share of a step in which a rank waits."""
+        parallel, num_micro_batches = self.config.parallel, self.config.train.gradient_accumulation_steps
+        return parallel.order.bubble(parallel.pipeline_size(num_micro_batches))
+
+    def stage_flops(self, stage: Stage, recomputed: Sequence[int]) -> int:
+        """Return the FLOPs of one micro-batch: 3 times the forward pass, and recomputed units once more."""
+        units = [sum(self.layout.cuts.node_costs[name].flops for name in part.nodes) for part in stage.chain.parts]
+        repeated = sum(units[number] for number in recomputed) if self.config.recompute.mode == "whole" else 0
+        return 3 * sum(units) + repeated
+
+    def step_s(self) -> float:
+        """Return the time of a step in seconds: of the busiest rank, with its waiting and its messages."""
+        # the stages of a pipeline run at the pace of the slowest rank
+        num_micro_batches = self.config.train.gradient_accumulation_steps
+        busiest = max(
+            self.device.pass_s(
+                sum(map(self.stage_flops, rank.stages, rank.recomputed)),
+                sum(len(part.nodes) for stage in rank.stages for part in stage.chain.parts),
+            )
+            for rank in self.ranks
+        )
+        return num_micro_batches * busiest / (1 - self.bubble) + sum(map(self._message_s, self.traffic()))
+
+    def _message_s(self, sent: Traffic) -> float:
+        """Return the time of messages. Neighbours on the tensor axis are on one host if it has enough ranks."""
+        same_host = sent.axis == "tensor" or not self.config.launch.hostfile
+        rate = self.device.link_bytes_per_s if same_host else self.device.network_bytes_per_s
+        return sent.bytes / rate + sent.count * self.device.message_s
+
+    # -- messages
+
+    def traffic(self) -> Iterator[Traffic]:
+        """Yield what one rank sends in one step through each axis: on each, of the rank that sends most."""
+        parallel = self.config.parallel
+        if parallel.tensor > 1:
+            yield from self._tensor_traffic()
+        if parallel.pipeline > 1:
+            yield from self._pipeline_traffic()
+        if parallel.data > 1:
+            by_rank = [list(self._data_traffic(rank)) for rank in self.ranks]
+            yield from max(by_rank, key=lambda traffic: sum(each.bytes for each in traffic))
+
+    def _tensor_traffic(self) -> Iterator[Traffic]:
+        num_micro_batches = self.config.train.gradient_accumulation_steps
+        most = max((_sent_sizes(rank.dry_runs) for rank in self.ranks), key=sum)
+        if most:
+            how = "reduce-scatter and all-gather" if self.config.parallel.sequence_parallel else "all-reduce"
+            yield Traffic(
+                axis="tensor",
+                what=f"{how} of activations",
+                count=num_micro_batches * len(most),
+                bytes=num_micro_batches * sum(most),
+            )
+        # all ranks of a tensor-parallel group hold copies of these, and exchange their gradients
+        replicated = max(
+            sum(w.tensor.nbytes for w in rank.weights if w.trained and w.name not in self.layout.placements)
+            for rank in self.ranks
+        )
+        if replicated:
+            yield Traffic(axis="tensor", what="gradients of replicated weights", count=1, bytes=replicated)
+
+    def _pipeline_traffic(self) -> Iterator[Traffic]:
+        parallel = self.config.parallel
+        stage = max((stage for rank in self.ranks for stage in rank.stages), key=sent_bytes)
+        passes = self.config.train.gradient_accumulation_steps * parallel.stages_per_rank
+        count = len(stage.output_meta)
+        yield Traffic(axis="pipeline", what="activations", count=passes * count, bytes=passes * sent_bytes(stage))
+        gradients = [value.nbytes for value in stage.output_meta if value.requires_grad]
+        yield Traffic(
+            axis="pipeline",
+            what="gradients of activations",
+            count=passes * len(gradients),
+            bytes=passes * sum(gradients),
+        )
+        sizes = {weight.name: weight.tensor.nbytes for rank in self.ranks for weight in rank.weights if weight.trained}
+        # the first and the last stage may hold the same weight, such as an embedding that is also the output head
+        tied = [sizes[name] for name in self.layout.shared if name in sizes]
+        if tied:
+            yield Traffic(axis="pipeline", what="gradients of tied weights", count=2 * len(tied), bytes=2 * sum(tied))
+
+    def _data_traffic(self, rank: RankEstimate) -> Iterator[Traffic]:
+        parallel, num_micro_batches = self.config.parallel, self.config.train.gradient_accumulation_steps
+        if not parallel.zero:
+            trained = sum(weight.tensor.nbytes for weight in rank.weights if weight.trained)
+            # compression sends half precision
+            factor = 2.0 if parallel.compression == "none" else 1.0
+            yield Traffic(axis="data", what=f"gradients ({parallel.reduction})", count=1, bytes=int(factor * trained))
+            return
+        sharding = zero_sharding(rank.stages, rank.weights, parallel)
+        num_units, trained = len(sharding.unit_bytes), sharding.trained_bytes
+        # ZeRO 3 gathers for each forward and each backward pass; ZeRO 1 scatters once, others after each backward pass
+        gathers = 2 * num_micro_batches if parallel.zero == 3 else 1
+        scatters = 1 if parallel.zero == 1 else num_micro_batches
+        gathered = gathers * sharding.total_bytes
+        yield Traffic(axis="data", what="weights gathered", count=gathers * num_units, bytes=gathered)
+        yield Traffic(axis="data", what="gradients scattered", count=scatters * num_units, bytes=scatters * trained)
+        # each group of `parallel.shard` replicas holds all shards, and the groups all-reduce their gradients
+        if sharding.num_shards < parallel.data:
+            between = 2 * trained // sharding.num_shards
+            yield Traffic(axis="data", what="gradients between groups", count=num_units, bytes=between)
+
+    # -- the record
+
+    def record(self, *, limit: int = 0, considered: Iterable[str] = ()) -> Plan:
+        """Return the plan. limit: bytes that a rank may use. considered: what `auto` did not choose, and why."""
+        config, layout = self.config, self.layout
+        limit = limit or int(config.parallel.memory_gib * 2**30)
+        stages = [
+            self._stage_record(stage, coordinate, recomputed)
+            for coordinate, rank in enumerate(self.ranks)
+            for stage, recomputed in zip(rank.stages, rank.recomputed, strict=True)
+        ]
+        regions = [
+            PlannedRegion(kind=each.kind, weights=(*each.columns, *each.rows)) for each in layout.regions.regions
+        ]
+        if layout.vocabulary.weights:
+            regions.append(PlannedRegion(kind="vocabulary", weights=layout.vocabulary.weights))
+        reasons = {**dict(layout.regions.replicated), **dict(layout.vocabulary.replicated)}
+        return Plan(
+            parallel=config.parallel,
+            recompute=config.recompute,
+            compute=config.precision.compute,
+            gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+            micro_batch_size=config.micro_batch_size,
+            stages=tuple(sorted(stages, key=lambda stage: stage.stage)),
+            memory=tuple(rank.memory for rank in self.ranks),
+            memory_bytes=limit,
+            reserve=self.reserve(limit),
+            device=self._device_text(),
+            regions=tuple(regions),
+            # a weight that several nodes read may be replicated for one of them and sharded for another
+            replicated=tuple((name, why) for name, why in reasons.items() if name not in layout.placements),
+            traffic=tuple(self.traffic()),
+            bubble=self.bubble,
+            step_s=self.step_s(),
+            considered=tuple(considered),
+        )
+
+    def _device_text(self) -> str:
+        rate, link = self.device.flops_per_s / 1e12, self.device.link_bytes_per_s / 1e9
+        return f"{self.device.name}, {rate:.3g} TFLOP/s in {self.config.precision.compute}, {link:.3g} GB/s"
+
+    def _stage_record(self, stage: Stage, coordinate: int, recomputed: Sequence[int]) -> PlannedStage:
+        own = set(stage.chain.parameters())
+        nodes = [(part.module, name) for part in stage.chain.parts for name in part.nodes]
+        return PlannedStage(
+            stage=stage.index,
+            rank=coordinate,
+            begins=_file_name(*nodes[0]) if nodes else "",
+            ends=_file_name(*nodes[-1]) if nodes else "",
+            flops=self.stage_flops(stage, recomputed),
+            parameters=sum(w.placement.numel for w in self.ranks[coordinate].weights if w.tensor in own),
+            sends=sent_bytes(stage),
+            recomputed=len(recomputed),
+            units=len(stage.chain.parts),
+        )
+
+
+def _sent_sizes(dry_runs: Sequence[DryRun]) -> list[int]:
+    """Return the size of each all-reduce; of an all-gather or a reduce-scatter half, which is what it sends of that."""
+    return [size if name == "all_reduce" else size // 2 for run in dry_runs for name, size in run.collectives]
+
+
+def sent_bytes(stage: Stage) -> int:
+    """Return the bytes that a stage sends to the next one for one micro-batch."""
+    is_last = stage.index == stage.num_stages - 1
+    return 0 if is_last else sum(value.nbytes for value in stage.output_meta)
+
+
+def _file_name(module: nn.Module, node_name: str) -> str:
+    """Return the name of a node's result in the ONNX file, or in the fx graph where the file has none."""
+    assert isinstance(module, fx.GraphModule)
+    node = next(node for node in module.graph.nodes if node.name == node_name)
+    return next(iter(node.meta.get("onnx", ())), node_name)

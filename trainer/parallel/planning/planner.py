@@ -1,0 +1,214 @@
+"""`onward plan`: how the ranks divide a model, and what each holds and sends, estimated without starting ranks.
+
+    import ─► tensor parallelism ─► cuts ─► recomputation ─► dry run of each stage ─► Plan
+              (all by the code that training uses, on weights without data)
+
+With `parallel.sizes = "auto"` this is done for every division data x tensor x pipeline of the ranks. For each, the
+simplest configuration that fits into memory is found: more micro-batches, then ZeRO, then recomputation. The division
+with the shortest step among them becomes the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from onward.trainer.config.rules.ranks import sizes_beside_auto
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
+from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
+from onward.trainer.distributed.preflight import free_memory
+from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.model.fixed_batch import choose_fixed_batch
+from onward.trainer.model.layers import layer_scales, number_layers
+from onward.trainer.model.output_units import with_first_units
+from onward.trainer.model.teacher import open_with_teacher
+from onward.trainer.onnx_import.imported_graph import ImportedGraph
+from onward.trainer.optim.weight_settings import settings_of
+from onward.trainer.parallel.layout import drop_data
+from onward.trainer.parallel.matrices import find_matrices
+from onward.trainer.parallel.planning.device_model import CONTEXT_BYTES, describe, reserve
+from onward.trainer.parallel.planning.estimate_layouts import Estimator
+from onward.trainer.parallel.planning.layout_estimate import Estimate
+from onward.trainer.parallel.planning.plan_record import Plan, PlannedRate
+from onward.trainer.quantities import gib
+
+AXES = ("data", "tensor", "pipeline")
+
+
+def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
+    """Return how a run is divided; with `parallel.sizes = "auto"`, the division with the shortest step that fits.
+
+    module: the module of `open_with_teacher`, which must not be used afterwards; None = the model is loaded. Reads the
+    first rows of the data. Raises ConfigError when the graph cannot be divided as
+    configured or nothing fits into memory, UnsupportedModel when its shapes depend on data.
+    """
+    device = torch.device("cuda" if config.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
+    config = config.model_copy(update={"precision": resolve_precision(config.precision, capability_of(device))})
+    if config.model.fixed_batch == "auto":  # `onward plan`; a rehearsal has chosen it
+        config, _ = choose_fixed_batch(config)
+    config = with_first_units(config)
+    module = module or open_with_teacher(config, by_parts=True).module
+    rates = _rates(module, config.optimizer)
+    # `auto` copies the graph many times, and only the shapes of its weights are used
+    drop_data(module.modules())
+    estimator = Estimator(module, device)
+    if config.parallel.sizes == "auto":
+        return _choose(estimator, config, device).model_copy(update={"rates": rates})
+    try:
+        return estimator.estimate(config).record().model_copy(update={"rates": rates})
+    except (RuntimeError, ValueError, IndexError) as error:  # those of torch, for shapes that do not fit
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UnsupportedModel(
+            f"a micro-batch of {config.micro_batch_size} rows does not run on made-up data, or the loss does not fit "
+            f"its results: {type(error).__name__}: {reason}; `onward run` tries it on the first rows of the data and "
+            "names the node"
+        ) from error
+
+
+def _rates(module: ImportedGraph, optimizer: OptimizerConfig) -> tuple[PlannedRate, ...]:
+    """Return the layer and the learning rate of each trained weight; () without `optimizer.layer_decay`."""
+    scales = layer_scales(module, optimizer.layer_decay)
+    if not scales:
+        return ()
+    flattens = optimizer.muon.convolutions == "flatten"
+    matrices = find_matrices(module, convolutions=flattens) if optimizer.name == "muon" else {}
+    found = []
+    for name, layer in number_layers(module).items():
+        settings = settings_of(optimizer, name, outputs=matrices.get(name)).scaled(scales[name])
+        rate = optimizer.learning_rate * settings.learning_rate_scale
+        found.append(PlannedRate(weight=name, layer=layer, learning_rate=rate))
+    return tuple(found)
+
+
+# -- parallel.sizes = "auto"
+
+
+def _choose(estimator: Estimator, config: RunConfig, device: torch.device) -> Plan:
+    """Return the plan with the shortest step of all divisions of the ranks that fit into memory."""
+    num_ranks = config.launch.num_ranks
+    limit = int(config.parallel.memory_gib * 2**30) or _memory_of_a_rank(config.launch, device)
+    if problems := list(sizes_beside_auto(config.parallel)):
+        raise ConfigError(problems)
+    fitting: list[Estimate] = []
+    considered: list[str] = []
+    for sizes in divisions(num_ranks):
+        try:
+            fitting.append(_first_that_fits(estimator, _with(config, parallel=sizes), device, limit))
+        except ConfigError as error:
+            considered.append(f"{' x '.join(f'{axis} {sizes[axis]}' for axis in AXES)}: {error}")
+    if not fitting:
+        kept = _kept_free(config.precision, config.parallel, device, limit)
+        raise ConfigError(
+            [
+                f"no division of {num_ranks} ranks fits into {gib(limit)} a rank{kept}; "
+                "take more ranks, a smaller train.global_batch_size, or raise parallel.memory_gib",
+                *considered,
+            ]
+        )
+    # of equal times the first one, which has the fewest stages (see `divisions`)
+    best = min(fitting, key=Estimate.step_s)
+    for estimate in fitting:
+        if estimate is not best:
+            times = estimate.step_s() / best.step_s()
+            considered.append(f"{estimate.name}: {gib(estimate.peak_bytes)}, a step takes {times:.2f} times as long")
+    # estimated again, because the other estimates may have been made for a higher ZeRO stage
+    chosen = _with(best.config, parallel={"memory_gib": config.parallel.memory_gib or limit / 2**30})
+    return estimator.estimate(chosen).record(limit=limit, considered=considered)
+
+
+def _first_that_fits(estimator: Estimator, config: RunConfig, device: torch.device, limit: int) -> Estimate:
+    """Return the simplest configuration of these sizes that fits: with more micro-batches, ZeRO, recomputation.
+
+    Raises ConfigError where none does.
+    """
+    parallel = config.parallel
+    # ZeRO replaces the reducer, so it does not go with Adasum, MPI or compression, nor with split backward passes
+    may_shard = (parallel.reduction, parallel.transport, parallel.compression) == ("sum", "torch", "none")
+    may_shard = may_shard and not parallel.order.splits_backward and parallel.data > 1
+    zero_stages = range(parallel.zero, 4) if may_shard else range(1)
+    for count in _micro_batch_counts(config):
+        # units are cut for the highest ZeRO stage, so that one dry run serves all
+        highest = _with(config, train={"gradient_accumulation_steps": count}, parallel={"zero": zero_stages[-1]})
+        estimate = estimator.estimate(highest)
+        for zero in zero_stages:
+            estimate = estimate.with_zero(zero)
+            if estimate.fits(limit):
+                return estimate
+    # selective recomputation saves time on GPUs only; `compressed` costs next to none, and nothing here may round
+    modes = ["selective", "whole"] if device.type == "cuda" else ["whole"]
+    if config.recompute.mode == "none" and not config.graph.compile:
+        modes.insert(0, "compressed")
+    for mode in modes:
+        recompute = {"mode": mode, "stash": "exact"}
+        wanted = _with(estimate.config, recompute=recompute, parallel={"memory_gib": limit / 2**30})
+        # ConfigError: recomputing all units in this mode is not enough
+        with contextlib.suppress(ConfigError):
+            estimate = estimator.estimate(wanted)
+            if estimate.fits(limit):
+                return estimate
+    raise ConfigError(f"takes {gib(estimate.peak_bytes)} at least")
+
+
+def _memory_of_a_rank(launch: LaunchConfig, device: torch.device) -> int:
+    """Return the bytes that one rank may use: what is free, divided by the ranks that share it."""
+    if device.type == "cpu":
+        # without a hostfile all ranks share this machine's memory
+        return free_memory(device) // (1 if launch.hostfile else launch.num_ranks)
+    # the context of this process, which to ask for the free memory has made, ends with the process
+    free = min(free_memory(device) + CONTEXT_BYTES, torch.cuda.get_device_properties(device).total_memory)
+    # with a hostfile each host has as many GPUs as `ranks_per_gpu` leaves its ranks
+    ranks_here = 1 if launch.hostfile else launch.num_ranks
+    return free // max(launch.ranks_per_gpu, math.ceil(ranks_here / torch.cuda.device_count()))
+
+
+def _kept_free(precision: PrecisionConfig, parallel: ParallelConfig, device: torch.device, limit: int) -> str:
+    kept = reserve(parallel, describe(device, precision.compute).type, limit).total
+    return f", of which at least {gib(kept)} are kept free for CUDA, NCCL and fragmentation" if kept else ""
+
+
+def divisions(num_ranks: int) -> list[dict[str, int]]:
+    """Return all sizes data x tensor x pipeline = num_ranks, few stages first."""
+    sizes = range(1, num_ranks + 1)
+    return [
+        {"data": num_ranks // (pipeline * tensor), "tensor": tensor, "pipeline": pipeline}
+        for pipeline in sizes
+        for tensor in sizes
+        if num_ranks % (pipeline * tensor) == 0
+    ]
+
+
+def _micro_batch_counts(config: RunConfig) -> list[int]:
+    """Return numbers of micro-batches to try: first enough to fill the pipeline, then at least twice as many each time.
+
+    Raises ConfigError when the samples of a step cannot be divided among the replicas and stages.
+    """
+    parallel, batch_size = config.parallel, config.train.global_batch_size
+    per_replica, rest = divmod(batch_size, parallel.data)
+    possible = [count for count in range(parallel.pipeline, per_replica + 1) if per_replica % count == 0]
+    if config.model.fixed_batch in ("own", "joint"):  # micro-batches have the rows that the file declares
+        declared = (read_training_signature(config.model).inputs[0].shape or (None,))[0]
+        possible = [count for count in possible if count * (declared or 1) == per_replica]
+    if rest or not possible:
+        raise ConfigError(
+            f"{batch_size} samples (train.global_batch_size) do not divide among {parallel.data} replicas with "
+            f"{parallel.pipeline} or more micro-batches each"
+            + (" of the rows that the file declares" if config.model.fixed_batch in ("own", "joint") else "")
+        )
+    wanted = 4 * parallel.pipeline if parallel.pipeline > 1 else config.train.gradient_accumulation_steps
+    counts = [next((count for count in possible if count >= wanted), possible[-1])]
+    for count in possible:
+        if count >= 2 * counts[-1]:
+            counts.append(count)
+    return counts
+
+
+def _with(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
+    changed = {name: getattr(config, name).model_copy(update=dict(values)) for name, values in sections.items()}
+    return config.model_copy(update=changed)

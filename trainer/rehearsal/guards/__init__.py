@@ -1,0 +1,1 @@
+"""What a rehearsal compares and refuses: the file, labels, updates, teachers."""

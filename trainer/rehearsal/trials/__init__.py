@@ -1,0 +1,1 @@
+"""What a rehearsal tries: compilation, precisions, preprocessing, rows of the model's own kind."""

@@ -1,0 +1,1 @@
+"""When things happened in a run, and where its time went."""

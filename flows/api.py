@@ -32,7 +32,7 @@ from onward.trainer.extras import how_to_install
 
 if TYPE_CHECKING:
     from onward.flows.live_view.view import LiveView
-    from onward.flows.machine.findings import MachineReport
+    from onward.flows.machine.machine_findings import MachineReport
     from onward.flows.planning.whole_run import RunPlan
     from onward.flows.run_state.run_status import RunOutcome, RunStatus
     from onward.trainer.config.loading import Override
@@ -182,11 +182,10 @@ def _collection_paused() -> Iterator[contextlib.ExitStack]:
 
 def require_flow(what: str) -> None:
     """Raise RuntimeUnavailable when Prefect or MLflow is not installed: a compute node may have the trainer alone."""
-    if missing := [name for name in ("prefect", "mlflow", "sqlalchemy") if importlib.util.find_spec(name) is None]:
-        raise RuntimeUnavailable(
-            f"{what} needs {', '.join(missing)}, not installed here: {how_to_install('flow')}. A compute node needs "
-            "the trainer alone: `python -m onward.trainer`"
-        )
+    missing = [name for name in ("prefect", "mlflow", "sqlalchemy") if importlib.util.find_spec(name) is None]
+    if missing:
+        absent = f"{what} needs {', '.join(missing)}, not installed here: {how_to_install('flow')}"
+        raise RuntimeUnavailable(f"{absent}. A compute node needs the trainer alone: `python -m onward.trainer`")
 
 
 def status(run: str = "last") -> RunStatus:

@@ -18,18 +18,10 @@ from typing import Any, NoReturn
 
 import typer
 
-from onward.flows.commands import (
-    collection,
-    deployments,
-    inspection,
-    models,
-    predictions,
-    proposal,
-    reports,
-    servers,
-    sweeps,
-    training,
-)
+from onward.flows.commands import collection, inspection, models, proposal, reports, servers, sweeps
+from onward.flows.commands import deployment_commands as deployments
+from onward.flows.commands import prediction_commands as predictions
+from onward.flows.commands import training_commands as training
 from onward.flows.commands.common import print_json
 from onward.flows.shown.terminal import escaped_output
 from onward.trainer.errors import OnwardError, printed

@@ -44,7 +44,8 @@ def init(
     if problems:
         raise ConfigError(problems)
     changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
-    path, source = Path(named["model"]["path"]), named["data"]["source"]
+    path = Path(named["model"]["path"])
+    source = named["data"]["source"]
     return initialise(
         path, source, Path(output), changes, copies=copies, force=force, steps=steps, range_test=range_test
     )

@@ -107,7 +107,8 @@ def locked(folder: SweepDir) -> Iterator[None]:
 
 def identify(folder: SweepDir, plan: Sweep) -> RunIdentity:
     """Create or find the sweep's MLflow run; write `identity.json`. Raises RuntimeUnavailable without MLflow."""
-    ui, flow_run_id = get_current_settings().ui_url, runtime.flow_run.get_id()
+    ui = get_current_settings().ui_url
+    flow_run_id = runtime.flow_run.get_id()
     identity = RunIdentity(
         run_id=plan.sweep_id,
         name=plan.name,

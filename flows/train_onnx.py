@@ -164,7 +164,9 @@ def train_onnx(
         enter_phase(run, "data")
         shard_data(run)
         enter_phase(run, "train")
-        monitoring, keeping = monitor_training.submit(run), keep_checkpoints.submit(run)  # in threads, beside training
+        # in threads, beside training
+        monitoring = monitor_training.submit(run)
+        keeping = keep_checkpoints.submit(run)
         try:
             # In this, the main thread: only it receives Ctrl-C, SIGTERM and Prefect's cancellation.
             # How many retries there are depends on their progress, so the task itself counts them, and pauses.

@@ -80,7 +80,8 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
 
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
     config = build_config(dict(settings), check=check)
-    copies, code = checked[0].copies, checked[0].code
+    copies = checked[0].copies
+    code = checked[0].code
     config = with_inputs(config, with_copies(config, copies))
     local = with_copies(config, copies)  # with columns in place of patterns
     reads_scores = with_scores(config, local)
@@ -138,7 +139,8 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
 
     Only limits of [stop] may differ: they decide how far a run goes, and not what a step does.
     """
-    before, now = flat_settings(saved), flat_settings(given)
+    before = flat_settings(saved)
+    now = flat_settings(given)
     # With "auto" the saved values were chosen when the run began, and the given ones are still the defaults.
     if given.parallel.sizes == saved.parallel.sizes == "auto":
         chosen = CHOSEN if given.parallel.memory_gib else {*CHOSEN, "parallel.memory_gib"}
@@ -149,8 +151,9 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         before["precision.compute"] = "auto"
     if given.graph.compile == "auto":
         before["graph.compile"] = "auto"
-        for name in () if saved.graph.compile else HOW_TO_COMPILE:
-            before[f"graph.{name}"] = now[f"graph.{name}"]
+        if not saved.graph.compile:
+            for name in HOW_TO_COMPILE:
+                before[f"graph.{name}"] = now[f"graph.{name}"]
     for name in set(type(saved.stop).model_fields) - {"metric"}:
         before[f"stop.{name}"] = now[f"stop.{name}"]
     if changed := [key for key in before | now if before.get(key) != now.get(key)]:
@@ -167,8 +170,9 @@ def _log(found: Rehearsal) -> None:
         log.info("graph.compile 'auto' is %s: %s", str(found.compile.compiles).lower(), found.compile.text)
     for warning in found.warnings:
         log.warning("%s: %s\n    -> %s", warning.key, warning.what, warning.remedy)
-    for left_out in found.not_rehearsed if found.batches else ():
-        log.warning("not rehearsed: %s", left_out)
+    if found.batches:
+        for left_out in found.not_rehearsed:
+            log.warning("not rehearsed: %s", left_out)
     if found.without_gradient:
         few = ", ".join(found.without_gradient[:MAX_NAMED])
         log.warning("%d weights have no gradient on the first rows: %s", len(found.without_gradient), few)
@@ -183,7 +187,8 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     """
     # The checkpoints of the run fit only the file that it began with.
     local = read_config(run)
-    digest, code = model_digest(local.model.path), _code_digests(local)
+    digest = model_digest(local.model.path)
+    code = _code_digests(local)
     known = read_record(run.identity, RunIdentity) if run.identity.exists() else None
     if known is None and run.current_attempt:
         log.warning("%s is gone, and is written again", run.identity)
@@ -231,7 +236,8 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
                 f"{error}; start it, or set MLFLOW_TRACKING_URI or monitor.tracking_uri (empty = Onward's own store)"
             ) from None
         log.warning("MLflow cannot be reached; the run continues and sends its metrics later: %s", error)
-        mlflow_run_id, mlflow_url = known.mlflow_run_id, known.mlflow_url
+        mlflow_run_id = known.mlflow_run_id
+        mlflow_url = known.mlflow_url
     except mlflow_store.TrackingError as error:
         raise RuntimeUnavailable(str(error)) from None
     return identity.model_copy(update={"mlflow_run_id": mlflow_run_id, "mlflow_url": mlflow_url})
@@ -254,7 +260,8 @@ def _code_digests(config: RunConfig) -> dict[str, str]:
 
 def _prefect_url() -> str:
     """Return the address of the flow run's page; empty outside of a flow."""
-    flow_run_id, ui = runtime.flow_run.get_id(), get_current_settings().ui_url
+    flow_run_id = runtime.flow_run.get_id()
+    ui = get_current_settings().ui_url
     return f"{ui}/v2/runs/flow-run/{flow_run_id}" if flow_run_id and ui else ""
 
 

@@ -146,8 +146,10 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
 
     Raises RuntimeUnavailable when MLflow refuses, or cannot be reached in several attempts.
     """
-    config, identity = read_config(run), read_record(run.identity, RunIdentity)
-    signature, average = read_signature(exported.path), config.exports_average
+    config = read_config(run)
+    identity = read_record(run.identity, RunIdentity)
+    signature = read_signature(exported.path)
+    average = config.exports_average
     sent = points_of_file(points_of_step(RunHistory.of(run.events, series=()), exported.step), average=average)
     parity = {"exported/parity": exported.parity}
     with np.load(example_in(run.export), allow_pickle=False) as example:

@@ -80,7 +80,8 @@ def needs_of(run: RunDir, config: RunConfig) -> Needs:
     known = read_record(run.rehearsal, Rehearsal).needs if run.rehearsal.exists() else None
     if known is not None:
         return known
-    parallel, size = config.parallel, model_bytes(config.model.path)
+    parallel = config.parallel
+    size = model_bytes(config.model.path)
     divided = parallel.tensor * parallel.pipeline * ((parallel.shard or parallel.data) if parallel.zero == 3 else 1)
     return Needs(rank_bytes=size // divided, checkpoint_bytes=size, model_bytes=size)
 

@@ -43,8 +43,12 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     to the next monitor of this run (`onward resume`).
     """
     log = task_logger(__name__)
-    history, artifact = RunHistory(run.events), ProgressArtifact()
-    progress, lines, announcer, pruning = Progress(history), LogLines(log), Announcer(run), MedianRule(run, history)
+    history = RunHistory(run.events)
+    artifact = ProgressArtifact()
+    progress = Progress(history)
+    lines = LogLines(log)
+    announcer = Announcer(run)
+    pruning = MedianRule(run, history)
     reporters = reporters_of(run, log, patience_s=patience_s)
     readers: list[Reader] = [lines, announcer, pruning, *reporters]
     closed = False

@@ -52,7 +52,8 @@ def shard_data(run: RunDir) -> ShardManifest:
     _refuse_changes(run, manifest.key)
     _link(run.shards, directory)
     write_resolved(run)
-    files, size_bytes = len(manifest.train) + len(manifest.evaluation), source_bytes(config.data)
+    files = len(manifest.train) + len(manifest.evaluation)
+    size_bytes = source_bytes(config.data)
     log.info(
         "%d rows to train on, %d to evaluate on, %d %s files %s in %.1f s%s: %s",
         manifest.rows("train"),
@@ -106,7 +107,8 @@ def _record(run: RunDir, data: DataConfig, manifest: ShardManifest) -> None:
     identity = read_record(run.identity, RunIdentity)
     if not identity.mlflow_run_id:
         return
-    name, digests = Path(data.source).name, digests_of(manifest)
+    name = Path(data.source).name
+    digests = digests_of(manifest)
     columns = tuple(
         Port(column.name, column.dtype, (-1,) if column.variable else column.shape)
         for column in manifest.table.values()

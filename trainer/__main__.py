@@ -125,10 +125,12 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     from onward.trainer.data.storage.shards import open_evaluated
     from onward.trainer.export.measuring.evaluation_data import EvaluationData
     from onward.trainer.model.losses.loss import Losses
-    from onward.trainer.model.metrics.metrics import EvaluationMetrics
+    from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 
-    config, cpu = read_resolved(run, split), torch.device("cpu")
-    held_out, signature = open_evaluated(run.shards, config.data, split), read_training_signature(config.model)
+    config = read_resolved(run, split)
+    cpu = torch.device("cpu")
+    held_out = open_evaluated(run.shards, config.data, split)
+    signature = read_training_signature(config.model)
     shapes = {output.name: output.shape for output in signature.outputs}
 
     def new_metrics(output_names: Sequence[str]) -> EvaluationMetrics:
@@ -157,7 +159,7 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
     """
     from onward.trainer.checkpoint.load import load
     from onward.trainer.checkpoint.verification import verify
-    from onward.trainer.export import export
+    from onward.trainer.export import exported_model as export
     from onward.trainer.optim.averages import exported_weights
     from onward.trainer.run.outcomes.refusals import exit_with_refusal
 
@@ -191,7 +193,8 @@ def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
     from onward.trainer.export.variants import variants
 
     exported = read_record(folder / "model.json", ExportedModel)
-    config, data = read_config(run), evaluation_data(run)
+    config = read_config(run)
+    data = evaluation_data(run)
     losses = [loss.outputs[0] for loss in config.losses if loss.rule.by_graph]
     tolerance = config.export.variant_tolerance
     if kind == "with_preprocessing":
@@ -209,7 +212,8 @@ def compare_with_served(run: RunDir, served: Path, *, folder: Path) -> int:
     """Compare the exported file in `folder` with the served one, and write comparison.json there."""
     from onward.trainer.export.measuring.comparison import compare
 
-    config, exported = read_config(run), read_record(folder / "model.json", ExportedModel)
+    config = read_config(run)
+    exported = read_record(folder / "model.json", ExportedModel)
     data = evaluation_data(run, "test" if config.promote_metric.startswith("test/") else "evaluation")
     write_record(comparison_in(folder), compare(config, exported, served, data))
     return 0
@@ -218,9 +222,9 @@ def compare_with_served(run: RunDir, served: Path, *, folder: Path) -> int:
 def make_plan(folder: RunDir) -> int:
     """Estimate the layout for `config.json` in `folder`, and write plan.json there."""
     with quick_imports():
-        from onward.trainer.model.fixed_batch import choose_fixed_batch
-        from onward.trainer.model.output_units import with_first_units
-        from onward.trainer.model.teacher import open_with_teacher
+        from onward.trainer.model.choose_fixed_batch import choose_fixed_batch
+        from onward.trainer.model.first_output_units import with_first_units
+        from onward.trainer.model.teacher_model import open_with_teacher
         from onward.trainer.parallel.planning.planner import plan
         from onward.trainer.rehearsal.needs import least_needs
         from onward.trainer.run.outcomes.refusals import exit_with_refusal
@@ -310,7 +314,8 @@ def main() -> int:
         folder = arguments.folder or arguments.run.export
         return compare_with_served(arguments.run, Path(arguments.what), folder=folder)
     if arguments.command in ("export", "training"):
-        training, folder = arguments.command == "training", arguments.folder or arguments.run.export
+        training = arguments.command == "training"
+        folder = arguments.folder or arguments.run.export
         return export_file(arguments.run, Path(arguments.what), folder=folder, training=training)
     return train_rank(arguments.run, until=arguments.until)
 

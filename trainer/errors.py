@@ -166,7 +166,8 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
 
 
-MAX_PROBLEMS, MAX_PROBLEM = 100, 4000
+MAX_PROBLEMS = 100
+MAX_PROBLEM = 4000
 """Problems that a command prints, and characters of one of them."""
 _LONG_WORD = re.compile(r"\S{1000,}")
 

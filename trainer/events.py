@@ -189,7 +189,8 @@ class EventWriter:
     """Appends events to the log on rank 0. announces: whether train.log gets the sentences of the events."""
 
     def __init__(self, path: Path, *, attempt: int, rank: int, announces: bool = True) -> None:
-        self._attempt, self._announces = attempt, announces
+        self._attempt = attempt
+        self._announces = announces
         self._file: IO[bytes] | None = _open_for_appending(path) if rank == 0 else None
 
     def emit(self, event: Event) -> None:
@@ -329,7 +330,8 @@ class Heartbeat:
         self._compiles = False
         self._first_step: int | None = None
         self._traceback: IO[str] = sys.stderr
-        self._touched_at, self._touched_limit_s = -math.inf, 0.0
+        self._touched_at = -math.inf
+        self._touched_limit_s = 0.0
 
     def start(
         self,
@@ -344,8 +346,10 @@ class Heartbeat:
 
         compile_timeout_s: 0 if nothing is compiled. traceback: the file for the watchdog's tracebacks; None = stderr.
         """
-        self._writes, self._timeout_s = rank == 0, timeout_s
-        self._start_timeout_s, self._compile_timeout_s = start_timeout_s, compile_timeout_s
+        self._writes = rank == 0
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._compile_timeout_s = compile_timeout_s
         self._traceback = traceback or sys.stderr
         self.beat()
 
@@ -359,7 +363,8 @@ class Heartbeat:
         recent = time.monotonic() - self._touched_at < 0.2 and limit_s == self._touched_limit_s
         if recent or not self._timeout_s:
             return
-        self._touched_at, self._touched_limit_s = time.monotonic(), limit_s
+        self._touched_at = time.monotonic()
+        self._touched_limit_s = limit_s
         faulthandler.dump_traceback_later(limit_s, exit=True, file=self._traceback)
         if self._writes:
             beat = Beat(self.step, limit_s + self.MARGIN_S, self.longest_step_s)
@@ -378,7 +383,8 @@ class Heartbeat:
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Allow `compile_timeout_s` between heartbeats inside a block, if anything is compiled at all."""
-        before, self._compiles = self._compiles, True
+        before = self._compiles
+        self._compiles = True
         self.beat()
         yield
         self._compiles = before

@@ -108,7 +108,8 @@ def keep(connection: socket.socket, listener: socket.socket, alive: int) -> int:
     for file in output:
         os.close(file)
     connection.sendall(b"%d\n" % pid)
-    ended, is_stopped = os.pidfd_open(pid), False
+    ended = os.pidfd_open(pid)
+    is_stopped = False
     while not select.select([ended, connection.fileno()], [], [], LOOK_S)[0]:
         with contextlib.suppress(OSError, psutil.Error):  # the client has ended
             # whichever of both is stopped or goes on, the other does so, too: mpirun and its watch see the client alone
@@ -144,11 +145,13 @@ def be_program(connection: socket.socket, output: list[int], run: Callable[[], o
         os.dup2(file, number)
         os.close(file)
     connection.close()
-    status, ended_by = 0, None
+    status = 0
+    ended_by = None
     try:
         run()
     except BaseException as error:
-        status, ended_by = 1, error
+        status = 1
+        ended_by = error
         with contextlib.suppress(BaseException):  # stderr is closed or on a full disk
             status = _report(error)
     for last in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
@@ -223,7 +226,7 @@ def main(listener: int, alive: int, folder: str) -> None:
     import torch._dynamo  # noqa: F401  torch imports it when the first optimizer is made
 
     import onward.trainer.distributed.preflight
-    import onward.trainer.export.export
+    import onward.trainer.export.exported_model
     import onward.trainer.loop
     import onward.trainer.rehearsal.rehearse  # noqa: F401
 

@@ -31,9 +31,9 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import Diverged
 from onward.trainer.events import Ended, EventWriter, Heartbeat, Started
 from onward.trainer.model.compile import compiled_s, why_compiled
-from onward.trainer.model.soft_labels import with_soft_labels
 from onward.trainer.model.summaries import summarise
-from onward.trainer.model.teacher import open_with_teacher
+from onward.trainer.model.teacher_labels import with_soft_labels
+from onward.trainer.model.teacher_model import open_with_teacher
 from onward.trainer.optim.optimizers import clip_factor, set_learning_rate
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.parallel.nonfinite.replay import BadValues
@@ -79,10 +79,12 @@ def train(
     held_out = open_evaluated(run.shards, config.data)
     rows, held_out = with_soft_labels((rows, held_out), config, signature, run.teacher, mpi, beat=beat)
     batches = Batches(rows, config, signature, replica=here.data, num_replicas=dims.data, device=mpi.device)
-    num_steps, num_samples = config.num_steps(batches.num_rows), config.total_samples(batches.num_rows)
+    num_steps = config.num_steps(batches.num_rows)
+    num_samples = config.total_samples(batches.num_rows)
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
-    example, one_shape = batches.example().inputs, batches.one_shape
+    example = batches.example().inputs
+    one_shape = batches.one_shape
     trainable = open_with_teacher(config, cached=bool(rows.soft_labels), by_parts=True)
     flops = count_sample_flops(trainable.module, config, example, batches, mpi, beat=beat)  # before it is divided
     model = build_rank_model(trainable, config, mesh, mpi, example=example, one_shape=one_shape, beat=beat)
@@ -92,9 +94,12 @@ def train(
 
     # -- 4. What changes the weights; resume, or start at zero
     trained = Trained.begin(model, config, num_steps=num_steps, device=mpi.device)
-    optimizer, averages, scaler = trained.optimizer, trained.averages, trained.scaler
+    optimizer = trained.optimizer
+    averages = trained.averages
+    scaler = trained.scaler
     restored = restore(trained, run, config, num_rows=batches.num_rows, mpi=mpi, heartbeat=heartbeat)
-    state, parts = restored.state, trained.parts()
+    state = restored.state
+    parts = trained.parts()
     checkpoints = CheckpointWriter(run, config, attempt=attempt, mpi=mpi, events=events)
     checkpoints.compare_copies(parts, step=state.step, beat=beat)
 
@@ -130,7 +135,9 @@ def train(
     pace = Throughput(flops, peak, mpi, clock, counts=counts_work, is_text=batches.counts.is_text, step=state.step)
 
     # -- 6. One iteration is one weight update; after an fp16 overflow the same step is tried at half the scale
-    stopping, reason = False, reason_to_end(state.stop, config)  # an attempt may have ended before it could say so
+    # an attempt may have ended before it could say so
+    stopping = False
+    reason = reason_to_end(state.stop, config)
     while state.step < num_steps and not stopping and not reason:
         step = state.step + 1
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)
@@ -160,7 +167,8 @@ def train(
                     save=checkpoints.is_due(),
                     work=pace.work_of(micro_batches),
                 )
-            loss, norm = agreed.loss, math.sqrt(agreed.squares) / scaler.scale
+            loss = agreed.loss
+            norm = math.sqrt(agreed.squares) / scaler.scale
             clock.waited(agreed.wait_s / mpi.world_size)
             bad_values.note(step, norm, state.samples_seen, size)
             skipped = step in config.train.skip_steps or not math.isfinite(norm + loss)

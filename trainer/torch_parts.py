@@ -26,7 +26,7 @@ PARTS: Mapping[str, Sequence[str]] = {
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
     ),
-    "schedules of pipelines (trainer/parallel/pipeline/schedules.py)": (
+    "schedules of pipelines (trainer/parallel/pipeline/stage_schedules.py)": (
         "torch.distributed.pipelining.PipelineStage",
         "torch.distributed.pipelining.schedules.PipelineScheduleMulti",
         "torch.distributed.pipelining.schedules.PipelineScheduleSingle",

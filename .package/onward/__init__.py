@@ -31,11 +31,11 @@ from onward.flows.api import (
     write,
 )
 from onward.flows.first_config import init
-from onward.flows.predictions import evaluate, predict
-from onward.flows.run_reports.api import report
+from onward.flows.predict import evaluate, predict
+from onward.flows.run_reports.report_api import report
 from onward.flows.run_state.exports import bundle, export
 from onward.flows.running.verify_run import replay, verify
-from onward.flows.sweeps.api import resume_sweep, sweep, sweeps
+from onward.flows.sweeps.sweep_api import resume_sweep, sweep, sweeps
 from onward.trainer.errors import (
     CheckpointError,
     ConfigError,

@@ -60,12 +60,13 @@ def _found(rules: Rules, kinds: tuple[Kind, ...], facts: Facts, prefect: SyncPre
     items: list[Item] = []
     kept: list[Kept] = []
     doomed: set[str] = set()
-    for run, why in _runs(rules, facts) if "run" in kinds else ():
-        if why:
-            kept.append(Kept(name=run.root.name, why=why))
-        else:
-            items.append(Item(kind="run", name=str(run.root), bytes=size_of(run.root), why=_history(run, facts)))
-            doomed.add(run.root.name)
+    if "run" in kinds:
+        for run, why in _runs(rules, facts):
+            if why:
+                kept.append(Kept(name=run.root.name, why=why))
+            else:
+                items.append(Item(kind="run", name=str(run.root), bytes=size_of(run.root), why=_history(run, facts)))
+                doomed.add(run.root.name)
     remaining = [run for run in runs_of_home() if run.root.name not in doomed]
     if "shards" in kinds:
         items += _shards(remaining, rules, kept)
@@ -106,7 +107,8 @@ def keeps(doomed: set[str], name: str) -> bool:
 
 def lost_records(store: str, doomed: set[str]) -> tuple[CheckpointRecords, list[CheckpointRecord]]:
     """Return the records of checkpoints of this home that are gone or go with their runs. Raises TrackingError."""
-    runs, records = onward_home() / "runs", CheckpointRecords(store)
+    runs = onward_home() / "runs"
+    records = CheckpointRecords(store)
 
     def is_gone(path: Path) -> bool:
         return not path.exists() or path.relative_to(runs).parts[0] in doomed
@@ -133,13 +135,14 @@ def _shards(remaining: list[RunDir], rules: Rules, kept: list[Kept]) -> Iterator
         kept.append(Kept(name=str(folder), why=f"the run {waiting[0]} is just about to use some"))
         return
     needed = linked_shards(remaining)
-    for path in sorted(folder.glob("*")) if folder.is_dir() else ():
-        if path.name in needed or path.name.startswith("."):
-            continue
-        if not (path / "manifest.json").is_file():
-            kept.append(Kept(name=str(path), why="it has no manifest.json, so it is not known to be shards"))
-        elif (age := age_days(path)) >= max(rules.days, 1 / 24):  # a run that has just begun may have found them
-            yield Item(kind="shards", name=str(path), bytes=size_of(path), why=f"of no run, {age:.0f} days old")
+    if folder.is_dir():
+        for path in sorted(folder.glob("*")):
+            if path.name in needed or path.name.startswith("."):
+                continue
+            if not (path / "manifest.json").is_file():
+                kept.append(Kept(name=str(path), why="it has no manifest.json, so it is not known to be shards"))
+            elif (age := age_days(path)) >= max(rules.days, 1 / 24):  # a run that has just begun may have found them
+                yield Item(kind="shards", name=str(path), bytes=size_of(path), why=f"of no run, {age:.0f} days old")
 
 
 def _leftovers(remaining: list[RunDir], rules: Rules) -> Iterator[Item]:

@@ -46,7 +46,8 @@ def _collected(rules: Rules, facts: Facts, found: Found, prefect: SyncPrefectCli
         try:
             why, size = _remove(item, rules, facts, doomed, prefect)
         except (OSError, TrackingError, ConfigError) as error:
-            why, size = str(error).splitlines()[0], 0
+            why = str(error).splitlines()[0]
+            size = 0
         if why:
             kept.append(Kept(name=item.name, why=why))
             doomed.discard(Path(item.name).name)

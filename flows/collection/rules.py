@@ -68,7 +68,8 @@ class Facts:
 
 def gather(rules: Rules, deployments: Mapping[str, str]) -> Facts:
     """Read what the rules need. deployments: name -> configuration."""
-    listed, runs = listed_runs(), onward_home() / "runs"
+    listed = listed_runs()
+    runs = onward_home() / "runs"
     texts = {name: _text(runs / name / "config.json") for name, _ in listed}
     texts |= {path.parent.name: _text(path) for path in (onward_home() / "sweeps").glob("*/sweep.json")}
     return Facts(

@@ -73,7 +73,8 @@ def doctor(
     if hostfile:
         raise ConfigError("--hostfile is for the examination of a machine; leave it out, or leave MODEL out")
     if data is not None and re.match(r"\w+(\.\w+)+=", data):  # a setting, after a configuration that names the data
-        changes, data = [data, *changes], None
+        changes = [data, *changes]
+        data = None
     with quick_imports():
         import onward.trainer.diagnostics.doctor  # noqa: F401 - and torch, which `api.doctor` would import
     found = api.doctor(model, data, changes, label=label, rows=rows, converters=converters or ())

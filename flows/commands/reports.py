@@ -37,7 +37,7 @@ def report(
     model, the export, the environment and the configuration. The file needs no network, fits a phone and can be
     printed. A run writes its report itself when it ends.
     """
-    from onward.flows.run_reports.api import report as write_report
+    from onward.flows.run_reports.report_api import report as write_report
 
     written = write_report(*(runs or ()), output=output)
     if as_json:

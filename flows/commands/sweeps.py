@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onward.flows.commands.common import MAX_SEED, Json, Profile, layers_of, print_json
-from onward.flows.sweeps import api
+from onward.flows.sweeps import sweep_api as api
 
 if TYPE_CHECKING:
     from onward.flows.sweeps.outcome import SweepOutcome

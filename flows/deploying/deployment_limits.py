@@ -141,7 +141,8 @@ def _unknown_code(settings: Mapping[str, Any], limits: Limits, code: Mapping[str
     for key, file in named_files(settings):
         known = limits.code.get(os.path.realpath(file.location))
         if file.is_code and known is None:
-            named, url = ", ".join(limits.code) or "none", url_of(file.location)
+            named = ", ".join(limits.code) or "none"
+            url = url_of(file.location)
             shown = redacted(url) if url else file.location
             yield f"{key} {shown} executes Python that the deployment's author has not named; named are: {named}"
         elif file.is_code and code.get(file.location) != known:

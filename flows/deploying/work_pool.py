@@ -75,7 +75,8 @@ def prepare_pool(client: SyncPrefectClient, command: str = "") -> None:
     """
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 
-    pool, template = pool_of(client), closed_template(command)
+    pool = pool_of(client)
+    template = closed_template(command)
     if pool is None:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
         return

@@ -41,14 +41,14 @@ def _two_heads(folder: Path) -> onnx.ModelProto:
 
 
 def _reviews(folder: Path) -> onnx.ModelProto:
-    from onward.flows.examples.texts import write_reviews
+    from onward.flows.examples.text_example import write_reviews
     from onward.trainer.onnx_graph.examples.small_models import build_bert
 
     return build_bert(vocab_size=write_reviews(folder).get_vocab_size(), num_classes=3)
 
 
 def _language(folder: Path) -> onnx.ModelProto:
-    from onward.flows.examples.texts import write_documentation
+    from onward.flows.examples.text_example import write_documentation
     from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 
     size = write_documentation(folder).get_vocab_size()
@@ -56,7 +56,7 @@ def _language(folder: Path) -> onnx.ModelProto:
 
 
 def _table(folder: Path) -> onnx.ModelProto:
-    from onward.flows.examples.tables import NUM_FEATURES, write_table
+    from onward.flows.examples.table_example import NUM_FEATURES, write_table
     from onward.trainer.onnx_graph.examples.small_models import build_mlp
 
     write_table(folder)

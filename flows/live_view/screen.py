@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from onward.flows.live_view.facts import LiveFacts, curve
+from onward.flows.live_view.live_state import LiveFacts, curve
 from onward.trainer.quantities import gib
 from onward.trainer.run.timing.phases import Phase
 
@@ -184,7 +184,8 @@ def _row(label: str, parts: list[str], width: int) -> Text:
 
 def _rows(facts: LiveFacts, *, ascii_only: bool) -> list[tuple[str, list[str]]]:
     """Return each fact: its name, and its parts, the most important one first."""
-    history, progress = facts.history, facts.progress
+    history = facts.history
+    progress = facts.progress
     evaluated = [f"step {event.step}" for event in history.evaluations[-1:]]
     saved = [
         f"step {event.step}, saved {clock(facts.now_s() - event.at_ms / 1e3)} ago" for event in history.checkpoints[-1:]
@@ -223,7 +224,8 @@ def _loss(facts: LiveFacts, *, ascii_only: bool) -> list[str]:
         return []
     change = facts.change()
     levels = curve(facts.losses, 16)
-    low, high = min(levels, default=0.0), max(levels, default=0.0)
+    low = min(levels, default=0.0)
+    high = max(levels, default=0.0)
     drawn = "".join(BARS[round((level - low) / (high - low) * (len(BARS) - 1))] for level in levels if high > low)
     trend = "" if change is None else f"{change.ratio:+.1%} in {change.steps} steps"
     return [f"{loss:.4g}", "" if ascii_only else drawn, trend]
@@ -248,7 +250,8 @@ def _compute(facts: LiveFacts) -> list[str]:
 
 def _time_left(facts: LiveFacts) -> str:
     """Return the time left of the training; "" as long as it is not known."""
-    progress, left = facts.progress, facts.remaining_s()
+    progress = facts.progress
+    left = facts.remaining_s()
     runs = not _is_busy_otherwise(facts) and 0 < progress.step < progress.num_steps
     return f"{clock(left)} left" if runs and math.isfinite(left) else ""
 

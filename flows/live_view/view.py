@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
-from onward.flows.live_view.facts import LiveFacts
+from onward.flows.live_view.live_state import LiveFacts
 from onward.flows.live_view.screen import Screen, sentence
 from onward.flows.shown.terminal import unescaped
 from onward.tasks.shown.training_progress import Periodic
@@ -168,7 +168,9 @@ class _Above:
     """
 
     def __init__(self, view: LiveView, stream: TextIO) -> None:
-        self._view, self._stream, self._begun = view, stream, ""
+        self._view = view
+        self._stream = stream
+        self._begun = ""
 
     def write(self, text: str) -> int:
         *complete, begun = (self._begun + text).split("\n")

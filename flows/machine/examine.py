@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from onward.flows.machine.file_system import disk_space, file_system, home_directory
-from onward.flows.machine.findings import Finding, MachineReport
+from onward.flows.machine.machine_findings import Finding, MachineReport
 from onward.flows.machine.mpi import mpi
 from onward.flows.machine.network import hosts, loopback, servers, work_pool
 from onward.flows.machine.packages import packages
@@ -88,7 +88,8 @@ class _Bounded(threading.Thread):
 
     def __init__(self, subject: str, check: Check) -> None:
         super().__init__(name=f"check {subject}", daemon=True)
-        self._subject, self._check = subject, check
+        self._subject = subject
+        self._check = check
         self._found: list[Finding] | None = None
         self._began_at = time.monotonic()
         self.start()

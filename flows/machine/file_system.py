@@ -10,12 +10,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from onward.flows.machine.findings import Finding, Level, gib
+from onward.flows.machine.machine_findings import Finding, Level, gib
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.durable_files import fsync, write_durably
 
-LEAST_BYTES, FEW_BYTES = 500 << 20, 5 << 30
-LEAST_INODES, FEW_INODES = 1_000, 20_000
+LEAST_BYTES = 500 << 20
+FEW_BYTES = 5 << 30
+LEAST_INODES = 1_000
+FEW_INODES = 20_000
 MOVE_HOME = "set ONWARD_HOME to a directory on a local disk, or on a file system that can"
 
 
@@ -55,7 +57,9 @@ def disk_space() -> Iterator[Finding]:
     for check, path in places.items():
         place = _existing(path)
         found = os.statvfs(place)
-        free, total, inodes = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, found.f_favail
+        free = found.f_bavail * found.f_frsize
+        total = found.f_blocks * found.f_frsize
+        inodes = found.f_favail
         level: Level = "problem" if free < LEAST_BYTES else "note" if free < FEW_BYTES else "ok"
         what = f"{gib(free)} of {gib(total)} are free at {place}"
         if found.f_files:  # else it has no such limit

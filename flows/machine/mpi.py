@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from onward.flows.machine.findings import Finding
+from onward.flows.machine.machine_findings import Finding
 from onward.infra.job.hosts import read_hostfile
 from onward.infra.job.launcher import LaunchError
 from onward.infra.job.mpirun import Mpirun
@@ -25,7 +25,9 @@ from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.machine.this_machine import most_gpus
 from onward.trainer.run.records import RankReport, read_record, write_record
 
-VERSION_S, MPI_S, RANKS_S = 10.0, 30.0, 120.0
+VERSION_S = 10.0
+MPI_S = 30.0
+RANKS_S = 120.0
 TAIL_LINES = 6
 MOST_GPUS = 8
 """Ranks of the check on one machine at most."""
@@ -73,7 +75,8 @@ def _alone(folder: Path, program: Path, version: str, hostfile: str) -> Iterator
         what = f"{program} ({version or 'unknown version'}) did not start {ranks} ranks: {ended or 'no rank reported'}"
         yield Finding(check="MPI", level="problem", what=what, fix=fix)
         return
-    library, hosts = reports[0].library, sorted({each.host for each in reports})
+    library = reports[0].library
+    hosts = sorted({each.host for each in reports})
     if any(each.size != ranks for each in reports):
         what = f"{program} is {version}, but mpi4py {reports[0].mpi4py} has loaded {library}: {ranks} processes each "
         what += f"see a world of {reports[0].size}"
@@ -116,7 +119,9 @@ def _with_torch(folder: Path, hostfile: str) -> Iterator[Finding]:
         first = run.first_error(0)
         reports = [read_record(path, RankReport) for path in sorted((folder / "preflight").glob("rank-*.json"))]
     except OnwardError as error:
-        first, reports, ended = None, [], str(error)
+        first = None
+        reports = []
+        ended = str(error)
     if first or ended or len(reports) != ranks:
         said = f"rank {first.rank} on {first.host}: {first.cause}" if first else ended
         what = f"MPI works, but {ranks} rank{'s' * (ranks > 1)} did not connect through torch: "

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from onward.flows.machine.findings import Finding
+from onward.flows.machine.machine_findings import Finding
 from onward.infra.job.hosts import clock_skews, read_hostfile, silent_hosts
 from onward.infra.servers import services
 from onward.infra.servers.service_definitions import SERVICES

@@ -15,7 +15,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from onward.flows.machine.findings import Finding, Level
+from onward.flows.machine.machine_findings import Finding, Level
 
 NEWEST_TRIED = {
     "torch": "2.14",
@@ -59,7 +59,8 @@ def compared(declared: Iterable[str], python: str, version: Callable[[str], str 
     if python and here not in SpecifierSet(python, prereleases=True):
         what = f"Python is {here}, and Onward needs {python}"
         yield Finding(check="packages", level="problem", what=what, fix="make the environment anew with such a Python")
-    fitting, lacking = 0, list[str]()
+    fitting = 0
+    lacking = list[str]()
     for line in declared:
         requirement = Requirement(line)
         extra = _extra(requirement)
@@ -116,7 +117,8 @@ def _extra(requirement: Requirement) -> str:
 
 def _pair(version: Callable[[str], str | None]) -> Iterator[Finding]:
     """Yield a problem if torchvision was built for another torch: its operators then fail when they are called."""
-    torch, vision = version("torch"), version("torchvision")
+    torch = version("torch")
+    vision = version("torchvision")
     if torch is None or vision is None:
         return
     try:

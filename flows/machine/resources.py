@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from onward.flows.machine.findings import Finding, Level, gib
+from onward.flows.machine.machine_findings import Finding, Level, gib
 from onward.trainer.run.machine.this_machine import (
     core_limit,
     free_host_memory,
@@ -19,15 +19,19 @@ from onward.trainer.run.machine.this_machine import (
     most_gpus,
 )
 
-LEAST_MEMORY, LITTLE_MEMORY = 1 << 30, 4 << 30
+LEAST_MEMORY = 1 << 30
+LITTLE_MEMORY = 4 << 30
 LITTLE_SHARED = 256 << 20
-LEAST_FILES, FEW_FILES = 256, 1024
+LEAST_FILES = 256
+FEW_FILES = 1024
 SHARED = Path("/dev/shm")
 
 
 def memory() -> Iterator[Finding]:
     """Report the memory that is free, and the least of the limits of host and container."""
-    total, free, limit = psutil.virtual_memory().total, free_host_memory(), memory_limit()
+    total = psutil.virtual_memory().total
+    free = free_host_memory()
+    limit = memory_limit()
     level: Level = "problem" if free < LEAST_MEMORY else "note" if free < LITTLE_MEMORY else "ok"
     what = f"{gib(free)} of {gib(min(total, limit or total))} are free"
     what += f"; the container's limit is {gib(limit)}, the host has {gib(total)}" if limit and limit < total else ""
@@ -37,7 +41,9 @@ def memory() -> Iterator[Finding]:
 
 def cores() -> Iterator[Finding]:
     """Compare the cores that this process may use with the share of time that its container gets."""
-    usable, all_cores, quota = len(os.sched_getaffinity(0)), os.cpu_count() or 1, core_limit()
+    usable = len(os.sched_getaffinity(0))
+    all_cores = os.cpu_count() or 1
+    quota = core_limit()
     what = f"{usable} of {all_cores} cores may be used"
     if quota and quota < usable:
         what += f", but the container gets the time of {quota:g}"
@@ -56,7 +62,8 @@ def shared_memory() -> Iterator[Finding]:
         yield Finding(check="/dev/shm", level="note", what="there is no /dev/shm", fix=fix)
         return
     found = os.statvfs(SHARED)
-    free, size = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    free = found.f_bavail * found.f_frsize
+    size = found.f_blocks * found.f_frsize
     is_small = free < LITTLE_SHARED
     what = f"{free / 2**20:,.0f} of {size / 2**20:,.0f} MiB are free"
     yield Finding(check="/dev/shm", level="note" if is_small else "ok", what=what, fix=fix * is_small)
@@ -72,7 +79,8 @@ def open_files() -> Iterator[Finding]:
         fix += "connections between ranks are open files"
         level: Level = "problem" if soft < LEAST_FILES else "note"
     else:
-        fix, level = "", "ok"
+        fix = ""
+        level = "ok"
     what = f"a process may have {most} open files"
     yield Finding(check="open files", level=level, what=what, fix=fix)
 

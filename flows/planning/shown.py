@@ -18,7 +18,8 @@ def show_run_plan(found: RunPlan) -> None:
         print(wrapped(text, "  - "))
     print("\ndisk, at most at a time")
     table([(each.what, shown_size(each.bytes), each.place) for each in found.disk.shares])
-    in_all, of_checkpoint = shown_size(found.disk.total_bytes), shown_size(found.disk.checkpoint_bytes)
+    in_all = shown_size(found.disk.total_bytes)
+    of_checkpoint = shown_size(found.disk.checkpoint_bytes)
     shards = "shards are not counted"
     if found.rows.shard_bytes:
         shards = f"the shards exist ({shown_size(found.rows.shard_bytes)})"

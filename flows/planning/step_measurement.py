@@ -98,7 +98,8 @@ def _directory() -> Iterator[RunDir]:
 
 def _shard(run: RunDir) -> int:
     """Link the shards of the cache, or shard the data into the directory; return how many rows are evaluated."""
-    config, cache = read_config(run), onward_home() / "shards"
+    config = read_config(run)
+    cache = onward_home() / "shards"
     run.root.mkdir(parents=True, exist_ok=True)
     if cached_shards(config, cache) is None:
         cache = run.root.parent / "shards"

@@ -86,7 +86,8 @@ def known_pace(config: RunConfig) -> Pace | None:
 
 
 def _paces_of_runs(config: RunConfig) -> Iterator[Pace]:
-    settings, structure = settings_of_pace(config), structure_digest(config.model.path)
+    settings = settings_of_pace(config)
+    structure = structure_digest(config.model.path)
     for run in all_runs()[:TRIED_RUNS]:
         try:
             if run.train.exists() and _is_alike(run, config, settings, structure) and (pace := _pace(run)):
@@ -96,7 +97,8 @@ def _paces_of_runs(config: RunConfig) -> Iterator[Pace]:
 
 
 def _is_alike(run: RunDir, config: RunConfig, settings: object, structure: str) -> bool:
-    own, identity = read_config(run, "given"), identity_of(run)
+    own = read_config(run, "given")
+    identity = identity_of(run)
     if config.model.fixed_batch == "auto":  # a rehearsal has chosen it for the run
         own = own.model_copy(update={"model": own.model.model_copy(update={"fixed_batch": "auto"})})
     if config.graph.compile == "auto":  # likewise, and without compiling the settings of how have been dropped
@@ -115,7 +117,8 @@ def _is_alike(run: RunDir, config: RunConfig, settings: object, structure: str) 
 
 
 def _pace(run: RunDir) -> Pace | None:
-    own, identity = read_config(run, "given"), identity_of(run)
+    own = read_config(run, "given")
+    identity = identity_of(run)
     pace = pace_of(RunHistory.of(run.events, series=MEASURED), batch=own.train.global_batch_size)
     if pace is None or identity is None:
         return None
@@ -168,7 +171,8 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
         guessed.append("evaluations are not in the total")
     setup_s = pace.setup_s + pace.compile_s
     steps_s = steps * pace.step_s if steps else None
-    checkpoints, total_s = None, None
+    checkpoints = None
+    total_s = None
     if steps_s is not None:
         evaluated_s = (evaluations or 0) * (evaluation_s or 0.0)
         checkpoints = number_of_checkpoints(config, steps or 0, steps_s + evaluated_s)
@@ -214,7 +218,8 @@ def number_of_steps(config: RunConfig, rows: RowCount) -> int | None:
 
 def number_of_evaluations(config: RunConfig, rows: RowCount) -> int | None:
     """Return how often the run evaluates, before the first and after the last step included; None = not known."""
-    steps, period = number_of_steps(config, rows), config.train.evaluation_period
+    steps = number_of_steps(config, rows)
+    period = config.train.evaluation_period
     if steps is None or (period == "epoch" and not rows.train):
         return None
     if period == "epoch":

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from onward.flows.run_reports.facts import read_facts
 from onward.flows.run_reports.page import page_of
+from onward.flows.run_reports.reported_run import read_facts
 from onward.flows.run_reports.summary import markdown
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import write_durably

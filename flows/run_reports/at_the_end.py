@@ -71,7 +71,8 @@ def _report(run: RunDir, ending: RunEnding | None) -> None:
 
 def _send(run: RunDir, summary: str) -> None:
     """Upload the report to MLflow, and show its summary and place in Prefect."""
-    identity, place = identity_of(run), f"`{run.report}`"
+    identity = identity_of(run)
+    place = f"`{run.report}`"
     if identity and identity.mlflow_run_id:
         try:
             Tracker(identity.tracking_uri, identity.mlflow_run_id).log_file(run.report)

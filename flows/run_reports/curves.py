@@ -78,11 +78,13 @@ class Marks:
 def draw(lines: Sequence[Line], marks: Marks = Marks(), *, from_zero: bool = False) -> str:
     """Return lines over the steps as SVG; "" without a finite value."""
     figure, axes = _figure()
-    least, most = math.inf, -math.inf
+    least = math.inf
+    most = -math.inf
     for line in lines:
         steps, values = thinned(line.series)
         finite = [value for value in values if math.isfinite(value)]
-        least, most = min([least, *finite]), max([most, *finite])
+        least = min([least, *finite])
+        most = max([most, *finite])
         markers: dict[str, Any] = (
             {"marker": "o", "markersize": 2.5} if line.dots and len(steps) < MANY_CHECKPOINTS else {}
         )
@@ -136,7 +138,8 @@ def draw_counts(counts: Sequence[int], edges: Sequence[float], label: str) -> st
 
 def thinned(series: Series) -> tuple[list[int], list[float]]:
     """Return at most about MOST_POINTS points: of each stretch of steps the least and the greatest value."""
-    steps, values = series.steps, series.values
+    steps = series.steps
+    values = series.values
     if len(steps) <= MOST_POINTS:
         return list(steps), list(values)
     width = -(-len(steps) * 2 // MOST_POINTS)

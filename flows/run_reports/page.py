@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from onward.flows.run_reports.curves import COLOURS, Line, Marks, draw, draw_counts, draw_scatter
-from onward.flows.run_reports.facts import EVALUATION, RunFacts, settings_as_text
+from onward.flows.run_reports.reported_run import EVALUATION, RunFacts, settings_as_text
 from onward.flows.run_reports.summary import results, verdict
 from onward.flows.run_state.costs import cost_line
 from onward.flows.shown.terminal_tables import config_lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from onward.flows.run_reports.facts import EVALUATION, RunFacts
+from onward.flows.run_reports.reported_run import EVALUATION, RunFacts
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.run.records import ExportedModel
 
@@ -30,7 +30,8 @@ def verdict(facts: RunFacts) -> list[str]:
 
 
 def _trained(facts: RunFacts) -> Iterator[str]:
-    config, start = facts.config, facts.history.start
+    config = facts.config
+    start = facts.history.start
     if config is None:
         return
     what = f"{config.model.path.name} on {config.data.source}"
@@ -81,7 +82,8 @@ def results(facts: RunFacts) -> list[tuple[str, str, str, str]]:
 
     Of the exported file, else of the first and the last evaluation during the training.
     """
-    exported, metrics = facts.exported, facts.metrics
+    exported = facts.exported
+    metrics = facts.metrics
     before = exported.before if exported else metrics.first if metrics else {}
     after = exported.after if exported else metrics.last if metrics else {}
     if not after:  # it has not ended, or has no record of it

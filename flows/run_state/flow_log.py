@@ -68,7 +68,8 @@ class _Printed(io.TextIOBase):
     """What is printed on stderr, which goes into the log."""
 
     def __init__(self, log: FlowLog, terminal: TextIO, said: set[str]) -> None:
-        self.terminal, self.said = terminal, said
+        self.terminal = terminal
+        self.said = said
         self._log = log
 
     def write(self, text: str) -> int:
@@ -89,11 +90,13 @@ class _Printed(io.TextIOBase):
 @contextlib.contextmanager
 def own_log(run: RunDir) -> Iterator[None]:
     """Write the log of a flow that no command has opened: of a run of a deployment, which a worker has started."""
-    root, own = logging.getLogger(), logging.getLogger("onward")
+    root = logging.getLogger()
+    own = logging.getLogger("onward")
     if any(isinstance(handler, FlowLog) for handler in root.handlers):
         yield
         return
-    log_file, level = FlowLog(run.root / "flow.log", sys.stderr), own.level
+    log_file = FlowLog(run.root / "flow.log", sys.stderr)
+    level = own.level
     root.addHandler(log_file)
     own.setLevel(logging.INFO)
     try:
@@ -126,7 +129,9 @@ def flow_log(run: RunDir) -> Iterator[TextIO]:
     if sweep:  # whose trials have the same data, machine and warnings
         terminal.addFilter(lambda record: _is_new(record, said))
     root = logging.getLogger()
-    before, root.handlers = root.handlers, [log_file, terminal]  # this removes Prefect's console handler
+    # this removes Prefect's console handler
+    before = root.handlers
+    root.handlers = [log_file, terminal]
     logging.getLogger("onward").setLevel(logging.INFO)
     try:
         with contextlib.redirect_stderr(_Printed(log_file, shown, said)):

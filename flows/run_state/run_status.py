@@ -278,7 +278,8 @@ def is_finished(run: RunDir, config: RunConfig) -> bool:
 
     A flow that could not send all to MLflow has ended, too, and a resume sends the rest.
     """
-    newest, ending = _newest_result(run), ending_of(run)
+    newest = _newest_result(run)
+    ending = ending_of(run)
     if state_of(run) != "exported" or not (ending and ending.status == "completed") or newest is None:
         return False
     may_go_on = newest.ended_early and not reason_to_end(newest.stop, config)
@@ -330,7 +331,8 @@ def held_out_text(run: RunDir) -> bytes:
     """Return the bytes that a text run's evaluation predicts, in the order of the files; b"" for other data, also for
     tokens."""
     config = read_config(run)
-    data, label = config.data, config.losses[0].label if config.losses else ""
+    data = config.data
+    label = config.losses[0].label if config.losses else ""
     if not label or data.text or locate(data.source, data).format != "text" or not isinstance(label, str):
         return b""
     shards = open_evaluated(run.shards, data)

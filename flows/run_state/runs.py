@@ -69,7 +69,8 @@ def reference_to(run: RunDir) -> str:
 
 def how_to_continue(run: RunDir) -> str:
     """Return a clause with the command that continues a run or a sweep, and the step at which it goes on."""
-    command, saved = command_to_continue(run), list_checkpoints(run)
+    command = command_to_continue(run)
+    saved = list_checkpoints(run)
     if not command.startswith("onward resume"):
         return f"to continue: {command}"
     if not has_begun(run):

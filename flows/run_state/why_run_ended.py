@@ -44,7 +44,8 @@ def cause_of(run: RunDir) -> Cause:
 
 
 def _kind_and_sentence(run: RunDir) -> tuple[str, str]:
-    ending, attempt = ending_of(run), _failed_attempt(run)
+    ending = ending_of(run)
+    attempt = _failed_attempt(run)
     if ending is None:
         return _of_a_killed_flow(run)
     sentence = "; ".join(ending.problems)

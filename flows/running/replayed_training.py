@@ -108,12 +108,13 @@ def train_until(run: RunDir, step: int) -> Path:
 
 
 def _differences(saved: VerifiedCheckpoint, reached: VerifiedCheckpoint) -> list[str]:
-    one, other = saved.manifest, reached.manifest
+    one = saved.manifest
+    other = reached.manifest
     position = [] if one.state.position == other.state.position else ["another position"]
     # the same layout writes the same files; a run that went on with fewer ranks has divided its tensors otherwise
     if [file.sha256 for file in one.files] == [file.sha256 for file in other.files]:
         return position
-    from onward.trainer.checkpoint.differences import differences  # imports torch
+    from onward.trainer.checkpoint.tensor_differences import differences  # imports torch
 
     return [*position, *differences(saved, reached)]
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 def checked_run(text: str, changes: Sequence[Override], *, from_start: bool) -> RunDir:
     """Return the run that `text` names. Raises ConfigError when it cannot be resumed, or not with these changes."""
-    run, home = find_run(text), onward_home().resolve()
+    run = find_run(text)
+    home = onward_home().resolve()
     # the flow looks for the run by its name, and under ONWARD_HOME only
     if run.root.resolve().parent != home / "runs":
         raise ConfigError(

@@ -38,7 +38,8 @@ def acknowledged_interrupt(grace_s: float, *, say: Callable[[str], object] | Non
 
     say: prints a line, and may be called in a signal handler; None = on stderr.
     """
-    before, number = signal.getsignal(signal.SIGINT), 0
+    before = signal.getsignal(signal.SIGINT)
+    number = 0
     say = say or _written
 
     def interrupt(signum: int, frame: object) -> None:

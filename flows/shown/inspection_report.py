@@ -10,7 +10,7 @@ from onward.flows.shown.terminal_tables import as_toml, table, wrapped
 from onward.trainer.quantities import gib
 
 if TYPE_CHECKING:
-    from onward.flows.machine.findings import MachineReport
+    from onward.flows.machine.machine_findings import MachineReport
     from onward.trainer.diagnostics.difference import Difference, TensorChange
     from onward.trainer.diagnostics.doctor import Diagnosis, Operator, Unsupported, Weight
     from onward.trainer.parallel.planning.plan_record import Plan
@@ -116,7 +116,8 @@ def _labels(found: PreprocessingTrials) -> str:
 
 
 def _other_order(found: PreprocessingTrials) -> str:
-    best, moved = found.trials[0], {label: to for label, to in found.other_order.items() if label != to}
+    best = found.trials[0]
+    moved = {label: to for label, to in found.other_order.items() if label != to}
     few = ", ".join(f"{label} -> {to}" for label, to in list(moved.items())[:MAX_ROWS])
     text = (
         f"the order of the classes is another one: accuracy {best.accuracy:.3f} as they are, "

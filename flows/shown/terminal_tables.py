@@ -36,7 +36,8 @@ def wrapped(text: str, mark: str) -> str:
 
 def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the table at the end of `onward run`, from the facts that it prints as JSON."""
-    before, after = facts["before"], facts["after"]
+    before = facts["before"]
+    after = facts["after"]
     rows = [
         (name.removeprefix("evaluation/"), f"{before[name]:.4f} -> {after[name]:.4f}")
         for name in sorted(after)

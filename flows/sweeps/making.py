@@ -48,7 +48,8 @@ def make_sweep(
     Raises ConfigError with everything that is wrong in any of them; of a search space its bounds are checked.
     """
     found = layered(source, [*overrides, *space.fixed], profile=profile)
-    settings, problems = found.settings, found.problems
+    settings = found.settings
+    problems = found.problems
     choices = {key: tuple(_anchored(key, value) for value in values) for key, values in space.choices.items()}
     ranges = space.ranges
     problems += cannot_vary(settings, (*choices, *ranges))

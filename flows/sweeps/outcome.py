@@ -47,7 +47,8 @@ class SweepOutcome(Record):
 
 def outcome_of(folder: SweepDir) -> SweepOutcome:
     """Return the state of a sweep, read from its directory alone."""
-    plan, trials = read_record(folder.sweep, Sweep), folder.trials()
+    plan = read_record(folder.sweep, Sweep)
+    trials = folder.trials()
     identity = read_record(folder.identity, RunIdentity) if folder.identity.exists() else None
     result = read_record(folder.result, SweepResult) if folder.result.exists() else None
     best = best_of(trials, greatest=plan.greatest)

@@ -59,7 +59,9 @@ def read_space(given: Mapping[str, Any] | Iterable[str]) -> Space:
     Raises ConfigError with everything that is wrong with it; whether the values are valid is checked with the
     configuration.
     """
-    space, problems, seen = Space(), list[str](), set[str]()
+    space = Space()
+    problems = list[str]()
+    seen = set[str]()
     for word in given.items() if isinstance(given, Mapping) else given:
         try:
             key, value = _key_and_text(word) if isinstance(word, str) else word
@@ -155,7 +157,10 @@ def _add_python(space: Space, key: str, value: Any) -> None:
 
 def split(key: str, text: str) -> list[str]:
     """Return the values in a text that commas separate; those inside brackets and quotes belong to a value."""
-    pieces, start, open_ones, quote = [], 0, list[str](), ""
+    pieces = []
+    start = 0
+    open_ones = list[str]()
+    quote = ""
     for place, character in enumerate(text):
         if quote:
             escaped = quote == '"' and text[place - 1] == "\\"
@@ -195,7 +200,8 @@ def _range(key: str, text: str) -> Range | None:
     found = re.fullmatch(r"([A-Za-z_]\w*)\s*\((.*)\)", text)
     if not found:
         return None
-    where, kind = f"{key}={text}", found[1]
+    where = f"{key}={text}"
+    kind = found[1]
     if kind not in KINDS:
         raise ConfigError(f"{where}: there is no range {kind}; there are log(a, b), uniform(a, b) and int(a, b)")
     try:

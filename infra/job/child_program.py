@@ -60,7 +60,8 @@ def _run_as_fork(server: str, arguments: list[str]) -> int | None:
     import resource
     import socket
 
-    connection, fork = socket.socket(socket.AF_UNIX), b""
+    connection = socket.socket(socket.AF_UNIX)
+    fork = b""
     with contextlib.suppress(OSError):  # on another host, or the server has ended
         connection.connect(server)
         socket.send_fds(connection, [b"\n"], [0, 1, 2])

@@ -107,7 +107,8 @@ class Job:
         # two jobs of one run directory would write the same checkpoints
         wait_until_free(self.run_dir)
         argv = self.arguments(os.environ)
-        tag, started_at = uuid.uuid4().hex, time.monotonic()
+        tag = uuid.uuid4().hex
+        started_at = time.monotonic()
         guard = Guard(tag, min(self.grace_s, job_guard.GRACE_S))
         with contextlib.closing(guard), self.log.open("ab") as log:
             folder = make(lambda: _new_temporary_directory(tag))
@@ -145,8 +146,11 @@ class Job:
 
         Returns which of them, and when: milliseconds since 1970.
         """
-        last_beat, beat_at, started = _last_beat(self.heartbeat), time.monotonic(), False
-        silence_s, ran_at = self.silence_timeout_s, time.monotonic()
+        last_beat = _last_beat(self.heartbeat)
+        beat_at = time.monotonic()
+        started = False
+        silence_s = self.silence_timeout_s
+        ran_at = time.monotonic()
         while launcher.poll() is None:
             time.sleep(POLL_S)
             if stop.exists():
@@ -160,7 +164,9 @@ class Job:
                 # the ranks go on, but neither their output nor their end would be noticed
                 launcher.send_signal(signal.SIGCONT)
             if (beat := _last_beat(self.heartbeat)) != last_beat:
-                last_beat, beat_at, started = beat, time.monotonic(), True
+                last_beat = beat
+                beat_at = time.monotonic()
+                started = True
                 silence_s = _said(self.heartbeat, "silence_s", silence_s)
             stopped.look()
             if time.monotonic() - beat_at > (silence_s if started else self.start_timeout_s):

@@ -92,7 +92,8 @@ def signal_until_gone(
     tag: str, number: int, *, limit_s: float, which: Callable[[int], bool] = lambda pid: True
 ) -> None:
     """Send a signal once to each process of the job for which `which` is true, until all of them have ended."""
-    deadline, signalled = time.monotonic() + limit_s, set[int]()
+    deadline = time.monotonic() + limit_s
+    signalled = set[int]()
     # in rounds, because a process may start another one before the signal reaches it
     while (found := set(members(tag))) and time.monotonic() < deadline:
         for pid in filter(which, found - signalled):
@@ -153,7 +154,8 @@ def _leads_session(pid: int) -> bool:
 
 def _run(tag: str, grace_s: float) -> None:
     """Wait for the end of the flow process; let what is left of the job save for `grace_s`, then kill it."""
-    spares, below = SPARES, 0
+    spares = SPARES
+    below = 0
     while True:
         # the flow replaces the first guard, and each guard the one below it
         while spares and not below:

@@ -39,7 +39,8 @@ class StoppedRanks:
 
     def __init__(self, launcher: int, rank_variable: str) -> None:
         """launcher: its process. rank_variable: the environment variable with the number of a rank."""
-        self._launcher, self._rank_variable = launcher, rank_variable
+        self._launcher = launcher
+        self._rank_variable = rank_variable
         self._stops: dict[int, _Stop] = {}
         self._ranks: dict[int, int] = {}
         """Rank -> process, of this host."""
@@ -50,21 +51,23 @@ class StoppedRanks:
         now = time.monotonic()
         if now - self._looked_at >= LOOK_S:
             if now - self._scanned_at >= SCAN_S:
-                self._ranks, self._scanned_at = _ranks_below(self._launcher, self._rank_variable), now
+                self._ranks = _ranks_below(self._launcher, self._rank_variable)
+                self._scanned_at = now
             ranks = self._ranks
             stopped = {rank: pid for rank, pid in ranks.items() if is_suspended(pid)}
-            for rank, pid in stopped.items() if len(stopped) < max(2, len(ranks)) else ():
-                before = self._stops.get(rank)
-                since = before.since if before and before.until == self._looked_at else now
-                self._stops[rank] = _Stop(pid, since, now)
-                if now - since >= STOPPED_S:
-                    log.warning(
-                        "rank %d (process %d) has been stopped by a signal (SIGSTOP) for %.0f s, and the others wait "
-                        "for it; it is sent SIGCONT",
-                        *(rank, pid, now - since),
-                    )
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(pid, signal.SIGCONT)
+            if len(stopped) < max(2, len(ranks)):
+                for rank, pid in stopped.items():
+                    before = self._stops.get(rank)
+                    since = before.since if before and before.until == self._looked_at else now
+                    self._stops[rank] = _Stop(pid, since, now)
+                    if now - since >= STOPPED_S:
+                        log.warning(
+                            "rank %d (process %d) has been stopped by a signal (SIGSTOP) for %.0f s, and the others "
+                            "wait for it; it is sent SIGCONT",
+                            *(rank, pid, now - since),
+                        )
+                        with contextlib.suppress(ProcessLookupError, PermissionError):
+                            os.kill(pid, signal.SIGCONT)
             self._looked_at = now
 
     def describe(self) -> dict[int, str]:

@@ -61,7 +61,8 @@ class Store:
     @property
     def _client(self) -> MlflowClient:
         # SQLite would go on writing to a file that was removed or replaced, and nobody would ever read that
-        found, database = file_of(self.tracking_uri), database_of(self.tracking_uri)
+        found = file_of(self.tracking_uri)
+        database = database_of(self.tracking_uri)
         if database and not found and (self._connected is not None or self._expected):
             raise TrackingUnavailable(
                 f"the MLflow database {database} was removed: put it back; `onward resume` of a run sends its metrics "
@@ -87,11 +88,14 @@ def translate_errors(
         from sqlalchemy.exc import DatabaseError
 
         # MLflow's messages may hold the whole URI
-        whole, shown = with_password(store.tracking_uri), store.tracking_uri
+        whole = with_password(store.tracking_uri)
+        shown = store.tracking_uri
         try:
             return method(store, *args, **kwargs)
         except MlflowException as error:
-            status, text = error.get_http_status_code(), _sentence(error).replace(whole, shown)  # type: ignore[no-untyped-call]
+            # type: ignore[no-untyped-call]
+            status = error.get_http_status_code()
+            text = _sentence(error).replace(whole, shown)
             if any(words in text for words in _DAMAGE):
                 raise TrackingUnavailable(_damaged(shown, text)) from error
             if status >= 500 or status == 429:

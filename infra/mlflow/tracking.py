@@ -248,7 +248,8 @@ class Tracker(Store):
     def mark_deleted_checkpoints(self) -> None:
         """Tag the records of this run's checkpoints whose directories were deleted as `deleted`."""
         for model in self._models("tags.best = 'false'"):
-            path, is_marked = model.tags.get("path"), model.tags.get("deleted") == "true"
+            path = model.tags.get("path")
+            is_marked = model.tags.get("deleted") == "true"
             if model.model_type == "checkpoint" and path and not is_marked and not Path(path).exists():
                 self._client.set_logged_model_tags(model.model_id, {"deleted": "true"})
 

@@ -39,7 +39,8 @@ def owner_of(there: tuple[str, int], here: tuple[str, int] | None = None) -> int
 
     Without `here`, or before the connection was accepted, that is the program that listens at `there`.
     """
-    ends, others = _written(there), _written(here) if here else set()
+    ends = _written(there)
+    others = _written(here) if here else set()
     everywhere = {"0" * (len(end) - 5) + end[-5:] for end in ends}
     exact: set[int] = set()
     wide: set[int] = set()
@@ -136,7 +137,8 @@ def _connections(table: Path, ends: set[str]) -> Iterator[_Connection]:
 
 def _written(address: tuple[str, int]) -> set[str]:
     """Return an address as the tables write it: that of IPv4 also as the part of IPv6 that stands for it."""
-    host, port = ipaddress.ip_address("127.0.0.1" if address[0] == "localhost" else address[0]), address[1]
+    host = ipaddress.ip_address("127.0.0.1" if address[0] == "localhost" else address[0])
+    port = address[1]
     if isinstance(host, ipaddress.IPv4Address):
         return {_hexadecimal(host.packed, port), _hexadecimal(bytes(10) + b"\xff\xff" + host.packed, port)}
     return {_hexadecimal(host.packed, port)}

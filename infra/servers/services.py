@@ -150,7 +150,8 @@ def _start_if_needed(home: Path, name: str) -> str:
         if supervisor is not None and supervisor.poll() and not is_supervised(home, name):
             break
         time.sleep(0.1)
-    log, path = log_tail(home, name, 2000).strip(), f"{directory(home) / name}.log"
+    log = log_tail(home, name, 2000).strip()
+    path = f"{directory(home) / name}.log"
     if not log:  # it has failed at nothing yet
         why = f"its log {path} is empty, as on a machine with too much to do; try again when less runs on it"
     else:

@@ -101,10 +101,12 @@ def _launch(home: Path, name: str, port: int) -> tuple[psutil.Popen, str]:
     """Start a server; return its process and its address, "" for one that does not listen."""
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((directory(home) / f"{name}.log").open("wb"))
-        files, url = [], ""
+        files = []
+        url = ""
         if port:
             listener = stack.enter_context(listen(port))
-            files, url = [listener.fileno()], f"http://127.0.0.1:{listener.getsockname()[1]}"
+            files = [listener.fileno()]
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         prefect_url = url if name == "prefect" else healthy_url(home, "prefect")
         process = psutil.Popen(
             signalled_with_parent(SERVICES[name].command(home, files), signal.SIGTERM),

@@ -77,7 +77,8 @@ class Attempt:
     def end(self, outcome: Outcome, config: RunConfig) -> AttemptEnding:
         """Find out how the attempt ended and what follows; write its record, and log it in one line."""
         oom_kills = num_oom_kills() - self.oom_kills
-        result, output = result_of(self.run, self.number), log_tail(self.run, self.number)
+        result = result_of(self.run, self.number)
+        output = log_tail(self.run, self.number)
         error = None
         if result is None:
             with contextlib.suppress(OSError):  # of a full disk

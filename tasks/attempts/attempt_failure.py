@@ -32,7 +32,8 @@ _SIGNALS = {
 
 def describe(outcome: Outcome, config: RunConfig) -> str:
     """Describe how the job ended, for a failure without an error record of a rank."""
-    start, silence = config.launch.start_timeout_s, config.launch.heartbeat_timeout_s
+    start = config.launch.start_timeout_s
+    silence = config.launch.heartbeat_timeout_s
     compiling = f"; while compiling {config.compile_timeout_s:g} s, launch.compile_timeout_s" * config.graph.compiles
     if start > silence:
         compiling = f"; until the first step is complete {start:g} s, launch.start_timeout_s{compiling}"

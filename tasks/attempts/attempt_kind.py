@@ -55,7 +55,9 @@ class Evidence:
 
 def classify(evidence: Evidence) -> EndingKind:
     """Return the kind of an ending: the first that holds."""
-    error, reason, name = evidence.error, evidence.outcome.reason, evidence.error_class
+    error = evidence.error
+    reason = evidence.outcome.reason
+    name = evidence.error_class
     if evidence.result is not None and evidence.result.status == "done":
         return "done"
     if reason == "stopped":
@@ -78,7 +80,9 @@ def classify(evidence: Evidence) -> EndingKind:
 
 def _kind_without_class(evidence: Evidence) -> EndingKind:
     """Return the kind of an ending by signals and texts, where neither the class of an error nor a disk decides."""
-    error, name, signal = evidence.error, evidence.error_class, evidence.launcher_signal
+    error = evidence.error
+    name = evidence.error_class
+    signal = evidence.launcher_signal
     if evidence.outcome.reason in ("silent", "start_timeout"):
         return "hang"
     if name in KILLED_FROM_OUTSIDE or signal.startswith(KILLED_FROM_OUTSIDE):
@@ -95,7 +99,8 @@ def _kind_without_class(evidence: Evidence) -> EndingKind:
 
 def sentence_of(evidence: Evidence) -> str:
     """Return what happened in one line, for a person."""
-    result, error = evidence.result, evidence.error
+    result = evidence.result
+    error = evidence.error
     if result is not None and result.status == "done":
         return f"the run is done{f' before its last step: {result.ended_early}' if result.ended_early else ''}"
     if evidence.outcome.reason == "stopped":

@@ -22,7 +22,9 @@ class Explained(logging.Formatter):
         if not isinstance(error, OnwardError):
             return super().format(record)
         plain = copy.copy(record)
-        plain.exc_info, plain.exc_text, plain.args = None, None, None
+        plain.exc_info = None
+        plain.exc_text = None
+        plain.args = None
         plain.msg = "\n".join([f"{type(error).__name__}:", *(f"- {problem}" for problem in error.problems)])
         return f"{super().format(plain)}\nThe traceback is in the log of the flow."
 

@@ -107,7 +107,8 @@ def what_follows(ending: AttemptEnding, config: RunConfig) -> str:
     if not ending.retry:
         tried = f"after {config.launch.retries} retries without a new checkpoint (launch.retries)"
         return f"the run ends {tried}" if config.launch.retries else "the run ends: launch.retries is 0"
-    where, repeated = "it starts again from the beginning", ending.step
+    where = "it starts again from the beginning"
+    repeated = ending.step
     if ending.checkpoint:
         repeated = max(0, ending.step - ending.checkpoint)
         where = f"it goes on from the checkpoint of step {ending.checkpoint}"

@@ -51,7 +51,8 @@ def wait_for_storage(run: RunDir, limit_s: float) -> None:
     """Wait until the run directory takes a file, and has room for a checkpoint like the newest one."""
     newest = list_checkpoints(run)[-1:]
     needed = LEAST_BYTES + sum(file.stat().st_size for path in newest for file in path.iterdir())
-    deadline, said = time.monotonic() + limit_s, False
+    deadline = time.monotonic() + limit_s
+    said = False
     while problem := storage_problem(run.root, needed):
         if time.monotonic() > deadline:
             raise StorageUnavailable(

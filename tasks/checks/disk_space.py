@@ -87,7 +87,8 @@ def space_problems(found: Iterable[Share]) -> Iterator[str]:
 def _problems(found: Sequence[Share], *, free: int, inodes: int | None) -> Iterator[str]:
     """Judge the shares of one file system. inodes: those that are free; None = it has no such limit."""
     where = found[0].path
-    needed, files = sum(share.bytes for share in found), sum(share.files for share in found)
+    needed = sum(share.bytes for share in found)
+    files = sum(share.files for share in found)
     if free < needed:
         listed = ", ".join(f"{share.what} {mb(share.bytes)}" for share in found if share.bytes)
         yield (

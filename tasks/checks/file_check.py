@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from onward.tasks.checks.import_check import import_problems
 from onward.tasks.checks.registered_models import with_registered
 from onward.trainer.config.rules import Sections
-from onward.trainer.config.rules.ranks import sizes_beside_auto
+from onward.trainer.config.rules.rank_rules import sizes_beside_auto
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.diagnostics.config_check import check_local_files
 from onward.trainer.errors import ConfigError

@@ -36,7 +36,8 @@ def import_problems(sections: Sections, code: Mapping[str, str] | None = None) -
     SHA-256 of the Python files that may be executed; None = those of the sections, as they are now. What
     `check_local_files` reports (absent files, syntax errors, names that no import makes) is not reported here.
     """
-    model, parallel = sections.get("model"), sections.get("parallel")
+    model = sections.get("model")
+    parallel = sections.get("parallel")
     named = model.converters if isinstance(model, ModelConfig) else ()
     converters = tuple(each for each in named if not converter_problem(each))
     config = ""

@@ -44,7 +44,8 @@ def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
     """
     if broken := broken_storage():
         raise broken  # whatever else is wrong would have to be looked for on that disk
-    launch, parallel = sections.get("launch"), sections.get("parallel")
+    launch = sections.get("launch")
+    parallel = sections.get("parallel")
     problems = [*_launcher_problems(launch if isinstance(launch, LaunchConfig) else LaunchConfig())]
     if isinstance(launch, LaunchConfig) and isinstance(parallel, ParallelConfig):
         problems += _device_problems(launch, parallel)
@@ -144,7 +145,8 @@ def _space_problems(config: RunConfig) -> Iterator[str]:
         home = next(each for each in (onward_home(), *onward_home().parents) if each.exists())
         yield from space_problems(shares(RunDir(home), config, needs, tracking_uri=store_of(config.monitor)))
         divided = parallel.tensor * parallel.pipeline * ((parallel.shard or parallel.data) if parallel.zero == 3 else 1)
-        ranks, free = num_ranks(parallel, config.launch), free_host_memory()
+        ranks = num_ranks(parallel, config.launch)
+        free = free_host_memory()
         if parallel.sizes == "given" and config.launch.device == "cpu" and not config.launch.hostfile:
             needed = ranks * size // divided
             if free < needed:

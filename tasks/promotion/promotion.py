@@ -51,7 +51,8 @@ def promote(run: RunDir, exported: ExportedModel, *, approved: bool | None = Non
     approved: the answer that `export.promote_if.approval_hours` waits for; None = nobody was asked yet. A decision is
     made once: a repeated call returns the record. Raises RuntimeUnavailable when MLflow cannot be reached.
     """
-    config, identity = read_config(run), read_record(run.identity, RunIdentity)
+    config = read_config(run)
+    identity = read_record(run.identity, RunIdentity)
     known = exported.promotion
     if not config.export.alias or (known and (known.status != "waiting" or approved is None)):
         return exported
@@ -95,7 +96,8 @@ def _decide(
     run: RunDir, exported: ExportedModel, new: RegisteredVersion, registry: Registry, *, approved: bool | None
 ) -> Promotion:
     config = read_config(run)
-    asked, alias = config.export.promote_if, config.export.alias
+    asked = config.export.promote_if
+    alias = config.export.alias
     answer = Promotion(alias=alias, status="candidate", reason="")
     comparison: Comparison | None = None
     while True:
@@ -123,7 +125,8 @@ def judge(
     config: RunConfig, comparison: Comparison | None, served: RegisteredVersion | None, exported: ExportedModel
 ) -> tuple[bool, str]:
     """Return whether the new file may take the place of the served one, and the reason in one sentence."""
-    asked, alias = config.export.promote_if, config.export.alias
+    asked = config.export.promote_if
+    alias = config.export.alias
     if asked.when == "never":
         return False, "export.promote_if is 'never'"
     if served is None:
@@ -139,7 +142,8 @@ def judge(
         )
     if comparison.refused:
         return False, f"{before} cannot be evaluated on these rows ({comparison.refused}); {by_hand}"
-    name, gain = comparison.metric, comparison.gain
+    name = comparison.metric
+    gain = comparison.gain
     values = f"{name} {comparison.served[name]:.6g} -> {comparison.new[name]:.6g} beside {before}"
     if comparison.interval:
         low, high = comparison.interval
@@ -153,7 +157,8 @@ def judge(
 
 def _above_the_floor(config: RunConfig, exported: ExportedModel) -> tuple[bool, str]:
     """Return whether the first file of a name predicts better than what needs no model, and the reason."""
-    first, name = f"it is the first {config.export.alias} of its name", config.promote_metric
+    first = f"it is the first {config.export.alias} of its name"
+    name = config.promote_metric
     if config.export.promote_if.when == "always" or config.export.promote_if.floor == "none":
         return True, first
     new = (exported.test if name.startswith("test/") else exported.after).get(name, math.nan)
@@ -174,7 +179,8 @@ def _above_the_floor(config: RunConfig, exported: ExportedModel) -> tuple[bool, 
 
 def _compare(run: RunDir, served: RegisteredVersion, registry: Registry) -> Comparison:
     """Evaluate the served file on the rows of this run, in a process of its own: onnxruntime may crash."""
-    folder, record = run.export / "served", comparison_in(run.export)
+    folder = run.export / "served"
+    record = comparison_in(run.export)
     record.unlink(missing_ok=True)
     try:
         file = registry.download(served, folder)

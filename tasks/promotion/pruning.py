@@ -35,7 +35,8 @@ class MedianRule:
     """
 
     def __init__(self, run: RunDir, run_history: RunHistory) -> None:
-        self._run, self._history = run, run_history
+        self._run = run
+        self._history = run_history
         self._sweep: Sweep | None = None
         if trial := membership(run):
             folder = SweepDir.of(trial.sweep_id)

@@ -86,7 +86,8 @@ class ClassTable(Record):
             heading = "Targets by class (rows) and predicted class (columns):"
             columns: Sequence[str] = ["", *(row.name for row in self.classes)]
         else:
-            heading, columns = "Right and wrong predictions of each label:", ["", *CELLS]
+            heading = "Right and wrong predictions of each label:"
+            columns = ["", *CELLS]
         return "\n".join(
             [
                 f"Evaluation at step {self.step}{f', loss of {self.loss}' if self.loss else ''}",

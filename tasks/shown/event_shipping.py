@@ -70,12 +70,14 @@ class Shipper:
         """Send everything in the log; return the number of points. The call may be repeated after a TrackingError."""
         sent = 0
         if (file := file_of(self.tracker.tracking_uri)) not in (self.cursor.file, ""):
-            self.cursor, self._knows_mlflow = Cursor(mlflow_run_id=self.tracker.run_id, file=file), False
+            self.cursor = Cursor(mlflow_run_id=self.tracker.run_id, file=file)
+            self._knows_mlflow = False
         if not self._knows_mlflow:
             last = dict(self.cursor.last)
             for key, step in last_steps(self.tracker, self.tracker.run_id).items():
                 last[key] = max(step, last.get(key, -1))
-            self.cursor, self._knows_mlflow = self.cursor.model_copy(update={"last": last}), True
+            self.cursor = self.cursor.model_copy(update={"last": last})
+            self._knows_mlflow = True
         while True:
             points, cursor = self._next()
             # the log has no further complete line
@@ -91,7 +93,8 @@ class Shipper:
     def _next(self) -> tuple[list[Point], Cursor]:
         """Return the next batch of points and the cursor after it."""
         points: list[Point] = []
-        offset, last = self.cursor.offset, dict(self.cursor.last)
+        offset = self.cursor.offset
+        last = dict(self.cursor.last)
         for event, after in read_events(self._log, offset):
             fresh = [point for point in points_of(event) if point.step > last.get(point.key, -1)]
             if len(points) + len(fresh) > BATCH and points:

@@ -11,7 +11,12 @@ from onward.trainer.run.history import RunHistory
 
 Curve = Sequence[tuple[int, float]]
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 320, 64, 16, 36, 36
+WIDTH = 720
+HEIGHT = 320
+LEFT = 64
+RIGHT = 16
+TOP = 36
+BOTTOM = 36
 MOST_POINTS = 400
 """Points of a curve; of more, the mean of neighbours is drawn."""
 COLOURS = {"train/loss": "#3b6fd4", "evaluation/loss": "#d4703b"}
@@ -29,7 +34,10 @@ def picture(curves: dict[str, Curve], title: str) -> str:
     thinned = {name: _thinned(curve) for name, curve in curves.items()}
     steps = [step for curve in curves.values() for step, _ in curve]
     values = [value for curve in thinned.values() for _, value in curve]
-    low, high, first, last = min(values), max(values), min(steps), max(steps)
+    low = min(values)
+    high = max(values)
+    first = min(steps)
+    last = max(steps)
 
     def x(step: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (step - first) / max(1e-9, last - first)

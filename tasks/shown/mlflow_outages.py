@@ -29,7 +29,8 @@ class Outage:
         self.error: Exception | None = None
         """The error of the last calls, if it was an outage."""
         self._log = log
-        self._begins, self._ends = begins, ends
+        self._begins = begins
+        self._ends = ends
         self._kinds = kinds
         self._retry_at = -math.inf
 
@@ -45,7 +46,8 @@ class Outage:
         except self._kinds as error:
             if self.error is None:
                 self._log.warning(self._begins, error)
-            self.error, self._retry_at = error, time.monotonic() + PERIOD_S
+            self.error = error
+            self._retry_at = time.monotonic() + PERIOD_S
         else:
             if self.error is not None and self._ends:
                 self._log.info(self._ends)

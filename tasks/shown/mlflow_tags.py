@@ -68,7 +68,8 @@ def description(run: RunDir, config: RunConfig, identity: RunIdentity, result: s
 
 def result_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
     """Return the tags of a run whose file is exported."""
-    config, identity = read_config(run, "given"), read_record(run.identity, RunIdentity)
+    config = read_config(run, "given")
+    identity = read_record(run.identity, RunIdentity)
     result = before_and_after(exported, config.promote_metric)
     version = f"{exported.registered_as} {exported.version}".strip()
     return {
@@ -91,7 +92,8 @@ def before_and_after(exported: ExportedModel, first: str) -> str:
 
 def version_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
     """Return the facts of a registered version: the metrics, what it was trained from and on, and the runs."""
-    identity, config = read_record(run.identity, RunIdentity), read_config(run, "given")
+    identity = read_record(run.identity, RunIdentity)
+    config = read_config(run, "given")
     facts = {
         "onward.result": before_and_after(exported, config.promote_metric),
         "onward.trained_from": trained_from(run, config.model),
@@ -107,7 +109,8 @@ def version_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
 
 def about_version(run: RunDir) -> str:
     """Return where a version comes from, in Markdown: the model before the training, the data, and the runs."""
-    identity, config = read_record(run.identity, RunIdentity), read_config(run, "given")
+    identity = read_record(run.identity, RunIdentity)
+    config = read_config(run, "given")
     lines = [f"Trained from `{trained_from(run, config.model)}` on `{config.data.source}`, run `{identity.run_id}`"]
     links = {"MLflow": identity.mlflow_url, "Prefect": identity.prefect_url}
     lines += [f"[This run in {product}]({address})" for product, address in links.items() if address]

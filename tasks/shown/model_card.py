@@ -81,7 +81,8 @@ def model_card(run: RunDir, exported: ExportedModel) -> str:
 
 
 def _opening(run: RunDir, config: RunConfig, exported: ExportedModel) -> list[str]:
-    origin, data = _origin(run, config.model), _place(config.data.source)
+    origin = _origin(run, config.model)
+    data = _place(config.data.source)
     return [f"An ONNX file trained by Onward from {origin} on {data}, exported at step {exported.step}."]
 
 
@@ -130,8 +131,9 @@ def _data(run: RunDir, data: DataConfig, manifest: ShardManifest | None, recipe:
         left_out = {"bad": manifest.skipped, "without a value": manifest.left_out}
         if said := [f"{number} {what}" for what, number in left_out.items() if number]:
             yield from ("", f"Rows that were left out: {', '.join(said)}.")
-    for meaning in recipe.outputs if recipe else ():
-        yield from ("", _labels(meaning))
+    if recipe:
+        for meaning in recipe.outputs:
+            yield from ("", _labels(meaning))
 
 
 def _labels(meaning: OutputMeaning) -> str:

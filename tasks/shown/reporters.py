@@ -73,7 +73,8 @@ def reporters_of(run: RunDir, log: Log, *, patience_s: float) -> list[Reporter]:
 
 def _weights_and_biases(run: RunDir) -> Board:
     """Return the run in W&B. It gets the parameters that MLflow gets, and where the report is."""
-    config, identity = read_config(run, "given"), read_record(run.identity, RunIdentity)
+    config = read_config(run, "given")
+    identity = read_record(run.identity, RunIdentity)
     return WeightsAndBiases(
         run.root,
         run_id=identity.run_id,
@@ -89,7 +90,8 @@ class MLflow:
 
     def __init__(self, run: RunDir, log: Log, *, patience_s: float) -> None:
         identity = read_record(run.identity, RunIdentity)
-        self._run, self._patience_s = run, patience_s
+        self._run = run
+        self._patience_s = patience_s
         self._shipping = RetryingShipper(run, Tracker(identity.tracking_uri, identity.mlflow_run_id), log)
         self._endings = EndingReports(run)
         for file in (run.packages, run.runtime, run.rehearsal):
@@ -119,7 +121,8 @@ class BoardReporter:
     """A board that gets each (name, step) once: a resumed attempt repeats steps. Its first error ends it."""
 
     def __init__(self, name: str, opened: Callable[[], Board], log: Log) -> None:
-        self._name, self._log = name, log
+        self._name = name
+        self._log = log
         self._board: Board | None = None
         self._last: dict[str, int] = {}
         with self._ended_by_errors():
@@ -129,7 +132,8 @@ class BoardReporter:
         """Draw an event's metrics under the names that MLflow shows, or its histogram under its own."""
         if self._board is None:
             return
-        step, at_ms = event.step, event.at_ms
+        step = event.step
+        at_ms = event.at_ms
         with self._ended_by_errors():
             if isinstance(event, Histogram):
                 if self._is_new(event.name, step):

@@ -28,7 +28,7 @@ from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.verification import verify
 from onward.trainer.distributed import collectives
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.export import export
+from onward.trainer.export import exported_model as export
 from onward.trainer.model.losses import vocabulary_loss
 from onward.trainer.parallel.planning.planner import plan
 from onward.trainer.run.directory import RunDir, read_config

@@ -13,7 +13,7 @@ import torch
 from onward.trainer.__main__ import evaluation_data
 from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.verification import verify
-from onward.trainer.export import export
+from onward.trainer.export import exported_model as export
 from onward.trainer.optim.averages import exported_weights
 from onward.trainer.run.directory import RunDir, read_config
 from tests.equivalence import layouts

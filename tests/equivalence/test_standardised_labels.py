@@ -18,8 +18,8 @@ from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.export import export
-from onward.trainer.model.output_units import choose_output_units
+from onward.trainer.export import exported_model as export
+from onward.trainer.model.first_output_units import choose_output_units
 from onward.trainer.onnx_graph.surgery.output_units import has_label_units
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import ExportedModel

@@ -17,8 +17,8 @@ from onward.tasks.export import export_file
 from onward.trainer.__main__ import evaluation_data
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import ExportRefused
+from onward.trainer.export.file_verification import Expected, verify
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.verification import Expected, verify
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import stored_weights
 from onward.trainer.run.directory import RunDir, example_in, read_config

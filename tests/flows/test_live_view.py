@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from onward.flows.live_view import view as view_module
-from onward.flows.live_view.facts import LiveFacts, curve
+from onward.flows.live_view.live_state import LiveFacts, curve
 from onward.flows.live_view.screen import MEANING, Screen, amount, clock, lines, sentence
 from onward.flows.live_view.view import LiveView, live_view
 from onward.flows.running.stop_signals import acknowledged_interrupt

@@ -22,7 +22,7 @@ from onward.flows import api, cli
 from onward.flows.commands import inspection
 from onward.flows.machine import file_system, mpi, network, packages, resources
 from onward.flows.machine.examine import CHECKS, examine
-from onward.flows.machine.findings import Finding, MachineReport
+from onward.flows.machine.machine_findings import Finding, MachineReport
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.machine.this_machine import core_limit, memory_limit
 from tests.support.full_disk import fill, may_mount, on_a_small_disk

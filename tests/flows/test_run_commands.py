@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from onward.flows.commands.common import names_of_runs
-from onward.flows.commands.training import runs
+from onward.flows.commands.training_commands import runs
 from onward.flows.run_state.flow_log import flow_log, own_log
 from onward.flows.run_state.run_index import listed_runs
 from onward.flows.run_state.run_logs import show_logs

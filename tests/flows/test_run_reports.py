@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from onward.flows.run_reports import at_the_end
-from onward.flows.run_reports.api import report
 from onward.flows.run_reports.at_the_end import reported
 from onward.flows.run_reports.curves import MOST_POINTS, thinned
-from onward.flows.run_reports.facts import read_facts
 from onward.flows.run_reports.page import page_of, time_rows
+from onward.flows.run_reports.report_api import report
+from onward.flows.run_reports.reported_run import read_facts
 from onward.flows.run_reports.summary import markdown
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import ConfigError

@@ -10,8 +10,8 @@ import onnx
 import onnxruntime
 import pytest
 
-from onward.trainer.data.images.decoding import decode_image
 from onward.trainer.data.images.image_computer import pixels_of
+from onward.trainer.data.images.image_decoding import decode_image
 from onward.trainer.run.directory import RunDir
 from tests.support.exported_runs import serve
 from tests.support.graphs import tiny_conv_net

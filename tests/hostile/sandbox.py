@@ -92,7 +92,8 @@ def import_all() -> None:
     import tokenizers
     import torch
 
-    from onward.flows import cli, predictions
+    from onward.flows import cli
+    from onward.flows import predict as predictions
     from onward.flows.running import local_run
     from onward.tasks import configure
     from onward.trainer.diagnostics import doctor

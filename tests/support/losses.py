@@ -10,7 +10,7 @@ from onward.trainer.config.losses import LossConfig, filled
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.model.losses.loss import Losses
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 
 
 def loss_of(model: ModelConfig) -> LossConfig:

@@ -18,8 +18,8 @@ from torch import Tensor
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.model.losses.loss import Losses
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.metrics.library_measure import import_torchmetrics
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
 
 CPU = torch.device("cpu")
 ROWS, CLASSES, LABELS, IGNORED = 60, 5, 3, 2

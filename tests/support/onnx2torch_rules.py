@@ -9,8 +9,8 @@ import onnx
 import torch
 from torch import nn
 
+from onward.trainer.onnx_import.lowering.converter_table import RULES, Call, Rule, run_rule
 from onward.trainer.onnx_import.lowering.converters import onnx2torch_registry
-from onward.trainer.onnx_import.lowering.registry import RULES, Call, Rule, run_rule
 from onward.trainer.onnx_import.tracing.eager import EagerTracer
 
 WITH_SUBGRAPHS = ("If", "Loop", "Scan", "SequenceMap")

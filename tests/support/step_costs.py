@@ -39,7 +39,7 @@ READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select
 """Operators that need a value on the host: a number, or the size of a result."""
 READING_METHODS = ("tolist", "numpy", "cpu")
 """Methods that copy to the host, which call no operator on the CPU."""
-OF_THE_HOST = ("trainer/data/", "trainer/parallel/pipeline/schedules.py:forward")
+OF_THE_HOST = ("trainer/data/", "trainer/parallel/pipeline/stage_schedules.py:forward")
 """Where tensors are read that are never on a device: rows, and the number of a micro-batch."""
 COUNTED_STEP = 3
 """By then everything that is made once has been made."""

@@ -56,5 +56,5 @@ def test_a_step_and_an_evaluation_read_the_device_once_and_call_no_collective_mo
         expected = {f"step: {kind}": number for kind, number in STEP[name].items()}
         expected |= {f"evaluation: {kind}": number for kind, number in EVALUATION[name].items()}
         expected["step: read trainer/parallel/replicas/norms.py:sum_over_world"] = 1
-        expected["evaluation: read trainer/model/metrics/metrics.py:compute"] = 1
+        expected["evaluation: read trainer/model/metrics/evaluation_metrics.py:compute"] = 1
         assert found == expected, name

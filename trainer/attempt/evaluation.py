@@ -13,8 +13,8 @@ from onward.trainer.data.storage.shards import Shards
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.events import ConfusionMatrix, Evaluated, EventWriter, Heartbeat, NonFiniteLoss
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.metrics.measures import Counts
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from onward.trainer.parallel.nonfinite.replay import BadValues
 from onward.trainer.parallel.pipeline.engine import Pipeline
 
@@ -37,10 +37,16 @@ class Evaluation:
         heartbeat: Heartbeat,
         mpi: MPIContext,
     ) -> None:
-        self._held_out, self._config, self._signature = held_out, config, signature
-        self._losses, self._averages = trained.model.losses, trained.averages
-        self._pipeline, self._bad_values, self._events = pipeline, bad_values, events
-        self._heartbeat, self._device = heartbeat, mpi.device
+        self._held_out = held_out
+        self._config = config
+        self._signature = signature
+        self._losses = trained.model.losses
+        self._averages = trained.averages
+        self._pipeline = pipeline
+        self._bad_values = bad_values
+        self._events = events
+        self._heartbeat = heartbeat
+        self._device = mpi.device
         self._dims = ParallelDims.of(config.parallel)
         self._coordinate = self._dims.coordinate(mpi.rank)
 

@@ -58,7 +58,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, run: RunDir, config: RunConfig, *, attempt: int, mpi: MPIContext, events: EventWriter) -> None:
-        self._config, self._mpi, self._events = config, mpi, events
+        self._config = config
+        self._mpi = mpi
+        self._events = events
         self._write = partial(write, run, attempt=attempt, mpi=mpi)
         self._refusal: str | None = None
         """Why nothing is written in the background; "" = it is; None before the first save, which decides."""
@@ -103,7 +105,9 @@ class CheckpointWriter:
         plan = make_write_plan(parts, self._mpi)
         file = RankFile(plan.by_rank[self._mpi.rank])
         work = partial(self._write, state=state, plan=plan, file=file, group=self._group)
-        self._step, self._in_flight, self._began = state.step, Future(), time.monotonic()
+        self._step = state.step
+        self._in_flight = Future()
+        self._began = time.monotonic()
         if last or self._refuses(file.num_bytes):
             _settle(self._in_flight, partial(work, content=file.read(parts), beat=beat))
             self.poll()
@@ -116,7 +120,8 @@ class CheckpointWriter:
     def poll(self) -> None:
         """Emit the event of a checkpoint that is complete by now; raise the error of one that failed."""
         if self._in_flight is not None and self._in_flight.done():
-            done, self._in_flight = self._in_flight, None
+            done = self._in_flight
+            self._in_flight = None
             self._events.emit(CheckpointSaved(step=self._step, path=done.result().name))
 
     def wait(self, beat: Beat) -> None:
@@ -182,7 +187,8 @@ class HostCopy:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
         self._taken: torch.cuda.Event | None = None
 
     def take(self, file: RankFile, parts: Mapping[str, TensorPart]) -> None:
@@ -206,7 +212,8 @@ class HostCopy:
         """Free the memory."""
         if self._pinned:
             unpin_memory(self._memory.data_ptr())
-        self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
 
 
 def _pin(memory: Tensor) -> bool:

@@ -175,7 +175,8 @@ def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> BundledFile:
 
 def _add_file(archive: zipfile.ZipFile, name: str, path: Path) -> BundledFile:
     """Copy a file into the archive, and compute its digest meanwhile."""
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with path.open("rb") as file, archive.open(_entry(name), "w", force_zip64=True) as member:
         for chunk in _chunks(file):
             digest.update(chunk)

@@ -44,7 +44,8 @@ def in_rounds(work: Iterator[str], exchange: Callable[[Callable[[], str]], list[
     Without the rounds rank 0 would wait in one collective until rank 1 is done, and a large file takes longer than a
     collective may.
     """
-    result, results = "", [""]
+    result = ""
+    results = [""]
 
     def advance() -> str:
         nonlocal result

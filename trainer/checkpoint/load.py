@@ -93,7 +93,9 @@ def load(
     A part that lies in one stored piece is mapped from its file. Raises CheckpointError for wanted tensors that are
     missing or of another shape. Not collective.
     """
-    path, full, stored = checkpoint.path, checkpoint.manifest.full_tensors, checkpoint.manifest.pieces()
+    path = checkpoint.path
+    full = checkpoint.manifest.full_tensors
+    stored = checkpoint.manifest.pieces()
     if wanted is None:
         wanted = {key: Placement.full(entry.shape) for key, entry in full.items()}
     expected = {key: placement.shape for key, placement in wanted.items()}

@@ -39,7 +39,8 @@ class RankFile:
         """Of all pieces, without the header."""
         header: dict[str, Any] = {}
         for piece in self.pieces:
-            start, self.num_bytes = self.num_bytes, self.num_bytes + piece.num_bytes
+            start = self.num_bytes
+            self.num_bytes = self.num_bytes + piece.num_bytes
             offsets = (start, self.num_bytes)
             header[piece.key] = {"dtype": piece.entry.dtype, "shape": piece.entry.shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -55,13 +56,15 @@ class RankFile:
         """Copy all pieces into `target`, `num_bytes` bytes on the host; from a GPU to pinned memory it only starts."""
         end = 0
         for piece in self.pieces:
-            start, end = end, end + piece.num_bytes
+            start = end
+            end = end + piece.num_bytes
             place = target[start:end].view(DTYPES[piece.entry.dtype]).view(piece.entry.shape)
             place.copy_(piece.content(parts), non_blocking=True)
 
     def write(self, path: Path, content: Iterable[memoryview], beat: Beat) -> Generator[str]:
         """Write the file. Yield "" whenever another SYNC_BYTES are on the disk, and at last "bytes sha256" of it."""
-        digest, unsynced = hashlib.sha256(self.header), 0
+        digest = hashlib.sha256(self.header)
+        unsynced = 0
         # hashing takes longer than writing, and lets go of the interpreter's lock
         with path.open("xb") as file, ThreadPoolExecutor(1, thread_name_prefix="digest") as digester:
             file.write(self.header)

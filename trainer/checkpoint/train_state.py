@@ -89,8 +89,10 @@ class TrainState(Record):
 
     def check_reachable(self, source: str, config: RunConfig, *, num_rows: int) -> None:
         """Raise ConfigError when a training with this configuration and `num_rows` rows has no such position."""
-        num_steps, num_samples = config.num_steps(num_rows), config.total_samples(num_rows)
-        batch_size, left = config.train.global_batch_size, num_samples - self.samples_seen
+        num_steps = config.num_steps(num_rows)
+        num_samples = config.total_samples(num_rows)
+        batch_size = config.train.global_batch_size
+        left = num_samples - self.samples_seen
         # samples left divided by the batch size must be the steps left; another batch size breaks this equation
         if left < 0 or self.step + math.ceil(left / batch_size) != num_steps:
             raise ConfigError(

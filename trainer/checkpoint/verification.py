@@ -201,7 +201,8 @@ def _header(path: Path) -> dict[str, TensorEntry] | None:
 
 def _tiling_problems(manifest: Manifest) -> Iterator[str]:
     """Yield where the pieces do not make up the tensors."""
-    tensors, pieces = manifest.full_tensors, manifest.pieces()
+    tensors = manifest.full_tensors
+    pieces = manifest.pieces()
     for name in sorted(pieces.keys() - tensors.keys()):
         yield f"{pieces[name][0].file} holds {pieces[name][0].key}, which is not a tensor of it"
     for name, tensor in tensors.items():

@@ -4,7 +4,7 @@
     soft losses     RunConfig.soft_losses     read outputs of the model, and outputs of the teacher
 
 With `model.loss = "teacher"` there are no hard losses. The soft losses read outputs that the training graph has and the
-file does not (model/teacher.py): they are named after the place of the loss in `soft_losses`.
+file does not (model/teacher_model.py): they are named after the place of the loss in `soft_losses`.
 """
 
 from __future__ import annotations
@@ -140,12 +140,13 @@ def teacher_problems(teacher: TeacherConfig, model: ModelConfig, losses: Sequenc
             if getattr(teacher, name) != TeacherConfig.model_fields[name].default:
                 yield f"teacher.{name} has no effect without teacher.path; name the teacher's file"
         return
-    for output in teacher.outputs if not isinstance(teacher.output, str) else ():
-        if not alone and _loss_of(output, losses) is None and teacher.loss == "auto":
-            yield (
-                f"teacher.output names {output!r}, which no loss reads, so that it is not known how to compare it; "
-                "set teacher.loss to kl (scores of classes), bce (yes-or-no labels) or mse (numbers)"
-            )
+    if not isinstance(teacher.output, str):
+        for output in teacher.outputs:
+            if not alone and _loss_of(output, losses) is None and teacher.loss == "auto":
+                yield (
+                    f"teacher.output names {output!r}, which no loss reads, so that it is not known how to compare it; "
+                    "set teacher.loss to kl (scores of classes), bce (yes-or-no labels) or mse (numbers)"
+                )
     for each in losses:
         if teacher.loss == "auto" and not each.rule.teacher:
             yield (

@@ -30,7 +30,8 @@ from onward.trainer.errors import ConfigError
 Source = RunConfig | Mapping[str, Any] | Path | Sequence[Mapping[str, Any] | Path]
 """What a configuration is read from: settings, a TOML file, or several of both, of which later ones win."""
 
-BASE, PROFILES = "base", "profiles"
+BASE = "base"
+PROFILES = "profiles"
 """The two keys of a file that are no settings: the files that it begins with, and its profiles."""
 
 
@@ -104,9 +105,14 @@ def _layers_of(source: RunConfig | Mapping[str, Any] | Path, within: tuple[Path,
     """
     if not isinstance(source, Path):
         where = "given configuration" if isinstance(source, RunConfig) else "given settings"
-        raw, folder, text, identity = plain(source), Path.cwd(), "", object()
+        raw = plain(source)
+        folder = Path.cwd()
+        text = ""
+        identity = object()
     else:
-        where, folder, identity = str(source), source.resolve().parent, source.resolve()
+        where = str(source)
+        folder = source.resolve().parent
+        identity = source.resolve()
         if identity in within:
             chain = [*within[within.index(identity) :], identity]
             raise ConfigError(
@@ -224,7 +230,8 @@ def parsed(text: str) -> dict[str, Any]:
 
 def depth_of(settings: Any) -> int:
     """Return how many tables and lists lie inside each other; level by level, because recursion has a limit, too."""
-    depth, level = 0, [settings]
+    depth = 0
+    level = [settings]
     while level := [each for each in level if isinstance(each, dict | list)]:
         depth += 1
         level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]

@@ -129,7 +129,9 @@ ENTRIES: Mapping[str, type[Section]] = {"loss": LossConfig, "metrics": MetricCon
 def _read_entries(name: str, given: Any, problems: list[str]) -> dict[str, tuple[Any, ...]]:
     """Return {name: entries}, or {} after adding to `problems` what is wrong with them."""
     entries = given if isinstance(given, list | tuple) else (given,)
-    kind, read, before = ENTRIES[name], [], len(problems)
+    kind = ENTRIES[name]
+    read = []
+    before = len(problems)
     if len(entries) > CONFIG_ENTRIES.most:
         problems.append(f"{name}: {CONFIG_ENTRIES.exceeded(len(entries))}")
         return {}
@@ -164,9 +166,11 @@ def settings_in(override: Override) -> Iterable[tuple[str, Any]]:
             value = text.strip()  # a bare word is a string: model.loss=mse
         except (ValueError, RecursionError) as error:  # a number with thousands of digits, thousands of brackets
             raise ConfigError(f"override {shown(key.strip())}: its value cannot be read: {error}") from None
-        key, is_section = key.strip(), False
+        key = key.strip()
+        is_section = False
     else:
-        key, value = override[0], plain(override[1])
+        key = override[0]
+        value = plain(override[1])
         is_section = isinstance(value, dict) and "." not in key
     if (depth := key.count(".") + 1 + depth_of(value)) > CONFIG_DEPTH.most:
         raise ConfigError(f"override {shown(key)} has {CONFIG_DEPTH.exceeded(depth)}")

@@ -84,7 +84,8 @@ class LossRule:
 
 
 STANDARDISED = ("standardise_label", "output_units")
-SOFTMAX, SIGMOID = ("softmax", "log_of_softmax"), ("sigmoid",)
+SOFTMAX = ("softmax", "log_of_softmax")
+SIGMOID = ("sigmoid",)
 ERRORS = ("mae", "mse")
 
 LOSS_RULES: Mapping[LossName, LossRule] = {

@@ -57,7 +57,9 @@ def _open(settings: Any, key: str = "") -> Iterator[str]:
 
 def _lines_of(text: str) -> Iterator[tuple[str, int, str]]:
     """Yield (key, line number from 1, the comment above) of each setting that is open in a TOML file."""
-    table, comment, entries = "", list[str](), Counter[str]()
+    table = ""
+    comment = list[str]()
+    entries = Counter[str]()
     for number, line in enumerate(text.splitlines(), start=1):
         stripped = line.strip()
         if stripped.startswith("#"):

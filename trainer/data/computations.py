@@ -16,7 +16,7 @@ from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.sequence_lengths import open_sequence_lengths
 from onward.trainer.data.tables.class_names import ClassNames, open_class_names
 from onward.trainer.data.tables.table_columns import Categories, NumberColumns, open_table_columns
-from onward.trainer.data.text.checks import open_tokenized_rows
+from onward.trainer.data.text.text_checks import open_tokenized_rows
 
 
 def open_fitted(
@@ -57,7 +57,8 @@ def read_and_computed(
     config: RunConfig, signature: Signature, schema: Schema
 ) -> tuple[dict[str, ColumnType], list[ColumnComputer]]:
     """Return the columns of the source to read, and what computes further ones. Raises as `open_computers`."""
-    columns, computers = columns_to_read(config, signature), open_computers(config, signature, schema)
+    columns = columns_to_read(config, signature)
+    computers = open_computers(config, signature, schema)
     fitted = [each for each in computers if isinstance(each, FittedComputer)]
     columns = {name: kind for name, kind in columns.items() if not any(name in each.makes for each in fitted)}
     for each in fitted:

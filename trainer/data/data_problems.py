@@ -15,7 +15,7 @@ from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data import misfits
-from onward.trainer.data.images.decoding import MASK_TYPE
+from onward.trainer.data.images.image_decoding import MASK_TYPE
 from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
 from onward.trainer.data.input_columns import (
     Feed,

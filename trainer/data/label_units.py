@@ -19,7 +19,8 @@ from onward.trainer.data.tables.column_statistics import ColumnStatistics
 from onward.trainer.errors import ConfigError, DataError
 
 ROWS_AT_ONCE = 65536
-LEAST_DEVIATION, MOST_DEVIATION = 0.1, 10.0
+LEAST_DEVIATION = 0.1
+MOST_DEVIATION = 10.0
 """Standard deviations of labels with which usual learning rates and initial weights get along."""
 
 
@@ -67,7 +68,8 @@ def are_far(labels: Array) -> bool:
     known = labels[np.isfinite(labels)].astype(np.float64)
     if known.size < 2:
         return False
-    mean, deviation = abs(float(known.mean())), float(known.std())
+    mean = abs(float(known.mean()))
+    deviation = float(known.std())
     return deviation > 0 and (mean > 3 * deviation or not LEAST_DEVIATION <= deviation <= MOST_DEVIATION)
 
 
@@ -86,7 +88,8 @@ def with_label_units(losses: Sequence[LossConfig], rows: LabelledRows) -> tuple[
 
 
 def _units(loss: LossConfig, rows: LabelledRows) -> LabelUnits:
-    kind, found = str(loss.standardise_label), list[LabelUnits]()
+    kind = str(loss.standardise_label)
+    found = list[LabelUnits]()
     for name in loss.columns:
         known = rows.fitted[name].label_units.get(kind) if name in rows.fitted else None
         found.append(known or units_of_column(rows, name, kind))

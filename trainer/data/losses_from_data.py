@@ -16,8 +16,8 @@ import numpy as np
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.images.decoding import decode_mask
 from onward.trainer.data.images.geometry import fitted_mask
+from onward.trainer.data.images.image_decoding import decode_mask
 from onward.trainer.data.images.image_inputs import Mask, masks
 from onward.trainer.data.label_units import standardised_columns, with_label_units
 from onward.trainer.data.schema.class_axis import find_class_axis
@@ -26,7 +26,8 @@ from onward.trainer.data.schema.fitted import LabelledRows
 from onward.trainer.data.schema.signature import Signature
 from onward.trainer.errors import ConfigError
 
-ROWS_AT_ONCE, FILES_AT_ONCE = 65536, 256
+ROWS_AT_ONCE = 65536
+FILES_AT_ONCE = 256
 
 
 def losses_from_data(config: RunConfig, rows: LabelledRows, signature: Signature) -> tuple[LossConfig, ...]:

@@ -113,7 +113,9 @@ class Preprocessor:
 
     def describe(self, values: Mapping[str, Values]) -> None:
         """Find the columns of the results from the first rows. Raises DataError for results that cannot be stored."""
-        alone, good, problem = [], [], ""
+        alone = []
+        good = []
+        problem = ""
         for at in range(min(FIRST_ROWS, len(next(iter(values.values()))))):
             try:
                 alone.append(self._compute(rows_between(values, at, at + 1)))

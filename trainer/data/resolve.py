@@ -87,8 +87,10 @@ def read_resolved(run: RunDir, split: Split = "evaluation") -> RunConfig:
 
 
 def _resolved(run: RunDir, config: RunConfig, manifest: ShardManifest, splits: Iterable[Split]) -> ResolvedSettings:
-    rows, signature = open_shards(run.shards, "train"), read_training_signature(config.model)
-    metrics, completed = {}, config
+    rows = open_shards(run.shards, "train")
+    signature = read_training_signature(config.model)
+    metrics = {}
+    completed = config
     for split in splits:
         completed = resolve(config, rows, signature, evaluated=open_evaluated(run.shards, config.data, split))
         metrics[split] = completed.metrics

@@ -114,7 +114,8 @@ def _asked(teacher: TeacherConfig, losses: Sequence[LossConfig]) -> list[tuple[s
 def _named(config: RunConfig, first: _Output, teacher: Path | None) -> RunConfig:
     """Return the configuration with the tensor that each loss reads, and the one of the teacher for it."""
     assert first.found is not None
-    scores, losses = first.found.scores, config.losses
+    scores = first.found.scores
+    losses = config.losses
     # beside a loss that names its output, "" would no longer be the first one
     read = [each.output or (scores if _fits(first, each.name, each.class_axis) else first.name) for each in losses]
     named = dict.fromkeys(new for new, each in zip(read, losses, strict=True) if not each.output) or {scores: None}
@@ -139,7 +140,8 @@ def _of_teacher(
     named: what the losses read that named no output.
     """
     assert first.found is not None
-    theirs, pairs = {each.name: each for each in _outputs(path)}, dict[str, str]()
+    theirs = {each.name: each for each in _outputs(path)}
+    pairs = dict[str, str]()
     for soft in soft_losses:
         if soft.matched:
             continue
@@ -153,7 +155,8 @@ def _of_teacher(
 
 def _fits(output: _Output, loss: str, class_axis: int | None) -> bool:
     """Return whether a loss applies the activation that has computed an output, along the same axis."""
-    found, rule = output.found, next((rule for name, rule in LOSS_RULES.items() if name == loss), None)
+    found = output.found
+    rule = next((rule for name, rule in LOSS_RULES.items() if name == loss), None)
     applied = rule.applies if rule else OF_TEACHERS.get(loss, ())
     if found is None or found.kind not in applied:
         return False

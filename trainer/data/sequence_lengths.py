@@ -63,7 +63,8 @@ class SequenceLengths:
     file_only = consumed = frozenset[str]()
 
     def __init__(self, loss: LossConfig, steps: int | None) -> None:
-        self._loss, self._steps = loss, steps
+        self._loss = loss
+        self._steps = steps
         settings = loss.input_lengths, loss.columns, loss.ignored, loss.blank
         self.digest = json.dumps(["input lengths", *settings, steps])
         self.summary = f"input lengths {loss.input_lengths}, which suffice for the labels {', '.join(loss.columns)}"

@@ -80,8 +80,10 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
     shared. module: the graph imported from it, after `select_trained`.
     """
     original = with_numeric_outputs(model)  # as `to_module` does: what only computes strings or maps is not imported
-    part, inner = lift_inner_tensors(original), tuple(inner_tensors(original))
-    stored, main = with_dequantized(part.graph, stored_tensors(part.graph, base)), with_operands(part)
+    part = lift_inner_tensors(original)
+    inner = tuple(inner_tensors(original))
+    stored = with_dequantized(part.graph, stored_tensors(part.graph, base))
+    main = with_operands(part)
     main = inliner.inline_local_functions(main) if main.functions else main
     audit = AuditInput(
         model=main,

@@ -31,7 +31,7 @@ from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.schema.signature import Signature, model_bytes, model_digest, read_training_signature
 from onward.trainer.data.storage.sharding import check_held_out, check_named_files, try_first_rows
-from onward.trainer.data.text.checks import text_problems
+from onward.trainer.data.text.text_checks import text_problems
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
 from onward.trainer.errors import Refused, UnsupportedModel
 from onward.trainer.extras import how_to_install
@@ -197,10 +197,11 @@ def _cuts(config: RunConfig) -> Iterator[str]:
     if config.quantize.aware or not config.parallel.cuts:
         return  # the model with QuantizeLinear has tensors of its own
     model = read_model(config.model.path)
-    for names in () if model.functions else unknown_cuts(model, config.parallel.cuts):
-        # nodes that the import makes are named by identifiers; tasks/checks/import_check.py asks for those
-        if certain := [name for name in names if not name.isidentifier()]:
-            yield unknown_tensors(certain, tensors_of(model))
+    if not model.functions:
+        for names in unknown_cuts(model, config.parallel.cuts):
+            # nodes that the import makes are named by identifiers; tasks/checks/import_check.py asks for those
+            if certain := [name for name in names if not name.isidentifier()]:
+                yield unknown_tensors(certain, tensors_of(model))
 
 
 def _converters(model: ModelConfig) -> Iterator[str]:

@@ -28,10 +28,12 @@ def compare(a: Path, b: Path) -> Difference:
 
     Raises ConfigError or UnsupportedModel when one of them cannot be read.
     """
-    given, after = _read(a), _read(b)
+    given = _read(a)
+    after = _read(b)
     before, stripped = _as_stripped(given, after, a.parent)
     tensors, equal = _tensor_changes(before, a.parent, after, b.parent)
-    bare, bare_after = without_inner_values(before), without_inner_values(after)
+    bare = without_inner_values(before)
+    bare_after = without_inner_values(after)
     return Difference(
         a=a,
         b=b,
@@ -106,7 +108,8 @@ def _model_changes(a: onnx.ModelProto, b: onnx.ModelProto) -> Iterator[str]:
     yield from _entries("metadata", *metadata)
     for name in sorted(functions[0].keys() | functions[1].keys()):
         if functions[0].get(name) != functions[1].get(name):
-            here, there = name in functions[0], name in functions[1]
+            here = name in functions[0]
+            there = name in functions[1]
             yield f"function {name}: {'changed' if here and there else 'added' if there else 'removed'}"
 
 
@@ -200,8 +203,10 @@ def _attribute(attribute: onnx.AttributeProto | None) -> str:
 def _tensor_changes(
     a: onnx.ModelProto, base_a: Path, b: onnx.ModelProto, base_b: Path
 ) -> tuple[Sequence[TensorChange], int]:
-    before, after = all_stored_protos(a), all_stored_protos(b)
-    changes, equal = [], 0
+    before = all_stored_protos(a)
+    after = all_stored_protos(b)
+    changes = []
+    equal = 0
     for name, was in before.items():
         now = after.get(name)
         if now is None:
@@ -229,20 +234,28 @@ def _tensor_change(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto,
     if a[0].data_type not in BYTEWISE:
         same = [_content(*side) for side in (a, b)]
         return None if same[0] == same[1] else TensorChange(name=name, change="values", before=shape, after=shape)
-    changed, greatest, moved, was, now, dot = 0, 0.0, 0.0, 0.0, 0.0, 0.0
+    changed = 0
+    greatest = 0.0
+    moved = 0.0
+    was = 0.0
+    now = 0.0
+    dot = 0.0
     # sums in float64 over chunks: external data may be larger than memory
     for x, y in zip(read_chunks(*a), read_chunks(*b), strict=True):
         # as integers, because NaN differs from itself and -0.0 equals 0.0
         bits = x.view(BITS[x.itemsize]) != y.view(BITS[x.itemsize])
         changed += int(bits.sum())
         with np.errstate(all="ignore"):  # the values may be infinite
-            x, y = x.astype(np.float64), y.astype(np.float64)
+            x = x.astype(np.float64)
+            y = y.astype(np.float64)
             if bits.any():
                 difference = (y - x)[bits]
                 furthest = float(np.abs(difference).max())
                 greatest = greatest if furthest <= greatest else furthest  # NaN is the greatest
                 moved += float(difference @ difference)
-            was, now, dot = was + float(x @ x), now + float(y @ y), dot + float(x @ y)
+            was = was + float(x @ x)
+            now = now + float(y @ y)
+            dot = dot + float(x @ y)
     if not changed:
         return None
     return TensorChange(

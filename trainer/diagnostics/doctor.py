@@ -131,13 +131,17 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     Raises ConfigError or UnsupportedModel if it cannot be read.
     """
     load_converters(converters)
-    model, problems, preprocessing, front = load_model(path), list[str](), "", onnx.ModelProto()
+    model = load_model(path)
+    problems = list[str]()
+    preprocessing = ""
+    front = onnx.ModelProto()
     # as `to_module` does: what only computes strings or maps is not imported
     part = with_numeric_outputs(model)
     try:
         settings = ModelConfig(path=path, output=readable_output(model))
         if found := find_preprocessing(model, settings):
-            preprocessing, front = describe(found.nodes, found.tensors), preprocessing_model(model, found)
+            preprocessing = describe(found.nodes, found.tensors)
+            front = preprocessing_model(model, found)
             if settings.output != model.graph.output[0].name:
                 preprocessing += f"; this is for model.output = {settings.output!r}"
             part = extract_subgraph(model, begin_at_numbers(model, settings))
@@ -154,7 +158,8 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     except UnsupportedModel as error:
         problems += error.problems
     try:
-        main, audit.inner = lift_inner_tensors(part), tuple(inner_tensors(part))
+        main = lift_inner_tensors(part)
+        audit.inner = tuple(inner_tensors(part))
         audit.records = read_records(main, audit.inner)
     except UnsupportedModel as error:
         problems += error.problems
@@ -205,7 +210,8 @@ def _value(value: onnx.ValueInfoProto) -> str:
 def _weights(audit: AuditInput) -> Iterator[Weight]:
     places = dict(stored_protos(audit.model.graph)) | {tensor.name: tensor.proto for tensor in audit.inner}
     for name, role in audit.roles.items():
-        tensor, proto = audit.stored.get(name), places.get(name)
+        tensor = audit.stored.get(name)
+        proto = places.get(name)
         yield Weight(
             name=name,
             original=audit.records.originals.get(name, ""),

@@ -91,7 +91,8 @@ def _frozen_statistics(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 
 def _fixed_batch(audit: AuditInput) -> Iterator[ExporterWarning]:
-    use, because = audit.batch, f" ({audit.batch.reason})" if audit.batch.reason else ""
+    use = audit.batch
+    because = f" ({audit.batch.reason})" if audit.batch.reason else ""
     if not use.declared:
         return
     rows = f"{use.declared} row{'s' if use.declared > 1 else ''}"
@@ -175,7 +176,8 @@ def _beyond_onnx(audit: AuditInput) -> Iterator[ExporterWarning]:
 def _conv_biases(audit: AuditInput) -> Iterator[ExporterWarning]:
     read = [node.input[2] for node in audit.nodes("Conv", "ConvTranspose") if len(node.input) > 2]
     if found := [name for name in dict.fromkeys(read) if name in audit.stored and audit.stored[name].ndim != 1]:
-        name, shape = found[0], list(audit.stored[found[0]].shape)
+        name = found[0]
+        shape = list(audit.stored[found[0]].shape)
         yield ExporterWarning(
             key="conv_bias",
             what=(
@@ -188,7 +190,8 @@ def _conv_biases(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 def _unread_inputs(audit: AuditInput) -> Iterator[ExporterWarning]:
     graph = audit.model.graph
-    stored, given = {tensor.name for tensor in graph.initializer}, {value.name for value in graph.output}
+    stored = {tensor.name for tensor in graph.initializer}
+    given = {value.name for value in graph.output}
     read = {name for node in nodes_inside(graph.node) for name in node.input} | given
     if unread := [value.name for value in graph.input if value.name not in read | stored]:
         yield ExporterWarning(

@@ -115,7 +115,8 @@ def _is_scaled(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _has_proportional_slices(one: torch.Tensor, other: torch.Tensor) -> bool:
-    rows, other_rows = one.flatten(1).double(), other.flatten(1).double()
+    rows = one.flatten(1).double()
+    other_rows = other.flatten(1).double()
     if rows.shape[1] < MIN_ELEMENTS:  # two numbers may have any ratio
         return False
     cosines = torch.nn.functional.cosine_similarity(rows, other_rows, dim=1).abs()

@@ -44,7 +44,8 @@ def teacher_file_problems(config: RunConfig, signature: Signature) -> list[str]:
     except Refused as error:
         return [f"teacher.path: {problem}" for problem in error.problems]
     problems = [*_input_problems(config.teacher, signature, theirs)]
-    own, other = known_types(ours), known_types(read_model(path))
+    own = known_types(ours)
+    other = known_types(read_model(path))
     first = (list(filter(None, config.model.outputs)) or [signature.outputs[0].name])[0]
     for soft in config.soft_losses:
         try:
@@ -107,7 +108,7 @@ def _input_problems(teacher: TeacherConfig, signature: Signature, theirs: Signat
 
 def _shape_problems(soft: SoftLoss, own: tuple[str, Dims | None], theirs: tuple[str, Dims | None]) -> Iterator[str]:
     (name, ours), (other, shape) = own, theirs
-    if soft.matched or ours is None or shape is None:  # matched ones may be projected (model/teacher.py)
+    if soft.matched or ours is None or shape is None:  # matched ones may be projected (model/teacher_model.py)
         return
     squeezed = [[dim for dim in dims[1:] if dim != 1] for dims in (ours, shape)]
     if not same_lengths(*squeezed):

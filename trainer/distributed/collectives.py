@@ -119,7 +119,8 @@ def own_rows(x: Tensor, part: SequencePart) -> Tensor:
 class _GatherFromSequence(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, part: SequencePart, gradient: str) -> Tensor:
-        context.part, context.gradient = part, gradient
+        context.part = part
+        context.gradient = gradient
         return all_gather_rows(x, part)
 
     @staticmethod

@@ -17,7 +17,8 @@ def gather_lists(own: Sequence[Tensor]) -> list[Tensor]:
     """
     if not own or not dist.is_initialized():
         return list(own)
-    device, ranks = own[0].device, dist.get_world_size()
+    device = own[0].device
+    ranks = dist.get_world_size()
     # shapes first: a gather needs tensors of one shape
     shapes = torch.tensor(
         [(len(each), each.shape[1] if each.ndim > 1 else 0, not each.is_floating_point()) for each in own],

@@ -63,7 +63,8 @@ def connect(
     num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
     visible = zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "").encode())
     world = mpi_world.join(expected_world_size=expected_world_size, num_gpus=num_gpus, visible=visible)
-    chosen, place = _choose_device(world, device, ranks_per_gpu=ranks_per_gpu), world.place
+    chosen = _choose_device(world, device, ranks_per_gpu=ranks_per_gpu)
+    place = world.place
     torch.set_num_threads(threads_of_rank(place.local_size, threads))
     timeout = datetime.timedelta(seconds=timeout_s)
     store = mpi_world.open_store(timeout, single_host=place.local_size == world.size)
@@ -122,7 +123,8 @@ def assign_gpus(places: Sequence[Place], *, ranks_per_gpu: int) -> list[int]:
     Slurm with --gpus-per-task=1          ranks 0 1      see one GPU, each another    indices 0 0
     """
     seen = Counter[tuple[int, int]]()
-    indices, problems = [], []
+    indices = []
+    problems = []
     for rank, place in enumerate(places):
         # ranks of one host that see the same GPUs divide them
         index = seen[place.host, place.visible] // ranks_per_gpu

@@ -88,9 +88,11 @@ class Placement:
 
     def narrow(self, dim: int, start: int, stop: int) -> Placement:
         """Return the placement of rows `start` to `stop` of the local tensor along `dim`."""
-        held, offset = [], 0
+        held = []
+        offset = 0
         for first, last in self.intervals[dim]:
-            low, high = max(start - offset, 0), min(stop - offset, last - first)
+            low = max(start - offset, 0)
+            high = min(stop - offset, last - first)
             if low < high:
                 held.append((first + low, first + high))
             offset += last - first

@@ -49,7 +49,8 @@ def write_without_loss(exported: ModelFile, target: Path, losses: Sequence[str],
         getattr(graph, field).extend(copies)
     onnx.checker.check_model(model)
     target.write_bytes(model.SerializeToString())
-    whole, part = open_session(exported.path), open_session(target)
+    whole = open_session(exported.path)
+    part = open_session(target)
     wanted = dict(zip(names, whole.run(None, dict(feed)), strict=True))
     found = part.run(None, {value.name: feed[value.name] for value in part.get_inputs()})
     for name, value in zip(kept, found, strict=True):

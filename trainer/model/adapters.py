@@ -184,11 +184,13 @@ def _adapt(module: ImportedGraph, name: str, uses: _Uses, config: LoraConfig, se
 def _initial_factors(adapter: Adapter, weight: Tensor, rank: int, seed: int, *, conv: bool) -> tuple[Tensor, Tensor]:
     """Initialise A like torch's Linear and Conv, U(-1/sqrt(fan_in), 1/sqrt(fan_in)), and B with zeros."""
     if conv:
-        a_shape, b_shape = [rank, *weight.shape[1:]], [weight.shape[0], rank]
+        a_shape = [rank, *weight.shape[1:]]
+        b_shape = [weight.shape[0], rank]
         fan_in = math.prod(weight.shape[1:])
     else:
         *batch, outputs, fan_in = (weight if adapter.outputs_first else weight.mT).shape
-        a_shape, b_shape = [*batch, rank, fan_in], [*batch, outputs, rank]
+        a_shape = [*batch, rank, fan_in]
+        b_shape = [*batch, outputs, rank]
     # a generator for each adapter: its values depend on the seed and its name, not on the order of adapters
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {adapter.a}".encode()))
     a = torch.empty(a_shape, dtype=weight.dtype).uniform_(-1, 1, generator=generator) / math.sqrt(fan_in)
@@ -281,7 +283,8 @@ class _Uses:
         self, graph: fx.Graph, use: _Use, factors: tuple[fx.Node, fx.Node], adapter: Adapter, *, dropout: bool
     ) -> fx.Node:
         """Return the node that computes the adapter's part of one result."""
-        x, reverse = use.node.args[use.x], use.outputs_first != adapter.outputs_first
+        x = use.node.args[use.x]
+        reverse = use.outputs_first != adapter.outputs_first
         if use.kind == "rows":
             return graph.call_function(low_rank_rows, (x, *factors, adapter.scale, reverse))
         if dropout:

@@ -52,9 +52,11 @@ def align_products(graph: ImportedGraph, device: torch.device) -> int:
     for product, operand in casts_with_products(graph):
         target: Any = None
         if product.target is F.linear and operand.ndim == 2:
-            target, features = aligned_linear, operand.shape[0]
+            target = aligned_linear
+            features = operand.shape[0]
         elif product.target is torch.matmul and operand.ndim == 2:
-            target, features = aligned_matmul, operand.shape[1]
+            target = aligned_matmul
+            features = operand.shape[1]
         if target and features >= LEAST_FEATURES and features % ALIGNMENT:
             product.target = target
             replaced += 1

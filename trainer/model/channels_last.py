@@ -74,7 +74,8 @@ def _pays_on_cpu(module: fx.GraphModule, rows: int) -> bool:
     whose kernel is larger than 1 x 1, in every step. Measured by tests/bench/memory_format.py: a ResNet-18 at 64 x 64
     has 0.2 results a weight for each row, and gains from 5 rows on.
     """
-    results, converted = 0.0, 0
+    results = 0.0
+    converted = 0
     for node in _convolutions(module.graph):
         weight = _stored(module, _weight_read(node)[1])
         if isinstance(weight, torch.Tensor) and math.prod(weight.shape[2:]) > 1:

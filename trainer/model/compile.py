@@ -84,7 +84,8 @@ class Compiler:
         if problem := missing_compiler():
             raise ConfigError(problem)
         keep_compiled_code()
-        self.choice, self.device = choice, device
+        self.choice = choice
+        self.device = device
         self.eager = False
         """Whether the current forward pass is not compiled."""
         self.num_modules = 0
@@ -117,7 +118,8 @@ class Compiler:
         self.num_modules += 1
         from onward.trainer.model.compiled_on_cpu import compile_options  # here: it imports the compiler
 
-        mode, options = self.choice.mode, compile_options(self.device)
+        mode = self.choice.mode
+        options = compile_options(self.device)
         if options and mode != "default":  # torch takes one of the two
             options |= torch._inductor.list_mode_options(mode)
         how = {"options": options} if options else {"mode": None if mode == "default" else mode}

@@ -51,7 +51,9 @@ def use_sigmoid_in_gelu(graph: fx.GraphModule) -> None:
     """Replace each GELU of tanh, in place, by a function that is one of sigmoid when it is compiled."""
     found = [node for node in graph.graph.find_nodes(op="call_function", target=F.gelu) if _is_of_tanh(node)]
     for node in found:
-        node.target, node.args, node.kwargs = gelu_of_tanh, node.args[:1], {}
+        node.target = gelu_of_tanh
+        node.args = node.args[:1]
+        node.kwargs = {}
     if found:
         graph.recompile()
 
@@ -106,7 +108,8 @@ class ProductsByOneDNN(CustomGraphPass):
 
 
 def _is_faster(a: Any, b: Any) -> bool:
-    first, second = a.meta["val"], b.meta["val"]
+    first = a.meta["val"]
+    second = b.meta["val"]
     if first.dtype != torch.float32 or first.device.type != "cpu" or first.stride(-1) != 1:
         return False
     size = 2

@@ -96,7 +96,8 @@ class _Sequence:
     """The calls of a graph in order, each with a number that equal calls have in common."""
 
     def __init__(self, module: fx.GraphModule, calls: Sequence[fx.Node]) -> None:
-        self.module, self.calls = module, calls
+        self.module = module
+        self.calls = calls
         numbers: dict[Any, int] = {}
         keys = [_call_key(module, node, self._kind) for node in calls]
         self.kinds = np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
@@ -116,7 +117,8 @@ class _Sequence:
             kinds = self.kinds[begin:end]
             # the borders of the stretches in which position i and i + period are alike
             alike = np.concatenate(([False], kinds[:-period] == kinds[period:], [False]))
-            starts, ends = (np.flatnonzero(alike[:-1] < alike[1:]), np.flatnonzero(alike[:-1] > alike[1:]))
+            starts = np.flatnonzero(alike[:-1] < alike[1:])
+            ends = np.flatnonzero(alike[:-1] > alike[1:])
             for start, length in zip(starts, ends - starts, strict=True):
                 if (saved := length // period * period) >= MIN_SAVED:
                     # of equal savings the shorter period: two layers are no block
@@ -131,11 +133,14 @@ class _Sequence:
         firsts = [start + offset + number * period for number in range(counts[offset])]
         keys = [_block_key(self.module, self.calls[first : first + period])[0] for first in firsts]
         # the longest stretch of equal ones
-        best, begin = (0, 0), 0
+        best = (0, 0)
+        begin = 0
         for number in range(1, len(keys) + 1):
             if number == len(keys) or keys[number] != keys[begin]:
-                best, begin = max(best, (number - begin, -begin)), number
-        count, first = best[0], -best[1]
+                best = max(best, (number - begin, -begin))
+                begin = number
+        count = best[0]
+        first = -best[1]
         return _Run(firsts[first], period, count) if (count - 1) * period >= MIN_SAVED else None
 
     def _passing(self) -> list[int]:

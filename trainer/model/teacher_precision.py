@@ -51,7 +51,8 @@ def _widened(value: Any) -> Any:
 
 def teacher_compute(teacher: TeacherConfig, precision: PrecisionConfig) -> str:
     """Return the type in which the teacher computes; "" if it is the model's, which needs nothing."""
-    wanted, own = teacher.compute, precision.compute
+    wanted = teacher.compute
+    own = precision.compute
     return "" if not teacher.path or wanted in ("auto", own) else wanted
 
 
@@ -69,7 +70,8 @@ def compute_teacher_apart(module: ImportedGraph, config: RunConfig) -> None:
             beside.add_module(f"computed_{number}", Computed(module.get_submodule(str(node.target)), compute))
         else:
             continue
-        node.op, node.target = "call_module", f"{TEACHER_MODULE}.computed_{number}"
+        node.op = "call_module"
+        node.target = f"{TEACHER_MODULE}.computed_{number}"
     beside.eval()
     # ZeRO gathers the weights of a unit as one type
     if compute in COMPUTE and not config.parallel.zero:

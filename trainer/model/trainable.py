@@ -31,7 +31,7 @@ from onward.trainer.config.sections.model import LoraConfig, ModelConfig
 from onward.trainer.distributed.weights import check_fit
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.adapters import Adapter, add_adapters, merge_adapters
-from onward.trainer.model.fixed_batch import use_of_part
+from onward.trainer.model.choose_fixed_batch import use_of_part
 from onward.trainer.onnx_graph.surgery import surgery
 from onward.trainer.onnx_graph.surgery.output_units import add_output_units
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
@@ -74,7 +74,8 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: boo
     UnsupportedModel when the file cannot be trained.
     """
     load_converters(config.model.converters)
-    model, base = load_model(config.model.path, by_parts=by_parts), config.model.path.parent
+    model = load_model(config.model.path, by_parts=by_parts)
+    base = config.model.path.parent
     surgery.apply_surgery(model, config.model, seed=config.train.seed)
     add_output_units(model, config.losses)
     beside = add_quantized_adapters(model, config.lora, seed=config.train.seed)

@@ -107,7 +107,8 @@ def casts_kept(device: torch.device) -> Iterator[None]:
     without a `half` node read.
     """
     global _kept
-    outer, _kept = _kept, {}
+    outer = _kept
+    _kept = {}
     try:
         with torch.autocast(device.type, enabled=False):
             yield

@@ -62,7 +62,8 @@ def as_tensor_proto(node: onnx.NodeProto, attribute: onnx.AttributeProto) -> Ten
     """Return a copy of an attribute as an fp32 tensor; coefficients are [outputs, features], the others [n]."""
     if attribute.name == "value_float":
         return TensorProto(data_type=TensorProto.FLOAT, float_data=[attribute.f])
-    dims, rows = [len(attribute.floats)], _num_rows(node)
+    dims = [len(attribute.floats)]
+    rows = _num_rows(node)
     if attribute.name == "coefficients" and rows and not dims[0] % rows:
         dims = [rows, dims[0] // rows]
     return TensorProto(data_type=TensorProto.FLOAT, dims=dims, float_data=attribute.floats)

@@ -166,7 +166,8 @@ def _missing_opsets(model: onnx.ModelProto) -> Iterator[str]:
 
 def _not_imported(model: onnx.ModelProto) -> dict[str, set[str]]:
     """Return the operators of each domain of ONNX and onnxruntime for which the model gives no version."""
-    given, found = opsets_of(model), dict[str, set[str]]()
+    given = opsets_of(model)
+    found = dict[str, set[str]]()
     known = {"com.microsoft", *(domain for domain, _ in _history())}
     for node in nodes_inside(model.graph.node):
         if (domain := domain_of(node)) in known and domain not in given:
@@ -221,7 +222,9 @@ def _sorted(reads: list[set[int]]) -> list[int] | None:
 
     The order of the file is kept where it can be.
     """
-    order, waiting, begun = dict[int, None](), list(range(len(reads)))[::-1], set[int]()
+    order = dict[int, None]()
+    waiting = list(range(len(reads)))[::-1]
+    begun = set[int]()
     while waiting:
         at = waiting[-1]
         missing = [each for each in sorted(reads[at], reverse=True) if each not in order]

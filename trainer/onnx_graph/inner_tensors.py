@@ -207,8 +207,9 @@ def _rename_in(scope: Scope, outer: Mapping[str, str], by_scope: Mapping[int, Ma
                 node.input[position] = renamed[name]
         for body in subgraphs(node):
             _rename_in(body, renamed, by_scope)
-    for value in scope.output if isinstance(scope, onnx.GraphProto) else ():
-        value.name = renamed.get(value.name, value.name)
+    if isinstance(scope, onnx.GraphProto):
+        for value in scope.output:
+            value.name = renamed.get(value.name, value.name)
 
 
 def _pass_to_functions(model: onnx.ModelProto, lifted: Iterable[InnerTensor]) -> None:

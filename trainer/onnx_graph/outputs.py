@@ -70,7 +70,8 @@ def with_numeric_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
             return model
         model = with_log_probabilities(model, scores[0])
         kept = [known_types(model).get(scores[0]) or onnx.ValueInfoProto(name=scores[0])]
-    part, behind = onnx.ModelProto(), [nodes_between(model.graph, [value.name], set()) for value in kept]
+    part = onnx.ModelProto()
+    behind = [nodes_between(model.graph, [value.name], set()) for value in kept]
     part.CopyFrom(model)
     outputs = {name for nodes, _ in behind for node in nodes for name in node.output}
     needed = set[str]().union(*(names for _, names in behind))
@@ -93,8 +94,11 @@ def score_tensors(graph: onnx.GraphProto, outputs: Sequence[str] = ()) -> Iterat
     outputs: those to begin at; all if there are none. Where there is no such operator, the scores are what the first
     ArgMax reads.
     """
-    index, seen, compared = Index(graph), set[str](), list[str]()
-    names, any_found = [*outputs] or [value.name for value in graph.output], False
+    index = Index(graph)
+    seen = set[str]()
+    compared = list[str]()
+    names = [*outputs] or [value.name for value in graph.output]
+    any_found = False
     while names:
         name = names.pop(0)
         node = index.makers.get(name)
@@ -146,7 +150,8 @@ def _log_steps(node: onnx.NodeProto) -> list[tuple[str, str, dict[str, Any]]]:
     if (node.domain, node.op_type) != (DOMAIN, "LinearClassifier") or len(node.output) < 2:
         return []
     attributes = attributes_of(node)
-    intercepts, transform = list(attributes.get("intercepts", ())), attributes.get("post_transform", "NONE")
+    intercepts = list(attributes.get("intercepts", ()))
+    transform = attributes.get("post_transform", "NONE")
     if transform == "SOFTMAX" and len(intercepts) > 1:
         return [("", "LogSoftmax", {"axis": 1})]
     if transform != "LOGISTIC" or len(intercepts) < 2:
@@ -169,8 +174,10 @@ def with_log_probabilities(model: onnx.ModelProto, output: str) -> onnx.ModelPro
         return model
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    nodes, place = list(copy.graph.node), named.index(True)
-    own, scores = nodes[place], onnx.NodeProto()
+    nodes = list(copy.graph.node)
+    place = named.index(True)
+    own = nodes[place]
+    scores = onnx.NodeProto()
     scores.CopyFrom(own)
     scores.output[1] = f"{own.output[1]}/scores"
     next(each for each in scores.attribute if each.name == "post_transform").s = b"NONE"

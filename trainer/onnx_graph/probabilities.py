@@ -104,7 +104,8 @@ class _Graph:
         if node.op_type == "Softmax":
             return Activation("softmax", node.input[0], attributes_of(node).get("axis"))
         for part, whole in self.fractions(node):
-            exponential, summed = self.node(part, "Exp"), self.reduced(whole, SUMS)
+            exponential = self.node(part, "Exp")
+            summed = self.reduced(whole, SUMS)
             if exponential and summed and self.source(summed[0]) == self.source(part):
                 scores = self.unshifted(exponential.input[0], summed[1])
                 return Activation("softmax", scores, summed[1], written_out=True)
@@ -126,7 +127,8 @@ class _Graph:
         if (add := self.node(node.input[1], "Add")) is None:
             return None
         for greatest, rest in _both_orders(add):  # x - (max + log(sum(exp(x - max))))
-            found, axis = self.logarithm_of_sum(rest), self.greatest_axis(greatest, scores)
+            found = self.logarithm_of_sum(rest)
+            axis = self.greatest_axis(greatest, scores)
             if found is None or axis is None or found[1] != axis:
                 continue
             if found[0] != self.unshifted(found[0], axis) and self.are_shifted(found[0], scores):

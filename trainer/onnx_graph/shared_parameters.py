@@ -134,13 +134,15 @@ class _Written:
 def _uses(node: onnx.NodeProto, slot: int, name: str, written: _Written) -> Iterator[Use]:
     """Yield the uses of an operand, with the parameter that it is if one node says so; an Identity passes it on."""
     if node.op_type == "Identity" and node.output[0] not in written.outputs:
-        alias, value = _named_merge(node), node.output[0]
+        alias = _named_merge(node)
+        value = node.output[0]
         for reader in written.index.readers.get(value, ()):
             for place in (place for place, read in enumerate(reader.input) if read == value):
                 for use in _uses(reader, place, name, written):
                     yield replace(use, node=node, slot=slot, parameter=alias, source="merge") if alias else use
         return
-    operand, module = OPERANDS.get(node.op_type, {}).get(slot, ""), module_of_node(node)
+    operand = OPERANDS.get(node.op_type, {}).get(slot, "")
+    module = module_of_node(node)
     if module is not None and NAME_SCOPES in metadata(node):
         yield Use(node, slot, "", module, operand, source="module")
     elif module is not None and written.merges and not is_exporter_name(name):
@@ -231,7 +233,8 @@ def _numbered(uses: list[Use], first_path: Mapping[str, str], calls: Mapping[str
         if module is None:
             yield use
             continue
-        times, times_called = places.count(place), calls.get(module, 1)
+        times = places.count(place)
+        times_called = calls.get(module, 1)
         several = times // times_called if times % times_called == 0 else times
         if place in rearranged:
             several = 1

@@ -322,15 +322,18 @@ class ImportAttempt:
     def _fix_or_free_batch(self, lengths: Lengths, values: Mapping[str, Value]) -> None:
         """Note the length of a batch that is treated as dynamic; let the graph check one that is not."""
         declared = declared_batch(self.model.graph)
-        for value in self.inputs if declared else ():
-            traced = values.get(value.name)
-            if not isinstance(traced, Traced) or not traced.known or not traced.ndim:
-                continue
-            if self.batch is not None:
-                self.tracer.batch = FreedBatch(declared, lengths[value.name, 0], self.tracer.size(traced, 0))
-                return
-            rows = Traced(self.tracer, self.tracer.graph.call_method("size", (traced.node, 0)), (declared, declared))
-            self.tracer.graph.call_function(check_rows, (rows.node, declared, value.name))
+        if declared:
+            for value in self.inputs:
+                traced = values.get(value.name)
+                if not isinstance(traced, Traced) or not traced.known or not traced.ndim:
+                    continue
+                if self.batch is not None:
+                    self.tracer.batch = FreedBatch(declared, lengths[value.name, 0], self.tracer.size(traced, 0))
+                    return
+                rows = Traced(
+                    self.tracer, self.tracer.graph.call_method("size", (traced.node, 0)), (declared, declared)
+                )
+                self.tracer.graph.call_function(check_rows, (rows.node, declared, value.name))
 
     def _output(self, declared: onnx.ValueInfoProto, value: Value) -> Value:
         """Return a result as a tensor. Shape arithmetic in int32 was done in Python ints and is cast back here."""

@@ -29,10 +29,12 @@ def uniform(keys: Tensor, shape: Sequence[int], axis: int | None, name: str, dra
     """
     begin = (zlib.crc32(f"{name} {draw}".encode()) * GOLDEN) % 2**63
     if axis is None:
-        lengths, rows = list(shape), -1
+        lengths = list(shape)
+        rows = -1
         state = keys[:1, 1].view([1] * max(len(lengths), 1))
     else:
-        lengths, rows = [*shape[:axis], len(keys), shape[axis] // len(keys), *shape[axis + 1 :]], axis
+        lengths = [*shape[:axis], len(keys), shape[axis] // len(keys), *shape[axis + 1 :]]
+        rows = axis
         state = keys[:, 0].view([-1 if place == axis else 1 for place in range(len(lengths))])
     state = _mixed(state + begin)
     for place, length in enumerate(lengths):

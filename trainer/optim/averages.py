@@ -54,7 +54,8 @@ class Averages:
         device: torch.device,
         swapped: Callable[[], object] = lambda: None,
     ) -> None:
-        self._config, self._swapped = config, swapped
+        self._config = config
+        self._swapped = swapped
         self._first = config.first_step(num_steps)
         if config.kind != "none" and self._first > num_steps:
             raise ConfigError(
@@ -116,7 +117,8 @@ class Averages:
 
     def parts(self) -> dict[str, tuple[Tensor, Placement]]:
         """Return checkpoint key -> (average, the weight's placement); of a weight with several copies, the first."""
-        kind, parts = self._config.kind, dict[str, tuple[Tensor, Placement]]()
+        kind = self._config.kind
+        parts = dict[str, tuple[Tensor, Placement]]()
         for weight, average in zip(self._of, self._averages, strict=True):
             parts.setdefault(average_key(weight.name, kind), (average, weight.placement))
         return parts if kind == "none" else parts | {_count_key(kind): (self._saved_count, Placement.full(()))}

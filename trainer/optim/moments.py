@@ -85,7 +85,8 @@ def segments(optimizer: torch.optim.Optimizer, group: Group, gradients: Sequence
             length = segment.weight.numel()
             if size + length > CHUNK[gradient.device.type] and batch:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
             if length:
                 batch.append(segment)
                 size += length
@@ -150,7 +151,8 @@ def put_positions(out: Tensor, placement: Placement, start: int, first: int) -> 
         out += _signed(first + rows * math.prod(placement.shape[1:]) + start)
         return
     local = torch.arange(start, stop, device=out.device)
-    place, stride = torch.full_like(local, first), 1
+    place = torch.full_like(local, first)
+    stride = 1
     for length, intervals in reversed(list(zip(placement.shape, placement.intervals, strict=True))):
         indices = torch.cat([torch.arange(low, high, device=out.device) for low, high in intervals])
         place += indices[local % len(indices)] * stride

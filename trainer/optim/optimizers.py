@@ -46,7 +46,7 @@ def build_optimizer(
 
     Weights with equal settings share a group. seed: of rounding to bf16. elsewhere: names of weights that other ranks
     train. parts: the ranks that hold the other parts of these weights, if there are any; LAMB, Adafactor and Muon sum
-    over them. layer_scales: name -> factor on the learning rate (model/layers.py), which multiplies that of
+    over them. layer_scales: name -> factor on the learning rate (model/layer_scales.py), which multiplies that of
     `optimizer.weights`; 1 for a weight without one. Raises ConfigError listing the patterns of `optimizer.weights` that
     match no trained weight.
     """

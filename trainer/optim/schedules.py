@@ -33,7 +33,8 @@ def learning_rate(step: int, *, optimizer: OptimizerConfig, schedule: ScheduleCo
     rate jumps at the end of the warm-up, as in ORT training (orttraining, models/runner/training_util.h).
     """
     # at most 1, because cosine would rise again and the root in poly would be of a negative number
-    progress, warmup = min(step / num_steps, 1.0), schedule.warmup_ratio
+    progress = min(step / num_steps, 1.0)
+    warmup = schedule.warmup_ratio
     compatible = schedule.shape == "compatible"
     if schedule.mode != "none" and (progress < warmup or (progress == warmup and not compatible)):
         return optimizer.learning_rate * progress / warmup

@@ -35,7 +35,8 @@ def state_bytes(config: OptimizerConfig, weights: Weights) -> int:
     """Return the size of the state of these weights, or parts of weights, but for their numbers of updates."""
     total = 0
     for weight in as_weights(weights):
-        shape, dtype = weight.tensor.shape, weight.tensor.dtype
+        shape = weight.tensor.shape
+        dtype = weight.tensor.dtype
         for field in _fields(config, weight.name, weight.outputs, len(shape)):
             numel = math.prod(shape[dim] for dim in dims_of(field, len(shape)))
             total += numel * state_dtype(field, config, dtype).itemsize if field != "step" else 0

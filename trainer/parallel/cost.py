@@ -75,7 +75,8 @@ class _CostInterpreter(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, device: torch.device, autocast: Autocast) -> None:
         super().__init__(module, garbage_collect_values=True)
-        self._device, self._autocast = device, autocast
+        self._device = device
+        self._autocast = autocast
         self._costs: dict[str, NodeCost] = {}
         self._fake_attributes: dict[Tensor, Tensor] = {}
         self._counted: set[int] = set()
@@ -97,7 +98,8 @@ class _CostInterpreter(fx.Interpreter):
         return self._costs
 
     def run_node(self, n: fx.Node) -> Any:
-        kept_before, flops_before = self._kept_bytes, self._flops.get_total_flops()
+        kept_before = self._kept_bytes
+        flops_before = self._flops.get_total_flops()
         try:
             result = super().run_node(n)
         except RuntimeError as error:

@@ -48,7 +48,7 @@ from onward.trainer.parallel.recomputation.recompute_choice import choose_by_bud
 from onward.trainer.parallel.stage_weights import is_trained, running_statistic_retention, stored_tensors
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions
-from onward.trainer.parallel.tensor.sequence import divide_sequence
+from onward.trainer.parallel.tensor.sequence_parallel import divide_sequence
 from onward.trainer.parallel.tensor.vocabulary import VocabularySharding, find_vocabulary_sharding, shard_vocabulary
 
 
@@ -304,7 +304,8 @@ def check_replicas(module: ImportedGraph, parallel: ParallelConfig) -> None:
 
 def _conditional_updates(module: ImportedGraph) -> list[str]:
     """Return a sentence for each node whose inner graphs update running statistics, in some steps or several times."""
-    parameters, problems = dict(module.named_parameters()), []
+    parameters = dict(module.named_parameters())
+    problems = []
     for node in module.graph.find_nodes(op="call_module"):
         each = module.get_submodule(str(node.target))
         if not isinstance(each, RuntimeNode) or not each.statistics or each.node.op_type == "BatchNormalization":

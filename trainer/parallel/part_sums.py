@@ -73,8 +73,10 @@ class PartSums:
 
     def share(self, number: int) -> tuple[int, int]:
         """Return (number of this rank among those that hold parts of a weight, how many they are)."""
-        rank, size = 0, 1
+        rank = 0
+        size = 1
         for group, sharded, _ in self._axes:
             if sharded[number]:
-                rank, size = rank * group.size() + group.rank(), size * group.size()
+                rank = rank * group.size() + group.rank()
+                size = size * group.size()
         return rank, size

@@ -36,7 +36,7 @@ from onward.trainer.model import precision
 from onward.trainer.model.aligned_products import align_products
 from onward.trainer.model.channels_last import WeightFormat, use_channels_last
 from onward.trainer.model.in_place import relu_in_place
-from onward.trainer.model.layers import layer_scales
+from onward.trainer.model.layer_scales import layer_scales
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_graph.files.external_data import is_mapped, own_copy
@@ -135,8 +135,9 @@ class RankModel:
                     found[weight.name][0][slices(box)] = weight.tensor.detach()[slices(local)]
                     found[weight.name][1][slices(box)] = gradient(weight)[slices(local)]
         # each element is filled in on exactly one rank and 0 on all others, so the sum is the value
-        for pair in found.values() if dist.get_world_size() > 1 else ():
-            dist.all_reduce(pair)
+        if dist.get_world_size() > 1:
+            for pair in found.values():
+                dist.all_reduce(pair)
         return {name: (weight, gradient) for name, (weight, gradient) in found.items()}
 
 
@@ -161,7 +162,8 @@ def build_rank_model(
             "parallel.sequence_parallel divides sequences of one length, and the samples of this data have several; "
             "pad them to one length, or set parallel.sequence_parallel = false"
         )
-    module, here = trainable.module, ParallelDims.of(config.parallel).coordinate(mpi.rank)
+    module = trainable.module
+    here = ParallelDims.of(config.parallel).coordinate(mpi.rank)
     stored = named_weights(module)
     autocast = partial(precision.autocast, config.precision, mpi.device)
     group = mesh.get_group("tensor").group_name
@@ -271,7 +273,8 @@ def choose_formats(layout: Layout, stages: Sequence[Stage], config: RunConfig, d
     for part in [part for stage in stages for part in stage.chain.parts]:
         # FSDP2 has weights at other addresses in each pass: what would be kept of a step are copies of all
         format: WeightFormat = "each" if config.parallel.zero else "stored" if stores_any_order else "once"
-        graph, rows = cast("ImportedGraph", part.module), config.micro_batch_size
+        graph = cast("ImportedGraph", part.module)
+        rows = config.micro_batch_size
         use_channels_last(graph, config.graph, device, rows=rows, weights=format, but=layout.shared)
         # `selective` may keep what a ReLU would overwrite, and `compressed` looks for ReLUs first
         if config.recompute.mode not in ("selective", "compressed"):
@@ -324,7 +327,8 @@ def _reported_weights(weights: Sequence[Weight], held: Sequence[Weight], mesh: D
     All replicas hold the same of a weight that ZeRO does not shard, so replica 0 reports it. Of one that ZeRO shards,
     each rank of the first sharding group reports its part.
     """
-    first_replica, first_group = mesh.get_local_rank("data") == 0, mesh.get_local_rank("replicate") == 0
+    first_replica = mesh.get_local_rank("data") == 0
+    first_group = mesh.get_local_rank("replicate") == 0
     return frozenset(
         part
         for part, weight in zip(held, weights, strict=True)

@@ -25,7 +25,7 @@ from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES
 from onward.trainer.data.data_problems import type_problems
 from onward.trainer.data.formats.format_table import holds_images
-from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
+from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES
 from onward.trainer.data.input_columns import Feed
 from onward.trainer.data.misfits import remedy
 from onward.trainer.data.reading import sources
@@ -35,7 +35,7 @@ from onward.trainer.data.schema.columns import TEXT
 from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.proposal.draft import INPUTS, Draft
-from onward.trainer.proposal.facts import Facts
+from onward.trainer.proposal.source_summary import Facts
 from onward.trainer.quantities import shown_shape
 from onward.trainer.rehearsal.trials.data_of_model import IMAGE_COLUMNS, LABELS, image_column
 
@@ -59,7 +59,8 @@ ROW_NUMBERS = ("", "id", "index", "row", "row_id", "Unnamed: 0", "__index_level_
 
 def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
     """Propose data.source and what belongs to it, of the path (or name, or URL) that the user gave."""
-    path, source = Path(given), given
+    path = Path(given)
+    source = given
     training = evaluation = test = None
     if given not in BUNDLED_SOURCES and not path.exists() and not set(given) & set("*?["):
         raise DataError(f"there is no file or directory {given}")
@@ -144,10 +145,13 @@ def _mask_folder(folder: Path) -> str:
     if not folder.is_dir():
         return ""
     names = {file.stem for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES}
-    for other in sorted(folder.parent.iterdir()) if names else ():
-        is_mask_folder = other.is_dir() and other.name.lower() in MASK_FOLDERS
-        if is_mask_folder and names <= {file.stem for file in other.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES}:
-            return f"../{other.name}"
+    if names:
+        for other in sorted(folder.parent.iterdir()):
+            is_mask_folder = other.is_dir() and other.name.lower() in MASK_FOLDERS
+            if is_mask_folder and names <= {
+                file.stem for file in other.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES
+            }:
+                return f"../{other.name}"
     return ""
 
 
@@ -174,7 +178,8 @@ def propose_image_settings(draft: Draft, facts: Facts, inputs: Iterable[TensorIn
         if info.shape is None or len(info.shape) != 4:
             continue
         _, *dims = info.shape
-        first, last = dims[0] in (1, 3), dims[2] in (1, 3)
+        first = dims[0] in (1, 3)
+        last = dims[2] in (1, 3)
         nhwc = draft.value("data.image.layout", "nhwc" if last and not first else "nchw") == "nhwc"
         if first == last:
             choices = {"nchw": "channels before height and width", "nhwc": "channels behind them"}

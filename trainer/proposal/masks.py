@@ -8,8 +8,8 @@ import numpy as np
 
 from onward.trainer.errors import ConfigError
 from onward.trainer.proposal.draft import Draft
-from onward.trainer.proposal.facts import Facts
 from onward.trainer.proposal.inputs import shown
+from onward.trainer.proposal.source_summary import Facts
 from onward.trainer.proposal.targets import Target
 
 VOID = 255
@@ -55,7 +55,8 @@ def _propose_values(draft: Draft, target: Target, facts: Facts, column: str) -> 
         )
     dims = (target.info.shape or ())[1:]
     classes = dims[2] if draft.value("data.image.layout") == "nhwc" or (dims[0] or 0) > (dims[2] or 0) else dims[0]
-    seen, tensor = f"{len(masks)} masks hold {_listed(values)}", target.scores
+    seen = f"{len(masks)} masks hold {_listed(values)}"
+    tensor = target.scores
     if tensor != target.info.name:
         draft.set("model.output", tensor, target.scores_reason)
     if classes == 1:

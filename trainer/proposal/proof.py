@@ -30,12 +30,12 @@ from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.fixed_batch import choose_fixed_batch
-from onward.trainer.model.layers import layer_scales
+from onward.trainer.model.choose_fixed_batch import choose_fixed_batch
+from onward.trainer.model.first_output_units import choose_output_units
+from onward.trainer.model.layer_scales import layer_scales
 from onward.trainer.model.losses.loss import Losses
-from onward.trainer.model.output_units import choose_output_units
 from onward.trainer.model.precision import autocast
-from onward.trainer.model.teacher import open_with_teacher
+from onward.trainer.model.teacher_model import open_with_teacher
 from onward.trainer.model.trainable import TrainableModel, open_trainable
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
@@ -46,7 +46,9 @@ from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
 from onward.trainer.run.records import Record
 
 CPU = torch.device("cpu")
-LEAST_RATE, GREATEST_RATE, RANGE_STEPS = 1e-6, 1.0, 60
+LEAST_RATE = 1e-6
+GREATEST_RATE = 1.0
+RANGE_STEPS = 60
 SMOOTHING = 0.8
 """Share of the smoothed loss that is kept in a step of the range test."""
 TOO_HIGH = 4.0
@@ -145,7 +147,8 @@ def find_rate(config: RunConfig) -> RangeTest:
         if not math.isfinite(loss):
             break
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
-        rates, losses = [*rates, rate], [*losses, loss]
+        rates = [*rates, rate]
+        losses = [*losses, loss]
         smoothed.append(mean / (1 - SMOOTHING ** len(rates)))
         if smoothed[-1] > TOO_HIGH * min(smoothed):
             break
@@ -176,7 +179,8 @@ class _Training:
         self._trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         scales = layer_scales(module, config.optimizer.layer_decay)
         self._optimizer = build_optimizer(config.optimizer, self._trained.items(), layer_scales=scales)
-        self._config, self._number = config, 0
+        self._config = config
+        self._number = 0
 
         def batch(number: int) -> Batch:
             places = np.arange(number * size, (number + 1) * size)

@@ -22,14 +22,13 @@ from onward.trainer.data.reading.source_kinds import PAGE
 from onward.trainer.data.schema.signature import Signature, TensorInfo, read_training_signature
 from onward.trainer.data.text.text_columns import ROLES
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.fixed_batch import choose_fixed_batch
+from onward.trainer.model.choose_fixed_batch import choose_fixed_batch
 from onward.trainer.onnx_graph.outputs import readable_output, selected_output, with_numeric_outputs
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import WITHOUT_GRADIENT
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.proposal import targets as outputs
-from onward.trainer.proposal.audio import audio_input, propose_audio_column, propose_audio_files
+from onward.trainer.proposal.audio_proposal import audio_input, propose_audio_column, propose_audio_files
 from onward.trainer.proposal.draft import INPUTS, Draft
-from onward.trainer.proposal.facts import Facts, read_facts
 from onward.trainer.proposal.inputs import (
     propose_columns,
     propose_digits,
@@ -40,16 +39,23 @@ from onward.trainer.proposal.inputs import (
 from onward.trainer.proposal.masks import propose_masks
 from onward.trainer.proposal.readings import Reading, readings
 from onward.trainer.proposal.series import propose_windows
-from onward.trainer.proposal.tables import feeding, propose_rows, propose_split, propose_tables, propose_vocabularies
+from onward.trainer.proposal.source_summary import Facts, read_facts
+from onward.trainer.proposal.table_proposal import (
+    feeding,
+    propose_rows,
+    propose_split,
+    propose_tables,
+    propose_vocabularies,
+)
 from onward.trainer.proposal.targets import Target
-from onward.trainer.proposal.texts import (
+from onward.trainer.proposal.text_proposal import (
     ids_input,
     propose_task,
     propose_text_column,
     propose_tokenizer,
     propose_word_labels,
 )
-from onward.trainer.proposal.training import family_of, propose_training, trained_before
+from onward.trainer.proposal.training_proposal import family_of, propose_training, trained_before
 from onward.trainer.proposal.tried import propose_tried
 
 WITH_WEIGHTS = ("MatMul", "Gemm", "Conv", "LinearClassifier", "LinearRegressor")
@@ -99,7 +105,8 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     if trained is not False and can_try:
         is_better = propose_tried(draft)
         if trained is None and is_better is False:
-            trained, why = False, "the file as it is predicts no better than a constant"
+            trained = False
+            why = "the file as it is predicts no better than a constant"
             propose_tables(draft, facts, model.graph, others, trained=False)
     is_dense = task in ("causal", "masked") or facts.format == "text" or draft.value("data.label") == "mask"
     propose_training(
@@ -167,7 +174,8 @@ def _read_data(draft: Draft, path: Path, source: str, signature: Signature) -> t
         propose_digits(draft, signature.fed)
     is_audio = "data.image" not in draft.entries and propose_audio_files(draft, signature.fed)
     facts = read_facts(_data(draft))
-    is_text, ids = False, ids_input(signature)
+    is_text = False
+    ids = ids_input(signature)
     if is_audio or ("data.image" not in draft.entries and propose_audio_column(draft, facts, signature.fed)):
         return facts, False
     if "data.image" not in draft.entries and facts.format not in ("digits",):

@@ -23,7 +23,7 @@ from onward.trainer.data.schema.class_axis import find_class_axis, same_lengths
 from onward.trainer.data.schema.columns import TEXT, Array, Column
 from onward.trainer.data.schema.signature import Dims, TensorInfo
 from onward.trainer.errors import ConfigError
-from onward.trainer.proposal.facts import Facts
+from onward.trainer.proposal.source_summary import Facts
 
 IGNORED = -100
 LEAST_FLAGS = 3
@@ -160,7 +160,8 @@ def _of_names(facts: Facts, sample: Dims, name: str) -> Iterator[Reading]:
 
 def _of_numbers(facts: Facts, sample: Dims, name: str) -> Iterator[Reading]:
     """Yield the reading of a column of single numbers."""
-    values, is_float = facts.joined(name), np.dtype(facts.column(name).dtype).kind == "f"
+    values = facts.joined(name)
+    is_float = np.dtype(facts.column(name).dtype).kind == "f"
     different = facts.distinct(name)
     if sample in ((), (1,)):
         if set(different) == {0, 1}:
@@ -177,7 +178,8 @@ def _of_numbers(facts: Facts, sample: Dims, name: str) -> Iterator[Reading]:
     known = [value for value in different if value != IGNORED]
     if not known or known[0] < 0:
         return
-    count, most = len(known), int(known[-1])
+    count = len(known)
+    most = int(known[-1])
     if length is not None and most == length and known[0] == 1 and count == length:
         why = f"{name} is 1..{most}, which are the names of the {length} classes 0..{length - 1}"
         yield Reading(name, "cross_entropy", why, sorted_ids=True)
@@ -201,7 +203,8 @@ def _of_numbers(facts: Facts, sample: Dims, name: str) -> Iterator[Reading]:
 
 def _of_tensors(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]:
     """Yield the reading of a column of vectors or larger arrays."""
-    name, values = column.name, facts.joined(column.name)
+    name = column.name
+    values = facts.joined(column.name)
     is_float = np.dtype(column.dtype).kind == "f"
     shape: Dims = (None,) * len(column.shape) if column.variable else column.shape
     if same_lengths(shape, sample):
@@ -213,7 +216,8 @@ def _of_tensors(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]
         return
     if is_float or len(sample) < 2 or values.min() < min(IGNORED, 0):
         return
-    output, labels = (None, *sample), (None, *shape)
+    output = (None, *sample)
+    labels = (None, *shape)
     most = int(values.max())
     axes = [axis for axis in _class_axes(output, labels) if most < (output[axis] or most + 1)]
     if not axes:

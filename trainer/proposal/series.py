@@ -12,7 +12,7 @@ import numpy as np
 from onward.trainer.data.schema.columns import TEXT, Array
 from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.proposal.draft import INPUTS, Draft
-from onward.trainer.proposal.facts import Facts
+from onward.trainer.proposal.source_summary import Facts
 from onward.trainer.proposal.targets import Target
 
 TIMES = ("time", "date", "datetime", "timestamp", "ds", "day", "hour", "month", "week", "year", "period")
@@ -42,7 +42,8 @@ def propose_windows(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo], fo
     if when is None:
         return False
     time, by = when
-    length, horizon = (series[0].sample_shape or (0,))[0], output[0]
+    length = (series[0].sample_shape or (0,))[0]
+    horizon = output[0]
     reason = f"{series[0].name} takes {length} numbers, and {time} increases from row to row"
     draft.set("data.table.window.length", length, f"{reason}{f' of each {by}' if by else ''}: rows of a past")
     draft.set("data.table.window.horizon", horizon, f"output {found[0].info.name} has as many: rows of the future")

@@ -18,9 +18,9 @@ from onward.trainer.data.schema.signature import FLOAT_NAMES, Signature, TensorI
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.outputs import class_labels, score_tensors
 from onward.trainer.proposal.draft import Draft
-from onward.trainer.proposal.facts import Facts
 from onward.trainer.proposal.inputs import shown
 from onward.trainer.proposal.readings import Reading, names_in_cells, readings
+from onward.trainer.proposal.source_summary import Facts
 from onward.trainer.rehearsal.trials.data_of_model import LABELS
 
 
@@ -47,7 +47,8 @@ def targets(model: onnx.ModelProto, signature: Signature, given: object = None) 
     if given:
         named = [given] if isinstance(given, str) else list(given)  # type: ignore[call-overload]
         return [Target(info, info.name) for info in signature.outputs if info.name in named]
-    found, known = [], dict(score_tensors(model.graph))
+    found = []
+    known = dict(score_tensors(model.graph))
     for info in signature.outputs:
         scores = next(score_tensors(model.graph, [info.name]), None)
         if info.dtype in FLOAT_NAMES and info.shape != ():

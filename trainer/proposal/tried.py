@@ -24,7 +24,8 @@ def propose_tried(draft: Draft) -> bool | None:
     except ConfigError as error:  # such as labels that are probabilities
         draft.notes.append(f"preprocessings were not tried: {error.problems[0]}")
         return None
-    best, number = found.trials[0], len(found.trials)
+    best = found.trials[0]
+    number = len(found.trials)
     value = f"{found.measure} {best.accuracy:.3f} on {best.rows} rows before any training"
     if not found.better_than_chance and not found.other_order:
         constant = "most frequent class" if found.measure == "accuracy" else "mean"

@@ -31,7 +31,7 @@ from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, ExportRefused, Refused
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.model.losses.loss import Loss, Losses
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.teacher_precision import compute_teacher_apart
 from onward.trainer.model.trainable import TrainableModel
@@ -211,14 +211,14 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     updates = update_warnings(config.optimizer, trainable.module)
     findings.numbers = (_numbers_trained(trainable.module), audit.numbers())
     findings.warnings = (*exporter_warnings(audit), *outputs, *updates, *same_teacher(config))
-    for problem in update_problems(config.optimizer, trainable.module):
-        findings.refuse(problem)
-    for problem in refused_warnings(findings.warnings, config.model.accept):
+    refused = refused_warnings(findings.warnings, config.model.accept)
+    for problem in [*update_problems(config.optimizer, trainable.module), *refused]:
         findings.refuse(problem)
     for loss in [each for each in config.losses if each.is_own]:
         keys = [warning.key for warning in output_warnings(model, graph, loss.outputs[0], is_run=True)]
-        for problem in read_as_logits(loss, config.metrics) if "probabilities" in keys else ():
-            findings.refuse(problem)
+        if "probabilities" in keys:
+            for problem in read_as_logits(loss, config.metrics):
+                findings.refuse(problem)
 
 
 def _warn_of_labels(config: RunConfig, rows: FirstRows, findings: Findings) -> None:

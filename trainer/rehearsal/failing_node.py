@@ -21,10 +21,11 @@ class _NodeByNode(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.current = n
         result = super().run_node(n)
-        for tensor in tree_leaves(result) if n.op != "output" else ():
-            # called when the backward pass reaches the operation that computed the tensor
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda _, node=n: self._reached(node))
+        if n.op != "output":
+            for tensor in tree_leaves(result):
+                # called when the backward pass reaches the operation that computed the tensor
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(lambda _, node=n: self._reached(node))
         return result
 
     def _reached(self, node: fx.Node) -> None:

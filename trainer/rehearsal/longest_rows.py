@@ -26,7 +26,8 @@ def remedy_of_length(graph: RehearsedGraph, data: DataConfig, batch: Batch, why:
     length = next((each.shape[1] for each in batch.inputs if each.ndim > 1 and not each.is_floating_point()), 0)
     if OUT_OF_RANGE not in why or length < 2:
         return ""
-    runs, fails = 0, length
+    runs = 0
+    fails = length
     while fails - runs > 1:
         middle = (runs + fails) // 2
         runs, fails = (middle, fails) if _runs(graph, batch, length, middle) else (runs, middle)

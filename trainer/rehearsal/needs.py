@@ -44,7 +44,8 @@ def least_needs(module: ImportedGraph, config: RunConfig, *, kept_bytes_per_row:
     statistics = sum(tensor.nbytes for tensor in stored.values() if is_statistic(tensor))
     average = gradients + statistics if config.average.kind != "none" else 0
     parallel = config.parallel
-    parts, shards = parallel.tensor * parallel.pipeline, (parallel.shard or parallel.data) if parallel.zero else 1
+    parts = parallel.tensor * parallel.pipeline
+    shards = (parallel.shard or parallel.data) if parallel.zero else 1
     rank = own // (shards if parallel.zero >= 3 else 1)
     rank += gradients // (shards if parallel.zero >= 2 else 1)
     rank += (state + average) // shards

@@ -13,7 +13,7 @@ import onnx
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ExportRefused
-from onward.trainer.export.export import trained_part
+from onward.trainer.export.exported_model import trained_part
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.fixed_noise import noise_inside_bodies
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
@@ -91,7 +91,8 @@ def part_in_inference_form(trainable: TrainableModel, config: RunConfig, folder:
 
 def _as_given(trainable: TrainableModel, config: RunConfig, folder: Path) -> ModelFile | onnx.ModelProto:
     """Return the trained part of the graph, in which nothing is changed but what [model] asks for."""
-    model, settings = trainable.model, config.model
+    model = trainable.model
+    settings = config.model
     adds_units = any(loss.output_units == "standardised" for loss in config.losses)
     if not (settings.num_classes or settings.untie or adds_units or trains_subgraph(model, settings)):
         return ModelFile(settings.path, model)
@@ -102,7 +103,8 @@ def _inference_form(
     trainable: TrainableModel, config: RunConfig, folder: Path, *, norms: bool = True
 ) -> ModelFile | onnx.ModelProto:
     """Return the trained part of the graph as inference computes it; norms: BatchNormalization, too."""
-    model, settings = onnx.ModelProto(), config.model
+    model = onnx.ModelProto()
+    settings = config.model
     model.CopyFrom(trainable.model)
     kept = tuple(filter(None, (*begin_at_numbers(model, settings).start, *settings.outputs)))
     strip_training(model, keep=kept, base=trainable.base, norms=norms)

@@ -16,7 +16,7 @@ from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.errors import ConfigError, OnwardError
 from onward.trainer.model.losses.loss import Loss, Losses
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, statistics_kept
 from onward.trainer.rehearsal.failing_node import failing_node
 from onward.trainer.rehearsal.sizes import Kind

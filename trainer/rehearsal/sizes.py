@@ -28,7 +28,8 @@ def sizes_of_run(config: RunConfig, counts: tuple[int, int] | None) -> list[Size
 
     counts: the rows for training and for evaluation; None if they are not known, which leaves out the smaller ones.
     """
-    full, evaluated = config.micro_batch_size, config.evaluation_batch_size
+    full = config.micro_batch_size
+    evaluated = config.evaluation_batch_size
     found = [
         Size(
             "training",

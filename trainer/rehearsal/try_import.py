@@ -15,7 +15,8 @@ from onward.trainer.run.records import read_record, write_record
 
 def try_import(folder: RunDir) -> None:
     """Try what `import.json` in `folder` asks for, and write what does not work to `imported.json` there."""
-    wanted, problems = read_record(folder.root / "import.json", ToImport), list[str]()
+    wanted = read_record(folder.root / "import.json", ToImport)
+    problems = list[str]()
     try:
         load_converters(wanted.converters)
     except ConfigError as error:
@@ -26,7 +27,7 @@ def try_import(folder: RunDir) -> None:
 
 
 def _unknown_cuts(config: RunConfig) -> Iterator[str]:
-    from onward.trainer.model.teacher import open_with_teacher
+    from onward.trainer.model.teacher_model import open_with_teacher
     from onward.trainer.parallel.pipeline.cut_points import names_that_cuts_may_use
 
     try:

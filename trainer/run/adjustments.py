@@ -36,10 +36,14 @@ def with_adjustments(config: RunConfig, changes: Adjustments) -> RunConfig:
     Raises ValueError, or pydantic's ValidationError, where the changed configuration is refused.
     """
     if changes.micro_batch_divisor > config.micro_batch_size:
-        micro_batch, divisor = config.micro_batch_size, changes.micro_batch_divisor
+        micro_batch = config.micro_batch_size
+        divisor = changes.micro_batch_divisor
         raise ValueError(f"micro_batch_divisor {divisor} is above the {micro_batch} samples of a micro-batch")
-    train, parallel, launch = config.train, config.parallel, config.launch
-    micro_batch, data = config.micro_batch_size // changes.micro_batch_divisor, changes.data or parallel.data
+    train = config.train
+    parallel = config.parallel
+    launch = config.launch
+    micro_batch = config.micro_batch_size // changes.micro_batch_divisor
+    data = changes.data or parallel.data
     steps = train.gradient_accumulation_steps
     if changes.data or changes.micro_batch_divisor > 1:
         steps = train.global_batch_size // (data * micro_batch)
@@ -88,7 +92,8 @@ def fewer_replicas(config: RunConfig, changes: Adjustments, *, ranks: int, hostf
 
     config: without changes of its layout. Tensor and pipeline parallelism, and the micro-batch, stay as they are.
     """
-    one, batch = config.parallel.tensor * config.parallel.pipeline, config.train.global_batch_size
+    one = config.parallel.tensor * config.parallel.pipeline
+    batch = config.train.global_batch_size
     micro_batch = config.micro_batch_size // changes.micro_batch_divisor
     for data in range(min(config.parallel.data, ranks // one), 0, -1):
         if batch % (data * micro_batch) == 0:

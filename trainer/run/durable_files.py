@@ -52,7 +52,8 @@ class HashedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file, self._hash = path.open("wb"), hashlib.sha256()
+        self._file = path.open("wb")
+        self._hash = hashlib.sha256()
 
     @property
     def closed(self) -> bool:

@@ -119,7 +119,9 @@ class RunHistory:
         """Also deleted ones."""
         self.confusions: dict[str, ConfusionMatrix] = {}
         """Output of a loss -> newest confusion matrix."""
-        self._log, self._offset, self._series = log, offset, series
+        self._log = log
+        self._offset = offset
+        self._series = series
 
     @classmethod
     def of(cls, log: Path, *, offset: int = 0, series: Container[str] | None = None) -> RunHistory:
@@ -154,7 +156,8 @@ class RunHistory:
         if event.attempt not in self.attempts:
             self.attempts[event.attempt] = AttemptHistory(event.attempt)
         attempt = self.attempts[event.attempt]
-        attempt.last_ms, attempt.last_step = max(attempt.last_ms, event.at_ms), max(attempt.last_step, event.step)
+        attempt.last_ms = max(attempt.last_ms, event.at_ms)
+        attempt.last_step = max(attempt.last_step, event.step)
         self.num_events += 1
         self.step = max(self.step, event.step)
         match event:

@@ -110,7 +110,8 @@ def _insert(database: sqlite3.Connection, name: str, run_id: str, config_name: s
 def _highest_number(config_name: str) -> int:
     """Return the highest number among the runs that are not in the database: they are of an earlier version of Onward,
     in which all runs of a configuration had its name, or the database was deleted."""
-    plain, highest = 0, 0
+    plain = 0
+    highest = 0
     for path in (onward_home() / "runs").glob("*/identity.json"):
         with contextlib.suppress(OnwardError, OSError):
             name = read_record(path, RunIdentity).name

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.tables import TableConfig
-from onward.trainer.data.formats import tables
+from onward.trainer.data.formats import table_readers as tables
 from onward.trainer.data.formats.csv_dialect import dialect_of
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.reading.sources import locate, read

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.formats.tables import csv_blocks
+from onward.trainer.data.formats.table_readers import csv_blocks
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.errors import DataError
 

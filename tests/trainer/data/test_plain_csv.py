@@ -14,7 +14,7 @@ import pytest
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.tables import TableConfig
-from onward.trainer.data.formats import tables
+from onward.trainer.data.formats import table_readers as tables
 from onward.trainer.data.formats.csv_dialect import Dialect
 from onward.trainer.data.formats.plain_csv import PlainColumns
 from onward.trainer.data.schema.columns import Block, ColumnType

@@ -17,8 +17,9 @@ import pytest
 from onward.trainer.bounds import Limit
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.formats import arrow_files as arrowfile
-from onward.trainer.data.formats import tables, text_files
+from onward.trainer.data.formats import table_readers as tables
 from onward.trainer.data.formats import tensorproto_files as protofile
+from onward.trainer.data.formats import text_files
 from onward.trainer.data.formats.format_table import FORMATS
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.held_out_rows import held_out

@@ -17,7 +17,7 @@ from sklearn.preprocessing import FunctionTransformer, MinMaxScaler, RobustScale
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.data_problems import data_problems
-from onward.trainer.data.formats import tables
+from onward.trainer.data.formats import table_readers as tables
 from onward.trainer.data.schema import columns as columns_module
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows

@@ -16,7 +16,7 @@ from onward.trainer.data.schema.target_counts import count_targets, label_range
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses import chunked_loss
 from onward.trainer.model.losses.loss import Loss, Losses
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.parallel.planning.dry_run import MemoryCounter
 
 CPU = torch.device("cpu")

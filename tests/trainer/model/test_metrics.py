@@ -18,8 +18,8 @@ from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses.loss import Losses
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.metrics.library_measure import import_torchmetrics
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
 from tests.support.metric_cases import CASES, CLASSES, CPU, IGNORED, LABELS, ROWS, add, measured, metrics, single
 from tests.support.ranks import run_ranks
 

@@ -13,9 +13,9 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import UnsupportedModel
+from onward.trainer.export.file_verification import weight_problems
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.training.loss_graph import evaluation_model, loss_names
-from onward.trainer.export.verification import weight_problems
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.write_back import write_model

@@ -16,9 +16,9 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import UnsupportedModel
+from onward.trainer.export.file_verification import weight_problems
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.training.files import write_artifacts
-from onward.trainer.export.verification import weight_problems
 from onward.trainer.onnx_graph.files.index import all_tensors
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import named_weights

@@ -10,7 +10,7 @@ import onnx
 import onward
 from onward.trainer.config.loading import load_config
 from tests.support import graphs
-from tests.trainer.proposal.test_tables import measured, penguins
+from tests.trainer.proposal.test_table_proposal import measured, penguins
 
 X = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
 

@@ -10,7 +10,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from onward.trainer.config.rules import measures, model_and_data, quantization, ranks, results, updates
+from onward.trainer.config.rules import metric_rules as measures
+from onward.trainer.config.rules import model_and_data, quantization, updates
+from onward.trainer.config.rules import rank_rules as ranks
+from onward.trainer.config.rules import result_rules as results
 
 Sections = Mapping[str, Any]
 

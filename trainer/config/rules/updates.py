@@ -48,7 +48,8 @@ def loss_scale(precision: PrecisionConfig) -> Iterable[str]:
             "only fp16 gradients underflow: set precision.compute = 'fp16' or remove it"
         )
     if precision.initial_scale > precision.max_scale:
-        scale, most = precision.initial_scale, precision.max_scale
+        scale = precision.initial_scale
+        most = precision.max_scale
         yield f"precision.initial_scale {scale:g} is above precision.max_scale {most:g}"
 
 
@@ -57,9 +58,11 @@ def optimizer(optimizer: OptimizerConfig) -> Iterable[str]:
         yield f"optimizer.ratio_min {optimizer.ratio_min:g} is above optimizer.ratio_max {optimizer.ratio_max:g}"
     if optimizer.nesterov and not optimizer.momentum:
         yield "optimizer.nesterov needs optimizer.momentum above 0"
-    name, rule = optimizer.name, UPDATE_RULES[optimizer.name]
+    name = optimizer.name
+    rule = UPDATE_RULES[optimizer.name]
     for setting in SETTINGS:
-        value, default = getattr(optimizer, setting), OptimizerConfig.model_fields[setting].default
+        value = getattr(optimizer, setting)
+        default = OptimizerConfig.model_fields[setting].default
         shown = f"{setting} {value!r}" if not isinstance(value, Section) else setting
         if setting not in (*rule.takes, *rule.ignores) and value not in (default, rule.defaults.get(setting)):
             yield f"optimizer.{shown} is for {rules_that_take(setting)}, not for {name}"

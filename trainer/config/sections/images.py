@@ -8,9 +8,11 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from onward.trainer.config.section import Decay, Fraction, Length, LengthOrZero, NonNegativeInt, Section
 
-RGB_MEAN, RGB_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+RGB_MEAN = (0.485, 0.456, 0.406)
+RGB_STD = (0.229, 0.224, 0.225)
 """Those of ImageNet, with which torchvision's and most other published weights were trained."""
-GREY_MEAN, GREY_STD = (0.449,), (0.226,)
+GREY_MEAN = (0.449,)
+GREY_STD = (0.226,)
 """The means of those over the three channels."""
 
 

@@ -12,7 +12,8 @@ from onward.trainer.config.losses import LossConfig, titles
 from onward.trainer.config.metric_names import FILE_TASKS, METRICS, Task, parse, unknown
 from onward.trainer.config.section import Length, LengthOrZero, NonNegativeInt, SecondsOrZero, Section, plain_word
 
-WEIGHTS_METRICS, AVERAGE_METRICS = "evaluation", "evaluation/average"
+WEIGHTS_METRICS = "evaluation"
+AVERAGE_METRICS = "evaluation/average"
 """What the names of metrics begin with: of the weights, and of their moving average."""
 PARAMETERS = (
     "average",

@@ -80,13 +80,16 @@ class ModelConfig(Section):
     @field_validator("bind", mode="before")
     @classmethod
     def _are_arrays_of_numbers(cls, bound: Any) -> Any:
-        for name, value in bound.items() if isinstance(bound, Mapping) else ():
-            try:
-                kind = np.array(value).dtype.kind
-            except ValueError:  # lists of different lengths
-                kind = "O"
-            if kind not in "biuf" or np.size(value) == 0:
-                raise ValueError(f"{name} is {value!r}, neither a number nor a list of numbers, all rows of one length")
+        if isinstance(bound, Mapping):
+            for name, value in bound.items():
+                try:
+                    kind = np.array(value).dtype.kind
+                except ValueError:  # lists of different lengths
+                    kind = "O"
+                if kind not in "biuf" or np.size(value) == 0:
+                    raise ValueError(
+                        f"{name} is {value!r}, neither a number nor a list of numbers, all rows of one length"
+                    )
         return bound
 
     @property

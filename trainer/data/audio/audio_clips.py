@@ -14,7 +14,7 @@ import numpy as np
 
 from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.audio.decoding import NotAudio, decode_audio, fit_length, refuse_missing_package
+from onward.trainer.data.audio.audio_decoding import NotAudio, decode_audio, fit_length, refuse_missing_package
 from onward.trainer.data.audio.log_mel import log_mel
 from onward.trainer.data.schema.columns import BYTES, Array, Column, ColumnType, Schema, Values
 from onward.trainer.data.schema.fitted import Fitted, FittedComputer
@@ -45,7 +45,8 @@ class AudioClips(FittedComputer):
     pad_values: Mapping[str, float] = {}
 
     def __init__(self, config: AudioConfig) -> None:
-        self._config, self._name = config, config.column
+        self._config = config
+        self._name = config.column
         self.reads = {config.column: ColumnType(BYTES)}
         self.makes = self.consumed = frozenset({config.column})
         self.fitted: Mapping[str, Fitted] = {}
@@ -74,7 +75,8 @@ class AudioClips(FittedComputer):
     def describe(self, values: Mapping[str, Values]) -> None:
         """Find the shape from the first rows. Raises DataError if none of them can be decoded."""
         varies = not self._config.seconds
-        good, failed = list[Array](), list[str]()
+        good = list[Array]()
+        failed = list[str]()
         for content in values[self._name]:
             try:
                 good.append(self._clip(content))
@@ -89,7 +91,8 @@ class AudioClips(FittedComputer):
 
     def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
         """Return what the files hold, and row -> why it cannot be decoded."""
-        found, failed = [], {}
+        found = []
+        failed = {}
         for at, content in enumerate(rows[self._name]):
             try:
                 found.append(self._clip(content))

@@ -48,7 +48,10 @@ class BalancedOrder:
 
     def __init__(self, stream: Stream, lengths: Array, *, step: int, seed: int) -> None:
         self.num_rows = stream.num_rows
-        self._stream, self._lengths, self._step, self._seed = stream, lengths, step, seed
+        self._stream = stream
+        self._lengths = lengths
+        self._step = step
+        self._seed = seed
         # a step reads one window, or two where an epoch ends
         self._window = lru_cache(maxsize=2)(self._sorted_window)
 
@@ -75,7 +78,8 @@ class BalancedOrder:
         hashes = keyed_hash(np.arange(num + 1), hash_key("balanced steps", self._seed, epoch, window))
         # the samples that fill no step come last; taken from a random place, so that they are not always the longest
         cut = int(hashes[num] % np.uint64(num + 1)) * self._step
-        last, steps = members[cut : cut + rest], np.delete(members, slice(cut, cut + rest))
+        last = members[cut : cut + rest]
+        steps = np.delete(members, slice(cut, cut + rest))
         return np.concatenate([steps.reshape(num, self._step)[np.argsort(hashes[:num])].ravel(), last])
 
     def dealt(self, positions: Array, sizes: Array) -> Array:

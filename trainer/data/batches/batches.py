@@ -131,11 +131,13 @@ class Batches:
         num_replicas: int,
         device: torch.device,
     ) -> None:
-        self._shards, self.num_rows = shards, shards.num_rows
+        self._shards = shards
+        self.num_rows = shards.num_rows
         self._stream: Stream = sample_stream(shards.sizes, config.data, config.train)
         self._collate = _Collate(shards, config, signature, device)
         if config.data.balance == "length":
-            lengths, train = shards.lengths(self._collate.varying), config.train
+            lengths = shards.lengths(self._collate.varying)
+            train = config.train
             self._stream = BalancedOrder(self._stream, lengths, step=train.global_batch_size, seed=train.seed)
         self.one_shape = self._collate.one_shape
         """Whether the inputs of all samples have one shape."""
@@ -144,7 +146,8 @@ class Batches:
         self._micro_batch_size = config.micro_batch_size
         self._num_samples = config.total_samples(shards.num_rows)
         check_last_samples(config, shards.num_rows)
-        self._replica, self._num_replicas = replica, num_replicas
+        self._replica = replica
+        self._num_replicas = num_replicas
         self._same_length = config.parallel.pipeline > 1
         self._worker = ThreadPoolExecutor(max_workers=1, initializer=_set_device, initargs=(device,))
         self._next: tuple[tuple[int, int], Future[list[Batch]]] | None = None
@@ -199,7 +202,9 @@ class Batches:
             self._next = (position, count), self._worker.submit(self._make, position, count)
 
     def _make(self, position: int, count: int) -> list[Batch]:
-        size, num, fill = self._micro_batch_size, self._num_replicas, self._collate.full
+        size = self._micro_batch_size
+        num = self._num_replicas
+        fill = self._collate.full
         ends = [end_of_share(count, size, replica, num, full=fill) for replica in range(num)]
         positions = self._stream.dealt(np.arange(position, position + count), np.diff(ends, prepend=0))
         share = divide(positions, size, self._replica, num, full=fill)
@@ -253,7 +258,8 @@ def one_batch(rows: Rows, config: RunConfig, signature: Signature, numbers: Arra
 
 def micro_batch_sizes(model: ModelConfig, parallel: ParallelConfig, num_rows: int, size: int) -> list[tuple[int, bool]]:
     """Return each (rows, whether it is padding) that occurs when `num_rows` rows are divided, the greatest first."""
-    full, replicas = model.fixed_batch in ("own", "joint"), parallel.data
+    full = model.fixed_batch in ("own", "joint")
+    replicas = parallel.data
     shares = [divide(np.arange(num_rows), size, replica, replicas, full=full) for replica in range(replicas)]
     found = {
         (len(part), share.last_is_padding and number == len(share.micro_batches))
@@ -325,8 +331,9 @@ class _Collate:
         columns = [self._columns(samples) for samples in parts]
         # pipeline stages receive into buffers of one shape for all micro-batches of a pass
         lengths: dict[str, int] = {}
-        for name in self._pad_values if same_length else ():
-            lengths[name] = max((longest_row(values[name]) for values in columns), default=0)
+        if same_length:
+            for name in self._pad_values:
+                lengths[name] = max((longest_row(values[name]) for values in columns), default=0)
         pairs = zip(parts, columns, strict=True)
         return [self._batch(samples.rows, values, lengths, group=group) for samples, values in pairs]
 

@@ -38,7 +38,8 @@ class RowLengths:
         varying = {place: feed.columns[0] for place, feed in enumerate(inputs) if columns[feed.columns[0]].variable}
         self.places = tuple(varying)
         """The inputs whose rows have lengths of their own, by their places."""
-        self._varying, self._pad_values = tuple(varying.values()), pad_values
+        self._varying = tuple(varying.values())
+        self._pad_values = pad_values
         self._text = text = text_columns(config, signature)
         """None: the data is no text, and has no tokens."""
         self._mask = text.inputs["attention_mask"].name if text and "attention_mask" in text.inputs else ""

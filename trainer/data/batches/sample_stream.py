@@ -39,7 +39,8 @@ class SampleStream:
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
         self.num_rows = sum(sizes)
         self._sizes = sizes
-        self._seed, self._shuffle = seed, shuffle
+        self._seed = seed
+        self._shuffle = shuffle
         self.shares = shares(self.num_rows, weights)
         """Samples of each source in one epoch."""
         if empty := [number for number, (size, share) in enumerate(zip(sizes, self.shares, strict=True)) if not share]:
@@ -51,7 +52,8 @@ class SampleStream:
     def rows(self, positions: Array) -> Array:
         """Return the row numbers at these positions of the stream, each int64 [n]."""
         # a step may reach into the next epoch: no samples are dropped at the end of one
-        epochs, slots = positions // self.num_rows, positions % self.num_rows
+        epochs = positions // self.num_rows
+        slots = positions % self.num_rows
         if self._shuffle:
             for epoch in np.unique(epochs).tolist():
                 now = epochs == epoch
@@ -62,7 +64,8 @@ class SampleStream:
             mine = (slots >= first_slot) & (slots < first_slot + share)
             samples = epochs[mine] * share + slots[mine] - first_slot
             rows[mine] = first_row + self._rows_of(number, samples)
-            first_row, first_slot = first_row + size, first_slot + share
+            first_row = first_row + size
+            first_slot = first_slot + share
         return rows
 
     def dealt(self, positions: Array, sizes: Array) -> Array:
@@ -72,7 +75,8 @@ class SampleStream:
     def _rows_of(self, number: int, samples: Array) -> Array:
         """Return the rows of one source that its samples 0, 1, 2, ... are, each int64 [n]."""
         size = self._sizes[number]
-        passes, rows = samples // size, samples % size
+        passes = samples // size
+        rows = samples % size
         # where an epoch is one pass, the permutation of its slots has shuffled the rows already
         if self._shuffle and self.shares[number] != size:
             for each in np.unique(passes).tolist():

@@ -50,7 +50,8 @@ def check_last_samples(config: RunConfig, num_rows: int) -> None:
 
     Such rows would change the results of the others. num_rows: those of the training data.
     """
-    total, size = config.total_samples(num_rows), config.micro_batch_size
+    total = config.total_samples(num_rows)
+    size = config.micro_batch_size
     if config.model.fixed_batch == "joint" and total % size:
         raise ConfigError(
             f"the file computes the {size} rows of its fixed batch jointly, so that no rows may be added to a smaller "

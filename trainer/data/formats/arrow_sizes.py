@@ -25,11 +25,13 @@ from onward.trainer.errors import DataError
 
 MOST_COMPRESSED = 100
 """A batch above the limit is read nevertheless if it takes at most so many times its bytes in the file."""
-DICTIONARY_BATCH, RECORD_BATCH = 2, 3
+DICTIONARY_BATCH = 2
+RECORD_BATCH = 3
 """The kinds of messages that have buffers."""
 HEADER = re.compile(rb"\x15[\x80-\xff]*[\0-\x7f]\x15([\x80-\xff]*[\0-\x7f])", re.DOTALL)
 """The first two fields of the header of a Parquet page, in Thrift's compact protocol: type and size in memory."""
-BUFFERS, COMPRESSION = 2, 3
+BUFFERS = 2
+COMPRESSION = 3
 """Fields of a record batch."""
 
 
@@ -60,7 +62,8 @@ def _messages_of_footer(mapped: pa.MemoryMappedFile) -> Iterator[Any]:
 
 def _bytes_in_memory(message: Any) -> int:
     """Return how many bytes the compressed buffers of a message have once decompressed."""
-    metadata, body = memoryview(message.metadata), message.body
+    metadata = memoryview(message.metadata)
+    body = message.body
     root = _at("<I", metadata, 0)
     kind = _field(metadata, root, 1)
     header = _field(metadata, root, 2)
@@ -72,7 +75,8 @@ def _bytes_in_memory(message: Any) -> int:
         batch = values + _at("<I", metadata, values)
     if not _field(metadata, batch, COMPRESSION):
         return 0
-    content, total = memoryview(body), 0
+    content = memoryview(body)
+    total = 0
     for buffer in _vector(metadata, batch, BUFFERS, 16):
         start, length = struct.unpack_from("<qq", metadata, buffer)
         if length >= 8:

@@ -20,7 +20,8 @@ def of_numbers(frame: Any) -> dict[str, Array]:
 
     Those of one type are taken out together: taken one by one, 20,000 columns of one row take a second.
     """
-    found, kinds = dict[str, Array](), frame.dtypes.to_numpy()
+    found = dict[str, Array]()
+    kinds = frame.dtypes.to_numpy()
     for kind in {kind for kind in kinds if kind.kind in "biuf"}:
         chosen = kinds == kind
         found |= dict(zip(frame.columns[chosen], frame.loc[:, chosen].to_numpy().T, strict=True))

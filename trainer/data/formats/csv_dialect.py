@@ -57,7 +57,8 @@ class Dialect:
     @property
     def number(self) -> str:
         """Return the regular expression of a number: groups of three digits only, so that no date is taken for one."""
-        mark, group = re.escape(self.decimal), re.escape(self.thousands)
+        mark = re.escape(self.decimal)
+        group = re.escape(self.thousands)
         whole = rf"\d{{1,3}}(?:{group}\d{{3}})+|\d+" if self.thousands else r"\d+"
         return rf"[+-]?(?:(?:{whole})(?:{mark}\d*)?|{mark}\d+)(?:[eE][+-]?\d+)?"
 

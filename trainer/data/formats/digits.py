@@ -10,14 +10,16 @@ import numpy as np
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.schema.columns import Array, Block, Column
 
-DIGITS_MEAN, DIGITS_STD = 0.3053, 0.3760
+DIGITS_MEAN = 0.3053
+DIGITS_STD = 0.3760
 """Mean and standard deviation of all pixels, scaled to 0..1."""
 
 
 def digits_block(data: DataConfig) -> Block:
     """Return scikit-learn's 1,797 digits: `image` float32 [C, S, S], resized and standardised; `label` 0..9."""
     table = _digits_table()
-    images, labels = table[:, :64], table[:, 64]
+    images = table[:, :64]
+    labels = table[:, 64]
     resize = _bilinear(8, data.image_size)
     pixels: Array = (images.reshape(-1, 8, 8) / 16.0 - DIGITS_MEAN) / DIGITS_STD
     pixels = (resize @ pixels @ resize.T).astype(np.float32)[:, None].repeat(data.image_channels, axis=1)

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Self
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.audio.decoding import AUDIO_SUFFIXES
+from onward.trainer.data.audio.audio_decoding import AUDIO_SUFFIXES
 from onward.trainer.data.formats.arrow_files import arrow_blocks, parquet_blocks, parquet_rows
 from onward.trainer.data.formats.digits import digits_block, digits_schema
 from onward.trainer.data.formats.npz_files import npz_blocks, npz_rows
 from onward.trainer.data.formats.parquet_footers import check_footers
-from onward.trainer.data.formats.tables import csv_blocks, estimated_rows, json_blocks
+from onward.trainer.data.formats.table_readers import csv_blocks, estimated_rows, json_blocks
 from onward.trainer.data.formats.tensorproto_files import proto_blocks
 from onward.trainer.data.formats.text_files import text_blocks, window_blocks
-from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
+from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES
 from onward.trainer.data.images.image_sources import Files, folder_blocks, tar_blocks
 from onward.trainer.data.schema.columns import TEXT, WORDS, Block, Column, Schema
 

@@ -95,7 +95,8 @@ class _Stream:
     """Read one array of an .npz file in order of rows; only the rows asked for are in memory, compressed or not."""
 
     def __init__(self, name: str, file: IO[bytes], size: int) -> None:
-        self._file, self._name = file, name
+        self._file = file
+        self._name = name
         shape, column_major, self._dtype = _header(self._file)
         if self._dtype.hasobject or not shape or (column_major and len(shape) > 1):
             what = "Python objects" if self._dtype.hasobject else "in column order" if shape else "a single number"

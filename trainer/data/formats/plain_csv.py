@@ -29,13 +29,18 @@ MOST_BYTES = 1 << 30
 """A larger piece, of one endless row, has no offsets of 32 bits."""
 MOST_COLUMNS = 4096
 """A table of more columns has few rows in a piece, and takes more time here than it saves."""
-MINUS, OTHERS = ord("-"), 12
+MINUS = ord("-")
+OTHERS = 12
 """The characters - . / 0 ... 9 follow each other; `/` is in no number, which pyarrow finds."""
-NEWLINE, RETURN, EXPONENT, LOWER = ord("\n"), ord("\r"), ord("e"), 32
+NEWLINE = ord("\n")
+RETURN = ord("\r")
+EXPONENT = ord("e")
+LOWER = 32
 NO_INTEGER = 2.0**63
 """From here on integers are no int64: pandas reads them as uint64, or as texts."""
 NUMBERS = (pa.int64(), pa.float64(), pa.null())
-BYTE_ORDER_MARK, REPLACEMENT = b"\xef\xbb\xbf", "\ufffd".encode()
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+REPLACEMENT = "\ufffd".encode()
 
 
 @dataclass
@@ -68,7 +73,8 @@ class PlainColumns:
         if b"\r" in piece and piece.count(b"\r") != piece.count(b"\r\n"):
             return None
         if not piece.endswith(b"\n"):
-            piece, lines = piece + b"\n", lines + 1
+            piece = piece + b"\n"
+            lines = lines + 1
         starts = _row_starts(piece, self.dialect) if quoted else np.arange(lines)
         if starts is None:
             return None
@@ -193,11 +199,14 @@ def _row_starts(piece: bytes, dialect: Dialect) -> Array | None:
     a,"b "" c",d        quotes open and close in turn; one that opens is at the start of a cell or behind one that
       1    23 4         closes, one that closes is at the end of a cell or before one that opens
     """
-    data, quote, separator = np.frombuffer(piece, np.uint8), ord(dialect.quote), ord(dialect.separator)
+    data = np.frombuffer(piece, np.uint8)
+    quote = ord(dialect.quote)
+    separator = ord(dialect.separator)
     places = np.flatnonzero(data == quote)
     if len(places) % 2:
         return None
-    opening, closing = places[::2], places[1::2]
+    opening = places[::2]
+    closing = places[1::2]
     doubled = opening[1:] == closing[:-1] + 1
     before = data[np.maximum(opening - 1, 0)]
     starts = (before == separator) | (before == NEWLINE) | (opening == 0)

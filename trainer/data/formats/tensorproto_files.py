@@ -77,7 +77,9 @@ def proto_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
         size += sum(value.nbytes for value in samples[-1].values())
         if size >= BLOCK_BYTES:
             yield _block(path, samples, first, names)
-            samples, first, size = [], number + 1, 0
+            samples = []
+            first = number + 1
+            size = 0
     if samples:
         yield _block(path, samples, first, names)
 
@@ -98,7 +100,8 @@ def _map(path: Path) -> mmap.mmap | bytes:
 
 def _walk(path: Path, data: mmap.mmap | bytes) -> Iterator[int]:
     """Yield the byte at which each sample begins. Raises DataError where the file is cut off."""
-    at, end = 0, len(data)
+    at = 0
+    end = len(data)
     while at < end:
         size = PREFIX.unpack_from(data, at)[0] if at + 4 <= end else 0
         if at + 4 + size > end:
@@ -111,7 +114,8 @@ def _walk(path: Path, data: mmap.mmap | bytes) -> Iterator[int]:
 def _parse(path: Path, data: mmap.mmap | bytes, start: int) -> dict[str, Array]:
     """Return every tensor of the sample that begins at byte `start`, by name."""
     tensors: dict[str, Array] = {}
-    at, end = start + 4, start + 4 + PREFIX.unpack_from(data, start)[0]
+    at = start + 4
+    end = start + 4 + PREFIX.unpack_from(data, start)[0]
     while at < end:
         size = PREFIX.unpack_from(data, at)[0] if at + 4 <= end else end
         if at + 4 + size > end:

@@ -37,7 +37,9 @@ def text_blocks(path: Path, unit: str, column: str) -> Iterator[Block]:
         size += len(text)
         if size >= BLOCK_BYTES:
             yield _block(path, index, texts, column)
-            texts, index, size = [], [], 0
+            texts = []
+            index = []
+            size = 0
     if texts:
         yield _block(path, index, texts, column)
 
@@ -93,7 +95,8 @@ def window_blocks(paths: Sequence[Path], length: int) -> Iterator[Block]:
         input_ids   a b c d|e f g h
         label       b c d e|f g h i
     """
-    rest, index = np.empty(0, np.uint8), 0
+    rest = np.empty(0, np.uint8)
+    index = 0
     step = max(1, BLOCK_BYTES // length)
     for piece in _joined(paths):
         data = np.concatenate([rest, piece])
@@ -111,7 +114,8 @@ def window_blocks(paths: Sequence[Path], length: int) -> Iterator[Block]:
 
 def _joined(paths: Sequence[Path]) -> Iterator[Array]:
     """Yield the bytes of all files, some megabytes at a time."""
-    pieces, size = [], 0
+    pieces = []
+    size = 0
     for path in paths:
         with opened(path) as file:
             while data := file.read(BLOCK_BYTES):
@@ -119,6 +123,7 @@ def _joined(paths: Sequence[Path]) -> Iterator[Array]:
                 size += len(data)
                 if size >= BLOCK_BYTES:
                     yield np.frombuffer(b"".join(pieces), np.uint8)
-                    pieces, size = [], 0
+                    pieces = []
+                    size = 0
         pieces.append(b"\0")
     yield np.frombuffer(b"".join(pieces), np.uint8)

@@ -65,7 +65,8 @@ def fitted_mask(mask: Array, size: Size, config: ImageConfig, ignore_index: int)
     resized = mask[_nearest(mask.shape[0], rows)[:, None], _nearest(mask.shape[1], columns)]
     fitted = np.full(size, ignore_index, mask.dtype)
     # where the resized mask lies in the fitted one, which may be smaller or larger
-    y, x = max(0, -top), max(0, -left)
+    y = max(0, -top)
+    x = max(0, -left)
     inside = resized[max(0, top) : top + size[0], max(0, left) : left + size[1]]
     fitted[y : y + inside.shape[0], x : x + inside.shape[1]] = inside
     return fitted

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
 from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
-from onward.trainer.data.images.decoding import decode_image, decode_mask
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
 from onward.trainer.data.images.image_computer import pixels_of
+from onward.trainer.data.images.image_decoding import decode_image, decode_mask
 from onward.trainer.data.images.image_inputs import ImageInput, Mask, MixedLabels
 from onward.trainer.data.images.image_threads import in_threads, room_for
 from onward.trainer.data.schema.batch_transforms import Samples
@@ -48,7 +48,8 @@ class ImageBatches:
         masks: Sequence[Mask] = (),
         mixed: MixedLabels | None = None,
     ) -> None:
-        self._config, self._seed = config, seed
+        self._config = config
+        self._seed = seed
         self._images = {each.column: each for each in images}
         self._masks = {each.column: each for each in masks}
         self._mixed = mixed
@@ -100,7 +101,8 @@ class ImageBatches:
     def _sample(self, given: Sample) -> tuple[Array, list[Array]]:
         """Return the pixels, uint8 [height, width, channels], and the masks of one sample."""
         name, cells, generator = given
-        info, config = self._images[name], self._config
+        info = self._images[name]
+        config = self._config
         labels = [self._masks[column] for column in cells if column != name]
         masks = [cells[each.column] for each in labels]
         if config.stores_pixels:
@@ -151,7 +153,8 @@ class ImageBatches:
         assert samples.positions is not None
         assert self._mixed is not None
         names = list(self._images)
-        label, num_classes = self._mixed.column, self._mixed.num_classes
+        label = self._mixed.column
+        num_classes = self._mixed.num_classes
         self._mixing = self._mixing or Mixing(self._config.augment, num_classes)
         pairs = np.unique(samples.positions >> 1)
         positions = np.stack([2 * pairs, 2 * pairs + 1], axis=1).ravel()

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.sections.images import ImageConfig
-from onward.trainer.data.images.decoding import MASK_TYPE, decode_image, decode_mask
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
+from onward.trainer.data.images.image_decoding import MASK_TYPE, decode_image, decode_mask
 from onward.trainer.data.images.image_inputs import ImageInput, Mask
 from onward.trainer.data.images.image_threads import in_threads, room_for
 from onward.trainer.data.schema.columns import BYTES, Array, Column, Values
@@ -36,7 +36,8 @@ class ImageComputer:
         from PIL import __version__ as pillow_version
 
         self._images = {each.column: each for each in images}
-        self._masks, self._config = {each.column: each for each in masks}, config
+        self._masks = {each.column: each for each in masks}
+        self._config = config
         self._columns = (*self._images, *self._masks)
         self.consumed = frozenset(self._columns)
         self.columns: tuple[Column, ...] = ()
@@ -97,7 +98,8 @@ class ImageComputer:
 
     def _row(self, cells: Mapping[str, Any]) -> dict[str, Any] | str:
         """Return the stored form of the images of one row, or what is wrong with them."""
-        stored, size = dict[str, Any](), (0, 0)
+        stored = dict[str, Any]()
+        size = (0, 0)
         try:
             for name, info in self._images.items():
                 image = decode_image(cells[name], grey=info.channels == 1)

@@ -72,7 +72,8 @@ def image_inputs(data: DataConfig, signature: Signature) -> list[ImageInput]:
     image = data.image
     if image is None:
         return []
-    found, problems = list[ImageInput](), list[str]()
+    found = list[ImageInput]()
+    problems = list[str]()
     for info in _chosen(image, signature.inputs):
         column = data.inputs.get(info.name, image.column)
         if not isinstance(column, str):
@@ -127,7 +128,8 @@ def _image_input(info: TensorInfo, column: str, config: ImageConfig) -> ImageInp
             f"input {info.name} takes {info.dtype}, which are pixels 0..255 as they are; leave out data.image.scale, "
             "mean and std"
         )
-    mean, std = config.mean or (RGB_MEAN if channels == 3 else GREY_MEAN), config.std
+    mean = config.mean or (RGB_MEAN if channels == 3 else GREY_MEAN)
+    std = config.std
     std = std or (RGB_STD if channels == 3 else GREY_STD)
     if len(mean) != channels:
         raise ConfigError(
@@ -140,7 +142,8 @@ def _image_input(info: TensorInfo, column: str, config: ImageConfig) -> ImageInp
 def _is_nhwc(name: str, dims: Dims, config: ImageConfig) -> bool:
     if config.layout != "auto":
         return config.layout == "nhwc"
-    first, last = dims[1] in (1, 3), dims[3] in (1, 3)
+    first = dims[1] in (1, 3)
+    last = dims[3] in (1, 3)
     if first != last:
         return last
     why = "both the second and the last dimension could be" if first else "neither the second nor the last dimension is"
@@ -211,7 +214,9 @@ def masks(config: RunConfig, signature: Signature) -> list[Mask]:
     image = config.data.image
     if image is None or not image.mask_columns:
         return []
-    images, found, problems = image_inputs(config.data, signature), dict[str, Mask](), list[str]()
+    images = image_inputs(config.data, signature)
+    found = dict[str, Mask]()
+    problems = list[str]()
     has_borders = image.resize == "pad" or image.augment.crop_padding > 0
     for loss in config.losses:
         for name in set(loss.columns) & set(image.mask_columns):

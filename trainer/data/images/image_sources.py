@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.bounds import CONTENT_BYTES, TAR_HEADER_BYTES, check_regular
-from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
+from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES
 from onward.trainer.data.schema.columns import PART_ROWS, Array, Block, Cells
 from onward.trainer.data.schema.permutation import hash_key
 from onward.trainer.errors import DataError
@@ -96,7 +96,8 @@ def held_out_names(block: Block, fraction: float) -> Array:
 
 def check_classes(training: Files, evaluation: Files, setting: str) -> None:
     """Raise DataError if the files of `setting` have a class folder that the training files lack, or none at all."""
-    known, found = _classes(training), _classes(evaluation)
+    known = _classes(training)
+    found = _classes(evaluation)
     if unknown := sorted(found - known):
         raise DataError(
             f"{setting} has {len(unknown)} class folders that data.source lacks: "
@@ -142,7 +143,9 @@ def tar_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
     also `label`, and the keys of a JSON object are columns, too. Raises DataError for a file that cannot be read.
     """
     rows: list[dict[str, Any]] = []
-    shown, index, bad = list[str](), list[int](), dict[int, str]()
+    shown = list[str]()
+    index = list[int]()
+    bad = dict[int, str]()
     count = 0
 
     def block() -> Block:
@@ -169,7 +172,10 @@ def tar_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
                 count += 1
                 if len(shown) == PART_ROWS:
                     yield block()
-                    rows, shown, index, bad = [], [], [], {}
+                    rows = []
+                    shown = []
+                    index = []
+                    bad = {}
             if shown:
                 yield block()
     except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from onward.trainer.bounds import IMAGE_BYTES
-from onward.trainer.data.images.decoding import memory_of
+from onward.trainer.data.images.image_decoding import memory_of
 from onward.trainer.run.machine.this_machine import release_free_memory
 
 LARGE_BYTES = 256 << 20
@@ -34,7 +34,8 @@ def _threads(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="images")
 
 
-_change, _used = threading.Condition(), [0]
+_change = threading.Condition()
+_used = [0]
 
 
 @contextlib.contextmanager

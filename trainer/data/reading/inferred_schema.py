@@ -29,12 +29,15 @@ def _infer_schema(data: DataConfig, number: int, max_rows: int) -> dict[str, Col
     if stated := sources.locate(source, data).data_format.columns:
         return dict(stated(data))
     found: dict[str, Column] = {}
-    rows, size, bad = 0, 0, list[str]()
+    rows = 0
+    size = 0
+    bad = list[str]()
     for block in sources.first_blocks(data, number=number):
         bad += [f"{block.where(row)}: {why}" for row, why in block.bad.items()]
-        for name, cells in block.cells.items() if len(block.index) else ():
-            column = infer(name, cells[: max_rows - rows])
-            found[name] = merge(found[name], column) if name in found else column
+        if len(block.index):
+            for name, cells in block.cells.items():
+                column = infer(name, cells[: max_rows - rows])
+                found[name] = merge(found[name], column) if name in found else column
         rows += len(block.index)
         size += len(block.index) * sum(column.row_bytes for column in found.values())
         if rows >= max_rows or size >= SAMPLE_BYTES:

@@ -66,14 +66,16 @@ def windowed(
     cut = _cut(table, series, window, fraction)
     columns = {name: values for name, values in table.columns.items() if values.dtype.kind in "biuf"}
     made = list(columns) if names is None else [n for n in columns if n in names or n + AHEAD in names]
-    span, index = window.length + window.horizon, 0
+    span = window.length + window.horizon
+    index = 0
     for name, rows in series.items():
         starts = np.arange(0, len(rows) - span + 1, window.stride)
         # position in the series of the first row that training must not see
         first_held = cut.get(name, len(rows))
         is_held = starts + window.length >= first_held
         kept = is_held | (starts + span <= first_held)
-        starts, is_held = starts[kept], is_held[kept] if name not in held_series else np.ones(kept.sum(), bool)
+        starts = starts[kept]
+        is_held = is_held[kept] if name not in held_series else np.ones(kept.sum(), bool)
         views = {each: sliding_window_view(columns[each][rows], span) for each in made} if len(starts) else {}
         row_bytes = sum(view.shape[1] * view.itemsize for view in views.values())
         step = max(1, BLOCK_BYTES // max(row_bytes, 1))

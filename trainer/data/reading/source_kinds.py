@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onward.trainer.bounds import opened
-from onward.trainer.data.audio.decoding import AUDIO_SUFFIXES
-from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
+from onward.trainer.data.audio.audio_decoding import AUDIO_SUFFIXES
+from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".tex")
 """Ends of the names of text files."""

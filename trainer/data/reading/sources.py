@@ -223,7 +223,9 @@ def _check_image_classes(data: DataConfig) -> None:
 
 def _divided(source: Source, request: Request) -> Iterator[tuple[Block, Array]]:
     """Yield the rows of a source of training data, with those among them that are set aside for evaluation."""
-    data, names, fraction = request.data, request.names, request.data.evaluation_fraction
+    data = request.data
+    names = request.names
+    fraction = request.data.evaluation_fraction
     if window := data.table.window:
         blocks = _blocks(source, replace(request, names=source_columns(names, window)))
         yield from windowed((block for _, block in blocks), window, names, fraction)

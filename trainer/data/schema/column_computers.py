@@ -122,7 +122,9 @@ def computed_chunks(
 
     Rows that have no result are added to `bad`. Raises DataError for results that cannot be stored.
     """
-    rows, held, index = select(values, good), held_out[good], block.index[good]
+    rows = select(values, good)
+    held = held_out[good]
+    index = block.index[good]
     if not len(held):
         return
     if not computers:
@@ -132,7 +134,8 @@ def computed_chunks(
     row_bytes = sum(column.row_bytes for each in computers for column in each.columns)
     step = max(1, min(MAX_ROWS, BLOCK_BYTES // max(row_bytes, 1)))
     for first in range(0, len(held), step):
-        part, places = rows_between(rows, first, first + step), np.arange(first, min(first + step, len(held)))
+        part = rows_between(rows, first, first + step)
+        places = np.arange(first, min(first + step, len(held)))
         for each in computers:
             results, failed = each.compute(part, len(places))
             bad |= {int(index[places[at]]): why for at, why in failed.items()}
@@ -141,7 +144,8 @@ def computed_chunks(
                 of_row = np.cumsum(np.asarray(results[each.window_column]) == 0) - 1
                 part = {name: taken(values, of_row) for name, values in part.items()}
             fine = np.array([at not in failed for at in of_row.tolist()], bool)
-            part, places = select({**part, **results}, fine), places[of_row][fine]
+            part = select({**part, **results}, fine)
+            places = places[of_row][fine]
             if not len(places):
                 break
         else:

@@ -176,7 +176,8 @@ def _fit_gaps(cells: Cells, column: Column) -> tuple[Values, dict[int, str]]:
 
 def _fit_each(cells: Cells, column: Column) -> tuple[Array, dict[int, str]]:
     """Convert cell by cell, which is slow, for a block with bad cells."""
-    values, bad = np.zeros((len(cells), *column.shape), column.dtype), {}
+    values = np.zeros((len(cells), *column.shape), column.dtype)
+    bad = {}
     for at, cell in enumerate(cells):
         array = numbers([cell])
         # a list of one cell, so that the cell gets a dimension of rows like a block
@@ -192,7 +193,8 @@ def _fit_each(cells: Cells, column: Column) -> tuple[Array, dict[int, str]]:
 
 def _fit_text(cells: Cells) -> tuple[Array, dict[int, str]]:
     """Return the texts as an array of objects [n]."""
-    values, bad = np.full(len(cells), "", object), dict[int, str]()
+    values = np.full(len(cells), "", object)
+    bad = dict[int, str]()
     # most often all are texts, which takes two loops without Python's
     if set(map(type, cells)) <= {str} and all(map(str.isascii, cells)):
         values[:] = cells
@@ -211,7 +213,8 @@ def _fit_text(cells: Cells) -> tuple[Array, dict[int, str]]:
 def _fit_words(cells: Cells) -> tuple[Array, dict[int, str]]:
     """Return the words of each cell as an array of lists [n], of: a list of texts or of integers, or a text in which
     spaces divide the words."""
-    values, bad = np.empty(len(cells), object), {}
+    values = np.empty(len(cells), object)
+    bad = {}
     for at, cell in enumerate(cells):
         found = cell.split() if isinstance(cell, str) else cell
         found = found if isinstance(found, list | tuple | np.ndarray) else [found]
@@ -237,7 +240,8 @@ def is_unicode(text: str) -> bool:
 def _fit_bytes(cells: Cells, block: Block | None) -> tuple[Array, dict[int, str]]:
     """Return the contents as an array of objects [n], of: bytes, the path of a file, or `{bytes, path}` with one of
     the two, as the libraries of Hugging Face write images."""
-    values, bad = np.full(len(cells), b"", object), {}
+    values = np.full(len(cells), b"", object)
+    bad = {}
     folder = Path(block.file).parent if block else Path()
     allowed = block.allowed_files if block else AllowedFiles([folder])
     for at, cell in enumerate(cells):
@@ -263,7 +267,8 @@ def _fit_bytes(cells: Cells, block: Block | None) -> tuple[Array, dict[int, str]
 
 def _fit_variable(cells: Cells, column: Column) -> tuple[list[Array], dict[int, str]]:
     """Return the rows; an empty one is a row like any other, such as the boxes of an image that has none."""
-    rows, bad = [], {}
+    rows = []
+    bad = {}
     for at, cell in enumerate(cells):
         array = cell if isinstance(cell, np.ndarray) else numbers(cell) if isinstance(cell, list | tuple) else None
         if array is not None and array.shape == (0,):
@@ -315,7 +320,8 @@ def _why(cell: Any, dtype: str, shape: tuple[int, ...] | None = None) -> str:
 
 def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values], Array, dict[int, str]]:
     """Return (values of every column, bool [n]: which rows are good, what is wrong with the others by index)."""
-    bad, values = dict(block.bad), {}
+    bad = dict(block.bad)
+    values = {}
     good = np.ones(len(block.index), bool)
     for column in columns:
         cells = block.cells.get(column.name)

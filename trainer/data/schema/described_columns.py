@@ -48,23 +48,28 @@ def _type(array: Array, *, gaps: bool = False) -> str:
 
 def extremes(values: Values) -> tuple[int | float, ...]:
     """Return `Column.extremes` of the finite values; of text, nothing."""
-    found, ends = set[int | float](), 1
+    found = set[int | float]()
+    ends = 1
     for flat in _parts(values):
         if flat.dtype.kind == "O":
             return ()
         if not flat.size:
             continue
-        finite, least, most = flat, flat.min(), flat.max()
+        finite = flat
+        least = flat.min()
+        most = flat.max()
         # a NaN is the least and the greatest of all
         if not (np.isfinite(least) and np.isfinite(most)):
             finite = flat[np.isfinite(flat)]
             if not finite.size:
                 continue
-            least, most = finite.min(), finite.max()
+            least = finite.min()
+            most = finite.max()
         found |= {least.item(), most.item()}
         if flat.dtype.kind in "iu":
             # the second least and second greatest, in case the least or greatest is model.ignore_index
-            inner, ends = finite[(finite > least) & (finite < most)], 2
+            inner = finite[(finite > least) & (finite < most)]
+            ends = 2
             found |= {inner.min().item(), inner.max().item()} if inner.size else set()
     ordered = sorted(found)
     return tuple(ordered if len(ordered) <= 2 * ends else (*ordered[:ends], *ordered[-ends:]))
@@ -76,7 +81,8 @@ def _parts(values: Values) -> Iterator[Array]:
         flat = values.ravel()
         yield from (flat[start : start + PART_VALUES] for start in range(0, flat.size, PART_VALUES))
         return
-    joined, size = list[Array](), 0
+    joined = list[Array]()
+    size = 0
     for each in values:
         if each.size >= PART_VALUES:
             yield from _parts(each)
@@ -85,7 +91,8 @@ def _parts(values: Values) -> Iterator[Array]:
         size += each.size
         if size >= PART_VALUES:
             yield np.concatenate(joined)
-            joined, size = [], 0
+            joined = []
+            size = 0
     if joined:
         yield np.concatenate(joined)
 
@@ -129,12 +136,15 @@ def stored_column(column: Column, kind: ColumnType | None, *, ragged: bool) -> C
         return Column(name=column.name, dtype=kind.dtype, gaps=kind.gaps)
     if kind.gaps:
         return Column(name=column.name, dtype=kind.dtype, shape=column.shape, gaps=True)
-    shape, variable = column.shape, column.variable
+    shape = column.shape
+    variable = column.variable
     if kind.shape is not None and None not in kind.shape and variable:
-        shape, variable = tuple(dim for dim in kind.shape if dim is not None), False
+        shape = tuple(dim for dim in kind.shape if dim is not None)
+        variable = False
     elif ragged and len(shape) == 1 and (kind.shape is None or None in kind.shape):
         variable = True
-    source, target = np.dtype(column.dtype), np.dtype(kind.dtype)
+    source = np.dtype(column.dtype)
+    target = np.dtype(kind.dtype)
     is_smaller = source.itemsize < target.itemsize and np.can_cast(source, target) and source.kind != "b"
     # pixels of uint8, for example, are stored as such, and converted when a batch is made
     dtype = source if is_smaller else target

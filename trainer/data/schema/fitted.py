@@ -158,20 +158,24 @@ def fit_computers(
 
     Rows that cannot be read are left out. Raises DataError.
     """
-    waiting, names = unfitted(computers), {column.name for column in columns}
+    waiting = unfitted(computers)
+    names = {column.name for column in columns}
     # rows that those refuse are not stored, and so must not be fitted to
     ready = [each for each in computers if isinstance(each, FittedComputer) and each not in waiting]
     ready = [each for each in ready if each.reads.keys() <= names]
     for block, held_out in in_parts(blocks, columns):
         values, good, _ = fit_block(block, columns)
         good &= complete_rows(waiting, values, len(good))
-        rows, training = select(values, good), ~held_out[good]
+        rows = select(values, good)
+        training = ~held_out[good]
         for each in ready:
             _, failed = each.compute(rows, len(training))
             fine = np.array([at not in failed for at in range(len(training))], bool)
-            rows, training = select(rows, fine), training[fine]
-        for each in waiting if len(training) else ():
-            each.observe(rows, training)
+            rows = select(rows, fine)
+            training = training[fine]
+        if len(training):
+            for each in waiting:
+                each.observe(rows, training)
     for each in waiting:
         each.finish()
 

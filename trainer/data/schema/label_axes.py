@@ -23,7 +23,8 @@ from onward.trainer.quantities import shown_shape
 
 Dims = tuple[int | None, ...]
 
-MOST_AXES, MOST_ORDERS = 6, 3
+MOST_AXES = 6
+MOST_ORDERS = 3
 """Transposes are searched up to so many axes of a sample; a message names so many of them."""
 
 

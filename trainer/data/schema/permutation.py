@@ -61,7 +61,8 @@ def _feistel(values: Array, half_bits: np.uint64, keys: list[np.uint64]) -> Arra
         left   right
     """
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
-    left, right = values >> half_bits, values & mask
+    left = values >> half_bits
+    right = values & mask
     for key in keys:
         left, right = right, left ^ (keyed_hash(right, key) >> (np.uint64(64) - half_bits))
     return (left << half_bits) | right

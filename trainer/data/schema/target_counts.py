@@ -64,7 +64,8 @@ def target_counter(loss: LossConfig) -> TargetCounter:
     if not loss.count:
         return functools.partial(count_targets, loss=loss)
     path = Path(loss.named.location)
-    name, function = f"{path}:{loss.count}", load_function(path, loss.count, "loss.count")
+    name = f"{path}:{loss.count}"
+    function = load_function(path, loss.count, "loss.count")
 
     def count(labels: Tensor | None, size: int) -> float:
         shape = [] if labels is None else list(labels.shape)

@@ -47,7 +47,8 @@ def _named(data: DataConfig, names: Sequence[str]) -> Iterator[tuple[str, str, P
     """Yield (row, column, file, why it must not be read) of each cell that names a file."""
     ranges = [sources.read_range(rows, Request(data, names)) for rows in sources.source_ranges(data)]
     for block, _ in chain.from_iterable(ranges):
-        folder, allowed = Path(block.file).parent, block.allowed_files
+        folder = Path(block.file).parent
+        allowed = block.allowed_files
         for name in names:
             for at, cell in enumerate(block.cells.get(name, ())):
                 if given := named_path(cell):

@@ -83,7 +83,9 @@ def read_first_rows(
     """
     data = config.data
     recipe = recipe_of(config, signature, schema)
-    stored, computers, packer = recipe.columns, recipe.computers, recipe.packer
+    stored = recipe.columns
+    computers = recipe.computers
+    packer = recipe.packer
     row_bytes = sum(column.row_bytes for column in stored)
     most = max(1, min(most, KEPT_BYTES // max(row_bytes, 1)))
     # a small table may name many large files
@@ -128,7 +130,9 @@ def _gather(
     """Compute the columns of the first `most` good rows of the training split; to_end: count the rows behind them."""
     parts: list[dict[str, Values]] = []
     packer = packer_of(computers)
-    num_kept, counts, reasons = 0, [0, 0], list[str]()
+    num_kept = 0
+    counts = [0, 0]
+    reasons = list[str]()
     for block, held_out in in_parts(blocks, stored):
         values, good, bad = fit_block(block, stored)
         good &= complete_rows(computers, values, len(good))

@@ -36,8 +36,9 @@ def with_label_statistics(
         return Shards(directory, manifest.model_copy(update={"columns": columns}), "train")
 
     fitted = dict(manifest.fitted)
-    for name, counts in count_classes(rows(uncounted), uncounted, config, signature).items() if uncounted else ():
-        fitted[name] = known[name].model_copy(update={"class_counts": counts})
+    if uncounted:
+        for name, counts in count_classes(rows(uncounted), uncounted, config, signature).items():
+            fitted[name] = known[name].model_copy(update={"class_counts": counts})
     for name in unscaled:
         units = {**known[name].label_units, kinds[name]: units_of_column(rows([name]), name, kinds[name])}
         fitted[name] = fitted.get(name, known[name]).model_copy(update={"label_units": units})

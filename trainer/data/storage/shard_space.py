@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 def check_space(directory: Path, recipe: Recipe) -> None:
     """Raise StorageUnavailable if the shards will surely not fit into `directory`."""
-    estimate, free = shard_bytes(recipe), shutil.disk_usage(directory).free
+    estimate = shard_bytes(recipe)
+    free = shutil.disk_usage(directory).free
     if free >= estimate:
         return
     what = (

@@ -148,7 +148,8 @@ def shard(
 
 def cache_key(recipe: Recipe) -> str:
     """Digest all that decides the content of the shards: file names and contents, settings, columns, computed ones."""
-    data, located = recipe.data, sources.all_sources(recipe.data)
+    data = recipe.data
+    located = sources.all_sources(recipe.data)
     # contents and not modification times: a copied or touched file gives the same shards
     files = [[source.format, *((name, sha256(path)) for name, path in source.files)] for source in located]
     settings = counted_settings(data, {source.format for source in located})

@@ -4,7 +4,8 @@
     RUN_DIR/teacher/train-00000-0.npy     the first 1,024 rows of the training split, for soft loss 0
     RUN_DIR/teacher/evaluation-00000-0.npy
 
-model/soft_labels.py computes them. Rows have the numbers that they have in the split, whatever the order of the epochs.
+model/teacher_labels.py computes them. Rows have the numbers that they have in the split, whatever the order of the
+epochs.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ class SoftLabelFiles:
     """The soft labels of one split in a directory. names: those of the outputs; dtype: float16 or float32."""
 
     def __init__(self, folder: Path, split: str, num_rows: int, names: tuple[str, ...], dtype: str) -> None:
-        self._folder, self._split, self._num_rows = folder, split, num_rows
-        self.names, self._dtype = names, np.dtype(dtype)
+        self._folder = folder
+        self._split = split
+        self._num_rows = num_rows
+        self.names = names
+        self._dtype = np.dtype(dtype)
         self._open: dict[tuple[int, str], Array] = {}
 
     def chunks(self) -> Iterator[tuple[int, Array]]:

@@ -48,7 +48,8 @@ class SplitWriter:
     def add(self, values: dict[str, Values], columns: Sequence[Column]) -> None:
         """Append rows of these columns, the same in each call."""
         if self._packer:
-            values, columns = self._packer.pack(values, self._split), self._packer.packed_columns
+            values = self._packer.pack(values, self._split)
+            columns = self._packer.packed_columns
         self._append(values, columns)
 
     def end_source(self) -> None:
@@ -59,8 +60,9 @@ class SplitWriter:
     def _append(self, values: dict[str, Values], columns: Sequence[Column]) -> None:
         count = len(next(iter(values.values())))
         values = {column.name: values[column.name] for column in columns}
-        for column in columns if count else ():
-            self._observe(column, values[column.name])
+        if count:
+            for column in columns:
+                self._observe(column, values[column.name])
         at = 0
         self.num_rows += count
         while at < count:
@@ -97,12 +99,14 @@ class SplitWriter:
     def _end_file(self) -> None:
         if self._file is None:
             return
-        digest, path = self._file.close(), self._path
+        digest = self._file.close()
+        path = self._path
         self._done.append(ShardFile(name=path.name, rows=self._rows, bytes=path.stat().st_size, sha256=digest))
         # a thread waits for the disk; of the file before, so that no more than two are not on the disk yet
         self._wait_for_disk()
         self._synced = self._disk.submit(fsync, path)
-        self._file, self._rows = None, 0
+        self._file = None
+        self._rows = 0
 
     def _wait_for_disk(self) -> None:
         """Raise OSError if a file could not be written to the disk."""

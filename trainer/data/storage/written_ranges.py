@@ -60,7 +60,8 @@ class RangeRows:
     def with_later(self, later: RangeRows) -> RangeRows:
         """Return both as one."""
         named = (self.named + later.named)[:MAX_NAMED_ROWS]
-        trained, bad = self.trained + later.trained, self.bad + later.bad
+        trained = self.trained + later.trained
+        bad = self.bad + later.bad
         return RangeRows(trained, bad, named, self.missing | later.missing, self.left_out + later.left_out)
 
 
@@ -78,9 +79,11 @@ def write_shards(
 
     Raises DataError for bad rows (policy `fail`), and for a split or a source without rows.
     """
-    data, progress = recipe.data, ShardingProgress(recipe.data, report)
+    data = recipe.data
+    progress = ShardingProgress(recipe.data, report)
     splits = ("train", "evaluation", "test") if data.test_source else ("train", "evaluation")
-    written, total = list[RangeRows](), RangeRows()
+    written = list[RangeRows]()
+    total = RangeRows()
     with ExitStack() as opened:
         disk = opened.enter_context(ThreadPoolExecutor(1, "disk"))
         writers = {
@@ -133,7 +136,8 @@ def write_range(
     is_counted: an earlier range has bad rows. With data.bad_rows "fail" no file will be kept after a bad row, so the
     rest is only counted.
     """
-    before, found = writers["train"].num_rows, RangeRows()
+    before = writers["train"].num_rows
+    found = RangeRows()
     # without a name for the blocks, so that their files are closed where an error leaves the loop
     for block, held_out in in_parts(read_ahead(read_range(rows, recipe.request)), recipe.columns):
         keeps = recipe.data.bad_rows == "skip" or not (is_counted or found.bad)
@@ -162,7 +166,8 @@ def _write_block(
 
 def _observed(columns: Sequence[Column], writers: Collection[SplitWriter]) -> tuple[Column, ...]:
     """Return the columns with the extremes and the longest row of all splits."""
-    described, observed = [], [writer.observed for writer in writers]
+    described = []
+    observed = [writer.observed for writer in writers]
     for column in columns:
         rows = reduce(merge, [split[column.name] for split in observed if column.name in split])
         described.append(column.model_copy(update={"extremes": rows.extremes, "shape": rows.shape}))
@@ -182,7 +187,8 @@ def _bad_row_problems(rows: RangeRows, recipe: Recipe, labels: Collection[str]) 
 
 
 def _refuse_empty_split(recipe: Recipe, rows: Mapping[str, int], total: RangeRows) -> None:
-    data, details = recipe.data, f"bad rows left out: {total.bad}"
+    data = recipe.data
+    details = f"bad rows left out: {total.bad}"
     if all(rows.values()):
         return
     if rows["train"] and rows["evaluation"]:

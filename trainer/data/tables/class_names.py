@@ -34,7 +34,8 @@ def open_class_names(data: DataConfig, losses: Sequence[LossConfig], schema: Sch
 
     Raises ConfigError for `data.classes` that the column cannot have.
     """
-    given, found = data.classes, []
+    given = data.classes
+    found = []
     for name, ignored in _class_columns(data, losses):
         column = schema.get(name)
         if column is None or column.dtype == BYTES:
@@ -53,8 +54,9 @@ def _class_columns(data: DataConfig, losses: Sequence[LossConfig]) -> Iterator[t
     found = {name: loss.ignored for loss in losses if loss.has_classes for name in loss.columns}
     if data.text is not None and data.text.task in MAKES_LABELS and isinstance(data.label, str):
         found.pop(data.label, None)  # made from the text
-    for name in data.image.mask_columns if data.image else ():
-        found.pop(name, None)
+    if data.image:
+        for name in data.image.mask_columns:
+            found.pop(name, None)
     yield from found.items()
 
 
@@ -69,7 +71,9 @@ class ClassNames(FittedComputer):
     pad_values: Mapping[str, float] = {}
 
     def __init__(self, column: Column, names: Sequence[str] | None, *, as_text: bool, ignored: int) -> None:
-        self._name, self._as_text, self._ignored = column.name, as_text, ignored
+        self._name = column.name
+        self._as_text = as_text
+        self._ignored = ignored
         self._is_boolean = column.dtype == "bool"
         self.reads = {column.name: ColumnType(TEXT) if as_text else ColumnType("int64")}
         self.makes = self.consumed = frozenset({column.name})
@@ -154,7 +158,8 @@ class ClassNames(FittedComputer):
         return {self._name: [ids for ids, _ in pairs]}, failed
 
     def _ids_of_texts(self, cells: Values) -> tuple[dict[str, Values], dict[int, str]]:
-        ids, failed = np.zeros(len(cells), np.int64), {}
+        ids = np.zeros(len(cells), np.int64)
+        failed = {}
         for at, cell in enumerate(cells):
             name = str(cell).strip()
             if (number := self._ids.get(name)) is not None:

@@ -76,7 +76,8 @@ class ColumnStatistics:
         if self.plain is None or self.changed is None:
             (self.plain, self.changed), self.least, self.most = moments, low, high
         else:
-            self.plain, self.changed = self.plain + moments[0], self.changed + moments[1]
+            self.plain = self.plain + moments[0]
+            self.changed = self.changed + moments[1]
             self.least, self.most = np.minimum(self.least, low), np.maximum(self.most, high)
         self.rows += len(values)
         if self.keeps_values:
@@ -104,16 +105,19 @@ class ColumnStatistics:
             moments = self.changed
             if filled is not None:
                 moments = moments + Moments(number, filled, np.zeros_like(filled))
-            center, scale = moments.mean, np.sqrt(moments.squares / np.maximum(moments.count, 1))
+            center = moments.mean
+            scale = np.sqrt(moments.squares / np.maximum(moments.count, 1))
         elif kind == "min_max":
-            center, most = self.least, self.most
+            center = self.least
+            most = self.most
             if filled is not None:
                 center = np.where(number > 0, np.minimum(center, filled), center)
                 most = np.where(number > 0, np.maximum(most, filled), most)
             scale = most - center
         else:
             quarters = np.array([np.percentile(each, [25, 50, 75]) for each in self._filled_columns(fill)])
-            center, scale = quarters[:, 1], quarters[:, 2] - quarters[:, 0]
+            center = quarters[:, 1]
+            scale = quarters[:, 2] - quarters[:, 0]
         # a constant column becomes 0, as in scikit-learn, whatever rounding has left of its deviation
         is_constant = scale <= 10 * np.finfo(float).eps * np.maximum(np.abs(self.least), np.abs(self.most))
         return center, np.where(is_constant, 1.0, scale)

@@ -131,7 +131,8 @@ class NumberColumns(FittedComputer):
     pad_values: Mapping[str, float] = {}
 
     def __init__(self, plans: Mapping[str, Plan], *, whole: bool = False) -> None:
-        self._plans, self._whole = plans, whole
+        self._plans = plans
+        self._whole = whole
         self._sizes: dict[str, int] = {}
         self.reads = {
             name: ColumnType("float64", gaps=plan.missing != "fail" or plan.indicator) for name, plan in plans.items()
@@ -204,7 +205,8 @@ class NumberColumns(FittedComputer):
             if self._whole:  # the elements of a window have one mean
                 size = self._sizes[name]
                 fill = None if fill is None else fill.repeat(size)
-                center, scale = center.repeat(size), scale.repeat(size)
+                center = center.repeat(size)
+                scale = scale.repeat(size)
             found[name] = Fitted(
                 fill=() if fill is None else tuple(fill.tolist()),
                 log1p=plan.log1p,
@@ -212,7 +214,8 @@ class NumberColumns(FittedComputer):
                 center=tuple(center.tolist()),
                 scale=tuple(scale.tolist()),
             )
-        self.fitted, self._statistics = found, {}
+        self.fitted = found
+        self._statistics = {}
 
     # -- computing
 
@@ -276,12 +279,14 @@ class Categories(FittedComputer):
     pad_values: Mapping[str, float] = {}
 
     def __init__(self, column: Column, vocabulary: Sequence[str] | None, config: RunConfig) -> None:
-        table, self._name = config.data.table, column.name
+        table = config.data.table
+        self._name = column.name
         chosen = table.missing
         if isinstance(chosen, dict):
             kinds = [kind for each, kind in chosen.items() if matching([each], [column.name]) == (column.name,)]
             chosen = kinds[-1] if kinds else "fail"
-        self._gaps, self._skips = chosen != "fail", chosen == "skip"
+        self._gaps = chosen != "fail"
+        self._skips = chosen == "skip"
         self._is_text = column.dtype == TEXT
         self.reads = {column.name: ColumnType(TEXT, gaps=self._gaps) if self._is_text else ColumnType("int64", ())}
         self.leaves_out = frozenset({column.name} if self._skips and self._is_text else ())
@@ -327,7 +332,8 @@ class Categories(FittedComputer):
 
     def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
         """Return the ids, and row -> the text that has none."""
-        ids, unknown = np.zeros(count, np.int64), self._ids.get("")
+        ids = np.zeros(count, np.int64)
+        unknown = self._ids.get("")
         failed: dict[int, str] = {}
         for at, cell in enumerate(rows[self._name]):
             found = self._ids.get(str(cell), unknown)

@@ -59,7 +59,9 @@ def metrics_from_data(config: RunConfig, rows: LabelledRows, signature: Signatur
     """
     columns = text_columns(config, signature)
     assert columns is not None
-    name, num_bytes, num_targets = columns.inputs["input_ids"].name + TEXT_BYTES, 0, 0
+    name = columns.inputs["input_ids"].name + TEXT_BYTES
+    num_bytes = 0
+    num_targets = 0
     for first in range(0, rows.num_rows, ROWS_AT_ONCE):
         values = rows.read(np.arange(first, min(first + ROWS_AT_ONCE, rows.num_rows)))
         num_bytes += int(np.sum(values[name]))

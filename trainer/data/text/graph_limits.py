@@ -50,14 +50,17 @@ def _smallest_table(
 
     sums: tensor that is a running sum -> the mask that it sums, by which it may be multiplied.
     """
-    tables, offsets, masks = _tables(graph), dict(starts), dict(sums)
+    tables = _tables(graph)
+    offsets = dict(starts)
+    masks = dict(sums)
     constants = {tensor.name: tensor for tensor in _tensors(graph)}
     origin: dict[str, str] = {}
     found: list[tuple[int, str]] = []
     for node in graph.node:  # in topological order
         if not node.input:
             continue
-        first, result = node.input[0], node.output[0]
+        first = node.input[0]
+        result = node.output[0]
         if node.op_type in PASSES_VALUES:
             origin[result] = origin.get(first, first)
         carried, offset = _carried(node, offsets, constants)
@@ -124,12 +127,13 @@ def _tables(graph: onnx.GraphProto) -> Mapping[str, int]:
 def _tensors(graph: onnx.GraphProto) -> Iterable[onnx.TensorProto]:
     yield from graph.initializer
     for node in graph.node:
-        for attribute in node.attribute if node.op_type == "Constant" else ():
-            if attribute.name == "value":
-                tensor = onnx.TensorProto()
-                tensor.CopyFrom(attribute.t)
-                tensor.name = node.output[0]
-                yield tensor
+        if node.op_type == "Constant":
+            for attribute in node.attribute:
+                if attribute.name == "value":
+                    tensor = onnx.TensorProto()
+                    tensor.CopyFrom(attribute.t)
+                    tensor.name = node.output[0]
+                    yield tensor
 
 
 def _is_lookup(node: onnx.NodeProto) -> bool:

@@ -27,7 +27,8 @@ from onward.trainer.errors import ConfigError
 
 WORDS = "/words"
 """Behind the name of the input of ids: the column with the number of each token's word."""
-MASKED, REPLACED = 0.8, 0.9
+MASKED = 0.8
+REPLACED = 0.9
 """Below the first share of 0..1 a chosen token becomes the mask token, below the second a random one."""
 
 
@@ -50,8 +51,10 @@ class Masking:
         numbers = samples.positions if samples.positions is not None else samples.rows
         keys = keyed_hash(numbers.astype(np.uint64), key)
         drawn = np.setdiff1d(np.arange(self.vocabulary.size), self.vocabulary.special_ids)
-        rows, words = values[self.ids], values.get(self.ids + WORDS)
-        masked, labels = [], []
+        rows = values[self.ids]
+        words = values.get(self.ids + WORDS)
+        masked = []
+        labels = []
         for at, ids in enumerate(rows):
             ids = np.asarray(ids)
             found = self._mask(ids, ids if words is None else np.asarray(words[at]), keys[at], drawn)

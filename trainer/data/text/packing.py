@@ -40,7 +40,8 @@ class PackedTexts(TokenizedRows, RowPacker):
                 "says how long they are; set data.text.max_length, or data.text.packing = 'none'"
             )
         super().__init__(columns, tokenizer, length, storage)
-        self._window, self._ids = length, columns.inputs["input_ids"].name
+        self._window = length
+        self._ids = columns.inputs["input_ids"].name
         self._words = self._ids + WORDS if columns.config.task == "masked" and columns.config.whole_words else ""
         # the label of a window's last token is the first token of the next one
         self._ahead = 1 if columns.config.task == "causal" and columns.label else 0
@@ -54,13 +55,16 @@ class PackedTexts(TokenizedRows, RowPacker):
 
     def pack(self, rows: Mapping[str, Values], split: str) -> dict[str, Values]:
         """Return the windows that are full with these rows of a split: column -> [n, length]."""
-        ids, words = self._stream(rows, split, self._ids), self._stream(rows, split, self._words)
+        ids = self._stream(rows, split, self._ids)
+        words = self._stream(rows, split, self._words)
         sizes = self._stream(rows, split, self._text_bytes)
         count = max(0, (len(ids) - self._ahead) // self._window)
-        used, shape = count * self._window, (count, self._window)
+        used = count * self._window
+        shape = (count, self._window)
         streams = {self._ids: ids, self._words: words, self._text_bytes: sizes}
         self._waiting |= {(split, name): [stream[used:]] for name, stream in streams.items()}
-        windows, targets = ids[:used].reshape(shape), slice(self._ahead, used + self._ahead)
+        windows = ids[:used].reshape(shape)
+        targets = slice(self._ahead, used + self._ahead)
         found = {self._of.label: ids[targets].reshape(shape), self._words: words[:used]}
         if self._text_bytes:
             found[self._text_bytes] = sizes[targets].reshape(shape).sum(axis=1)

@@ -40,10 +40,12 @@ class SeparateTexts(PackedTexts):
 
     def pack(self, rows: Mapping[str, Values], split: str) -> dict[str, Values]:
         """Return the windows that are complete with these rows of a split: column -> [n, length]."""
-        ids, size = rows[self._ids], self._window
+        ids = rows[self._ids]
+        size = self._window
         words = rows[self._words] if self._words else ids
         sizes = rows[self._text_bytes] if self._text_bytes else ids
-        windows, open_window = list[list[Piece]](), self._open.pop(split, [])
+        windows = list[list[Piece]]()
+        open_window = self._open.pop(split, [])
         for text, numbers, counts in zip(ids, words, sizes, strict=True):
             for first in range(0, len(text), size):
                 part = slice(first, first + size)

@@ -31,7 +31,8 @@ class SpecialTokens:
 
 def find_special_tokens(columns: TextColumns, tokenizer: OpenTokenizer) -> SpecialTokens:
     """Return the tokens that the task needs. Raises ConfigError with all that are missing or ambiguous."""
-    config, problems = columns.config, list[str]()
+    config = columns.config
+    problems = list[str]()
 
     def find(key: str, given: str, usual: Sequence[str], what: str, *, needed: bool) -> int | None:
         try:
@@ -43,7 +44,8 @@ def find_special_tokens(columns: TextColumns, tokenizer: OpenTokenizer) -> Speci
             problems.append(f"{tokenizer.path} has no {what}; name one of its tokens in data.text.{key}")
         return found
 
-    is_causal, is_masked = config.task == "causal", config.task == "masked"
+    is_causal = config.task == "causal"
+    is_masked = config.task == "masked"
     is_pair = len(columns.sources) == 2
     added = tokenizer.library.num_special_tokens_to_add(is_pair) if config.special_tokens else 0
     end = None

@@ -62,7 +62,8 @@ class TextColumns:
     @property
     def packing(self) -> str:
         """Return how texts are packed: `none`, `joined` or `separate`."""
-        task, packing = self.config.task, self.config.packing
+        task = self.config.task
+        packing = self.config.packing
         if task not in PACKED:
             return "none"
         return packing if packing != "auto" else "joined" if task == "causal" else "none"
@@ -161,14 +162,16 @@ def input_problems(
         yield "the inputs that data.text feeds declare several lengths: " + ", ".join(
             f"{name} {length}" for name, length in lengths.items()
         )
-    fixed, most = columns.fixed_length, columns.config.max_length
+    fixed = columns.fixed_length
+    most = columns.config.max_length
     if fixed and most > fixed:
         yield f"data.text.max_length {most} is above the length {fixed} of the model's inputs; set it to {fixed}"
 
 
 def _mask_problems(columns: TextColumns) -> Iterator[str]:
     """Yield why the texts of a window cannot be kept apart."""
-    info, others = columns.block_mask, "use packing = 'joined', where they do, or 'none'"
+    info = columns.block_mask
+    others = "use packing = 'joined', where they do, or 'none'"
     if info is None:
         yield f"data.text.packing 'separate' needs an input of masks: without one, texts attend to each other; {others}"
     elif info.shape is None or len(info.shape) not in (3, 4):

@@ -62,8 +62,13 @@ class TokenizedRows(FittedComputer, RowDivider):
     """
 
     def __init__(self, columns: TextColumns, tokenizer: OpenTokenizer, max_length: int, storage: Storage) -> None:
-        self._of, self._sources, self._config, self._storage = columns, columns.sources, columns.config, storage
-        self._tokenizer, self._max_length, self._ignore_index = tokenizer, max_length, columns.ignore_index
+        self._of = columns
+        self._sources = columns.sources
+        self._config = columns.config
+        self._storage = storage
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._ignore_index = columns.ignore_index
         self._length = 0 if columns.is_packed else columns.fixed_length
         self.types = {role: STORED_AS[role] for role in columns.inputs}
         """What is fed -> numpy's name of the type that it is stored in."""
@@ -81,7 +86,9 @@ class TokenizedRows(FittedComputer, RowDivider):
         self.digest = json.dumps([*decides, sorted(self.types.items()), *used])
         self.columns: tuple[Column, ...] = ()
         self.file_only = frozenset[str]()
-        self.reads, self.makes, self.consumed = columns.read, columns.computed, frozenset(columns.read)
+        self.reads = columns.read
+        self.makes = columns.computed
+        self.consumed = frozenset(columns.read)
         self.fitted: dict[str, Fitted] = {}
         if storage.pads_left:
             self.fitted = {name: Fitted(pad_left=True) for _, name, _ in results}
@@ -296,7 +303,9 @@ class TokenizedRows(FittedComputer, RowDivider):
         empty."""
         from tokenizers import Encoding
 
-        library, found, failed = self._tokenizer.library, list[Any](), dict[int, str]()
+        library = self._tokenizer.library
+        found = list[Any]()
+        failed = dict[int, str]()
         for at, text in enumerate(given):
             try:
                 [encoding] = library.encode_batch([text], add_special_tokens=self._config.special_tokens)

@@ -44,7 +44,8 @@ class WordLabels(TokenizedRows):
                 f"{tokenizer.path} puts no space in front of words (add_prefix_space is false), so that the words of a "
                 "list would be tokenized as if they were written without spaces; save it with add_prefix_space = true"
             )
-        self._label, self._keeps_integers = columns.label_source, classes == "auto"
+        self._label = columns.label_source
+        self._keeps_integers = classes == "auto"
         self._seen: set[str] = set()
         self._classes: dict[str, int] | None = None
         self._is_sorted = isinstance(classes, str)
@@ -71,7 +72,8 @@ class WordLabels(TokenizedRows):
     def _set(self, names: Sequence[str]) -> None:
         self._classes = {name: number for number, name in enumerate(names)}
         # known by the column that the loss reads
-        name, is_sorted = self._of.label or self._of.inputs["labels"].name, self._is_sorted
+        name = self._of.label or self._of.inputs["labels"].name
+        is_sorted = self._is_sorted
         self.fitted[name] = Fitted(classes=tuple(names), sorted_by_name=is_sorted, pad_left=self._storage.pads_left)
 
     @property
@@ -99,7 +101,8 @@ class WordLabels(TokenizedRows):
     ) -> list[list[int]]:
         """Return the label of each word at its first token; adds to `failed` rows whose labels do not fit."""
         assert self._classes is not None
-        found, words = [], rows[self._sources[0]]
+        found = []
+        words = rows[self._sources[0]]
         for at, (labels, own) in enumerate(zip(rows[self._label], windows, strict=True)):
             unknown = [label for label in labels if label not in self._classes]
             if len(labels) != len(words[at]):

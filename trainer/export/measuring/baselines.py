@@ -24,13 +24,15 @@ from onward.trainer.data.reading.series_windows import AHEAD
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.model.losses.loss import Loss, Losses
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 
 log = logging.getLogger(__name__)
 
 LEAST_SHARE = 1e-6
 """A class that no row has gets this share, so that its logarithm is finite."""
-FREQUENT, MEAN, LAST = "the most frequent class", "the mean of the labels", "the last known value"
+FREQUENT = "the most frequent class"
+MEAN = "the mean of the labels"
+LAST = "the last known value"
 
 
 class Baselines:
@@ -41,7 +43,9 @@ class Baselines:
     """
 
     def __init__(self, config: RunConfig, data: EvaluationData, outputs: Sequence[str]) -> None:
-        self._data, self._outputs, self._why = data, outputs, ""
+        self._data = data
+        self._outputs = outputs
+        self._why = ""
         losses = data.new_metrics(outputs).losses
         kinds = [_kind(each) for each in losses.each]
         self._constant = " and ".join(dict.fromkeys(kinds)) if kinds and all(kinds) and not losses.soft else ""

@@ -22,7 +22,7 @@ from torch import Tensor
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.schema.signature import Signature, TensorInfo, read_signature
 from onward.trainer.errors import OnwardError
-from onward.trainer.export.export import trained_part
+from onward.trainer.export.exported_model import trained_part
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile
@@ -40,7 +40,8 @@ def compare(config: RunConfig, exported: ExportedModel, served: Path, data: Eval
     data: the rows of the split that `export.promote_if.metric` names. A served file that cannot be evaluated on them is
     no error: the comparison says why.
     """
-    metric, confidence = config.promote_metric, config.export.promote_if.confidence
+    metric = config.promote_metric
+    confidence = config.export.promote_if.confidence
     differences = signature_differences(read_signature(served), read_signature(exported.path))
     new = exported.test if data.split == "test" else exported.after
     found = Comparison(metric=metric, new=new, differences=tuple(differences))

@@ -25,11 +25,12 @@ from onward.trainer.export.measuring.raw_batches import RawBatch
 from onward.trainer.export.served.predictor import BadRows
 from onward.trainer.export.served.result_columns import Meaning
 from onward.trainer.model.losses.loss import Losses
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 
 LEFT_OUT = ("bits_per_byte", "dice", "ssim")
 """Metrics that are measured only where they are configured: of text, the same as f1, of pictures."""
-CURVES, MOST_CURVES = ("auroc", "average_precision"), 100
+CURVES = ("auroc", "average_precision")
+MOST_CURVES = 100
 """Metrics that keep all scores of all rows in memory: likewise, with more classes than so many."""
 
 
@@ -39,7 +40,8 @@ def losses_of(meanings: Sequence[Meaning], configured: Sequence[LossConfig] = ()
 
     Raises ConfigError for losses that labelled rows alone do not give.
     """
-    found, problems = [], []
+    found = []
+    problems = []
     for place, meaning in enumerate(meanings):
         known = {"name": meaning["loss"], "label": tuple(meaning["label"]), "ignore_index": -100}
         loss = configured[place] if configured else LossConfig.model_validate(known)

@@ -10,7 +10,7 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.storage.shards import Shards
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,8 @@ def _lstm(node: onnx.NodeProto, array: Callable[[str], Array]) -> Iterator[onnx.
         node.input[place] += f"/exact/{node.output[0] or node.output[-1]}"
         yield numpy_helper.from_array(np.ascontiguousarray(weight), node.input[place])
     del node.input[8:]
-    node.op_type, node.domain = "LSTM", ""
+    node.op_type = "LSTM"
+    node.domain = ""
 
 
 def _mixture(node: onnx.NodeProto, array: Callable[[str], Array]) -> Iterator[onnx.TensorProto]:
@@ -177,7 +178,8 @@ def _mixture(node: onnx.NodeProto, array: Callable[[str], Array]) -> Iterator[on
         _set(node, accuracy_level=EXACT_LEVEL)
         return
     for own, place, zero_place in ((bits[0], 2, 11), (bits[1], 5, 12)):
-        integers, scale = _unpack(array(names[place]), own), array(names[place + 1]).astype(np.float32)
+        integers = _unpack(array(names[place]), own)
+        scale = array(names[place + 1]).astype(np.float32)
         middle = np.full(scale.shape, 2 ** (own - 1), np.float32)
         zero = _unpack(array(names[zero_place]), own)[..., : scale.shape[-1]] if names[zero_place] else middle
         blocks = integers.reshape(*scale.shape, -1)

@@ -19,8 +19,10 @@ from onward.trainer.onnx_graph.files.onnxruntime_session import Device, open_ses
 
 log = logging.getLogger(__name__)
 
-LEAST_ROUNDS, MOST_ROUNDS = 15, 101
-LEAST_S, MOST_TIMES = 0.005, 1000
+LEAST_ROUNDS = 15
+MOST_ROUNDS = 101
+LEAST_S = 0.005
+MOST_TIMES = 1000
 """Processor time of one measurement, for which small files run several times."""
 MOST_S = 2.0
 """Time after which no more than the least number of rounds is made."""
@@ -58,7 +60,8 @@ def latency_ratio(sessions: Sequence[Any], feeds: Sequence[Mapping[str, Any]], d
         timed(session, feed, 1)  # which warms up
     # a run of a small file takes less than a look at the clock and the memory of other programs
     times = max(1, min(MOST_TIMES, round(LEAST_S / max(timed(*pairs[0], 1), 1e-6))))
-    ratios, until = list[float](), time.monotonic() + MOST_S
+    ratios = list[float]()
+    until = time.monotonic() + MOST_S
     while len(ratios) < LEAST_ROUNDS or (len(ratios) < MOST_ROUNDS and time.monotonic() < until):
         ours, theirs = (timed(session, feed, times) for session, feed in pairs)
         ratios.append(theirs / max(ours, 1e-9))

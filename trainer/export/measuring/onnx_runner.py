@@ -39,7 +39,7 @@ from onward.trainer.export.measuring.kernel_rounding import ExactForm, Measured,
 from onward.trainer.export.measuring.reference_evaluator import open_reference
 from onward.trainer.export.measuring.rounding_neighbours import Neighbours
 from onward.trainer.export.model_file import ModelFile, fp32_copy, full_copy, in_half_precision
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.files.index import HALF_TYPES, length_of
 from onward.trainer.onnx_graph.files.onnxruntime_session import Device, open_session
 from onward.trainer.onnx_graph.surgery.quantizing import output_steps

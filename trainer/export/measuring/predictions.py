@@ -44,7 +44,8 @@ def recipe_of(model: Path) -> tuple[dict[str, Any] | None, Path]:
     It lies beside the file, or in the directory that `onward export -o` makes, also for the file's variants. Raises
     ConfigError if the one beside the file is that of another file.
     """
-    stem, name = model.stem, model.name.split(".", 1)[0]
+    stem = model.stem
+    name = model.name.split(".", 1)[0]
     for folder in (model.with_name(f"{stem}.preprocessing"), model.with_name(f"{name}.preprocessing"), model.parent):
         if not (folder / RECORD).is_file():
             continue

@@ -23,10 +23,10 @@ import numpy as np
 from onward.trainer.bounds import CONTENT_BYTES, read_bounded
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.tables import TableConfig
-from onward.trainer.data.audio.decoding import AUDIO_SUFFIXES
+from onward.trainer.data.audio.audio_decoding import AUDIO_SUFFIXES
 from onward.trainer.data.formats.format_table import suffixes
 from onward.trainer.data.formats.text_files import text_blocks
-from onward.trainer.data.images.decoding import IMAGE_SUFFIXES
+from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.allowed_files import refuse_outside
 from onward.trainer.data.schema.columns import BYTES, Block, Cells, Column, fit
@@ -135,7 +135,8 @@ def _batches_of_files(
 
 def _lines(path: Path, column: str, size: int) -> Iterator[RawBatch]:
     for block in text_blocks(path, "line", column):
-        numbers, texts = block.index.tolist(), block.cells[column]
+        numbers = block.index.tolist()
+        texts = block.cells[column]
         bad = {block.where(at): why for at, why in block.bad.items()}
         for first in range(0, max(len(numbers), 1), size):
             part = slice(first, first + size)

@@ -27,7 +27,8 @@ def read_raw_rows(config: RunConfig, signature: Signature, manifest: ShardManife
     Raises DataError if the source cannot be read any more.
     """
     recipe = recipe_of(config, signature)
-    stored, computers = recipe.columns, recipe.computers
+    stored = recipe.columns
+    computers = recipe.computers
     # only what is computed of a row says whether sharding has left it out
     is_checked = manifest.skipped > 0
     if is_checked:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-MOST_NEIGHBOURS, MOST_STEPS = 0.1, 8
+MOST_NEIGHBOURS = 0.1
+MOST_STEPS = 8
 """Allowed for a file that rounds to integers: the share of an output's elements that are apart (or as many as one row
 has), and by how many steps. Measured: 0.8 % and 2 steps behind 13 quantized values (a MobileNet), 4.9 % and 6 steps
 behind 96 (a BERT); biases that were rounded in one of both only, 67 %."""
@@ -24,7 +25,8 @@ class Neighbours:
     """
 
     def __init__(self, step: float, tolerance: float) -> None:
-        self._step, self._tolerance = step, tolerance
+        self._step = step
+        self._tolerance = tolerance
         self._elements = self._apart = self._row = 0
         self._greatest = self._range = 0.0
 
@@ -32,7 +34,8 @@ class Neighbours:
         """Count the elements of one batch."""
         pairs = [(ours, theirs)] if isinstance(ours, Tensor) else list(zip(ours, theirs, strict=False))
         for mine, other in pairs:
-            a, b = mine.detach().double().numpy(), np.asarray(other).astype(np.float64)
+            a = mine.detach().double().numpy()
+            b = np.asarray(other).astype(np.float64)
             if a.shape != b.shape or not np.isfinite(a).all() or not np.isfinite(b).all():
                 self._greatest = math.inf  # this is no rounding
                 continue

@@ -56,10 +56,13 @@ class WorstSamples:
     def __init__(
         self, losses: Losses, rows: Shards, images: Sequence[ImageInput] = (), input_names: Sequence[str] = ()
     ) -> None:
-        self._losses, self._rows = losses, rows
+        self._losses = losses
+        self._rows = rows
         known = {each.name: each for each in images}
         self._images = [known.get(name) for name in input_names]
-        self._spent_s, self._why, self._number = 0.0, "", 0
+        self._spent_s = 0.0
+        self._why = ""
+        self._number = 0
         self._found: list[float] = []
         self._values: list[tuple[float, float]] = []
         self._worst: list[tuple[float, int, Sample, tuple[Tensor, ...]]] = []
@@ -118,10 +121,13 @@ class WorstSamples:
             return Sample(row=row, loss=loss)
         measured = Measured(first, outputs, labels[0], task=task)
         if task == "classes":
-            targets, predicted = measured.targets[measured.counted], measured.predicted[measured.counted]
+            targets = measured.targets[measured.counted]
+            predicted = measured.predicted[measured.counted]
             right: int | None = int((targets == predicted).sum())
         else:
-            targets, predicted, right = measured.targets.flatten(), measured.scores.flatten(), None
+            targets = measured.targets.flatten()
+            predicted = measured.scores.flatten()
+            right = None
         one = len(targets) == 1
         return Sample(
             row=row,
@@ -190,7 +196,8 @@ def _as_image(values: Array, image: ImageInput | None) -> Array | None:
     elif not (values.ndim == 3 and values.shape[2] in (1, 3) and min(values.shape[:2]) >= 4):
         return None
     numbers = np.nan_to_num(values.astype(np.float32))
-    low, high = float(numbers.min()), float(numbers.max())
+    low = float(numbers.min())
+    high = float(numbers.max())
     if image is None:
         scaled = ((numbers - low) * (255 / (high - low) if high > low else 0)).astype(np.uint8)
     else:

@@ -43,7 +43,8 @@ class _Fitting:
     """Adds the nodes of one input. Sizes and places are scalars of type double, all values names in the graph."""
 
     def __init__(self, how: ImageInput, nodes: GraphExtender) -> None:
-        self._how, self._nodes = how, nodes
+        self._how = how
+        self._nodes = nodes
 
     def pixels(self, raw: str) -> str:
         """Return the fitted pixels of `raw`."""
@@ -85,8 +86,10 @@ class _Fitting:
 
     def _resized(self, height: str, width: str) -> tuple[str, str]:
         """Return the height and width to which the whole image is resized."""
-        how, number = self._how, self._number
-        rows, columns = number(float(how.height)), number(float(how.width))
+        how = self._how
+        number = self._number
+        rows = number(float(how.height))
+        columns = number(float(how.width))
         if how.resize == "stretch":
             return rows, columns
         factors = self._op("Div", rows, height), self._op("Div", columns, width)
@@ -153,7 +156,8 @@ class _Fitting:
 
     def _filter(self, distance: str) -> str:
         """Return the weight of a pixel at a distance, in the operations of Pillow and in their order."""
-        x, number = self._op("Abs", distance), self._number
+        x = self._op("Abs", distance)
+        number = self._number
         if self._how.interpolation == "bilinear":
             return self._op("Max", self._op("Sub", number(1.0), x), number(0.0))
         if self._how.interpolation == "box":

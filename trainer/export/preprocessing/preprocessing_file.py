@@ -21,7 +21,7 @@ from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.tables.table_columns import INDICATOR
-from onward.trainer.data.text.checks import length_limit
+from onward.trainer.data.text.text_checks import length_limit
 from onward.trainer.data.text.text_columns import TextColumns, text_columns
 from onward.trainer.data.text.tokenizer import open_tokenizer
 from onward.trainer.errors import ConfigError, ExportRefused
@@ -40,7 +40,8 @@ from onward.trainer.run.recorded.preprocessing_record import (
 )
 from onward.trainer.run.records import ExportedModel, read_record, write_record
 
-RECORD, TOKENIZER = "preprocessing.json", "tokenizer.json"
+RECORD = "preprocessing.json"
+TOKENIZER = "tokenizer.json"
 """The names of the files."""
 
 
@@ -52,7 +53,8 @@ def write_preprocessing(run: RunDir, exported: ExportedModel, folder: Path) -> t
     config = read_config(run)
     manifest = read_record(run.shards / "manifest.json", ShardManifest)
     signature = read_training_signature(config.model)
-    record, files = describe(config, manifest, signature, exported), [folder / RECORD]
+    record = describe(config, manifest, signature, exported)
+    files = [folder / RECORD]
     if record.text and config.data.text:
         try:
             tokenizer = open_tokenizer(config.data.text.tokenizer)
@@ -115,7 +117,8 @@ def _image_input(image: images.ImageInput, data: DataConfig, signature: Signatur
 
 
 def _audio_input(feed: Feed, audio: AudioConfig, data: DataConfig) -> AudioInput:
-    settings, pad = audio.model_dump(exclude={"seconds"}), data.pad_values.get(audio.column, 0.0)
+    settings = audio.model_dump(exclude={"seconds"})
+    pad = data.pad_values.get(audio.column, 0.0)
     return AudioInput(**settings, samples=audio.length, dtype=feed.dtype, pad_value=pad)
 
 
@@ -155,7 +158,8 @@ def _token_inputs(text: TextColumns, data: DataConfig, manifest: ShardManifest) 
     found = {}
     for role, info in text.inputs.items():
         if role != "labels":
-            length, pad = text.fixed_length or None, pads.get(info.name, 0.0)
+            length = text.fixed_length or None
+            pad = pads.get(info.name, 0.0)
             side: Literal["left", "right"] = "left" if manifest.fitted.get(info.name, Fitted()).pad_left else "right"
             found[info.name] = TokenInput(role=role, pad_value=pad, pad_side=side, length=length, dtype=info.dtype)
     return found

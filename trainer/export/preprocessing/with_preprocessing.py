@@ -21,8 +21,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.images.decoding import decode_image
 from onward.trainer.data.images.image_computer import pixels_of
+from onward.trainer.data.images.image_decoding import decode_image
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.schema.signature import Signature, read_training_signature
@@ -44,9 +44,11 @@ from onward.trainer.run.records import ExportedModel, read_record
 
 LEAST_OPSET = 9
 """The first with IsNaN and Where."""
-ML_DOMAIN, ML_OPSET = "ai.onnx.ml", 2
+ML_DOMAIN = "ai.onnx.ml"
+ML_OPSET = 2
 """Where LabelEncoder is, and the first opset in which it maps texts and integers."""
-COMPARED_ROWS, COMPARED_IMAGES = 64, 32
+COMPARED_ROWS = 64
+COMPARED_IMAGES = 32
 
 
 def write_with_preprocessing(run: RunDir, exported: ExportedModel, target: Path) -> tuple[float, float]:
@@ -56,7 +58,8 @@ def write_with_preprocessing(run: RunDir, exported: ExportedModel, target: Path)
     Raises ExportRefused when the preprocessing cannot be written as nodes, or the outputs differ by more than
     `export.tolerance`; DataError when the source cannot be read any more.
     """
-    config, signature = read_config(run), read_training_signature(read_config(run).model)
+    config = read_config(run)
+    signature = read_training_signature(read_config(run).model)
     manifest = read_record(run.shards / "manifest.json", ShardManifest)
     recipe = describe(config, manifest, signature, exported)
     model = ModelFile.read(exported.path).with_external_data()
@@ -64,7 +67,9 @@ def write_with_preprocessing(run: RunDir, exported: ExportedModel, target: Path)
     target.write_bytes(model.SerializeToString())
     onnx.checker.check_model(str(target), full_check=True)
     sessions = [open_session(path, threads=1) for path in (exported.path, target)]
-    compared, latency, rows = list[float](), list[float](), 0
+    compared = list[float]()
+    latency = list[float]()
+    rows = 0
     for numbers, raw in _raw_batches(names, recipe, config, signature, manifest, model):
         batch = one_batch(open_shards(run.shards, "evaluation"), config, signature, numbers)
         given = {info.name: tensor.numpy() for info, tensor in zip(signature.inputs, batch.inputs, strict=False)}
@@ -103,9 +108,11 @@ def add_preprocessing(model: onnx.ModelProto, recipe: Preprocessing) -> dict[str
             "standard ONNX has no tokenizer (onnxruntime-extensions has some); serve texts with preprocessing.json"
         )
     _check_opsets(model, recipe)
-    graph, names = model.graph, dict[str, str]()
+    graph = model.graph
+    names = dict[str, str]()
     declared = {value.name: value for value in graph.input}
-    extender, count = GraphExtender(graph), len(graph.node)
+    extender = GraphExtender(graph)
+    count = len(graph.node)
     for name, how in recipe.inputs.items():
         if isinstance(how, ImageInput):
             _images(how, declared[name], graph, extender, names)
@@ -203,7 +210,8 @@ def _columns(
     names: dict[str, str],
 ) -> None:
     """Add the nodes from raw columns, double [N] each, to the input; declare the new inputs and add them to `names`."""
-    kind, parts = declared.type.tensor_type, []
+    kind = declared.type.tensor_type
+    parts = []
     for column in how.columns:
         single = len(how.shape or ()) == 1 if how.stacked else how.shape in ((), (1,))
         if how.pad_value is not None or not single:
@@ -226,7 +234,8 @@ def _columns(
 def _category(column: TableColumn, value: str, graph: onnx.GraphProto, extender: GraphExtender) -> str:
     """Return the ids of one raw column of categories, int64 [N]."""
     ids = {text: place for place, text in enumerate(column.categories)}
-    count, has_unknown = len(column.categories), "" in ids
+    count = len(column.categories)
+    has_unknown = "" in ids
     unknown = ids.get("", count)
     keys: dict[str, Any] = {"keys_strings": list(ids)}
     if column.integers:

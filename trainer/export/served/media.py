@@ -81,13 +81,16 @@ def _resized(picture: Any, rows: int, columns: int, how: How) -> Any:
         return picture.resize((columns, rows), Image.Resampling[how["interpolation"].upper()])
     from torchvision.transforms.v2 import InterpolationMode, functional
 
-    pixels, mode = functional.pil_to_tensor(picture), InterpolationMode(how["interpolation"])
+    pixels = functional.pil_to_tensor(picture)
+    mode = InterpolationMode(how["interpolation"])
     return functional.to_pil_image(functional.resize(pixels, [rows, columns], mode, antialias=False))
 
 
 def geometry(height: int, width: int, how: How) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the size to resize to, and where the crop begins in the result: (top, left), negative for borders."""
-    rows, columns, ratio = how["height"], how["width"], how["crop_ratio"]
+    rows = how["height"]
+    columns = how["width"]
+    ratio = how["crop_ratio"]
     if how["resize"] == "stretch":
         return (rows, columns), (0, 0)
     if how["resize"] == "pad":
@@ -134,7 +137,8 @@ def _samples(content: bytes) -> tuple[Array, int]:
         with soundfile.SoundFile(io.BytesIO(content)) as file:
             if file.frames > MOST_SAMPLES:
                 raise ValueError(f"it has {file.frames:,} samples, above {MOST_SAMPLES:,}")
-            samples, rate = file.read(dtype="float32", always_2d=True), file.samplerate
+            samples = file.read(dtype="float32", always_2d=True)
+            rate = file.samplerate
     except (soundfile.SoundFileError, RuntimeError, TypeError) as error:
         raise ValueError(f"it is no audio that libsndfile reads: {error}") from None
     if not len(samples):
@@ -146,7 +150,8 @@ def _samples(content: bytes) -> tuple[Array, int]:
 
 def log_mel(wave: Array, how: How) -> Array:
     """Return the log-mel spectrogram of a waveform, float32 [mel_bins, frames]."""
-    window, rate = how["window"], how["sample_rate"]
+    window = how["window"]
+    rate = how["sample_rate"]
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)
     spread = np.pad(wave.astype(np.float64), window // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(spread, window)[:: how["hop"]]

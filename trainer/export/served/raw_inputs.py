@@ -69,7 +69,8 @@ class RawInputs:
     """Computes the inputs that a preprocessing.json describes. The tokenizer, if there is one, is in `folder`."""
 
     def __init__(self, recipe: Mapping[str, Any], folder: Path) -> None:
-        self._recipe, self._folder = recipe, folder
+        self._recipe = recipe
+        self._folder = folder
 
     def compute(self, rows: Rows) -> dict[str, Array]:
         """Return input -> array [n, ...] of n rows. Raises ValueError for a cell that cannot be used."""

@@ -100,7 +100,8 @@ def sigmoid(scores: Array) -> Array:
 
 def _classes(scores: Array, meaning: Meaning, prefix: str, top: int) -> Columns:
     """Return the columns of an output that has one score for each class."""
-    probabilities, names = softmax(scores), class_names(meaning, scores.shape[1])
+    probabilities = softmax(scores)
+    names = class_names(meaning, scores.shape[1])
     # stable, so that of equal scores the first class wins, as argmax has it
     order = np.argsort(-scores, axis=1, kind="stable")
     found: Columns = {}
@@ -115,7 +116,8 @@ def _classes(scores: Array, meaning: Meaning, prefix: str, top: int) -> Columns:
 
 def _labels(scores: Array, meaning: Meaning, prefix: str) -> Columns:
     """Return the columns of an output that says yes or no to each label."""
-    probabilities, names = sigmoid(scores), _part_names(meaning, scores.shape[1])
+    probabilities = sigmoid(scores)
+    names = _part_names(meaning, scores.shape[1])
     found: Columns = {}
     if scores.shape[1] == 1:
         positive = probabilities[:, 0]

@@ -54,7 +54,9 @@ class DecomposedCalls(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         """Normalise x [batch, channels, ...]; by the running statistics where a channel has a single value."""
-        shape, mean, variance = [1, -1, *[1] * (x.ndim - 2)], running_mean, running_var
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        mean = running_mean
+        variance = running_var
         if training is not False:  # true, or unknown until the graph runs
             dims = [dim for dim in range(x.ndim) if dim != 1]
             # as a tensor, because a comparison of sizes in Python would be decided once, when the graph is recorded
@@ -90,10 +92,12 @@ def _attention(
     # the query heads of a group are neighbours, so each key head is repeated in place (repeat_interleave)
     if enable_gqa:
         heads = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(heads, -3), value.repeat_interleave(heads, -3)
+        key = key.repeat_interleave(heads, -3)
+        value = value.repeat_interleave(heads, -3)
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        rows, columns = torch.arange(scores.shape[-2]), torch.arange(scores.shape[-1])
+        rows = torch.arange(scores.shape[-2])
+        columns = torch.arange(scores.shape[-1])
         attn_mask = rows[:, None] >= columns
     if attn_mask is not None:
         scores = scores + attn_mask if attn_mask.is_floating_point() else scores.where(attn_mask, -torch.inf)
@@ -195,7 +199,8 @@ def _weight_gradient(
 
 def _max_pool_backward(gradient: Tensor, x: Tensor, *window: Any) -> Tensor:
     """Add each element of the gradient at the index of its maximum; `window` ends with those indices."""
-    indices, spatial = window[-1], len(window[0])
+    indices = window[-1]
+    spatial = len(window[0])
     lead = list(x.shape[: x.ndim - spatial])
     # torch's indices count within one channel, over its flattened dimensions
     zeros = torch.zeros_like(x).reshape([*lead, math.prod(x.shape[x.ndim - spatial :])])
@@ -217,7 +222,8 @@ def _avg_pool_backward(
     rank = len(kernel)
     stride = list(stride) or list(kernel)
     ones = torch.ones([1, 1, *kernel], dtype=x.dtype)
-    lengths, results = list(x.shape[-rank:]), list(gradient.shape[-rank:])
+    lengths = list(x.shape[-rank:])
+    results = list(gradient.shape[-rank:])
     flat = gradient.reshape([-1, 1, *results])
     spare = [size + step for size, step in zip(kernel, stride, strict=True)]  # as far as the last window may reach
     if divisor is not None:

@@ -36,7 +36,7 @@ from onward.trainer.errors import ExportRefused
 from onward.trainer.export.training.gradients import gradient_of, training_model, updated
 from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
 from onward.trainer.export.training.optimizer_graph import optimizer_model
-from onward.trainer.model.layers import layer_scales
+from onward.trainer.model.layer_scales import layer_scales
 from onward.trainer.onnx_graph.files.external_ranges import load_external
 from onward.trainer.onnx_graph.files.index import all_tensors, length_of
 from onward.trainer.onnx_graph.inner_tensors import lift_inner_tensors
@@ -259,7 +259,8 @@ def _weight_names(weight: str, state: Mapping[str, str]) -> WeightNames:
 
 
 def _artifact(path: Path, model: onnx.ModelProto) -> Artifact:
-    inputs, outputs = tuple(map(_value, model.graph.input)), tuple(map(_value, model.graph.output))
+    inputs = tuple(map(_value, model.graph.input))
+    outputs = tuple(map(_value, model.graph.output))
     return Artifact(file=path.name, sha256=sha256(path), inputs=inputs, outputs=outputs)
 
 

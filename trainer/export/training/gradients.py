@@ -192,7 +192,8 @@ class _Recorder:
         """Compute losses, gradients and new statistics from tensors in the order of the graph's inputs."""
         number = len(flat) - len(self.tensors)
         tensors = dict(zip(self.tensors, flat[number:], strict=True))
-        inputs, given = flat[: number - len(self.labels)], iter(flat[number - len(self.labels) : number])
+        inputs = flat[: number - len(self.labels)]
+        given = iter(flat[number - len(self.labels) : number])
         labels = [next(given) if name else None for name in self.names.labels]
 
         def objective(trained: dict[str, Tensor]) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
@@ -212,7 +213,8 @@ class _Recorder:
         # the losses of Onward are sums over targets (model/losses/loss.py); a step without torch needs the mean
         own = outputs if isinstance(outputs, Tensor) else outputs[loss.index]
         size = 1 if loss.config.rule.by_graph else own.shape[0]
-        total, count = loss(outputs, labels, size), loss.count(labels, size)
+        total = loss(outputs, labels, size)
+        count = loss.count(labels, size)
         if isinstance(count, Tensor):  # of no targets the sum is 0, and so is the mean, not 0 / 0
             count = torch.where(count > 0, count, 1).float()
         return total / count
@@ -278,7 +280,8 @@ class _Flat(nn.Module):
 
 def _translate(recorder: _Recorder, examples: Sequence[Example]) -> TrainingModel:
     examples = [*examples, *recorder.labels]
-    weights, statistics = tuple(recorder.trained.values()), tuple(recorder.statistics.values())
+    weights = tuple(recorder.trained.values())
+    statistics = tuple(recorder.statistics.values())
     tensors = [*(each.tensor for each in examples), *recorder.tensors.values()]
     dynamic = [*(dict(each.dynamic) or None for each in examples), *[None] * len(recorder.tensors)]
     with _quiet():
@@ -306,7 +309,8 @@ def _translate(recorder: _Recorder, examples: Sequence[Example]) -> TrainingMode
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress warnings and log lines of torch.onnx that are about itself."""
-    logger, level = logging.getLogger("torch.onnx"), logging.getLogger("torch.onnx").level
+    logger = logging.getLogger("torch.onnx")
+    level = logging.getLogger("torch.onnx").level
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
@@ -339,7 +343,10 @@ def _name(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str])
             value.name = name
         named[value.name] = name
     _rename(graph, named)
-    model.producer_name, model.producer_version, model.doc_string, graph.name = "onward", "", "", "training"
+    model.producer_name = "onward"
+    model.producer_version = ""
+    model.doc_string = ""
+    graph.name = "training"
     del model.metadata_props[:]
 
 
@@ -350,11 +357,13 @@ def _rename(graph: onnx.GraphProto, named: Mapping[str, str]) -> None:
     del graph.metadata_props[:], graph.value_info[:]
     graph.doc_string = ""
     for part in (*graph.input, *graph.output, *graph.initializer):
-        part.name, part.doc_string = new(part.name), ""
+        part.name = new(part.name)
+        part.doc_string = ""
         del part.metadata_props[:]
     for node in graph.node:
         node.input[:], node.output[:] = map(new, node.input), map(new, node.output)
-        node.name, node.doc_string = f"onward.{node.name or node.output[0]}", ""
+        node.name = f"onward.{node.name or node.output[0]}"
+        node.doc_string = ""
         del node.metadata_props[:]
         for inner in subgraphs(node):
             _rename(inner, named)

@@ -23,7 +23,7 @@ from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
 from onward.trainer.config.losses import LabelUnits, LossConfig, titles
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.export.training.loss_nodes import FORMULAS, LossInputs, class_axis
-from onward.trainer.model.losses.label_units import LEAST, label_axis
+from onward.trainer.model.losses.losses_in_units import LEAST, label_axis
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.examples.builder import GraphExtender
 from onward.trainer.onnx_graph.files import loss_files
@@ -71,7 +71,8 @@ def loss_names(model: onnx.ModelProto, losses: Sequence[LossConfig]) -> LossName
 
     A scalar output that is the only loss keeps its name.
     """
-    g, names = GraphExtender(model.graph), titles(losses, [value.name for value in model.graph.output])
+    g = GraphExtender(model.graph)
+    names = titles(losses, [value.name for value in model.graph.output])
     if len(losses) == 1 and losses[0].weight == 1.0:
         total = ""
         if losses[0].rule.by_graph:
@@ -97,7 +98,8 @@ def label_dims(loss: LossConfig, output: Sequence[Dim]) -> list[Dim | int]:
     if labels == "rows":
         return list(output[:1])
     if labels == "quantiles":
-        last, number = output[-1], len(loss.quantiles)
+        last = output[-1]
+        number = len(loss.quantiles)
         # of one quantile the output may have no axis for it
         return list(output[:-1] if last == number or (number > 1 and not isinstance(last, int)) else output)
     if loss.has_class_axis:
@@ -136,7 +138,8 @@ def evaluation_model(
     place; `copies` (name -> original, whether transposed) follow their originals. Raises UnsupportedModel for weights
     that a node holds as attributes, which cannot be inputs.
     """
-    copy, wanted = _inlined_copy(model), set(weights)
+    copy = _inlined_copy(model)
+    wanted = set(weights)
     if held := [name for name, node, _ in held_attributes(copy.graph) if name in wanted and node.domain == DOMAIN]:
         raise UnsupportedModel(
             f"no training files can be made of this model: {', '.join(held)} are attributes of ai.onnx.ml, which no "
@@ -174,7 +177,8 @@ def _append_losses(model: onnx.ModelProto, losses: Sequence[LossConfig], names: 
     before = list(model.graph.output)
     found = [[_output(model, name) for name in loss.outputs] for loss in losses]
     if found[0][0].name != names.loss:  # else the graph has it already
-        g, terms = GraphExtender(model.graph, reserved=(*names.outputs, *names.labels), opset=opset), []
+        g = GraphExtender(model.graph, reserved=(*names.outputs, *names.labels), opset=opset)
+        terms = []
         for loss, outputs, labels, mean in zip(losses, found, names.labels, names.means, strict=True):
             if labels:
                 model.graph.input.append(_labels(labels, loss, outputs[0]))
@@ -206,7 +210,8 @@ def _append_loss(
     rank = len(outputs[0].type.tensor_type.shape.dim)
     if units := loss.label_units:
         shape = [dim.dim_value for dim in outputs[0].type.tensor_type.shape.dim]
-        axis, labels_rank = label_axis(units, shape), len(label_dims(loss, shape))
+        axis = label_axis(units, shape)
+        labels_rank = len(label_dims(loss, shape))
         values = [_standardised(g, values[0], units, rank - axis)]
         labels = _standardised(g, labels, units, labels_rank - axis)
     total, count = FORMULAS[loss.name](g, LossInputs(loss, values, labels, rank))
@@ -216,7 +221,7 @@ def _append_loss(
 
 
 def _standardised(g: GraphExtender, values: str, units: LabelUnits, axes: int) -> str:
-    """Add the nodes of `standardised` (model/losses/label_units.py); axes: the units' own and those behind."""
+    """Add the nodes of `standardised` (model/losses/losses_in_units.py); axes: the units' own and those behind."""
     if units.log:
         least = g.constant(LEAST)
         line = g.op("Div", g.op("Sub", values, least), g.constant(1 + LEAST))
@@ -249,7 +254,8 @@ def _append_accuracy(model: onnx.ModelProto, loss: LossConfig, labels: str, firs
     """Append two outputs, int64: the number of targets that count, and of the right ones among them."""
     g = GraphExtender(model.graph)
     output = loss.outputs[0] or first
-    count, correct = g.free("count"), g.free("correct")
+    count = g.free("count")
+    correct = g.free("correct")
     if loss.rule.labels == "classes":
         axis = -1 if loss.class_axis is None else loss.class_axis
         # of probabilities the greatest is the class

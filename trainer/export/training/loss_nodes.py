@@ -58,7 +58,8 @@ def cross_entropy(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     axis = class_axis(x.loss, x.rank)
     rows = as_rows(g, x.output, axis, x.rank)
     weights = [_numbers(g, x.loss.class_weights)] if x.loss.class_weights else []
-    smoothing, num_classes = x.loss.label_smoothing, _float(g, _length(g, rows, -1))
+    smoothing = x.loss.label_smoothing
+    num_classes = _float(g, _length(g, rows, -1))
     if x.loss.soft_labels:
         targets = as_rows(g, x.labels, axis, x.rank)
         if smoothing:
@@ -97,7 +98,8 @@ def l1(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
 
 def huber(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     """d^2 / 2 where d = |x - y| is at most delta, and delta (d - delta / 2) elsewhere."""
-    d, delta = g.op("Abs", g.op("Sub", x.output, x.labels)), g.constant(x.loss.delta)
+    d = g.op("Abs", g.op("Sub", x.output, x.labels))
+    delta = g.constant(x.loss.delta)
     square = g.op("Mul", g.op("Mul", d, d), g.constant(0.5))
     line = g.op("Mul", delta, g.op("Sub", d, g.constant(0.5 * x.loss.delta)))
     return _sum(g, g.op("Where", g.op("LessOrEqual", d, delta), square, line)), _size(g, x.labels)
@@ -117,7 +119,8 @@ def dice(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
 
     P: probabilities, by softmax; of one class (C = 1) by sigmoid, with labels 0 and 1. G: the labels, one-hot.
     """
-    scores, axis = x.output, class_axis(x.loss, x.rank)
+    scores = x.output
+    axis = class_axis(x.loss, x.rank)
     if axis != 1:
         others = [other for other in range(1, x.rank) if other != axis]
         scores = g.op("Transpose", scores, perm=[0, axis, *others])
@@ -131,8 +134,10 @@ def dice(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     one_hot = g.op("Equal", labels, g.op("Unsqueeze", classes, g.constant([1])))
     predicted = g.op("Where", single, g.op("Sigmoid", scores), g.op("Softmax", scores, axis=1))
     actual = g.op("Where", single, _float(g, labels), _float(g, one_hot))
-    predicted, actual = g.op("Mul", predicted, counted), g.op("Mul", actual, counted)
-    overlap, sizes = _sum(g, g.op("Mul", predicted, actual), 2), _sum(g, g.op("Add", predicted, actual), 2)
+    predicted = g.op("Mul", predicted, counted)
+    actual = g.op("Mul", actual, counted)
+    overlap = _sum(g, g.op("Mul", predicted, actual), 2)
+    sizes = _sum(g, g.op("Add", predicted, actual), 2)
     smooth = g.constant(x.loss.smooth)
     ratio = g.op("Div", g.op("Add", g.op("Add", overlap, overlap), smooth), g.op("Add", sizes, smooth))
     total = g.op("Div", _sum(g, g.op("Sub", g.constant(1.0), ratio)), _float(g, num_classes))
@@ -141,7 +146,8 @@ def dice(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
 
 def focal(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     """(1 - p)^gamma x binary cross-entropy, p being the probability of the right answer (arXiv:1708.02002)."""
-    one, probability = g.constant(1.0), g.op("Sigmoid", x.output)
+    one = g.constant(1.0)
+    probability = g.op("Sigmoid", x.output)
 
     def chosen(yes: str, no: str) -> str:
         """Yes where the label is 1, no where it is 0, between them for labels between."""
@@ -163,7 +169,8 @@ def giou(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
         sides = g.op("Sub", end, begin)
         return g.op("Mul", *(g.op("Gather", sides, g.constant(side, int), axis=1) for side in (0, 1)))
 
-    least, greatest = g.op("Max", *begins), g.op("Min", *ends)
+    least = g.op("Max", *begins)
+    greatest = g.op("Min", *ends)
     overlap = area(least, g.op("Max", greatest, least))  # no side is below 0
     union = g.op("Sub", g.op("Add", area(begins[0], ends[0]), area(begins[1], ends[1])), overlap)
     around = area(g.op("Min", *begins), g.op("Max", *ends))
@@ -186,7 +193,8 @@ def quantile(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
 
 def cosine(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     """1 - cos for label 1, max(0, cos - margin) for label -1, as torch.nn.functional.cosine_embedding_loss."""
-    epsilon, zero = g.constant(1e-12), g.constant(0.0)
+    epsilon = g.constant(1e-12)
+    zero = g.constant(0.0)
     squares = [g.op("Add", _sum(g, g.op("Mul", each, each), -1), epsilon) for each in x.outputs]
     cosines = g.op("Div", _sum(g, g.op("Mul", *x.outputs), -1), g.op("Sqrt", g.op("Mul", *squares)))
     labels = g.op("Reshape", x.labels, g.constant([-1]))

@@ -18,7 +18,9 @@ from onward.trainer.optim.weight_settings import WeightSettings
 
 OPSET = 20
 
-STEP, RATE, NORM = "step", "learning_rate", "gradient_norm"
+STEP = "step"
+RATE = "learning_rate"
+NORM = "gradient_norm"
 """The number of this update, from 1; the rate of this update; the norm before clipping."""
 
 
@@ -144,7 +146,8 @@ def _adam(g: GraphExtender, config: OptimizerConfig) -> Rule:
 
 def _lamb(g: GraphExtender, config: OptimizerConfig) -> Rule:
     corrections = functools.cache(functools.partial(_corrections, g))
-    zero, one = g.constant(0.0), g.constant(1.0)
+    zero = g.constant(0.0)
+    one = g.constant(1.0)
 
     def rule(w: _Weight) -> dict[str, str]:
         c1, root_c2 = corrections(w.settings.alpha, w.settings.beta, w.settings.bias_correction)
@@ -166,7 +169,8 @@ def _lamb(g: GraphExtender, config: OptimizerConfig) -> Rule:
 
 def _sgd(g: GraphExtender, config: OptimizerConfig) -> Rule:
     def rule(w: _Weight) -> dict[str, str]:
-        direction, state = w.gradient, {}
+        direction = w.gradient
+        state = {}
         if w.settings.weight_decay:
             direction = g.op("Add", direction, g.op("Mul", w.weight, g.constant(w.settings.weight_decay)))
         if w.settings.momentum:
@@ -206,5 +210,6 @@ def _corrections(g: GraphExtender, alpha: float, beta: float, corrected: bool) -
     def correction(decay: float) -> str:
         return g.op("Sub", g.constant(1.0, float), g.op("Pow", g.constant(decay, float), step))
 
-    first, second = correction(alpha), g.op("Sqrt", correction(beta))
+    first = correction(alpha)
+    second = g.op("Sqrt", correction(beta))
     return g.op("Cast", first, to=TensorProto.FLOAT), g.op("Cast", second, to=TensorProto.FLOAT)

@@ -39,11 +39,12 @@ def in_half_precision(model: onnx.ModelProto) -> onnx.ModelProto:
     for number, node in enumerate(model.graph.node):
         # the converter names its casts after the nodes, and those of two nodes without a name would be one
         node.name = node.name or f"node_{number}"
-        for attribute in node.attribute if node.op_type == "Constant" else ():
-            if attribute.name in ("value_float", "value_floats"):  # the converter knows tensors only
-                held = attribute.f if attribute.name == "value_float" else list(attribute.floats)
-                tensor = numpy_helper.from_array(np.array(held, np.float32))
-                attribute.CopyFrom(helper.make_attribute("value", tensor))
+        if node.op_type == "Constant":
+            for attribute in node.attribute:
+                if attribute.name in ("value_float", "value_floats"):  # the converter knows tensors only
+                    held = attribute.f if attribute.name == "value_float" else list(attribute.floats)
+                    tensor = numpy_helper.from_array(np.array(held, np.float32))
+                    attribute.CopyFrom(helper.make_attribute("value", tensor))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of each value that fp16 rounds to 0 or to 65504: the metrics judge the result
         halved: onnx.ModelProto = convert_float_to_float16(model, keep_io_types=True)
@@ -55,7 +56,8 @@ def in_half_precision(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
     """Keep one of the equal casts that the converter makes for several readers of one tensor."""
-    kept, made = [], set[str]()
+    kept = []
+    made = set[str]()
     for node in graph.node:
         if node.op_type != "Cast" or node.output[0] not in made:
             kept.append(node)

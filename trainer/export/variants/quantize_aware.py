@@ -30,7 +30,7 @@ from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.variants.variants import Calibration, prepared
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.surgery.quantizing import without
 from onward.trainer.run.durable_files import durable_file
@@ -49,7 +49,8 @@ def make_quantized(config: RunConfig, target: Path) -> Quantized:
     The same bytes for the same file, settings and data. Raises ConfigError when nothing is quantized, DataError when
     there are no training rows to calibrate on.
     """
-    file, settings = ModelFile.read(config.model.path), config.quantize
+    file = ModelFile.read(config.model.path)
+    settings = config.quantize
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder, durable_file(target) as partial:
         ready = prepared(file, Path(folder))

@@ -147,7 +147,8 @@ def _without_helpers(file: ModelFile, kind: str) -> Iterator[ModelFile]:
 def _inner(exported: Path, read: Sequence[str]) -> list[str]:
     """Return the tensors inside a file's graph that the losses read."""
     graph = ModelFile.read(exported).proto.graph
-    outputs, computed = {value.name for value in graph.output}, {name for node in graph.node for name in node.output}
+    outputs = {value.name for value in graph.output}
+    computed = {name for node in graph.node for name in node.output}
     return [name for name in dict.fromkeys(read) if name in computed - outputs]
 
 
@@ -158,7 +159,8 @@ def _returning(exported: Path, inner: Sequence[str]) -> Iterator[ModelFile]:
     if not inner:
         yield file
         return
-    types, path = known_types(file.proto), exported.with_name(f"{exported.stem}.scores.onnx")
+    types = known_types(file.proto)
+    path = exported.with_name(f"{exported.stem}.scores.onnx")
     file.proto.graph.output.extend(types[name] for name in inner)
     try:
         path.write_bytes(file.proto.SerializeToString())
@@ -170,7 +172,8 @@ def _returning(exported: Path, inner: Sequence[str]) -> Iterator[ModelFile]:
 def _drop_outputs(path: Path, names: Sequence[str]) -> None:
     """Remove outputs from a file, with the nodes and tensors that only they need."""
     model = onnx.load_model(path, load_external_data=False)
-    graph, kept = model.graph, [value for value in model.graph.output if value.name not in names]
+    graph = model.graph
+    kept = [value for value in model.graph.output if value.name not in names]
     nodes, needed = nodes_between(graph, [value.name for value in kept], set())
     fields = {"output": kept, "node": nodes, "initializer": [each for each in graph.initializer if each.name in needed]}
     for field, entries in fields.items():
@@ -231,7 +234,8 @@ def _halved(element_type: int) -> Callable[..., None]:
         if element_type == TensorProto.BFLOAT16 and opset < 13:
             raise ExportRefused(f"bfloat16 weights need opset 13; the file has {opset}")
         # every reader stays unchanged: the Cast gets the weight's old name as its output, and the stored half a new one
-        graph, casts = model.graph, []
+        graph = model.graph
+        casts = []
         greatest = float(np.finfo(helper.tensor_dtype_to_np_dtype(TensorProto.FLOAT16)).max)
         taken = {name for node in graph.node for name in (*node.input, *node.output)}
         taken |= {tensor.name for tensor in graph.initializer}
@@ -247,7 +251,8 @@ def _halved(element_type: int) -> Callable[..., None]:
             values = numpy_helper.to_array(tensor)
             if element_type == TensorProto.FLOAT16 and float(np.abs(values).max()) > greatest:
                 raise ExportRefused(f"{tensor.name!r} has values beyond fp16's {greatest:g}; bf16 holds them")
-            name, stored = tensor.name, _unused_name(f"{tensor.name}.half", taken)
+            name = tensor.name
+            stored = _unused_name(f"{tensor.name}.half", taken)
             half = helper.tensor_dtype_to_np_dtype(element_type)
             tensor.CopyFrom(numpy_helper.from_array(values.astype(half), stored))
             casts.append(helper.make_node("Cast", [stored], [name], to=TensorProto.FLOAT))
@@ -312,7 +317,8 @@ def _static(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
 
 def prepared(exported: ModelFile, folder: Path) -> Path:
     """Write a copy with the shapes of all values, which quantizers need."""
-    given, prepared = folder / "given.onnx", folder / "prepared.onnx"
+    given = folder / "given.onnx"
+    prepared = folder / "prepared.onnx"
     onnx.save_model(_with_initializers(exported), given)
     with contextlib.chdir(folder):  # it leaves files in the working directory when it fails
         try:

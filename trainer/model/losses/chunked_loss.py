@@ -40,7 +40,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
 def compiled_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """Return what `cross_entropy` returns, from compiled code. The last axis has one length, the others any."""
-    rows, flat = logits.reshape(-1, logits.shape[-1]), labels.flatten()
+    rows = logits.reshape(-1, logits.shape[-1])
+    flat = labels.flatten()
     for tensor in (rows, flat):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return _compiled()(rows, flat, ignore_index)

@@ -37,7 +37,9 @@ def gathered_rows(one: Tensor, other: Tensor, group: dist.ProcessGroup | None) -
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, rows: Tensor, total: int, at: int, group: dist.ProcessGroup) -> Tensor:
-        context.at, context.number, context.group = at, len(rows), group
+        context.at = at
+        context.number = len(rows)
+        context.group = group
         everything = rows.new_zeros(total, *rows.shape[1:])
         everything[at : at + len(rows)] = rows
         dist.all_reduce(everything, group=group)  # zeros and one part: the numbers of rows differ

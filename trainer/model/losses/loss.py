@@ -28,9 +28,9 @@ from onward.trainer.data.sequence_lengths import sequence_problems
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses import chunked_loss
 from onward.trainer.model.losses.chunked_loss import at_least_fp32
-from onward.trainer.model.losses.label_units import label_axis, standardised
 from onward.trainer.model.losses.loss_file import load_loss
 from onward.trainer.model.losses.loss_formulas import FORMULAS, LossInputs, as_rows
+from onward.trainer.model.losses.losses_in_units import label_axis, standardised
 from onward.trainer.model.losses.teacher_loss import TeacherLoss
 from onward.trainer.model.losses.vocabulary_loss import ClassShard
 
@@ -120,8 +120,10 @@ class Loss:
         self.indices = [output_index(name, output_names) for name in config.outputs]
         """Positions of the outputs that the loss reads."""
         self.index = self.indices[0]
-        self.config, self.ignore_index = config, config.ignored
-        self.classes, self.name = classes, config.name
+        self.config = config
+        self.ignore_index = config.ignored
+        self.classes = classes
+        self.name = config.name
         self._names = [output_names[place] for place in self.indices]
         self._output_name = self._names[0]
         self._declared = (shapes or {}).get(self._output_name)
@@ -136,7 +138,8 @@ class Loss:
         config = self.config
         self._check_axes(outputs, labels, size)
         if config.is_plain and labels is not None:
-            own, is_soft = self._own(outputs), labels.is_floating_point()
+            own = self._own(outputs)
+            is_soft = labels.is_floating_point()
             if self.classes and is_soft:
                 return self.classes.soft_cross_entropy(own, labels)
             if self.classes:
@@ -241,7 +244,8 @@ class Loss:
     def _refuse_labels(self, batch: Batch, own: Tensor, num_classes: int) -> None:
         labels = own.reshape(batch.size, -1).cpu()
         wrong = (labels != self.ignore_index) & ((labels < 0) | (labels >= num_classes))
-        values, rows = sorted(set(labels[wrong].tolist())), batch.rows[wrong.any(1).numpy()].tolist()
+        values = sorted(set(labels[wrong].tolist()))
+        rows = batch.rows[wrong.any(1).numpy()].tolist()
         raise DataError(
             f"labels {_first(values)} in rows {_first(rows)} of the split are not classes: the "
             f"output that the loss reads has {num_classes} of them, 0..{num_classes - 1}. Correct the labels "
@@ -270,12 +274,14 @@ class Loss:
             return output.ndim - 1
         if labels.is_floating_point():
             return soft_axis(self.config, output.ndim)
-        given, shapes = self.config.class_axis, (tuple(output.shape), tuple(labels.shape))
+        given = self.config.class_axis
+        shapes = (tuple(output.shape), tuple(labels.shape))
         return find_class_axis(*shapes, declared=self._declared, given=given, name=self._output_name)
 
     def _last_axis_only(self, own: Tensor, labels: Tensor) -> None:
         assert self.classes
-        shape, given = (*own.shape[:-1], self.classes.total), self.config.class_axis
+        shape = (*own.shape[:-1], self.classes.total)
+        given = self.config.class_axis
         axis = find_class_axis(shape, tuple(labels.shape), declared=self._declared, given=given, name=self._output_name)
         if axis != own.ndim - 1:
             raise ConfigError(

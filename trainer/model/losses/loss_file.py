@@ -52,7 +52,8 @@ def _from_python(path: Path, name: str) -> Formula:
     function = load_function(path, name, "loss.file")
 
     def loss(x: LossInputs) -> Tensor:
-        output, labels = x.output, x.labels
+        output = x.output
+        labels = x.labels
         try:
             value = function(output, labels)
         except Exception as error:
@@ -80,7 +81,8 @@ def _from_onnx(path: Path) -> Formula:
     devices = {torch.device("cpu")}
 
     def loss(x: LossInputs) -> Tensor:
-        output, labels = x.output, x.labels
+        output = x.output
+        labels = x.labels
         if output.device not in devices:
             module.to(output.device)
             devices.clear()

@@ -72,9 +72,12 @@ def as_rows(values: Tensor, axis: int) -> Tensor:
 def cross_entropy(x: LossInputs) -> Tensor:
     """[..., C, ...] and [...], or of labels that are probabilities both of one shape."""
     if x.labels.is_floating_point():
-        targets, ignored = as_rows(x.labels.reshape(x.output.shape), x.axis), -100  # torch's own, which has no effect
+        # torch's own, which has no effect
+        targets = as_rows(x.labels.reshape(x.output.shape), x.axis)
+        ignored = -100
     else:
-        targets, ignored = x.labels.flatten(), x.loss.ignored
+        targets = x.labels.flatten()
+        ignored = x.loss.ignored
     return F.cross_entropy(
         as_rows(x.output, x.axis),
         targets,
@@ -102,7 +105,8 @@ def huber(x: LossInputs) -> Tensor:
 
 def bce_with_logits(x: LossInputs) -> Tensor:
     """Binary cross-entropy of logits, weighted by label and by whether it is positive."""
-    weights, positive = x.class_weights, x.positive_weights
+    weights = x.class_weights
+    positive = x.positive_weights
     return F.binary_cross_entropy_with_logits(
         x.output, x.labels_like_output, weight=weights, pos_weight=positive, reduction="sum"
     )
@@ -113,22 +117,29 @@ def dice(x: LossInputs) -> Tensor:
 
     P: probabilities, by softmax; of one class (C = 1) by sigmoid, with labels 0 and 1. G: the labels, one-hot.
     """
-    scores, smooth = x.output.movedim(x.axis, 1).flatten(2), x.loss.smooth
+    scores = x.output.movedim(x.axis, 1).flatten(2)
+    smooth = x.loss.smooth
     labels = x.labels.reshape(scores.shape[0], 1, -1)  # `len` would fix the batch where the graph is recorded
     counted = labels != x.loss.ignored
     if scores.shape[1] == 1:
-        predicted, actual = scores.sigmoid(), labels.to(scores.dtype)
+        predicted = scores.sigmoid()
+        actual = labels.to(scores.dtype)
     else:
         classes = torch.arange(scores.shape[1], device=scores.device)[:, None]
-        predicted, actual = scores.softmax(1), (labels == classes).to(scores.dtype)
-    predicted, actual = predicted * counted, actual * counted
-    overlap, sizes = (predicted * actual).sum(2), (predicted + actual).sum(2)
+        predicted = scores.softmax(1)
+        actual = (labels == classes).to(scores.dtype)
+    predicted = predicted * counted
+    actual = actual * counted
+    overlap = (predicted * actual).sum(2)
+    sizes = (predicted + actual).sum(2)
     return (1 - (2 * overlap + smooth) / (sizes + smooth)).mean(1).sum()
 
 
 def focal(x: LossInputs) -> Tensor:
     """(1 - p)^gamma x binary cross-entropy, p being the probability of the right answer (arXiv:1708.02002)."""
-    output, labels, alpha = x.output, x.labels_like_output, x.loss.alpha
+    output = x.output
+    labels = x.labels_like_output
+    alpha = x.loss.alpha
     entropy = F.binary_cross_entropy_with_logits(output, labels, reduction="none")
     probability = output.sigmoid()
     right = probability * labels + (1 - probability) * (1 - labels)
@@ -144,7 +155,8 @@ def _area(boxes: Tensor) -> Tensor:
 
 def box_overlaps(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """Return intersection and union of boxes [N, 4] as x1, y1, x2, y2, row by row: both [N]."""
-    least, greatest = torch.max(ours[:, :2], theirs[:, :2]), torch.min(ours[:, 2:], theirs[:, 2:])
+    least = torch.max(ours[:, :2], theirs[:, :2])
+    greatest = torch.min(ours[:, 2:], theirs[:, 2:])
     sides = (greatest - least).clamp(min=0)
     overlap = sides[:, 0] * sides[:, 1]
     return overlap, _area(ours) + _area(theirs) - overlap
@@ -152,7 +164,8 @@ def box_overlaps(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
 
 def giou(x: LossInputs) -> Tensor:
     """1 - generalised intersection over union of boxes [..., 4] as x1, y1, x2, y2 (arXiv:1902.09630)."""
-    ours, theirs = x.output.reshape(-1, 4), x.labels_like_output.reshape(-1, 4)
+    ours = x.output.reshape(-1, 4)
+    theirs = x.labels_like_output.reshape(-1, 4)
     overlap, union = box_overlaps(ours, theirs)
     around = _area(torch.cat([torch.min(ours[:, :2], theirs[:, :2]), torch.max(ours[:, 2:], theirs[:, 2:])], 1))
     epsilon = 1e-7  # as in torchvision
@@ -166,7 +179,8 @@ def quantile_rows(output: Tensor, loss: LossConfig) -> Tensor:
 
 def quantile(x: LossInputs) -> Tensor:
     """max(q d, (q - 1) d) for each quantile q, d = label - output: [..., Q] and [...]."""
-    output, levels = quantile_rows(x.output, x.loss), torch.tensor(x.loss.quantiles, device=x.output.device)
+    output = quantile_rows(x.output, x.loss)
+    levels = torch.tensor(x.loss.quantiles, device=x.output.device)
     difference = x.labels.to(output.dtype).reshape(output.shape[:-1])[..., None] - output
     return torch.max(levels * difference, (levels - 1) * difference).sum()
 

@@ -44,7 +44,8 @@ class TeacherLoss:
 
         counted: which rows count, bool of the shape of the labels [B, ...]; None = all. size: 0 for padding.
         """
-        own, teacher = outputs[self._own].float(), outputs[self._teacher].detach().float()
+        own = outputs[self._own].float()
+        teacher = outputs[self._teacher].detach().float()
         teacher = self._like(teacher, own)
         axis = self._axis(own, counted)
         values = _divergence(as_rows(own, axis), as_rows(teacher, axis), self.config)
@@ -85,9 +86,11 @@ def _divergence(own: Tensor, teacher: Tensor, config: SoftLoss) -> Tensor:
     """Return how far rows of scores are from the teacher's: both [rows, C] -> [rows]."""
     if config.kind == "mse":
         return (own - teacher).square().mean(-1)
-    own, teacher = own / config.temperature, teacher / config.temperature
+    own = own / config.temperature
+    teacher = teacher / config.temperature
     if config.kind == "kl":
-        wanted, found = F.log_softmax(teacher, -1), F.log_softmax(own, -1)
+        wanted = F.log_softmax(teacher, -1)
+        found = F.log_softmax(own, -1)
         return config.temperature**2 * (wanted.exp() * (wanted - found)).sum(-1)
     yes = teacher.sigmoid() * (F.logsigmoid(teacher) - F.logsigmoid(own))
     no = (-teacher).sigmoid() * (F.logsigmoid(-teacher) - F.logsigmoid(-own))

@@ -99,7 +99,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         logits, greatest, total, index, own, counted = context.saved_tensors
         # ignored labels are multiplied by 0, not set to 0, so that a NaN stays a NaN as in torch's cross-entropy
         each = torch.where(counted, gradient, 0.0)
-        factor, at_label = (each / total)[:, None], torch.where(own, each, 0.0)[:, None]
+        factor = (each / total)[:, None]
+        at_label = torch.where(own, each, 0.0)[:, None]
         result = torch.empty_like(logits)
         for rows in chunks(logits):
             part = _shifted(logits[rows], greatest[rows]).exp_().mul_(factor[rows])
@@ -117,7 +118,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, logits: Tensor, labels: Tensor, classes: ClassShard) -> Tensor:
-        own, mass = at_least_fp32(labels[:, classes.start : classes.stop]), labels.sum(-1)
+        own = at_least_fp32(labels[:, classes.start : classes.stop])
+        mass = labels.sum(-1)
         shifted = _shifted(logits, all_reduce(at_least_fp32(logits.amax(-1)), classes.group, "max"))
         sums = torch.stack([shifted.exp().sum(-1), (shifted * own).sum(-1)])
         total, target = all_reduce(sums, classes.group, "sum")

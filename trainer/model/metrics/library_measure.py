@@ -41,7 +41,10 @@ class LibraryMeasure:
 
     def __init__(self, metric: MetricConfig, task: Task, device: torch.device, *, ignore_index: int) -> None:
         self.key = metric.key
-        self._metric, self._task, self._device, self._ignore_index = metric, task, device, ignore_index
+        self._metric = metric
+        self._task = task
+        self._device = device
+        self._ignore_index = ignore_index
         self._library = import_torchmetrics()
         self._made: Any = None
 
@@ -67,7 +70,8 @@ class LibraryMeasure:
     def value(self, sums: Sequence[list[float]], lists: Sequence[Tensor], size: int) -> float:
         if any(each.is_floating_point() and each.isnan().any() for each in lists):
             return math.nan  # torchmetrics would sort it among the numbers
-        sum_of, list_of = iter(sums), iter(lists)
+        sum_of = iter(sums)
+        list_of = iter(lists)
         for name, value in self._made.metric_state.items():
             if isinstance(value, Tensor):
                 setattr(self._made, name, value.new_tensor(next(sum_of)).view_as(value))
@@ -107,7 +111,8 @@ class LibraryMeasure:
 
     def _make(self, size: int) -> Any:
         """Return the torchmetrics object for so many classes or labels."""
-        metric, library = self._metric, METRICS[self._metric.name].library
+        metric = self._metric
+        library = METRICS[self._metric.name].library
         parameters: dict[str, Any] = {"sync_on_compute": False}
         if self._task == "sequences":
             module = self._library.text

@@ -32,8 +32,12 @@ class Measured:
         task: Task,
         loss_sum: Tensor | None = None,
     ) -> None:
-        self._loss, self._outputs, self._given, self._loss_sum = loss, outputs, labels, loss_sum
-        self.task, self.config = task, loss.config
+        self._loss = loss
+        self._outputs = outputs
+        self._given = labels
+        self._loss_sum = loss_sum
+        self.task = task
+        self.config = loss.config
 
     @cached_property
     def size(self) -> int:

@@ -58,7 +58,9 @@ class SumMeasure:
     on_first_rank = False
 
     def __init__(self, metric: MetricConfig, device: torch.device) -> None:
-        self.metric, self.key, self._device = metric, metric.key, device
+        self.metric = metric
+        self.key = metric.key
+        self._device = device
         self._sums: Tensor | None = None
 
     def update(self, batch: Measured) -> None:
@@ -148,7 +150,8 @@ class R2(SumMeasure):
         return (4, size)
 
     def sums_of(self, batch: Measured) -> Tensor:
-        targets, errors = batch.targets.double(), (batch.scores - batch.targets).double()
+        targets = batch.targets.double()
+        errors = (batch.scores - batch.targets).double()
         count = torch.full_like(targets[0], len(targets))
         return torch.stack([targets.sum(0), targets.square().sum(0), errors.square().sum(0), count])
 
@@ -170,7 +173,8 @@ class Pinball(SumMeasure):
 
 class Coverage(SumMeasure):
     def sums_of(self, batch: Measured) -> Tensor:
-        levels, labels = batch.config.quantiles, batch.targets
+        levels = batch.config.quantiles
+        labels = batch.targets
         covered = labels <= batch.scores[:, levels.index(self.metric.quantile or max(levels))]
         if not self.metric.quantile and len(levels) > 1:
             covered &= labels >= batch.scores[:, levels.index(min(levels))]
@@ -205,7 +209,9 @@ class Retrieval:
     on_first_rank = True
 
     def __init__(self, metric: MetricConfig, device: torch.device) -> None:
-        self.key, self._k, self._device = metric.key, metric.k or 1, device
+        self.key = metric.key
+        self._k = metric.k or 1
+        self._device = device
         self._rows: list[list[Tensor]] = []
 
     def update(self, batch: Measured) -> None:
@@ -222,7 +228,8 @@ class Retrieval:
         queries, keys = (F.normalize(rows.double(), dim=-1) for rows in lists)
         if queries.isnan().any() or keys.isnan().any():
             return math.nan
-        found, step = 0, max(1, MOST_SIMILARITIES // len(keys))
+        found = 0
+        step = max(1, MOST_SIMILARITIES // len(keys))
         for start in range(0, len(queries), step):
             similar = queries[start : start + step] @ keys.T
             own = similar.diagonal(start)[:, None]
@@ -260,7 +267,8 @@ class LabelConfusion(SumMeasure):
         return (size * 4,)
 
     def sums_of(self, batch: Measured) -> Tensor:
-        yes, found = batch.targets.bool(), batch.scores > 0
+        yes = batch.targets.bool()
+        found = batch.scores > 0
         cells = [~yes & ~found, ~yes & found, yes & ~found, yes & found]
         return torch.stack([cell.sum(0) for cell in cells], 1).flatten().double()
 

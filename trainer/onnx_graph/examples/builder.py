@@ -97,13 +97,15 @@ class GraphExtender:
     """
 
     def __init__(self, graph: onnx.GraphProto, *, reserved: Iterable[str] = (), opset: int = OPSET) -> None:
-        self.graph, self.opset = graph, opset
+        self.graph = graph
+        self.opset = opset
         self._taken = {*all_names(graph), *reserved}
         self._constants: dict[tuple[str, bytes], str] = {}
 
     def free(self, wanted: str) -> str:
         """Return `wanted`, or the first free name of wanted_2, wanted_3, ..., and mark it as taken."""
-        name, number = wanted, 1
+        name = wanted
+        number = 1
         while name in self._taken:
             number += 1
             name = f"{wanted}_{number}"

@@ -107,7 +107,8 @@ def build_gpt2(
     x = g.op("Add", g.op("Gather", words, ids), g.op("Gather", places, positions))
     x = _dropout(g, x, dropout)
     for layer in range(num_layers):
-        name, depth = f"transformer.h.{layer}", math.sqrt(2.0 * num_layers)
+        name = f"transformer.h.{layer}"
+        depth = math.sqrt(2.0 * num_layers)
         h = layer_norm(g, x, f"{name}.ln_1", width)
         h = _attention(g, h, causal, f"{name}.attn", width=width, num_heads=num_heads, dropout=dropout)
         h = linear(g, h, f"{name}.attn.c_proj", g.normal(0.02 / depth, width, width))

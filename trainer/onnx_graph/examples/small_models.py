@@ -98,7 +98,8 @@ def build_two_heads(*, num_classes: int, image_size: int, width: int = 16, seed:
     for layer in range(3):
         outputs = width << layer
         x = g.op("Relu", _conv_norm(g, x, f"{layer}.conv", f"{layer}.bn", (outputs, channels, 3, 3)))
-        x, channels = _half(g, x), outputs
+        x = _half(g, x)
+        channels = outputs
     # flattened and not averaged: where something is must not get lost
     features = channels * (image_size // 8) ** 2
     x = g.op("Relu", _gemm(g, g.op("Flatten", x), "trunk", features, 64))
@@ -154,7 +155,8 @@ def _self_attention(g: GraphWriter, x: str, kept: str, name: str, width: int, nu
         projected = linear(g, x, f"{name}.self.{part}", g.normal(0.02, width, width))
         return g.op("Transpose", g.op("Reshape", projected, heads), perm=perm)
 
-    query, key = project("query", [0, 2, 1, 3]), project("key", [0, 2, 3, 1])
+    query = project("query", [0, 2, 1, 3])
+    key = project("key", [0, 2, 3, 1])
     scores = g.op("Div", g.op("MatMul", query, key), g.weight("sqrt_head_width", math.sqrt(width / num_heads)))
     scores = g.op("Where", kept, scores, g.weight("masked", float(np.finfo(np.float32).min)))
     mixed = g.op("MatMul", g.op("Softmax", scores, axis=-1), project("value", [0, 2, 1, 3]))
@@ -177,7 +179,8 @@ def _conv_norm(g: GraphWriter, x: str, conv: str, norm: str, shape: tuple[int, .
     """Add a convolution without bias, padded to keep the size, and a BatchNormalization."""
     weight = g.weight(f"{conv}.weight", g.kaiming_uniform(*shape))
     x = g.op("Conv", x, weight, kernel_shape=list(shape[2:]), pads=[shape[-1] // 2] * 4, **attributes)
-    ones, zeros = np.ones(shape[0], np.float32), np.zeros(shape[0], np.float32)
+    ones = np.ones(shape[0], np.float32)
+    zeros = np.zeros(shape[0], np.float32)
     values = {"weight": ones, "bias": zeros, "running_mean": zeros, "running_var": ones}
     stored = [g.weight(f"{norm}.{part}", value) for part, value in values.items()]
     return g.op("BatchNormalization", x, *stored, epsilon=1e-5, momentum=0.9)

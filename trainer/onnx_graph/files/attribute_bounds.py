@@ -25,8 +25,10 @@ class Bound(NamedTuple):
     most: int = 2**31 - 1
 
 
-POSITIVE, NOT_NEGATIVE = Bound(1), Bound(0)
-AXIS, DIMENSION = Bound(-TENSOR_DIMS.most, TENSOR_DIMS.most - 1), Bound(0, TENSOR_DIMS.most)
+POSITIVE = Bound(1)
+NOT_NEGATIVE = Bound(0)
+AXIS = Bound(-TENSOR_DIMS.most, TENSOR_DIMS.most - 1)
+DIMENSION = Bound(0, TENSOR_DIMS.most)
 VOCABULARY = Bound(0, 2**24)
 """Columns of the result of TfIdfVectorizer, which has as many as the largest index says."""
 

@@ -50,7 +50,8 @@ def map_external(proto: TensorProto, base: Path, *, unaligned: bool = False) -> 
     """
     if proto.data_type not in BYTEWISE_DTYPES:
         return read_tensor(proto, base)
-    where, dtype = byte_range(proto), BYTEWISE_DTYPES[proto.data_type]
+    where = byte_range(proto)
+    dtype = BYTEWISE_DTYPES[proto.data_type]
     if not where.length:
         return torch.empty(tuple(proto.dims), dtype=DTYPES[proto.data_type])
     # mode "c" is copy-on-write: training changes pages in memory and never the user's file
@@ -105,7 +106,8 @@ def write_external(
     """
     # frozen tensors take part too: a changed weight must not be written over bytes that one of them reads
     for group in _overlapping([*tensors.values(), *((None, proto) for proto in kept)]):
-        first, place_of_first = group[0][0], byte_range(group[0][1])
+        first = group[0][0]
+        place_of_first = byte_range(group[0][1])
         # tied weights that were stored once: all get the same values, and one write is enough
         alike = all(_same(tensor, first) and byte_range(proto) == place_of_first for tensor, proto in group)
         for tensor, proto in group:
@@ -125,7 +127,8 @@ Destination = tuple[torch.Tensor | None, TensorProto]
 def _overlapping(destinations: Iterable[Destination]) -> Iterator[list[Destination]]:
     """Group the tensors that share bytes; most groups have one member."""
     group: list[Destination] = []
-    end, location = 0, ""
+    end = 0
+    location = ""
     for tensor, proto in sorted(
         destinations, key=lambda item: (byte_range(item[1]).location, byte_range(item[1]).offset)
     ):
@@ -174,7 +177,8 @@ def _changed_chunks(
     flat = tensor.detach().reshape(-1)
     step = CHUNK_BYTES // dtype.itemsize
     for start in range(0, flat.numel(), step):
-        chunk, offset = flat[start : start + step].cpu(), where.offset + start * dtype.itemsize
+        chunk = flat[start : start + step].cpu()
+        offset = where.offset + start * dtype.itemsize
         file.seek(offset)
         stored = torch.frombuffer(bytearray(file.read(chunk.numel() * dtype.itemsize)), dtype=dtype)
         if bits_differ(chunk, stored):

@@ -125,7 +125,8 @@ def _is_in_cache(link: Path) -> bool:
     """Return whether a link leads from a snapshot of a cache to a plain file among the blobs of the same cache."""
     try:
         # the directory that the user named may be a link; what lies below it in the file's name is none
-        folder, target = link.parent.resolve(strict=True), link.resolve(strict=True)
+        folder = link.parent.resolve(strict=True)
+        target = link.resolve(strict=True)
         caches = [each.parent for each in folder.parents if each.name == "snapshots"]
         return any(_is_own_cache(cache, target) for cache in caches)
     except (OSError, RuntimeError):  # it leads nowhere, or in a circle

@@ -103,7 +103,8 @@ def nodes_between(
     graph: onnx.GraphProto, outputs: Iterable[str], start: set[str]
 ) -> tuple[list[onnx.NodeProto], set[str]]:
     """Return the nodes that compute tensors from `start` and the inputs, in graph order, and all names they read."""
-    needed, kept = set(outputs), []
+    needed = set(outputs)
+    kept = []
     for node in reversed(graph.node):
         # backwards over the sorted nodes, so that every reader of a value is visited before its producer
         if (needed - start) & set(node.output):
@@ -223,7 +224,8 @@ def known_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
 def infer_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
     """Return the same as `known_types`. Raises InferenceError for a graph that contradicts itself."""
     # onnx serializes the model, which fails at 2 GB
-    light, added = without_large_tensors(model), dict[str, onnx.ValueInfoProto]()
+    light = without_large_tensors(model)
+    added = dict[str, onnx.ValueInfoProto]()
     while True:
         found = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
         types = {value.name: value for value in (*found.value_info, *found.output, *found.input)} | added
@@ -240,7 +242,8 @@ def without_large_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
     light = onnx.ModelProto(ir_version=max(model.ir_version, 4))
     light.opset_import.extend(model.opset_import)
     light.functions.extend(model.functions)
-    graph, target = model.graph, light.graph
+    graph = model.graph
+    target = light.graph
     target.name = graph.name
     target.node.extend(graph.node)
     declared = {value.name for value in graph.input}

@@ -42,7 +42,8 @@ def guard_integer_divisions(model: onnx.ModelProto) -> onnx.ModelProto:
     guarded.CopyFrom(model)
     names = (f"guarded_division_{number}" for number in count())
     for graph in reversed(list(graphs_of(guarded.graph))):  # inner ones first: the nodes around them are then copied
-        index, nodes = Index(graph), list[onnx.NodeProto]()
+        index = Index(graph)
+        nodes = list[onnx.NodeProto]()
         for node in graph.node:
             kind = _kind(node, types)
             guard = kind in DTYPES and _may_overflow(node, index)

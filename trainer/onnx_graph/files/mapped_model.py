@@ -29,9 +29,14 @@ from onward.trainer.onnx_graph.files.external_ranges import BYTEWISE_SIZES
 LARGE_BYTES = 256 * 2**10
 """Values of fewer bytes are read with the graph."""
 
-GRAPH, INITIALIZER, RAW_DATA = 7, 5, 9
+GRAPH = 7
+INITIALIZER = 5
+RAW_DATA = 9
 """Numbers of the fields ModelProto.graph, GraphProto.initializer and TensorProto.raw_data."""
-VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+VARINT = 0
+FIXED64 = 1
+LENGTH = 2
+FIXED32 = 5
 """Types of fields."""
 
 

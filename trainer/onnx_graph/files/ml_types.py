@@ -20,7 +20,8 @@ def further_results(graph: onnx.GraphProto, known: Mapping[str, onnx.ValueInfoPr
         typed = name in known and known[name].type.tensor_type.elem_type
         if not name or typed or not node.input or (operand := known.get(node.input[0])) is None:
             continue
-        kind, dims = operand.type.tensor_type.elem_type, _dims(operand)
+        kind = operand.type.tensor_type.elem_type
+        dims = _dims(operand)
         if (node.domain, node.op_type) == ("com.microsoft", "Tokenizer"):  # one dimension more, for the tokens
             yield helper.make_tensor_value_info(name, TensorProto.STRING, None if dims is None else [*dims, None])
         if node.domain != DOMAIN:

@@ -92,7 +92,8 @@ OTHER_KINDS: tuple[tuple[bytes, str], ...] = (
     (b"<", "a page of HTML or XML; the download gave something else than the file"),
 )
 """First bytes of a file -> what it is, and what to do."""
-SAFETENSORS, TFLITE = slice(8, 10), slice(4, 8)
+SAFETENSORS = slice(8, 10)
+TFLITE = slice(4, 8)
 
 
 def other_kind(content: bytes) -> str:
@@ -173,7 +174,8 @@ def _function_problems(model: onnx.ModelProto) -> Iterator[str]:
     calls = {key: _count(function.node, bodies) for key, function in bodies.items()}
     known: dict[tuple[str, str], tuple[int, int]] = {}
     """Function -> (nodes, how deep its calls go)."""
-    waiting, inside = list(calls), set[tuple[str, str]]()
+    waiting = list(calls)
+    inside = set[tuple[str, str]]()
     while waiting:
         key = waiting[-1]
         own, called = calls[key]
@@ -201,7 +203,8 @@ def _count(
     nodes: Iterable[onnx.NodeProto], functions: Mapping[tuple[str, str], Any]
 ) -> tuple[int, dict[tuple[str, str], int]]:
     """Return the number of nodes that call no function, and how often each function is called."""
-    own, called = 0, dict[tuple[str, str], int]()
+    own = 0
+    called = dict[tuple[str, str], int]()
     for node in nodes_inside(nodes):
         key = node.domain, node.op_type
         if key in functions:
@@ -239,7 +242,8 @@ def _shape_problems(dims: list[int]) -> Iterator[str]:
 
 def tensor_problems(tensor: TensorProto) -> Iterator[str]:
     """Yield why a stored tensor cannot be read: its type, its shape, or values that do not fit the shape."""
-    name, kind = f"tensor {tensor.name!r}", tensor.data_type
+    name = f"tensor {tensor.name!r}"
+    kind = tensor.data_type
     if isinstance(tensor.name, bytes):
         yield f"{name} has a name that is not UTF-8"
     if kind not in TYPES or kind == TensorProto.UNDEFINED:
@@ -251,7 +255,8 @@ def tensor_problems(tensor: TensorProto) -> Iterator[str]:
         return
     if tensor.data_location == TensorProto.EXTERNAL:
         return  # external_data.py compares with the file
-    wanted, held = math.prod(dims), _num_values(tensor)
+    wanted = math.prod(dims)
+    held = _num_values(tensor)
     if held not in (wanted, None):
         yield f"{name} holds {held:g} values, but its shape takes {wanted}; the file is damaged"
 

@@ -69,7 +69,8 @@ def dense_tensor(sparse: onnx.SparseTensorProto) -> TensorProto:
     """
     if is_external(sparse.values) or is_external(sparse.indices):
         return sparse.values
-    values, at = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
+    values = numpy_helper.to_array(sparse.values)
+    at = numpy_helper.to_array(sparse.indices)
     dense = np.zeros(tuple(sparse.dims), values.dtype)
     # places: one number each, counted through the tensor, or a row of one number for each dimension
     dense[np.unravel_index(at, dense.shape) if at.ndim == 1 else tuple(at.T)] = values
@@ -89,7 +90,8 @@ def read_chunks(proto: TensorProto, base: Path) -> Iterator[np.ndarray[Any, Any]
         for start in range(0, len(proto.raw_data), CHUNK_BYTES):
             yield np.frombuffer(proto.raw_data[start : start + CHUNK_BYTES], dtype)
     else:
-        flat, step = numpy_helper.to_array(proto).reshape(-1), CHUNK_BYTES // dtype.itemsize
+        flat = numpy_helper.to_array(proto).reshape(-1)
+        step = CHUNK_BYTES // dtype.itemsize
         yield from (flat[start : start + step] for start in range(0, len(flat), step))
 
 

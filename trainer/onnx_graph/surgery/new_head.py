@@ -61,7 +61,9 @@ def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
     """Return the node as a layer; None for other operators and for a weight that is computed."""
     if node.op_type not in ("MatMul", "Gemm", "Conv") or node.domain not in ("", "ai.onnx") or len(node.input) < 2:
         return None
-    name, exclusive, data_type = node.input[1], True, 0
+    name = node.input[1]
+    exclusive = True
+    data_type = 0
     first = node.op_type == "Conv" or any(a.name == "transB" and a.i for a in node.attribute)
     transposed = False
     while True:
@@ -85,7 +87,9 @@ def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
 
 def _last_layers_before(tensor: str, index: Index) -> list[_Layer]:
     """Return the last layers before a tensor; more than one if the graph branches between them."""
-    found, seen, frontier = [], set[str](), [tensor]
+    found = []
+    seen = set[str]()
+    frontier = [tensor]
     while frontier:
         name = frontier.pop()
         node = index.makers.get(name)
@@ -131,7 +135,8 @@ def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> l
 
     Returns the problems; the model may then be changed in part.
     """
-    graph, index = model.graph, Index(model.graph)
+    graph = model.graph
+    index = Index(model.graph)
     output = config.named_outputs(graph.output[0].name)[0]
     try:
         layer = _chosen_layer(index, config, output)
@@ -208,7 +213,8 @@ class _Head:
         # an Add after a convolution has its bias as [channels, 1, 1]: counted from the end, the channels come before
         # height and width
         bias_at = 1 - len(self.index.stored[layer.weight].dims) if layer.node.op_type == "Conv" else -1
-        self.dependents, problems = set(layer.node.output), []
+        self.dependents = set(layer.node.output)
+        problems = []
         has_bias = len(layer.node.input) > 2 and bool(layer.node.input[2])
         if has_bias:
             self._replace_bias(layer.node, 2, -1)
@@ -252,10 +258,12 @@ class _Head:
 
     def _reshape(self, node: onnx.NodeProto, slot: int) -> None:
         """Replace the old number of outputs in the shape operand of a Reshape, stored or built by a Concat."""
-        tensor, maker = self.index.stored.get(node.input[slot]), self.index.makers.get(node.input[slot])
+        tensor = self.index.stored.get(node.input[slot])
+        maker = self.index.makers.get(node.input[slot])
         if tensor is None:
-            for place in range(len(maker.input)) if maker is not None and maker.op_type == "Concat" else ():
-                self._reshape(maker, place)  # type: ignore[arg-type]
+            if maker is not None and maker.op_type == "Concat":
+                for place in range(len(maker.input)):
+                    self._reshape(maker, place)  # type: ignore[arg-type]
             return
         if tensor.data_location == TensorProto.EXTERNAL:
             return

@@ -20,7 +20,8 @@ from onward.trainer.config.losses import LabelUnits, LossConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.files.index import Index, inner_graphs
 
-SCALE, CENTER = ".label_scale", ".label_center"
+SCALE = ".label_scale"
+CENTER = ".label_center"
 """Behind the name of an output: the names of its constants."""
 
 
@@ -77,13 +78,15 @@ def _add_nodes(model: onnx.ModelProto, name: str, units: LabelUnits) -> None:
     shape = _shape_of_constants(output, units)
     for kind, numbers in ((SCALE, units.scale), (CENTER, units.center)):
         graph.initializer.append(numpy_helper.from_array(np.reshape(numbers, shape).astype(dtype), f"{name}{kind}"))
-    scaled, summed = f"{name}.scaled", f"{name}.log" if units.log else name
+    scaled = f"{name}.scaled"
+    summed = f"{name}.log" if units.log else name
     nodes = [
         helper.make_node("Mul", [inside, f"{name}{SCALE}"], [scaled], scaled),
         helper.make_node("Add", [scaled, f"{name}{CENTER}"], [summed], f"{name}.units"),
     ]
     if units.log:
-        one, raised = numpy_helper.from_array(np.array(1, dtype), f"{name}.one"), f"{name}.exp"
+        one = numpy_helper.from_array(np.array(1, dtype), f"{name}.one")
+        raised = f"{name}.exp"
         nodes += [
             helper.make_node("Constant", [], [one.name], one.name, value=one),
             helper.make_node("Exp", [summed], [raised], raised),

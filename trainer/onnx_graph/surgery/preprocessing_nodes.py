@@ -97,7 +97,8 @@ def find_preprocessing(model: onnx.ModelProto, config: ModelConfig) -> Preproces
         return None
     for name in config.outputs:
         model = with_log_probabilities(model, name)
-    graph, types = model.graph, known_types(model)
+    graph = model.graph
+    types = known_types(model)
     outputs = config.named_outputs(graph.output[0].name)
     if texts := [name for name in outputs if name in types and _is_text(types[name])]:
         raise UnsupportedModel(unreadable_output(model, name, types) for name in texts)
@@ -127,7 +128,8 @@ def find_preprocessing(model: onnx.ModelProto, config: ModelConfig) -> Preproces
 
 def preprocessing_model(model: onnx.ModelProto, found: Preprocessing) -> onnx.ModelProto:
     """Return the pre-processing as a model of its own: from the graph's inputs to the tensors of numbers."""
-    graph, types = model.graph, known_types(model)
+    graph = model.graph
+    types = known_types(model)
     front = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name, domain=model.domain)
     front.opset_import.extend(model.opset_import)
     front.functions.extend(model.functions)
@@ -204,7 +206,8 @@ def _nodes_in_front(
 
 def _with_ancestors(chosen: Iterable[int], nodes: list[onnx.NodeProto]) -> set[int]:
     """Return the chosen positions and those of all nodes that the chosen ones depend on."""
-    found, needed = set(chosen), set[str]()
+    found = set(chosen)
+    needed = set[str]()
     for at in reversed(range(len(nodes))):
         if at in found or needed.intersection(nodes[at].output):
             found.add(at)

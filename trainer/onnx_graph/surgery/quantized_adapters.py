@@ -49,12 +49,15 @@ def add_quantized_adapters(model: onnx.ModelProto, config: LoraConfig, *, seed: 
     """
     if not config.weights:
         return ()
-    index, factors, problems = Index(model.graph), list[str](), list[str]()
+    index = Index(model.graph)
+    factors = list[str]()
+    problems = list[str]()
     added: dict[str, list[onnx.NodeProto]] = {}
     for name, product in _quantized_products(index).items():
         if not any(fnmatchcase(name, pattern) for pattern in config.weights):
             continue
-        a, b = f"{name}.lora_a", f"{name}.lora_b"
+        a = f"{name}.lora_a"
+        b = f"{name}.lora_b"
         factors += (a, b)
         if a in index.stored and b in index.stored:
             problems += _other_adapter(name, index, config)
@@ -101,12 +104,15 @@ def _product(node: onnx.NodeProto, index: Index) -> tuple[str, tuple[int, int, i
         return None
     if node.op_type == "Gemm" and (attributes.get("transA", 0) or attributes.get("alpha", 1.0) != 1.0):
         return None
-    transposed, maker = bool(attributes.get("transB", 0)), index.makers.get(node.input[1])
+    transposed = bool(attributes.get("transB", 0))
+    maker = index.makers.get(node.input[1])
     if maker is not None and maker.op_type == "Transpose":
-        transposed, maker = not transposed, index.makers.get(maker.input[0])
+        transposed = not transposed
+        maker = index.makers.get(maker.input[0])
     if maker is None or maker.op_type != "DequantizeLinear" or maker.input[0] not in index.stored:
         return None
-    dims, scale = index.stored[maker.input[0]].dims, index.stored.get(maker.input[1])
+    dims = index.stored[maker.input[0]].dims
+    scale = index.stored.get(maker.input[1])
     if len(dims) != 2 or scale is None:
         return None
     inputs, outputs = reversed(dims) if transposed else dims
@@ -115,7 +121,8 @@ def _product(node: onnx.NodeProto, index: Index) -> tuple[str, tuple[int, int, i
 
 def _nodes_beside(product: onnx.NodeProto, name: str) -> list[onnx.NodeProto]:
     """Return the nodes of an adapter; the product's own result gets another name, and the sum the one it had."""
-    x, y = product.input[0], product.output[0]
+    x = product.input[0]
+    y = product.output[0]
     narrow, scaled, wide, before = (f"{name}.lora_{part}" for part in ("x", "scaled", "y", "before"))
     product.output[0] = before
     return [

@@ -91,12 +91,14 @@ def store_integers(model: onnx.ModelProto) -> list[str]:
 
     A weight that another node reads, too, stays as it is.
     """
-    graph, done = model.graph, []
+    graph = model.graph
+    done = []
     stored = {tensor.name: tensor for tensor in graph.initializer}
     reads = Counter(name for node in graph.node for name in node.input)
     listed = {value.name for value in (*graph.input, *graph.output)}
     for node in [node for node in graph.node if node.op_type == "QuantizeLinear"]:
-        weight, parameters = node.input[0], [stored.get(name) for name in node.input[1:]]
+        weight = node.input[0]
+        parameters = [stored.get(name) for name in node.input[1:]]
         if weight not in stored or len(parameters) != 2 or None in parameters or reads[weight] > 1 or weight in listed:
             continue
         scale, zero = (numpy_helper.to_array(each) for each in parameters if each is not None)

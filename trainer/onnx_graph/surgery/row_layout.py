@@ -71,7 +71,8 @@ def read_layout(graph: onnx.GraphProto, config: ModelConfig) -> RowLayout:
     Raises ConfigError with all problems at once.
     """
     problems = list[str]()
-    inputs, outputs = _inputs(graph), {value.name: value for value in graph.output}
+    inputs = _inputs(graph)
+    outputs = {value.name: value for value in graph.output}
     axes = {
         name: axis
         for name, given in config.batch_axes.items()
@@ -95,7 +96,8 @@ def read_layout(graph: onnx.GraphProto, config: ModelConfig) -> RowLayout:
 
 def layout_problems(graph: onnx.GraphProto, config: ModelConfig) -> list[str]:
     """Return what is wrong with `model.bind` and `model.batch_axes` for a whole file."""
-    inputs, outputs = list(_inputs(graph)), [value.name for value in graph.output]
+    inputs = list(_inputs(graph))
+    outputs = [value.name for value in graph.output]
     problems = [
         f"model.bind names {name!r}, which is not an input of the model{did_you_mean(name, inputs)}"
         for name in config.bind
@@ -133,10 +135,12 @@ def rows_first(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
     graph = changed.graph
     own = {name: f"{OF_FILE}{name}" for name in layout.axes}
     inputs = [value for value in graph.input if value.name not in layout.bound]
-    front, behind = list[onnx.NodeProto](), list[onnx.NodeProto]()
+    front = list[onnx.NodeProto]()
+    behind = list[onnx.NodeProto]()
     for value in (*inputs, *graph.output):
         if value.name in layout.axes:
-            axis, dims = layout.axes[value.name], value.type.tensor_type.shape.dim
+            axis = layout.axes[value.name]
+            dims = value.type.tensor_type.shape.dim
             order = [axis, *(at for at in range(len(dims)) if at != axis)]
             moved = [onnx.TensorShapeProto.Dimension.FromString(dims[at].SerializeToString()) for at in order]
             del dims[:]
@@ -159,7 +163,8 @@ def batch_symbol(graph: onnx.GraphProto, config: ModelConfig) -> str:
     """Return the symbol of the number of rows; "" if the inputs that are not bound have none, or several."""
     found = set()
     for name, value in _inputs(graph).items():
-        dims, axis = value.type.tensor_type.shape.dim, config.batch_axes.get(name, 0)
+        dims = value.type.tensor_type.shape.dim
+        axis = config.batch_axes.get(name, 0)
         if name not in config.bind and -len(dims) <= axis < len(dims):
             found.add(dims[axis].dim_param)
     found.discard("")
@@ -217,7 +222,8 @@ def _bound(
     name: str, given: Any, info: onnx.ValueInfoProto, axis: int, symbol: str, is_given: bool
 ) -> BoundInput | str:
     """Return a bound input, or a sentence about what is wrong with its value."""
-    key, tensor = f"model.bind.{name}", info.type.tensor_type
+    key = f"model.bind.{name}"
+    tensor = info.type.tensor_type
     if not info.type.HasField("tensor_type") or tensor.elem_type == onnx.TensorProto.STRING:
         return f"{key}: input {name!r} is not a tensor of numbers, and only such a one can be given a value"
     value = np.array(given)
@@ -292,7 +298,8 @@ def _constant(name: str, bound: BoundInput, counted: str) -> Iterator[onnx.NodeP
     if None not in bound.shape:
         yield helper.make_node("Identity", [f"{BOUND}{name}"], [name])
         return
-    axis, at = bound.shape.index(None), f"{BOUND}{name}."
+    axis = bound.shape.index(None)
+    at = f"{BOUND}{name}."
     parts = [stored(np.array(lengths[:axis], np.int64), ".before")] if axis else []
     parts += [stored(np.array(lengths[axis + 1 :], np.int64), ".behind")] if lengths[axis + 1 :] else []
     yield from (stored(np.array([0], np.int64), ".first"), *parts)

@@ -43,7 +43,9 @@ class Selection:
 
 def selection_before(graph: onnx.GraphProto, output: str) -> Selection | None:
     """Return the choice after which an output comes; None if there is none between it and the last layers."""
-    index, seen, names = Index(graph), set[str](), [output]
+    index = Index(graph)
+    seen = set[str]()
+    names = [output]
     while names:
         name = names.pop(0)
         node = index.makers.get(name)

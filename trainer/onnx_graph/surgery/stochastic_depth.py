@@ -199,7 +199,8 @@ class _BranchFinder:
 
     def _num_masked_dims(self, draw: onnx.NodeProto, value: str) -> int | None:
         """Return Branch.mask_dims of a mask; None if its shape does not broadcast to that of the value."""
-        lengths, own = self._drawn_lengths(draw), self.dims.get(value)
+        lengths = self._drawn_lengths(draw)
+        own = self.dims.get(value)
         if lengths is None or own is None or len(lengths) != len(own):
             return None
         mask_dims = len(lengths)
@@ -221,11 +222,14 @@ class _BranchFinder:
             if _is(node, *IDENTITIES) and alone:
                 name = node.input[0]
             elif _is(node, "Div") and (number := self._number(node.input[1])):
-                scale, name = scale / number, node.input[0]
+                scale = scale / number
+                name = node.input[0]
             elif _is(node, "Mul") and (number := self._number(node.input[1])) is not None:
-                scale, name = scale * number, node.input[0]
+                scale = scale * number
+                name = node.input[0]
             elif _is(node, "Mul") and (number := self._number(node.input[0])) is not None:
-                scale, name = scale * number, node.input[1]
+                scale = scale * number
+                name = node.input[1]
             else:
                 break
             if not alone:  # a second factor belongs to the value, not to the mask
@@ -242,7 +246,8 @@ class _BranchFinder:
 
     def _bernoulli_mask(self, name: str) -> tuple[onnx.NodeProto, float] | None:
         """Return (random node, probability of 1) of a value that is 0 or 1 at random, else None."""
-        node, inverted = self._maker(name), False
+        node = self._maker(name)
+        inverted = False
         while _is(node, *IDENTITIES, "Not"):
             assert node is not None
             inverted ^= node.op_type == "Not"
@@ -305,7 +310,8 @@ class _BranchFinder:
 
     def _number(self, name: str, *, single: bool = True) -> float | None:
         """Return the number in a constant of one element; if not `single`, that of all elements of a uniform one."""
-        constant, node = self._constant(name), self.makers.get(name)
+        constant = self._constant(name)
+        node = self.makers.get(name)
         if constant is None and node is not None and _is(node, *KEEPS_ELEMENTS if not single else IDENTITIES):
             return self._number(node.input[0], single=single)
         if constant is None and node is not None and _is(node, "ConstantOfShape") and not single:
@@ -338,7 +344,8 @@ class _BranchFinder:
         return [self._length(part) for part in parts.input] if parts is not None and _is(parts, "Concat") else None
 
     def _length(self, name: str) -> int | None:
-        node, constant = self.makers.get(name), self._constant(name)
+        node = self.makers.get(name)
+        constant = self._constant(name)
         if constant is None and node is not None and _is(node, *KEEPS_ELEMENTS):
             return self._length(node.input[0])
         return int(constant.item()) if constant is not None and constant.size == 1 else None

@@ -69,10 +69,12 @@ def strip_training(
     the main graph. Constants and initializers that nothing reads afterwards are removed too. Inner graphs are converted
     alike. base: the directory of external data. norms: False leaves BatchNormalization in training form.
     """
-    keep, running = set(keep), defaultdict[Scope, dict[str, TrainingNorm]](dict)
-    for norm in training_norms(model) if norms else ():
-        if not norm.placeholder:
-            running[norm.scope][norm.result] = norm
+    keep = set(keep)
+    running = defaultdict[Scope, dict[str, TrainingNorm]](dict)
+    if norms:
+        for norm in training_norms(model):
+            if not norm.placeholder:
+                running[norm.scope][norm.result] = norm
     removed = _strip_stochastic_depth(model, {*keep, *(value.name for value in model.graph.output)}, base)
     for function in model.functions:
         own = running[function.domain, function.name, function.overload]

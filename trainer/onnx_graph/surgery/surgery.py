@@ -49,7 +49,8 @@ def _untie(graph: onnx.GraphProto, patterns: Sequence[str]) -> list[str]:
     """
     if not patterns:
         return []
-    index, problems = Index(graph), []
+    index = Index(graph)
+    problems = []
     shared = {name: groups for name, found in parameters_read(graph).items() if len(groups := _groups(found)) > 1}
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in shared):
@@ -107,7 +108,8 @@ def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelP
         return model
     for name in config.outputs:
         model = with_log_probabilities(model, name)
-    graph, types = model.graph, known_types(model)
+    graph = model.graph
+    types = known_types(model)
     outputs = config.named_outputs(graph.output[0].name)
     kept, needed = nodes_between(graph, outputs, set(config.start))
     part = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name, domain=model.domain)
@@ -136,7 +138,8 @@ def _subgraph_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]
         model = with_log_probabilities(model, name)
     index = Index(model.graph)
     outputs = [value.name for value in model.graph.output]
-    read, computed = config.named_outputs(outputs[0]), index.computed
+    read = config.named_outputs(outputs[0])
+    computed = index.computed
     known = [*(name for name in computed if name not in outputs), *outputs]
     problems = []
     for key, names in (("model.output", filter(None, config.outputs)), ("model.start", config.start)):

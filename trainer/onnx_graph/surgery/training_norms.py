@@ -197,7 +197,8 @@ class _RowFollower:
 
     def _visit_bodies(self, node: onnx.NodeProto, opsets: Mapping[str, int], scope: Scope) -> None:
         """Follow the rows into If, Loop and Scan, and from the results of their bodies to those of the node."""
-        bodies, results = list(subgraphs(node)), dict[int, Rows]()
+        bodies = list(subgraphs(node))
+        results = dict[int, Rows]()
         for body in bodies:
             outer = dict(self.rows)
             operands: Sequence[str] = node.input
@@ -226,7 +227,8 @@ class _RowFollower:
         place = next((place for place, rows in enumerate(given) if rows is not None), None)
         if place is None or node.op_type in WITHOUT_ROWS:
             return None
-        rows, name = given[place], node.input[place]
+        rows = given[place]
+        name = node.input[place]
         assert rows is not None
         if rows.axis is None and node.op_type != "Reshape":
             return rows
@@ -239,7 +241,8 @@ class _RowFollower:
         return rows  # layers, and whatever else works on each row
 
     def _reshaped(self, node: onnx.NodeProto, rows: Rows) -> Rows:
-        before, after = self.dims.get(node.input[0]), self.dims.get(node.output[0])
+        before = self.dims.get(node.input[0])
+        after = self.dims.get(node.output[0])
         if after is None and node.op_type == "Reshape":
             lengths = self._constant(node.input[1]) if len(node.input) > 1 else attributes_of(node).get("shape")
             after = None if lengths is None else [int(length) if length > 0 else None for length in lengths]
@@ -248,7 +251,8 @@ class _RowFollower:
     def _rearranged(self, node: onnx.NodeProto, rows: Rows, place: int) -> Rows | None:
         """Return the rows after axes were permuted, added or removed."""
         assert rows.axis is not None
-        attributes, rank = attributes_of(node), len(self.dims.get(node.input[0], ()))
+        attributes = attributes_of(node)
+        rank = len(self.dims.get(node.input[0], ()))
         if node.op_type == "Transpose":
             order = list(attributes.get("perm") or reversed(range(rank)))
             return replace(rows, axis=order.index(rows.axis) if rows.axis in order else None)
@@ -283,7 +287,8 @@ class _RowFollower:
     def _broadcast(self, node: onnx.NodeProto, rows: Rows, name: str) -> Rows:
         """Return the rows after axes were put in front to fit the other operands."""
         assert rows.axis is not None
-        before, after = self.dims.get(name), self.dims.get(node.output[0])
+        before = self.dims.get(name)
+        after = self.dims.get(node.output[0])
         return rows if before is None or after is None else replace(rows, axis=rows.axis + len(after) - len(before))
 
     def _constant(self, name: str) -> Any:
@@ -323,7 +328,8 @@ def _axis_after(rows: Rows, before: Dims | None, after: Dims) -> int | None:
     if None in leading:
         return rows.axis
     # a row's number is counted in steps of all that is behind it: from `in_front` to `in_front * number` axes away
-    in_front, seen = math.prod(length or 0 for length in leading), 1
+    in_front = math.prod(length or 0 for length in leading)
+    seen = 1
     for axis, length in enumerate(after):
         if seen <= in_front and (length is None or in_front * rows.number <= seen * length):
             return axis

@@ -27,7 +27,7 @@ from onward.trainer.onnx_import.roles.tensor_contents import without_repetition
 from onward.trainer.onnx_import.tracing.values import FreedBatch, Traced, Value
 
 if TYPE_CHECKING:
-    from onward.trainer.onnx_import.lowering.registry import Call
+    from onward.trainer.onnx_import.lowering.converter_table import Call
 
 ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "Where", "PRelu", "MatMul")
 LOGIC = ("And", "Or", "Xor", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
@@ -44,7 +44,8 @@ def reshape_lengths(c: Call, x: Value, lengths: Sequence[Value]) -> list[Value]:
                                                             [5, 6, 4]       dimension 1 is batch x 3
                                                             [10, 12]        dimension 0 is 5 x batch
     """
-    batch, wanted = c.batch, list(lengths)
+    batch = c.batch
+    wanted = list(lengths)
     if batch is None or not isinstance(x, Traced) or not x.known:
         return wanted
     found = [(dim, times) for dim in range(x.ndim) if (times := batch.multiple(c.size(x, dim)))]
@@ -107,12 +108,14 @@ def _place(sizes: Sequence[int], dim: int, times: int, result: Sequence[int], de
 
 def expand_lengths(c: Call, x: Value, lengths: Sequence[Value]) -> list[Value]:
     """Return the lengths of an Expand: the batch of the run where a declared one repeats x, or fits its batch."""
-    batch, wanted = c.batch, list(lengths)
+    batch = c.batch
+    wanted = list(lengths)
     if batch is None or not isinstance(x, Traced) or not x.known:
         return wanted
     has_batch = False
     for dim in range(x.ndim):
-        place, times = len(wanted) - x.ndim + dim, batch.multiple(c.size(x, dim))
+        place = len(wanted) - x.ndim + dim
+        times = batch.multiple(c.size(x, dim))
         if times and place >= 0:
             has_batch = True
             if wanted[place] == times * batch.declared:
@@ -128,7 +131,8 @@ def expand_lengths(c: Call, x: Value, lengths: Sequence[Value]) -> list[Value]:
 
 def tile_repeats(c: Call, x: Value, repeats: Sequence[Value]) -> list[Value]:
     """Return the repeats of a Tile: the batch of the run where the declared one repeats a single row."""
-    batch, wanted = c.batch, list(repeats)
+    batch = c.batch
+    wanted = list(repeats)
     if batch is None or batch.declared == 1 or not isinstance(x, Traced) or not x.known:
         return wanted
     if wanted and wanted[0] == batch.declared and not batch.multiple(c.size(x, 0)):
@@ -154,7 +158,8 @@ def fit_operands(c: Call, operands: Sequence[Value]) -> list[Value]:
     Of an operator that broadcasts. A constant of equal rows becomes one row; one of repeated blocks, such as a bias
     [batch x heads, ...], is repeated for the batch of the run.
     """
-    batch, fitted = c.batch, list(operands)
+    batch = c.batch
+    fitted = list(operands)
     if batch is None or c.op not in BROADCASTING:
         return fitted
     matrix_dims = 2 if c.op == "MatMul" else 0
@@ -209,7 +214,8 @@ def fit_parts(c: Call, parts: Sequence[Value], axis: int) -> list[Value]:
 
     The parts of a Concat, or the operands of a ScatterElements: equal in all dimensions but `axis`.
     """
-    batch, fitted = c.batch, list(parts)
+    batch = c.batch
+    fitted = list(parts)
     known = all(isinstance(x, torch.Tensor) or (isinstance(x, Traced) and x.known) for x in parts)
     if batch is None or not known:
         return fitted

@@ -38,7 +38,8 @@ Kind = Literal["any", "own", "joint"]
 Compute = Callable[[Sequence[Tensor]], list[Tensor]]
 """The graph's inputs to its outputs, in order."""
 
-TOLERANCE, MOST = 1e-4, 0.05
+TOLERANCE = 1e-4
+MOST = 0.05
 """Greatest difference that counts as rounding, relative to the greatest value; a graph that differs from onnxruntime by
 more at the file's own batch may differ four times as much at another, up to `MOST`."""
 LARGE = 30
@@ -195,7 +196,8 @@ def made_up_rows(model: onnx.ModelProto, rows: int) -> Iterator[list[Tensor]]:
 def _rows_indexed(graph: onnx.GraphProto, name: str) -> int:
     """Return the rows of the smallest stored table that an input indexes; 2 if it indexes none."""
     stored = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.dims}
-    names, rows = {name}, []
+    names = {name}
+    rows = []
     for node in graph.node:
         if node.op_type == "Cast" and node.input[0] in names:
             names.add(node.output[0])
@@ -208,7 +210,9 @@ class _Trial:
     """What a file computes for made-up rows, in several groups of as many rows as it declares."""
 
     def __init__(self, declared: int, inputs: Sequence[Tensor], compute: Compute) -> None:
-        self.declared, self.inputs, self.compute = declared, list(inputs), compute
+        self.declared = declared
+        self.inputs = list(inputs)
+        self.compute = compute
         self.widened: Compute | None = None
         """The widened graph, as soon as `widened_problem` has imported it."""
         total = len(inputs[0])
@@ -276,7 +280,8 @@ class _Trial:
             self.widened = widened = _module(to_module(model, base=base, train=train, widen=True).eval())
         except UnsupportedModel as error:
             return f"its shapes hold for no other batch: {error.problems[0]}"
-        tolerance, total = TOLERANCE, len(self.inputs[0])
+        tolerance = TOLERANCE
+        total = len(self.inputs[0])
         for numbers in (self.groups[0], [0], [self.declared - 1], list(range(total))):
             try:
                 ours = widened(self.rows(numbers))
@@ -338,7 +343,8 @@ def _difference(expected: Tensor, found: Tensor) -> float:
     """Return the greatest difference relative to the greatest value; infinite for other shapes or a NaN."""
     if expected.shape != found.shape:
         return float("inf")
-    expected, found = expected.double(), found.double()
+    expected = expected.double()
+    found = found.double()
     if not expected.numel():
         return 0.0
     greatest = float((expected - found).abs().max())

@@ -30,6 +30,7 @@ from onward.trainer.onnx_graph.files.index import domain_of, nodes_inside, opset
 from onward.trainer.onnx_graph.shape_inference import Probes
 from onward.trainer.onnx_graph.surgery.training_norms import BATCH_STATISTICS
 from onward.trainer.onnx_import.lowering import converters
+from onward.trainer.onnx_import.lowering.converter_table import RULES, Call, run_rule
 from onward.trainer.onnx_import.lowering.converters import onnx2torch_converter, user_converter
 from onward.trainer.onnx_import.lowering.function_bodies import (
     function_body,
@@ -39,7 +40,6 @@ from onward.trainer.onnx_import.lowering.function_bodies import (
     outer_names_read,
 )
 from onward.trainer.onnx_import.lowering.node_origins import mark_origin
-from onward.trainer.onnx_import.lowering.registry import RULES, Call, run_rule
 from onward.trainer.onnx_import.lowering.runtime_node import LocalFunctions, NodeContext, RuntimeNode
 from onward.trainer.onnx_import.tracing.eager import EagerTracer
 from onward.trainer.onnx_import.tracing.tracing import Tracer

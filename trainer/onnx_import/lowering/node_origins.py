@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 import onnx
 from torch import fx
 
-ORIGIN, FUSED = "origin", "fused"
+ORIGIN = "origin"
+FUSED = "fused"
 """Keys of `fx.Node.meta`: the Origin of a call; the Origins of the other nodes that it computes as well."""
 
 
@@ -73,7 +74,8 @@ def rename_origins(call: fx.Node, prefix: str) -> None:
 
 def origin_of(call: fx.Node) -> Origin | None:
     """Return the node of the file that a call belongs to: its own, else that of the nearest call that reads it."""
-    seen, waiting = set[fx.Node](), [call]
+    seen = set[fx.Node]()
+    waiting = [call]
     while waiting:
         each = waiting.pop(0)
         if (origin := each.meta.get(ORIGIN)) is not None:

@@ -15,7 +15,6 @@ from onward.trainer.onnx_import.ops import (
     elementwise,
     gather,
     image,
-    loss,
     matmul,
     norm,
     pool,
@@ -27,6 +26,7 @@ from onward.trainer.onnx_import.ops import (
     shape_arithmetic,
     signal,
 )
+from onward.trainer.onnx_import.ops import training_losses as loss
 from onward.trainer.onnx_import.ops.classical import ml
 from onward.trainer.onnx_import.ops.contributed import attention, contrib, nchwc
 from onward.trainer.onnx_import.ops.quantized import blockwise, moe, qlinear, quant

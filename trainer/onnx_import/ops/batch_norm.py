@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onward.trainer.onnx_graph.surgery.training_norms import BATCH_STATISTICS
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import Value
 
 Tensor = torch.Tensor
@@ -102,7 +102,8 @@ def lower_batch_norm(c: Call, x: Value, weights: tuple[Value, Value], statistics
     """Lower one node. weights: its scale and bias; statistics: its mean and variance."""
     mean, variance = statistics
     momentum = 1.0 - c.attr("momentum", 0.9)  # ONNX: the weight of the old value; torch: of the new one
-    epsilon, by_batch = c.attr("epsilon", 1e-5), bool(c.attr("training_mode", 0))
+    epsilon = c.attr("epsilon", 1e-5)
+    by_batch = bool(c.attr("training_mode", 0))
     spatial = bool(c.attr("spatial", 1))  # of versions before 9
     always = bool(c.attr(BATCH_STATISTICS, 0))
     updated = statistics

@@ -8,8 +8,8 @@ from onnx import TensorProto
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.files.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_graph.files.stored_protos import element_type_name
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.lowering.integer_storage import before_storage
-from onward.trainer.onnx_import.lowering.registry import Call, lower
 from onward.trainer.onnx_import.tracing.values import Value
 
 INT_BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
@@ -28,7 +28,8 @@ def cast_like(c: Call, x: Value, like: Value) -> Value:
 
 def convert(c: Call, x: Value, target: int) -> Value:
     """Convert x to an ONNX element type, by the node's attributes saturate and round_mode."""
-    saturate, round_mode = bool(c.attr("saturate", 1)), c.attr("round_mode", "up")
+    saturate = bool(c.attr("saturate", 1))
+    round_mode = c.attr("round_mode", "up")
     dtype = c.dtype(target)
     if dtype.is_floating_point and dtype.itemsize > 1:
         x = value_before_storage(c, x)
@@ -73,7 +74,8 @@ def is_float8(dtype: torch.dtype) -> bool:
 
 def to_float8(x: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torch.Tensor:
     """Round to the nearest value; beyond the largest, saturate or give infinity (NaN in a type without one)."""
-    x, greatest = x.to(torch.float32), torch.finfo(dtype).max
+    x = x.to(torch.float32)
+    greatest = torch.finfo(dtype).max
     if saturate:
         return x.clamp(-greatest, greatest).to(dtype)
     if dtype == torch.float8_e4m3fn:  # has no infinity, and torch saturates: 464 is the largest that rounds to 448
@@ -117,7 +119,8 @@ def to_few_bits(x: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
 
 @lower("BitCast", since=(26,))
 def bit_cast(c: Call, x: Value) -> Value:
-    target, source = c.attr("to"), c.element_type(x)
+    target = c.attr("to")
+    source = c.element_type(x)
     if target in INT_BITS and source in INT_BITS:
         return mark_packed(c(to_few_bits, x, INT_BITS[target], c.dtype(target)), target)
     bits = torch_dtype(target) if target not in HALVES else HALVES[target]

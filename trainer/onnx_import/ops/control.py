@@ -12,7 +12,7 @@ import onnx
 import torch
 
 from onward.trainer.onnx_graph.files.index import length_of
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Traced, Value
 
 VERSIONS = (11, 13, 16, 19, 21, 23, 24, 25)
@@ -50,7 +50,8 @@ def loop(c: Call, limit: Value, condition: Value, *state: Value) -> Value:
     while goes_on and (iterations is None or iteration < iterations):
         # the condition that the body reads is true whenever it runs
         # filled and not copied from the host: in a runtime node the default device may be a GPU
-        number, true = torch.full((), iteration), torch.full((), True)
+        number = torch.full((), iteration)
+        true = torch.full((), True)
         going, *results = c.body("body", [number, true, *state])
         # a condition that the body only passes on stays true, and need not be read from the device
         goes_on = going is true or bool(c.number(c.tracer.to_tensor(going)))
@@ -64,7 +65,8 @@ def loop(c: Call, limit: Value, condition: Value, *state: Value) -> Value:
 def scan(c: Call, *operands: Value) -> Value:
     """Run the body for each slice of the scanned operands, and stack its results."""
     count = c.attr("num_scan_inputs")
-    state, scanned = operands[:-count], operands[-count:]
+    state = operands[:-count]
+    scanned = operands[-count:]
     axes = [c.axis(x, axis) for x, axis in zip(scanned, c.attr("scan_input_axes", [0] * count), strict=True)]
     backwards = c.attr("scan_input_directions", [0] * count)
     iterations = _check_iterations(c, c.size(scanned[0], axes[0]))
@@ -81,7 +83,8 @@ def _scan(c: Call, state: Sequence[Value], slices: Sequence[list[Value]], iterat
     num_states = len(state)
     for iteration in range(iterations):
         results = c.body("body", [*state, *(each[iteration] for each in slices)])
-        state, row = results[:num_states], results[num_states:]
+        state = results[:num_states]
+        row = results[num_states:]
         rows.append(row)
     num_rows = len(c.attr("body").output) - num_states
     backwards = c.attr("scan_output_directions", [0] * num_rows)
@@ -119,7 +122,8 @@ def _empty_output(c: Call, output: onnx.ValueInfoProto, axis: int) -> torch.Tens
 def scan_of_batches(c: Call, lengths: Value, *operands: Value) -> Value:
     """Scan each sample on its own: version 8 has a leading batch dimension, and a length for each sample."""
     count = c.attr("num_scan_inputs")
-    state, scanned = operands[:-count], operands[-count:]
+    state = operands[:-count]
+    scanned = operands[-count:]
     backwards = c.attr("directions", [0] * count)
     samples, longest = (_check_iterations(c, c.size(scanned[0], dim)) for dim in (0, 1))
     known = [longest] * samples if lengths is None else [_check_iterations(c, n) for n in c.ints(lengths)]

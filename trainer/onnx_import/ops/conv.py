@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -36,7 +36,8 @@ def same_pads(lengths: Sequence[int], window: Sequence[Sequence[int]], upper: bo
         max((-(-length // s) - 1) * s + (k - 1) * d + 1 - length, 0)
         for length, k, s, d in zip(lengths, *window, strict=True)
     ]
-    small, large = [total // 2 for total in totals], [total - total // 2 for total in totals]
+    small = [total // 2 for total in totals]
+    large = [total - total // 2 for total in totals]
     return small + large if upper else large + small
 
 
@@ -54,7 +55,8 @@ def pad_same(x: torch.Tensor, window: Sequence[Sequence[int]], upper: bool, fill
 
 def pads_of(c: Call, x: Value, window: Sequence[Sequence[int]]) -> list[int] | None:
     """Return the pads (starts, then ends); None if auto_pad makes them depend on a dynamic dimension."""
-    rank, mode = len(window[0]), c.attr("auto_pad", "NOTSET")
+    rank = len(window[0])
+    mode = c.attr("auto_pad", "NOTSET")
     pads = list(c.attr("pads", [0] * 2 * rank))
     if mode == "NOTSET":
         return pads
@@ -83,28 +85,38 @@ def _kernel(c: Call, weight: Value) -> list[int]:
 
 @lower("Conv", since=(1, 11, 22))
 def conv(c: Call, x: Value, weight: Value, bias: Value = None) -> Value:
-    function, rank = for_spatial_dims(CONV, x), x.ndim - 2
-    strides, dilations = c.attr("strides", [1] * rank), c.attr("dilations", [1] * rank)
+    function = for_spatial_dims(CONV, x)
+    rank = x.ndim - 2
+    strides = c.attr("strides", [1] * rank)
+    dilations = c.attr("dilations", [1] * rank)
     window = [_kernel(c, weight), strides, dilations]
     pads = pads_of(c, x, window)
     if pads is None:
-        x, pads = c(pad_same, x, window, c.attr("auto_pad") == "SAME_UPPER"), [0] * 2 * rank
+        x = c(pad_same, x, window, c.attr("auto_pad") == "SAME_UPPER")
+        pads = [0] * 2 * rank
     # torch pads both sides by the same number: unequal pads are a call of their own
     elif pads[:rank] != pads[rank:]:
-        x, pads = c(pad_spatial, x, pads), [0] * 2 * rank
+        x = c(pad_spatial, x, pads)
+        pads = [0] * 2 * rank
     return c(function, x, weight, bias, strides, pads[:rank], dilations, c.attr("group", 1))
 
 
 @lower("ConvTranspose", since=(1, 11, 22))
 def conv_transpose(c: Call, x: Value, weight: Value, bias: Value = None) -> Value:
-    function, rank = for_spatial_dims(CONV_TRANSPOSE, x), x.ndim - 2
+    function = for_spatial_dims(CONV_TRANSPOSE, x)
+    rank = x.ndim - 2
     kernel = _kernel(c, weight)
-    strides, dilations = c.attr("strides", [1] * rank), c.attr("dilations", [1] * rank)
-    extra, mode, wanted = c.attr("output_padding", [0] * rank), c.attr("auto_pad", "NOTSET"), c.attr("output_shape")
-    pads, group = list(c.attr("pads", [0] * 2 * rank)), c.attr("group", 1)
+    strides = c.attr("strides", [1] * rank)
+    dilations = c.attr("dilations", [1] * rank)
+    extra = c.attr("output_padding", [0] * rank)
+    mode = c.attr("auto_pad", "NOTSET")
+    wanted = c.attr("output_shape")
+    pads = list(c.attr("pads", [0] * 2 * rank))
+    group = c.attr("group", 1)
     window = [kernel, strides, dilations, extra]
     if wanted is not None or mode.startswith("SAME"):
-        lengths, target = c.sizes(x)[2:], None if wanted is None else wanted[-rank:]
+        lengths = c.sizes(x)[2:]
+        target = None if wanted is None else wanted[-rank:]
         if any(isinstance(n, Traced) for n in lengths):
             return c(conv_transpose_to, x, weight, bias, window, group, target, mode == "SAME_UPPER")
         pads, extra = pads_to(lengths, window, target, mode == "SAME_UPPER")
@@ -138,7 +150,9 @@ def pads_to(
     lengths: Sequence[int], window: Sequence[Sequence[int]], wanted: Sequence[int] | None, upper: bool
 ) -> tuple[list[int], list[int]]:
     """Return pads and output padding that give the wanted lengths, or (auto_pad SAME) length x stride."""
-    begins, ends, extras = [], [], []
+    begins = []
+    ends = []
+    extras = []
     for dim, (length, k, s, d, e) in enumerate(zip(lengths, *window, strict=True)):
         target = length * s if wanted is None else wanted[dim]
         total = s * (length - 1) + e + (k - 1) * d + 1 - target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Value
 
 
@@ -14,9 +14,11 @@ def box_corners(boxes: torch.Tensor, center_point_box: bool) -> torch.Tensor:
     center_point_box: they are given as (x centre, y centre, width, height), else as two corners in any order.
     """
     if center_point_box:
-        middle, half = boxes[..., :2].flip(-1), boxes[..., 2:].flip(-1) / 2
+        middle = boxes[..., :2].flip(-1)
+        half = boxes[..., 2:].flip(-1) / 2
         return torch.cat([middle - half, middle + half], -1)
-    a, b = boxes[..., :2], boxes[..., 2:]
+    a = boxes[..., :2]
+    b = boxes[..., 2:]
     return torch.cat([torch.minimum(a, b), torch.maximum(a, b)], -1)
 
 
@@ -45,7 +47,8 @@ def non_max_suppression(
     found: list[list[int]] = []
     # the result is indices, which have no gradient. On the host: a GPU would wait at each box for how many are left
     device = boxes.device
-    boxes, scores = boxes.detach().cpu(), scores.detach().cpu()
+    boxes = boxes.detach().cpu()
+    scores = scores.detach().cpu()
     boxes = box_corners(boxes, center_point_box)
     for sample, by_class in enumerate(scores):
         # greedy, best score first; equal scores in the order of the boxes
@@ -54,7 +57,8 @@ def non_max_suppression(
             left = order if score_threshold is None else order[score[order] > score_threshold]
             taken = 0
             while len(left) and taken < count:
-                best, left = left[0], left[1:]
+                best = left[0]
+                left = left[1:]
                 found.append([sample, label, int(best)])
                 taken += 1
                 left = left[intersection_over_union(boxes[sample, best], boxes[sample, left]) <= iou]
@@ -107,7 +111,8 @@ def roi_align(
     places = rois * scale - (0.5 if half_pixel else 0.0)
     pools = []
     for axis, cells in ((1, size[0]), (0, size[1])):  # rows, then columns
-        begin, extent = places[:, axis], places[:, axis + 2] - places[:, axis]
+        begin = places[:, axis]
+        extent = places[:, axis + 2] - places[:, axis]
         extent = extent if half_pixel else extent.clamp_min(1.0)
         step = extent / cells
         points = torch.full_like(step, ratio) if ratio > 0 else torch.ceil(step).clamp_min(0)

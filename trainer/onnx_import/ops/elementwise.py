@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.lowering.registry import Call, Rule, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, Rule, lower
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 # -- one operand, no attributes
@@ -284,7 +284,8 @@ def shrink_(c: Call, x: Value) -> Value:
 @lower("Clip", since=(6, 11, 12, 13))
 def clip(c: Call, x: Value, minimum: Value = None, maximum: Value = None) -> Value:
     if c.version < 11:
-        minimum, maximum = c.attr("min"), c.attr("max")
+        minimum = c.attr("min")
+        maximum = c.attr("max")
     bounds = [_bound(c, bound) for bound in (minimum, maximum)]
     if bounds[0] is not None:
         x = c(torch.clamp_min, x, bounds[0])
@@ -309,7 +310,8 @@ def where(c: Call, condition: Value, yes: Value, no: Value) -> Value:
 
 @lower("IsInf", since=(10, 20))
 def is_inf(c: Call, x: Value) -> Value:
-    negative, positive = c.attr("detect_negative", 1), c.attr("detect_positive", 1)
+    negative = c.attr("detect_negative", 1)
+    positive = c.attr("detect_positive", 1)
     if negative and positive:
         return c(torch.isinf, x)
     if not negative and not positive:

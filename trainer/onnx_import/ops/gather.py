@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.fixed_batch.batch_constants import fit_indices, fit_parts
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Traced, Value
 
 
@@ -102,7 +102,8 @@ def scatter_nd(x: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor, re
     for i in range(depth):
         rows = rows * x.shape[i] + non_negative_indices(indices[..., i], x.shape[i])
     tail = x.shape[depth:]
-    flat, values = x.reshape(-1, tail.numel()), updates.reshape(-1, tail.numel())
+    flat = x.reshape(-1, tail.numel())
+    values = updates.reshape(-1, tail.numel())
     where = rows.reshape(-1, 1).expand(-1, tail.numel())
     return scatter(flat, 0, where, values, reduction).reshape(x.shape)
 

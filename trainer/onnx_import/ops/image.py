@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.onnx_import.fixed_batch.batch_constants import kept_lengths
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import Value
 
 
@@ -61,7 +61,8 @@ def axis_resizes(shape: Sequence[int], target: ResizeTarget, lengths: Sequence[i
         news = [math.floor(round_to_fp32(old * s)) for old, s in zip(olds, scales, strict=True)]
     else:
         assert lengths is not None
-        news, scales = list(lengths), [new / old for new, old in zip(lengths, olds, strict=True)]
+        news = list(lengths)
+        scales = [new / old for new, old in zip(lengths, olds, strict=True)]
         if target.policy != "stretch":
             scales = [min(scales) if target.policy == "not_larger" else max(scales)] * len(scales)
             news = [math.floor(s * old + 0.5) for s, old in zip(scales, olds, strict=True)]
@@ -85,7 +86,8 @@ def resize(
     for axis, new, scale in resizes:
         part = None
         if target.roi is not None:
-            i, count = target.axes.index(axis), len(target.axes)
+            i = target.axes.index(axis)
+            count = len(target.axes)
             part = (target.roi[i], target.roi[i + count])
         at = source_coordinates(x.shape[axis], new, scale, options.coordinate_mode, part, x.device)
         if options.coordinate_mode == "tf_crop_and_resize":
@@ -192,7 +194,8 @@ def filter_weight(distance: torch.Tensor, options: Interpolation) -> torch.Tenso
     """Return the weight of an element at a distance: a triangle, or the cubic convolution of Keys (1981)."""
     if options.mode == "linear":
         return (1 - distance).clamp_min(0)
-    a, d = options.cubic_coeff_a, distance
+    a = options.cubic_coeff_a
+    d = distance
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     far = ((d - 5) * d + 8) * d * a - 4 * a
     return torch.where(d <= 1, near, torch.where(d < 2, far, 0.0))
@@ -247,7 +250,8 @@ def _resized(c: Call, x: Value, target: ResizeTarget, lengths: list[Value] | Non
     # a scale of 1 leaves its axis as it is: one less axis to resize
     if target.scales is not None and target.roi is None:
         changed = [i for i, scale in enumerate(target.scales) if scale != 1]
-        axes, scales = tuple(target.axes[i] for i in changed), tuple(target.scales[i] for i in changed)
+        axes = tuple(target.axes[i] for i in changed)
+        scales = tuple(target.scales[i] for i in changed)
         target = target._replace(axes=axes, scales=scales)
     return c(resize, x, target, lengths, options)
 
@@ -259,7 +263,8 @@ def _resized(c: Call, x: Value, target: ResizeTarget, lengths: list[Value] | Non
 def grid_sample(c: Call, x: Value, grid: Value) -> Value:
     mode = c.attr("mode", "bilinear" if c.version == 16 else "linear")
     mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
-    padding, corners = c.attr("padding_mode", "zeros"), bool(c.attr("align_corners", 0))
+    padding = c.attr("padding_mode", "zeros")
+    corners = bool(c.attr("align_corners", 0))
     return c(F.grid_sample, x, grid, mode=mode, padding_mode=padding, align_corners=corners)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import Value
 
 
@@ -17,7 +17,8 @@ def matmul(c: Call, a: Value, b: Value) -> Value:
 @lower("Gemm", since=(7, 9, 11, 13))
 def gemm(c: Call, a: Value, b: Value, bias: Value = None) -> Value:
     """Return alpha a b + beta bias, a and b transposed if transA, transB; by F.linear where that is the same."""
-    alpha, beta = c.attr("alpha", 1.0), c.attr("beta", 1.0)
+    alpha = c.attr("alpha", 1.0)
+    beta = c.attr("beta", 1.0)
     a = c("t", a) if c.attr("transA", 0) else a
     transposed = c.attr("transB", 0)
     # F.linear adds only a bias [outputs]; any other one that broadcasts needs addmm

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 
@@ -50,7 +50,8 @@ def dropout(c: Call, x: Value, ratio: Value = None, training_mode: Value = None)
 @lower("LayerNormalization", since=(17,))
 def layer_normalization(c: Call, x: Value, scale: Value, bias: Value = None) -> Value:
     c.require("stash_type", 1)
-    axis, epsilon = c.axis(x, c.attr("axis", -1)), c.attr("epsilon", 1e-5)
+    axis = c.axis(x, c.attr("axis", -1))
+    epsilon = c.attr("epsilon", 1e-5)
     shape = c.sizes(x)[axis:]
     # F.layer_norm takes weights of the normalised shape only; ONNX lets them broadcast
     fits = all(weight is None or _static(c.sizes(weight)) == shape for weight in (scale, bias))
@@ -76,7 +77,8 @@ def moments(x: torch.Tensor, axis: int, epsilon: float) -> tuple[torch.Tensor, t
 @lower("RMSNormalization", since=(23,))
 def rms_normalization(c: Call, x: Value, scale: Value) -> Value:
     c.require("stash_type", 1)
-    axis, epsilon = c.axis(x, c.attr("axis", -1)), c.attr("epsilon", 1e-5)
+    axis = c.axis(x, c.attr("axis", -1))
+    epsilon = c.attr("epsilon", 1e-5)
     shape = c.sizes(x)[axis:]
     if _static(c.sizes(scale)) == shape:
         return c(F.rms_norm, x, shape, scale, epsilon)
@@ -106,7 +108,8 @@ def instance_norm(x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, epsi
 def group_normalization(c: Call, x: Value, scale: Value, bias: Value) -> Value:
     """Repeat the scales of version 18, one for each group; version 21 has one for each channel."""
     c.require("stash_type", 1)
-    groups, epsilon = c.attr("num_groups"), c.attr("epsilon", 1e-5)
+    groups = c.attr("num_groups")
+    epsilon = c.attr("epsilon", 1e-5)
     if c.version == 18:
         each = c.size(x, 1) // groups
         scale, bias = (c(torch.repeat_interleave, weight, each, output_size=groups * each) for weight in (scale, bias))

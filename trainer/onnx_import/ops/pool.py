@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.ops.conv import CONV, for_spatial_dims, pad_spatial, pads_of, same_pads
 from onward.trainer.onnx_import.tracing.values import Value
 
@@ -42,7 +42,8 @@ def _borders(
 ) -> tuple[list[int], list[int]]:
     """Return the pads, and the pads extended for the last window where lengths are rounded up (ceil_mode)."""
     pads = same_pads(lengths, window, upper) if pads is None else list(pads)
-    rank, reach = len(lengths), list(pads)
+    rank = len(lengths)
+    reach = list(pads)
     for dim, (length, k, s, d) in enumerate(zip(lengths, *window, strict=True)):
         span = length + pads[dim] + pads[dim + rank] - (k - 1) * d - 1
         count = (-(-span // s) if ceil else span // s) + 1
@@ -72,7 +73,8 @@ def max_pool_with_indices(
     wide = pad_spatial(x if x.is_floating_point() else x.to(torch.float32), reach, -math.inf)
     rank = x.ndim - 2
     y, index = MAX_POOL[rank](wide, window[0], window[1], 0, window[2], return_indices=True)
-    lengths, flat = x.shape[2:], torch.zeros_like(index)
+    lengths = x.shape[2:]
+    flat = torch.zeros_like(index)
     for dim in reversed(range(rank)):
         at = index % wide.shape[dim + 2] - reach[dim]
         index = torch.div(index, wide.shape[dim + 2], rounding_mode="floor")
@@ -84,9 +86,11 @@ def max_pool_with_indices(
 
 @lower("MaxPool", since=(1, 8, 10, 11, 12, 22))
 def max_pool_(c: Call, x: Value) -> Value:
-    function, rank = for_spatial_dims(MAX_POOL, x), x.ndim - 2
+    function = for_spatial_dims(MAX_POOL, x)
+    rank = x.ndim - 2
     window, pads, ceil = _window(c, x)
-    upper, column_major = c.attr("auto_pad", "NOTSET") == "SAME_UPPER", bool(c.attr("storage_order", 0))
+    upper = c.attr("auto_pad", "NOTSET") == "SAME_UPPER"
+    column_major = bool(c.attr("storage_order", 0))
     if c.wants(1):
         return c(max_pool_with_indices, x, window, pads, ceil=ceil, upper=upper, column_major=column_major)
     if pads is not None and _torch_supports(window, pads) and x.dtype.is_floating_point:
@@ -150,9 +154,11 @@ def average_pool(
 
 @lower("AveragePool", since=(7, 10, 11, 19, 22))
 def average_pool_(c: Call, x: Value) -> Value:
-    function, rank = for_spatial_dims(AVERAGE_POOL, x), x.ndim - 2
+    function = for_spatial_dims(AVERAGE_POOL, x)
+    rank = x.ndim - 2
     window, pads, ceil = _window(c, x)
-    upper, count_pads = c.attr("auto_pad", "NOTSET") == "SAME_UPPER", bool(c.attr("count_include_pad", 0))
+    upper = c.attr("auto_pad", "NOTSET") == "SAME_UPPER"
+    count_pads = bool(c.attr("count_include_pad", 0))
     if pads is not None and _torch_supports(window, pads) and all(d == 1 for d in window[2]):
         return c(function, x, window[0], window[1], pads[:rank], ceil, count_pads)
     return c(average_pool, x, window, pads, ceil=ceil, upper=upper, count_pads=count_pads)

@@ -10,7 +10,7 @@ from torch import nn
 
 from onward.trainer.onnx_graph.surgery.stochastic_depth import DOMAIN, OPERATOR
 from onward.trainer.onnx_import.keyed_noise import normal, uniform
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import Traced, Value, element_type
 
 Distribution = Literal["normal", "uniform", "bernoulli", "multinomial"]
@@ -87,7 +87,8 @@ class RandomNode(nn.Module):
 
 def _place(c: Call, like: Value) -> dict[str, Any]:
     """Return the name of a node's result, and the axis whose length grows with the batch in the two trial sizes."""
-    name, known = c.output_name, isinstance(like, Traced) and like.known
+    name = c.output_name
+    known = isinstance(like, Traced) and like.known
     batch = c.trial_batch
     if not known or batch is None:
         return {"name": name}

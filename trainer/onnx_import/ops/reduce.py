@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from onward.trainer.onnx_import.lowering.registry import Call, Rule, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, Rule, lower
 from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Value
 
 
@@ -110,7 +110,8 @@ REDUCTIONS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 def _reduction(function: Callable[..., Any]) -> Rule:
     def rule(c: Call, x: Value, given: Value = None) -> Value:
         axes = c.axes(given)
-        keepdims, noop = bool(c.attr("keepdims", 1)), c.attr("noop_with_empty_axes", 0)
+        keepdims = bool(c.attr("keepdims", 1))
+        noop = c.attr("noop_with_empty_axes", 0)
         # no axes: the result is x, with what the operator does to one element
         if not axes and noop:
             axes = []
@@ -131,7 +132,8 @@ for _name, (_function, _since) in REDUCTIONS.items():
 
 @lower("ArgMax", "ArgMin", since=(1, 11, 12, 13))
 def arg_reduce(c: Call, x: Value) -> Value:
-    axis, keepdims = c.axis(x, c.attr("axis", 0)), bool(c.attr("keepdims", 1))
+    axis = c.axis(x, c.attr("axis", 0))
+    keepdims = bool(c.attr("keepdims", 1))
     function = torch.argmax if c.op == "ArgMax" else torch.argmin
     if not c.attr("select_last_index", 0):
         return c(function, x, axis, keepdims)
@@ -197,7 +199,9 @@ def unique(
     first = positions.new_full((len(counts),), len(inverse)).scatter_reduce(0, inverse, positions, "amin")
     if not in_order:
         order = torch.argsort(first)
-        values, first, counts = values.index_select(dim, order), first[order], counts[order]
+        values = values.index_select(dim, order)
+        first = first[order]
+        counts = counts[order]
         inverse = torch.argsort(order)[inverse]
     return values, first, inverse, counts
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from onnx import TensorProto
 
-from onward.trainer.onnx_import.lowering.registry import RULES, Call, Rule, lower
+from onward.trainer.onnx_import.lowering.converter_table import RULES, Call, Rule, lower
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.tracing.values import Value
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Traced, Value
 
 
@@ -55,7 +55,8 @@ def sequence_erase(c: Call, sequence: Value, position: Value = None) -> Value:
 @lower("SplitToSequence", since=(11, 24))
 def split_to_sequence(c: Call, x: Value, sizes: Value = None) -> Value:
     """Split into parts of length 1, of one length (the last may be shorter), or of a length each."""
-    axis, keepdims = c.axis(x, c.attr("axis", 0)), c.attr("keepdims", 1)
+    axis = c.axis(x, c.attr("axis", 0))
+    keepdims = c.attr("keepdims", 1)
     if sizes is None:
         return [*c(torch.split, x, 1, axis)] if keepdims else [*c(torch.unbind, x, axis)]
     lengths: Any = [n if isinstance(n, Traced) else int(n) for n in c.ints(sizes)]

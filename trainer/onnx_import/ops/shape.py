@@ -18,7 +18,7 @@ from onward.trainer.onnx_import.fixed_batch.batch_constants import (
     reshape_lengths,
     tile_repeats,
 )
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.roles.tensor_contents import without_repetition
 from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Traced, Value
 
@@ -245,12 +245,14 @@ def pad_by_index(x: torch.Tensor, axis: int, border: Sequence[int], mode: str) -
 
 @lower("DepthToSpace", since=(1, 11, 13, 28))
 def depth_to_space(c: Call, x: Value) -> Value:
-    block, mode = c.attr("blocksize"), c.attr("mode", "DCR")
+    block = c.attr("blocksize")
+    mode = c.attr("mode", "DCR")
     n, depth, height, width = c.sizes(x)
     split = [n, block, block, depth // block**2, height, width]
     order = [0, 3, 4, 1, 5, 2]
     if mode == "CRD":
-        split, order = [n, depth // block**2, block, block, height, width], [0, 1, 4, 2, 5, 3]
+        split = [n, depth // block**2, block, block, height, width]
+        order = [0, 1, 4, 2, 5, 3]
     x = c("permute", c("reshape", x, split), order)
     return c("reshape", x, [n, depth // block**2, height * block, width * block])
 
@@ -258,7 +260,8 @@ def depth_to_space(c: Call, x: Value) -> Value:
 @lower("SpaceToDepth", since=(1, 13, 28))
 def space_to_depth(c: Call, x: Value) -> Value:
     c.require("mode", "DCR", "CRD")
-    block, order = c.attr("blocksize"), [0, 3, 5, 1, 2, 4] if c.attr("mode", "DCR") == "DCR" else [0, 1, 3, 5, 2, 4]
+    block = c.attr("blocksize")
+    order = [0, 3, 5, 1, 2, 4] if c.attr("mode", "DCR") == "DCR" else [0, 1, 3, 5, 2, 4]
     n, depth, height, width = c.sizes(x)
     x = c("reshape", x, [n, depth, height // block, block, width // block, block])
     return c("reshape", c("permute", x, order), [n, depth * block**2, height // block, width // block])

@@ -20,7 +20,7 @@ import numpy as np
 from onnx import TensorProto
 from torch import fx
 
-from onward.trainer.onnx_import.lowering.registry import Call, Rule, lower, shape_rule
+from onward.trainer.onnx_import.lowering.converter_table import Call, Rule, lower, shape_rule
 from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, ShapeArray, Traced, Value
 
 SHAPE_VERSIONS = (1, 13, 15, 19, 21, 23, 24, 25)
@@ -260,12 +260,16 @@ def gather(c: Call, x: ShapeArray, indices: ShapeArray) -> ShapeArray:
 @shape_rule("Slice")
 def slice_(c: Call, x: ShapeArray, *bounds: ShapeArray | None) -> Value:
     if not bounds:  # before opset 10 the bounds are attributes
-        starts, ends = c.attr("starts"), c.attr("ends")
-        axes, steps = c.attr("axes") or range(len(starts)), [1] * len(starts)
+        starts = c.attr("starts")
+        ends = c.attr("ends")
+        axes = c.attr("axes") or range(len(starts))
+        steps = [1] * len(starts)
     else:
         given = [None if bound is None else list(bound.reshape(-1)) for bound in (*bounds, None, None)]
-        starts, ends = given[0] or [], given[1] or []
-        axes, steps = given[2] or range(len(starts)), given[3] or [1] * len(starts)
+        starts = given[0] or []
+        ends = given[1] or []
+        axes = given[2] or range(len(starts))
+        steps = given[3] or [1] * len(starts)
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         if any(isinstance(bound, Traced) for bound in (start, end, step)):
             return NotImplemented

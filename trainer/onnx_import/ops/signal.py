@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 Tensor = torch.Tensor
@@ -66,7 +66,8 @@ WINDOWS = {
 
 @lower("HannWindow", "HammingWindow", "BlackmanWindow", since=(17,))
 def window(c: Call, size: Value) -> Value:
-    periodic, dtype = bool(c.attr("periodic", 1)), c.dtype(c.attr("output_datatype", 1))
+    periodic = bool(c.attr("periodic", 1))
+    dtype = c.dtype(c.attr("output_datatype", 1))
     length = c.ints(size)[0]
     anchor = c.tracer.anchor if isinstance(length, Traced) else torch.empty(0)
     return c(cosine_window, anchor, length, WINDOWS[c.op], periodic, dtype)

@@ -127,7 +127,8 @@ def _stored_pattern(r: Rewriter, node: Any) -> Pattern | None:
     # is_causal is the same for every batch entry and head
     if any(length != 1 for length in tensor.shape[:-2]):
         return None
-    rows, columns = tensor.shape[-2] if tensor.ndim > 1 else 1, tensor.shape[-1]
+    rows = tensor.shape[-2] if tensor.ndim > 1 else 1
+    columns = tensor.shape[-1]
     values = tensor.reshape(rows, columns)
     if not tensor.is_floating_point() and tensor.dtype != torch.bool and 1 in (rows, columns):
         first = int(values[0, 0])
@@ -157,7 +158,8 @@ def _call_pattern(r: Rewriter, node: Any) -> Pattern | None:
 
 
 def _triangle_pattern(r: Rewriter, node: Any) -> Pattern | None:
-    pattern, diagonal = _pattern_of(r, node.args[0]), node.args[1] if len(node.args) > 1 else 0
+    pattern = _pattern_of(r, node.args[0])
+    diagonal = node.args[1] if len(node.args) > 1 else 0
     # other diagonals give a triangle that is_causal does not describe
     if not isinstance(pattern, Uniform | Triangular) or diagonal != (0 if node.target is torch.tril else 1):
         return None
@@ -172,7 +174,8 @@ def _reshaped_pattern(r: Rewriter, node: Any) -> Pattern | None:
     pattern = _pattern_of(r, source)
     if pattern is None or isinstance(pattern, Uniform):
         return pattern
-    before, after = r.shapes(source), r.shapes(node)
+    before = r.shapes(source)
+    after = r.shapes(node)
     if is_call(node, strided):
         _, _, start, _, step = node.args
         # a slice of the stored mask of the longest sequence, [:n, :n]: rows and columns keep their numbers
@@ -218,7 +221,8 @@ def _elementwise(r: Rewriter, node: Any) -> Pattern | None:
             result = function(*values, **node.kwargs)
         return torch.as_tensor(result)
 
-    lower, upper = run("lower"), run("upper")
+    lower = run("lower")
+    upper = run("upper")
     return Triangular(lower, upper) if any(isinstance(pattern, Triangular) for pattern in patterns) else Uniform(lower)
 
 

@@ -17,7 +17,7 @@ from torch import fx, nn
 from onward.trainer.onnx_import.ops.contributed.attention import grouped_attention
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.ops.norm import Dropout
-from onward.trainer.onnx_import.passes.attention import Attention
+from onward.trainer.onnx_import.passes.fused_attention import Attention
 from onward.trainer.onnx_import.passes.rewriter import is_call
 
 VIEWS = ("reshape", "view", "permute", "transpose", "flatten")
@@ -118,7 +118,8 @@ def _depends(value: object, source: object) -> bool:
     """Return whether a value is computed from another one."""
     if not isinstance(value, fx.Node) or not isinstance(source, fx.Node) or source.op == "get_attr":
         return False
-    seen, waiting = set(), [value]
+    seen = set()
+    waiting = [value]
     while waiting:
         node = waiting.pop()
         if node is source:
@@ -201,7 +202,8 @@ def _is_weight(module: fx.GraphModule, value: object) -> bool:
 
 def _reads_input(value: object) -> bool:
     """Return whether a value is computed from the elements of an input, not only from its shape."""
-    seen, waiting = set(), [value]
+    seen = set()
+    waiting = [value]
     while waiting:
         node = waiting.pop()
         if not isinstance(node, fx.Node) or node in seen or is_call(node, "size"):

@@ -18,8 +18,8 @@ from __future__ import annotations
 from torch import fx, nn
 
 from onward.trainer.onnx_import.passes.activations import fuse_gelus, fuse_silus
-from onward.trainer.onnx_import.passes.attention import fuse_attentions
-from onward.trainer.onnx_import.passes.norms import fuse_layer_norms, fuse_rms_norms
+from onward.trainer.onnx_import.passes.fused_attention import fuse_attentions
+from onward.trainer.onnx_import.passes.fused_norms import fuse_layer_norms, fuse_rms_norms
 from onward.trainer.onnx_import.passes.rewriter import Rewriter
 from onward.trainer.onnx_import.passes.sharing import fuse_linears, share_equal_calls
 from onward.trainer.onnx_import.passes.views import fuse_slices

@@ -76,7 +76,8 @@ class Rewriter:
             key = module_key(run)
         elif node.op in ("call_method", "call_function"):
             target: Any = node.target
-            run, key = as_function(target), call_key(target)
+            run = as_function(target)
+            key = call_key(target)
         else:
             raise NoMatch
 
@@ -160,7 +161,8 @@ class Rewriter:
         nodes: list[fx.Node] = []
         for operand in operands:
             inner, more = self.factors(operand)
-            number, nodes = number * inner, nodes + more
+            number = number * inner
+            nodes = nodes + more
         return number, nodes
 
     def _product(self, node: fx.Node) -> tuple[float, list[Any]] | None:
@@ -202,7 +204,8 @@ class Rewriter:
         return sum(self._replaced(rewrite, node) for node in nodes if not node._erased)
 
     def _replaced(self, rewrite: Rewrite, node: fx.Node) -> bool:
-        self._made, self._erased = [], []
+        self._made = []
+        self._erased = []
         try:
             with self.graph.inserting_before(node):
                 new = rewrite(self, node)

@@ -74,7 +74,8 @@ class QuantizedWeight:
 
     def quantized(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the integers nearest to weight / scale + zero; those of the file where the weight has not changed."""
-        before, weight = self.dequantized(), weight.detach().cpu()
+        before = self.dequantized()
+        weight = weight.detach().cpu()
         # fp32 represents integers up to 2^24
         wide = torch.float64 if self.integers.dtype == torch.int32 else self.scale.dtype
         found = quantized_values(weight.to(wide), self.scale.to(wide), self.zero, self.layout, self.bounds)

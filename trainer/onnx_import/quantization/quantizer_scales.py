@@ -40,7 +40,8 @@ from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 ScaleMode = Literal["recalibrate", "train", "frozen"]
 
-LOG_FACTOR, RANGE = ".log_factor", ".range"
+LOG_FACTOR = ".log_factor"
+RANGE = ".range"
 """Ends of the names, in checkpoints, of p and of (least, greatest); they begin with the name of the scale."""
 MOMENTUM = 0.1
 """The weight of one micro-batch in the moving averages of a range."""
@@ -146,7 +147,8 @@ def observed(
     limits: Tensor, before: Tensor, scale: Tensor, zero: Tensor, bounds: tuple[int, int], moves_zero: bool
 ) -> Tensor:
     """Return (scale, zero point) of a range [2], as fp32 [2]; those of the file where the range is that of the file."""
-    least, greatest = limits[0].clamp(max=0.0), limits[1].clamp(min=0.0)
+    least = limits[0].clamp(max=0.0)
+    greatest = limits[1].clamp(min=0.0)
     low, high = bounds
     first = zero.reshape(())
     if moves_zero:
@@ -156,7 +158,8 @@ def observed(
         # an end that the zero point leaves no integers for cannot be represented at any scale
         above = greatest / torch.where(high > first, high - first, torch.inf)
         below = -least / torch.where(first > low, first - low, torch.inf)
-        found, middle = torch.maximum(above, below).clamp(min=LEAST_SCALE), first
+        found = torch.maximum(above, below).clamp(min=LEAST_SCALE)
+        middle = first
     same = (limits == before).all()
     return torch.stack([torch.where(same, scale.reshape(()), found), torch.where(same, first, middle)])
 
@@ -261,7 +264,8 @@ def biases_last(model: onnx.ModelProto, quantizers: Sequence[Quantizer]) -> onnx
     moved = {n.output[0]: n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[1] in scales}
     if not moved:
         return model
-    result, waiting = onnx.ModelProto(), dict(moved)
+    result = onnx.ModelProto()
+    waiting = dict(moved)
     result.CopyFrom(model)
     del result.graph.node[:]
     for node in model.graph.node:

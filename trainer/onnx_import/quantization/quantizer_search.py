@@ -94,7 +94,9 @@ class _Search:
     def __init__(
         self, graph: onnx.GraphProto, stored: Mapping[str, Tensor], floats: Mapping[str, Tensor], mode: ScaleMode
     ) -> None:
-        self.stored, self.floats, self.mode = stored, floats, mode
+        self.stored = stored
+        self.floats = floats
+        self.mode = mode
         self.nodes = list(graph.node)
         self.producer = {name: node for node in graph.node for name in node.output}
         self.readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
@@ -118,7 +120,8 @@ class _Search:
 
     def _quantizer(self, name: str) -> Quantizer | str:
         """Return how a scale follows, "bias" for that of an int32 bias, or why it does not follow."""
-        scale, readers = self.stored[name], self.readers[name]
+        scale = self.stored[name]
+        readers = self.readers[name]
         if scale.dtype != torch.float32 or not scale.numel() or not bool((scale > 0).all() & scale.isfinite().all()):
             return NOT_POSITIVE
         if name in self.unknown or any(node.op_type not in QDQ or position != 1 for node, position in readers):
@@ -157,13 +160,15 @@ class _Search:
         others = [node for node in nodes if node.input[0] != weight and self._source(node.input[0]) != weight]
         if others or weight not in self.floats or not self.floats[weight].is_floating_point():
             return "it is that of a weight and of a computed value"
-        ndim, attributes = self.floats[weight].ndim, [attributes_of(node) for node in nodes]
+        ndim = self.floats[weight].ndim
+        attributes = [attributes_of(node) for node in nodes]
         axes = {each.get("axis", 1) for each in attributes}
         if len(axes) > 1 or any(each.get("block_size", 0) for each in attributes):
             return "it is that of blocks, or of several axes"
         axis = axes.pop()
         layout = (axis % ndim if ndim and -ndim <= axis < ndim else 0, 0)
-        count, value = self.stored[name].numel(), self.floats[weight]
+        count = self.stored[name].numel()
+        value = self.floats[weight]
         if count > 1 and (not ndim or value.shape[layout[0]] != count):
             return "it is not one number for each index of an axis"
         shape = self.stored[name].shape
@@ -207,7 +212,8 @@ class _Search:
 
     def _bias(self, name: str, plain: Mapping[str, Quantizer]) -> Quantizer | str:
         """Return how the scale of an int32 bias follows those of the product it is added to."""
-        scale, found = self.stored[name], set[tuple[str, str]]()
+        scale = self.stored[name]
+        found = set[tuple[str, str]]()
         for node, _ in self.readers[name]:
             for reader, position in self.readers.get(node.output[0], ()):
                 pair = self._scales_of(reader) if position == 2 else ("", "")

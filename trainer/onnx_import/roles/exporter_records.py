@@ -182,7 +182,8 @@ def _originals(folded: Mapping[str, tuple[str, ...]], weights: Mapping[str, Reco
 
 def _modules_of_readers(graph: onnx.GraphProto, stored: Iterable[str]) -> dict[str, str]:
     """Return the path of the module of the first node that reads each stored tensor."""
-    names, modules = set(stored), dict[str, str]()
+    names = set(stored)
+    modules = dict[str, str]()
     for node in graph.node:
         if module := module_of_node(node):
             for name in names.intersection(node.input):

@@ -318,7 +318,8 @@ class GraphFlow:
         operands = [self.flows.get(name, Flow("stored")) for name in node.input]
         # both branches are visited from the same state, since either may run
         if node.op_type == "If":
-            states, parts = [], [self._inside(body, []) for body in bodies]
+            states = []
+            parts = [self._inside(body, []) for body in bodies]
             results = [_merged(flows) for flows in zip(*parts, strict=False)]
             if any(flow.origin != "stored" for flow in operands):  # the input selects the branch
                 results = [_selected_by_input(flow) for flow in results]

@@ -146,7 +146,8 @@ def _number_because(name: str, tensor: torch.Tensor, flow: GraphFlow, *, of_modu
 
 
 def _by_contents(name: str, tensor: torch.Tensor, flow: GraphFlow, *, of_module: bool) -> str:
-    operator, weighted = flow.first_operator[name], name in flow.layer_operands
+    operator = flow.first_operator[name]
+    weighted = name in flow.layer_operands
     product = operator in ("MatMul", "Gemm") and tensor.ndim == 2
     conv = operator in ("Conv", "ConvTranspose") and tensor.ndim >= 3
     if name in flow.masks:

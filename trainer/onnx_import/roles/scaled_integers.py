@@ -142,11 +142,13 @@ class ScaledIntegers:
 
     def _use(self, place: int, scale: str, weight: torch.Tensor, axes: Axes, subtracted: tuple[str, int]) -> Use | None:
         zero, seen = subtracted
-        factor, shift = self._operand(scale, weight, axes), self._operand(zero, weight, axes) if zero else None
+        factor = self._operand(scale, weight, axes)
+        shift = self._operand(zero, weight, axes) if zero else None
         if factor is None or (zero and shift is None):
             return None
         name, layout, between = factor
-        nodes, first = {place, *between}, ""
+        nodes = {place, *between}
+        first = ""
         if shift is not None:
             first, of_zero, between = shift
             nodes |= {seen, *between}

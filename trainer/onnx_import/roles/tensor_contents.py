@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-MIN_ROWS, MAX_ROWS = 8, 64
+MIN_ROWS = 8
+MAX_ROWS = 64
 """The test for sinusoids needs at least so many rows of a table, and reads at most so many."""
 
-BLOCK, NUM_BLOCKS = 512, 8
+BLOCK = 512
+NUM_BLOCKS = 8
 """So many blocks of so many elements are a sample of a tensor, so that a mapped file is not read as a whole."""
 LARGE = 1 << 22
 """Elements. Masks, filter banks and Fourier matrices beyond this have other numbers than zeros in a sample."""
@@ -48,7 +50,8 @@ def is_sinusoidal_table(tensor: torch.Tensor) -> bool:
     if tensor.ndim < 2 or tensor.shape[-2] < MIN_ROWS or not tensor.numel():
         return False
     rows = tensor.reshape(-1, *tensor.shape[-2:])[0][:MAX_ROWS].double()
-    sums, middle = rows[2:] + rows[:-2], rows[1:-1]
+    sums = rows[2:] + rows[:-2]
+    middle = rows[1:-1]
     # least squares for 2 cos(w) in each column, then the residual relative to the column's greatest value
     ratio = (sums * middle).sum(0) / middle.square().sum(0).clamp_min(1e-30)
     fits = ((sums - ratio * middle).abs() <= 2e-3 * rows.abs().amax(0) + 1e-5 * rows.abs().max()).all(0)

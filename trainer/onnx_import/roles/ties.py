@@ -109,7 +109,8 @@ def tie_copies(graph: fx.Graph, root: nn.Module, paths: Mapping[str, str], copie
     reads = {str(node.target): node for node in graph.nodes if node.op == "get_attr"}
     order = {node: place for place, node in enumerate(graph.nodes)}
     for name, (original, transposed) in copies.items():
-        copy, read = reads[paths[name]], reads[paths[original]]
+        copy = reads[paths[name]]
+        read = reads[paths[original]]
         if transposed:
             # after both nodes: the original must be read before it is transposed, and the copy's readers come later
             with graph.inserting_after(max(copy, read, key=order.__getitem__)):

@@ -37,7 +37,8 @@ def probe(function: Callable[..., Any] | str, args: Any, kwargs: Any, known: Pro
     NeedsRuntimeValues if the result depends on values, which meta tensors do not have, or if other sizes than the two
     would work.
     """
-    run, key = as_function(function), call_key(function)
+    run = as_function(function)
+    key = call_key(function)
     try:
         first, second = (known.run(key, run, *_operands(side, args, kwargs)) for side in (0, 1))
         if isinstance(first, list | tuple) and len(first) != len(second):

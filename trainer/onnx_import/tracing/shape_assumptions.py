@@ -157,9 +157,11 @@ def _result(
     run: Callable[..., Any]
     if node.op == "call_module":
         # a copy, because .to("meta") drops the data of a module in place
-        run, key = copy.deepcopy(root.get_submodule(str(node.target))).to("meta").eval(), None
+        run = copy.deepcopy(root.get_submodule(str(node.target))).to("meta").eval()
+        key = None
     else:
-        run, key = as_function(node.target), call_key(node.target)
+        run = as_function(node.target)
+        key = call_key(node.target)
 
     def value(leaf: Any) -> Any:
         return results[leaf] if isinstance(leaf, fx.Node) else leaf

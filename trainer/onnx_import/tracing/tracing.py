@@ -49,7 +49,8 @@ RESERVED = frozenset(
 )
 """Attribute names that fx or ImportedGraph use; a weight of such a name gets an underscore."""
 
-MAX_SHAPE_INTS, MAX_SHAPE_FLOATS = 4096, 64
+MAX_SHAPE_INTS = 4096
+MAX_SHAPE_FLOATS = 64
 """Larger constants are data, not shapes."""
 
 
@@ -184,7 +185,8 @@ class Tracer:
 
         Underscores are appended where a part of the path is taken already.
         """
-        owner, path = self.root, []
+        owner = self.root
+        path = []
         *containers, attribute = [_identifier(part) for part in name.split(".")]
         for part in containers:
             # "conv" and "conv.weight" may both be initializers: a tensor cannot contain another one
@@ -226,7 +228,8 @@ class Tracer:
         """Convert a ShapeArray to a tensor (int64; fp32 of floats; bool of truth values); return others unchanged."""
         if not isinstance(value, np.ndarray):
             return value
-        numbers, shape = list(value.reshape(-1)), list(value.shape)
+        numbers = list(value.reshape(-1))
+        shape = list(value.shape)
         dynamic = any(isinstance(number, Traced) for number in numbers)
         if any(isinstance(n.probes[0] if isinstance(n, Traced) else n, float) for n in numbers):
             if not dynamic:

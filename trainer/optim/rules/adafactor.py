@@ -59,7 +59,8 @@ class Adafactor(NormedRule):
         config = self._config.adafactor
         for update, length, size in zip(updates, lengths[self.places], sizes[self.places], strict=True):
             settings: WeightSettings = update.group["settings"]
-            t, rate = update.group["updates"], update.group["lr"]
+            t = update.group["updates"]
+            rate = update.group["lr"]
             root = math.sqrt(max(math.prod(update.of.placement.shape), 1))
             step = (length / root).clamp(min=config.epsilon_scale) * min(rate, 1.0 / math.sqrt(t))
             step = step / (size / (root * config.clip)).clamp(min=1.0)
@@ -89,7 +90,8 @@ class Adafactor(NormedRule):
         """Return number of a weight -> mean of its full `row` along the last dimension, kept with length 1."""
         sums = []
         for update in updates:
-            shape, local = update.of.placement.shape, update.of.placement.local_shape
+            shape = update.of.placement.shape
+            local = update.of.placement.local_shape
             # ranks that hold other columns hold the same rows: each counts its share of them
             sums.append(update.state["row"].sum(-1) * (local[-1] / shape[-1] / shape[-2]))
         totals = self._sum(updates, sums, "mean")
@@ -97,7 +99,8 @@ class Adafactor(NormedRule):
 
     def _sum(self, updates: Sequence[_Update], local: list[Tensor], field: str) -> list[Tensor]:
         """Return this rank's part of the sums over all parts of each weight, of tensors with the dims of a field."""
-        parts, found = self._context.parts, list(local)
+        parts = self._context.parts
+        found = list(local)
         chosen = [place for place, update in enumerate(updates) if parts.share(update.number)[1] > 1]
         places = [_placement(updates[place].of.placement, field) for place in chosen]
         full = []

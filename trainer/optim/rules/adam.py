@@ -60,7 +60,8 @@ class Adam(Rule):
         second: list[Tensor],
     ) -> None:
         settings: WeightSettings = group["settings"]
-        epsilon, decay = settings.epsilon, settings.weight_decay
+        epsilon = settings.epsilon
+        decay = settings.weight_decay
         if not settings.bias_correction:
             steps = [torch.full_like(steps[0], math.inf)] * len(steps)
         elif self._decays_after:

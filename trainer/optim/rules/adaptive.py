@@ -28,7 +28,8 @@ class NAdam(ElementwiseRule):
         """Change weights and moments in place."""
         first, second = moments
         settings: WeightSettings = group["settings"]
-        t, rate = group["updates"], group["lr"]
+        t = group["updates"]
+        rate = group["lr"]
         product, mu, following = self._factors(t, settings.alpha)
         torch._foreach_mul_(weights, 1.0 - rate * settings.weight_decay)
         update_moments(settings, gradients, first, second)
@@ -47,7 +48,8 @@ class NAdam(ElementwiseRule):
         done, product, of = self._product
         if (done, of) != (t, alpha):
             if (done, of) != (t - 1, alpha):
-                done, product = 0, 1.0
+                done = 0
+                product = 1.0
             for earlier in range(done + 1, t + 1):
                 product *= mu(earlier)
             self._product = (t, product, alpha)
@@ -67,10 +69,12 @@ class RAdam(ElementwiseRule):
         """Change weights and moments in place."""
         first, second = moments
         settings: WeightSettings = group["settings"]
-        t, beta = group["updates"], settings.beta
+        t = group["updates"]
+        beta = settings.beta
         torch._foreach_mul_(weights, 1.0 - group["lr"] * settings.weight_decay)
         update_moments(settings, gradients, first, second)
-        c1, c2 = 1.0 - settings.alpha**t, 1.0 - beta**t
+        c1 = 1.0 - settings.alpha**t
+        c2 = 1.0 - beta**t
         limit = 2.0 / (1.0 - beta) - 1.0
         length = limit - 2.0 * t * beta**t / c2
         rate = -group["lr"] / c1

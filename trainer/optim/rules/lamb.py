@@ -58,8 +58,11 @@ class Lamb(NormedRule):
     def _turn(self, group: Group, batch: list[Segment], first: list[Tensor], second: list[Tensor]) -> None:
         """Overwrite the gradients with the directions d."""
         settings: WeightSettings = group["settings"]
-        alpha, beta, corrected = settings.alpha, settings.beta, settings.bias_correction
-        updates, gradients = group["updates"], [segment.gradient for segment in batch]
+        alpha = settings.alpha
+        beta = settings.beta
+        corrected = settings.bias_correction
+        updates = group["updates"]
+        gradients = [segment.gradient for segment in batch]
         torch._foreach_lerp_(first, gradients, 1.0 - alpha)
         torch._foreach_mul_(second, beta)
         torch._foreach_addcmul_(second, gradients, gradients, 1.0 - beta)

@@ -74,7 +74,8 @@ class Muon(Adam):
 
     def _directions(self, group: Group) -> list[Direction]:
         """Update the momentum, and return what is to be orthogonalised."""
-        momentum, gradients = group["settings"].momentum, gradients_of(group)
+        momentum = group["settings"].momentum
+        gradients = gradients_of(group)
         buffers = [self.state[weight]["momentum_buffer"] for weight in group["params"]]
         torch._foreach_lerp_(buffers, gradients, 1.0 - momentum)
         directions = torch._foreach_lerp(gradients, buffers, momentum) if self._config.nesterov else buffers
@@ -83,7 +84,8 @@ class Muon(Adam):
 
     def _update_together(self, directions: Sequence[Direction]) -> None:
         """Update matrices of which this rank holds parts. Collective."""
-        parts, numbers = self._context.parts, [direction.number for direction in directions]
+        parts = self._context.parts
+        numbers = [direction.number for direction in directions]
         full = parts.sum([spread(each.local, each.of) for each in directions], numbers)
         for place, direction in enumerate(directions):
             rank, size = parts.share(direction.number)
@@ -105,9 +107,12 @@ class Muon(Adam):
 
     def _move(self, direction: Direction, orthogonal: Tensor) -> None:
         settings: WeightSettings = direction.group["settings"]
-        rate, weight = direction.group["lr"], direction.of.tensor
-        shape, outputs = direction.of.placement.shape, direction.of.outputs or 0
-        rows, columns = shape[outputs], math.prod(shape) // max(shape[outputs], 1)
+        rate = direction.group["lr"]
+        weight = direction.of.tensor
+        shape = direction.of.placement.shape
+        outputs = direction.of.outputs or 0
+        rows = shape[outputs]
+        columns = math.prod(shape) // max(shape[outputs], 1)
         if self._config.muon.scale == "original":
             factor = math.sqrt(max(1.0, rows / max(columns, 1)))
         else:

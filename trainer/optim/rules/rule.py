@@ -86,7 +86,8 @@ def make_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig, state:
     for group in optimizer.param_groups:
         for weight in group["params"]:
             for field in state(group["settings"], weight.ndim):
-                dims, dtype = dims_of(field, weight.ndim), state_dtype(field, config, weight.dtype)
+                dims = dims_of(field, weight.ndim)
+                dtype = state_dtype(field, config, weight.dtype)
                 if len(dims) == weight.ndim > 0:  # in the order of the weight's elements in memory
                     state_of = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
                 else:
@@ -118,7 +119,8 @@ class ElementwiseRule(Rule, ABC):
             gradients = [gradient.contiguous() for gradient in gradients_of(group)]
             for batch in segments(self, group, gradients):
                 with in_fp32(batch, seed=self._context.seed, step=group["updates"]) as moments:
-                    weights, given = [each.weight for each in batch], [each.gradient for each in batch]
+                    weights = [each.weight for each in batch]
+                    given = [each.gradient for each in batch]
                     self.update(group, weights, given, *moments)
 
     @abstractmethod

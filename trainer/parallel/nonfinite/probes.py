@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.model.compile import Compiled
-from onward.trainer.parallel.nonfinite.findings import NUM_ROWS, Finding, bad_rows, describe
+from onward.trainer.parallel.nonfinite.nonfinite_findings import NUM_ROWS, Finding, bad_rows, describe
 from onward.trainer.parallel.pipeline.engine import BatchLosses
 from onward.trainer.parallel.pipeline.stage import Stage
 
@@ -104,7 +104,8 @@ class _StageRun:
     """One stage: the bad values of its current forward pass, and those of its backward passes."""
 
     def __init__(self, probes: Probes, stage: Stage) -> None:
-        self.probes, self.stage = probes, stage
+        self.probes = probes
+        self.stage = stage
         self.active = False
         self.micro_batch = -1
         self.labels: dict[str, str] = {}
@@ -122,7 +123,8 @@ class _StageRun:
         """Begin a forward pass. What is computed again in the backward pass does not come here: it is not looked at."""
         self.active = True
         self.micro_batch += 1
-        self._bad, self._origins = {}, {}
+        self._bad = {}
+        self._origins = {}
 
     def end(self, chain: nn.Module, inputs: object, outputs: tuple[Tensor, ...]) -> None:
         """End a forward pass: go back from its bad outputs."""
@@ -143,7 +145,8 @@ class _StageRun:
 
     def forward_of(self, module: fx.GraphModule) -> Callable[..., Any]:
         """Return what runs a module instead of its own code."""
-        original, run = type(module).forward, _NodeByNode(module, self)
+        original = type(module).forward
+        run = _NodeByNode(module, self)
 
         def forward(*values: Any) -> Any:
             return run.run(*values) if self.active else original(module, *values)
@@ -239,7 +242,9 @@ class ProbedLosses:
     """The losses of a pipeline, which are looked at as well. evaluating: compute them, which evaluation does not."""
 
     def __init__(self, losses: BatchLosses, probes: Probes, stage: int, *, evaluating: bool) -> None:
-        self._losses, self._probes, self._stage = losses, probes, stage
+        self._losses = losses
+        self._probes = probes
+        self._stage = stage
         self._evaluating = evaluating
         self._calls = 0
 
@@ -258,7 +263,8 @@ class ProbedLosses:
         self, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None], size: int
     ) -> tuple[Tensor, ...]:
         values = self._losses(outputs, labels, size)
-        micro_batch, self._calls = self._calls, self._calls + 1
+        micro_batch = self._calls
+        self._calls = self._calls + 1
         bad = [value for value in values if not bool(torch.isfinite(value).all())]
         if bad and size:
             self._probes.add(self._finding(micro_batch, bad[0], outputs, labels))
@@ -308,7 +314,8 @@ def _onnx_name(node: fx.Node, weights: dict[str, str]) -> str:
         source = source.all_input_nodes[0]
     if source.op == "get_attr":
         return weights.get(str(source.target), str(source.target))
-    seen, waiting = set[fx.Node](), [node]
+    seen = set[fx.Node]()
+    waiting = [node]
     while waiting:
         each = waiting.pop(0)
         if names := each.meta.get("onnx"):

@@ -30,11 +30,11 @@ from onward.trainer.data.storage.shards import Shards, Split
 from onward.trainer.distributed.failures import lost_a_peer
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.files.model_files import node_of_output
-from onward.trainer.parallel.nonfinite.findings import Finding, describe
+from onward.trainer.parallel.nonfinite.nonfinite_findings import Finding, describe
+from onward.trainer.parallel.nonfinite.nonfinite_report import find_outlier, merged, sentence
 from onward.trainer.parallel.nonfinite.probes import ProbedLosses, Probes
-from onward.trainer.parallel.nonfinite.report import find_outlier, merged, sentence
 from onward.trainer.parallel.pipeline.engine import Pipeline
 from onward.trainer.parallel.rank_model import RankModel
 from onward.trainer.parallel.replicas.norms import gradient
@@ -97,7 +97,8 @@ class BadValues:
         return self._explain(probes, "train", self.rows, len(micro_batches), largest_step)
 
     def _replay(self, micro_batches: Sequence[Batch], scale: float, reseed: Callable[[], object]) -> Probes:
-        probes, reducer = Probes(self.beat), self.model.reducer
+        probes = Probes(self.beat)
+        reducer = self.model.reducer
         probes.batches = list(micro_batches)
         reseed()
         with probes.installed(self.model.stages), self._probed_losses(probes, evaluating=False):

@@ -38,11 +38,15 @@ class StepClock:
         """Sum -> seconds of this attempt."""
         self.in_steps_s = 0.0
         """Seconds of the steps, with their compilations and the waiting for samples."""
-        self._began_at, self._compiled_s = began_at, compiled_s
+        self._began_at = began_at
+        self._compiled_s = compiled_s
         self._sum = "setup"
-        self._marked_at, self._compiled_before = began_at, compiled_s()
-        self._emitted_at, self._is_due = began_at, True
-        self._trained_before_s, self._counts_hours = 0.0, False
+        self._marked_at = began_at
+        self._compiled_before = compiled_s()
+        self._emitted_at = began_at
+        self._is_due = True
+        self._trained_before_s = 0.0
+        self._counts_hours = False
         self._step_began_at: float | None = None
         self._recent_steps_s: deque[float] = deque(maxlen=3)
 
@@ -61,9 +65,12 @@ class StepClock:
 
     def mark(self) -> None:
         """Add the time since the last mark to the sum that it belongs to."""
-        now, compiled = time.monotonic(), self._compiled_s()
-        elapsed_s, compile_s = now - self._marked_at, compiled - self._compiled_before
-        self._marked_at, self._compiled_before = now, compiled
+        now = time.monotonic()
+        compiled = self._compiled_s()
+        elapsed_s = now - self._marked_at
+        compile_s = compiled - self._compiled_before
+        self._marked_at = now
+        self._compiled_before = compiled
         self.seconds["compile"] += compile_s
         self.seconds[self._sum] += elapsed_s - compile_s
         if self._sum == "steps":
@@ -81,7 +88,8 @@ class StepClock:
         """
         self.mark()
         self._sum = "steps"
-        self._trained_before_s, self._counts_hours = trained_before_s, counts_hours
+        self._trained_before_s = trained_before_s
+        self._counts_hours = counts_hours
 
     def begin_step(self) -> float:
         """Begin a step; return the longest time from one step to the next among the last three, 0 without any."""
@@ -105,6 +113,7 @@ class StepClock:
         """Write the sums: after an evaluation or a checkpoint, and else at most once in EMIT_PERIOD_S, or `now`."""
         self.mark()
         if self._is_due or now or self._marked_at - self._emitted_at > EMIT_PERIOD_S:
-            self._is_due, self._emitted_at = False, self._marked_at
+            self._is_due = False
+            self._emitted_at = self._marked_at
             seconds = {name: round(value, 4) for name, value in self.seconds.items()}
             events.emit(Times(step=step, seconds=seconds))

@@ -61,16 +61,22 @@ class Throughput:
         is_text: bool,
         step: int,
     ) -> None:
-        self._flops, self._peak, self._mpi, self._clock = flops, peak_flops_per_s, mpi, clock
-        self._counts, self._is_text = counts, is_text
-        self._memory, self._memory_at = 0.0, -math.inf
+        self._flops = flops
+        self._peak = peak_flops_per_s
+        self._mpi = mpi
+        self._clock = clock
+        self._counts = counts
+        self._is_text = is_text
+        self._memory = 0.0
+        self._memory_at = -math.inf
         self._warned = False
         self.begin(step)
 
     def begin(self, step: int) -> None:
         """Begin anew after a step."""
         self._clock.mark()
-        self._since_s, self._waited_s = self._clock.in_steps_s, self._clock.seconds["data_wait"]
+        self._since_s = self._clock.in_steps_s
+        self._waited_s = self._clock.seconds["data_wait"]
         self._step = step
         self._samples = self._done = self._tokens = 0.0
 
@@ -94,7 +100,8 @@ class Throughput:
         self._done += work.flops
         self._tokens += work.num_tokens
         if work.memory_is_due:
-            self._memory, self._memory_at = self._greatest(peak_memory(self._mpi.device)), time.monotonic()
+            self._memory = self._greatest(peak_memory(self._mpi.device))
+            self._memory_at = time.monotonic()
 
     def values(self, step: int) -> dict[str, float]:
         """Return the scalars of the line of a step."""

@@ -107,7 +107,8 @@ def _cheapest_places(
     last = [place for place in range(len(places)) if total - places[place] <= limit and best[place] < float("inf")]
     if not last:
         return None
-    place, cuts = min(last, key=best.__getitem__), []
+    place = min(last, key=best.__getitem__)
+    cuts = []
     for begin in reversed(begins):
         cuts.append(place)
         place = begin[place]
@@ -118,7 +119,8 @@ def _add_part(
     best: Sequence[float], places: Sequence[int], place_bytes: Sequence[int], limit: float
 ) -> tuple[list[float], list[int]]:
     """Return (fewest bytes with one part more up to each place, the place where that last part begins)."""
-    extended, begins = [float("inf")], [0]
+    extended = [float("inf")]
+    begins = [0]
     # places in order, their bytes rising: a place is dropped once a later one is as cheap, since the later one stays
     # within the limit for longer
     window = deque[int]()
@@ -147,7 +149,8 @@ def choose_unit_cuts(
 
     num_units: of each stage, fewer where it has fewer narrow cuts; 0 = one for each UNIT_BYTES of weights.
     """
-    nodes, cuts = partitioned_nodes(module.graph), []
+    nodes = partitioned_nodes(module.graph)
+    cuts = []
     for start, stop in itertools.pairwise([0, *(point.position for point in stage_cuts), len(nodes)]):
         narrow = [point for point in points if point.is_narrow and start < point.position < stop]
         relative = [replace(point, position=point.position - start) for point in narrow]

@@ -53,7 +53,8 @@ def find_cut_points(graph: fx.Graph, costs: Mapping[str, NodeCost]) -> list[CutP
     """
     nodes = partitioned_nodes(graph)
     last_use = _last_uses(graph, nodes)
-    points, crossing = [], dict[fx.Node, None]()
+    points = []
+    crossing = dict[fx.Node, None]()
     for position, node in enumerate(nodes[:-1], start=1):
         crossing[node] = None
         # a dictionary as an ordered set: the values cross in the order in which they were computed
@@ -96,7 +97,8 @@ def cuts_by_name(
     """
     node_names = names_that_cuts_may_use(graph)
     file_names = {node.name: (*node.meta.get("onnx", ()), node.name)[0] for node in graph.nodes}
-    cuts, problems = [], []
+    cuts = []
+    problems = []
     for entry in entries:
         names = names_of_cut(entry, node_names)
         shown = " and ".join(names)

@@ -28,9 +28,10 @@ from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.failures import lost_a_peer
 from onward.trainer.distributed.mesh import new_group
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.weight_casts import casts_kept
-from onward.trainer.parallel.pipeline.schedules import (
+from onward.trainer.parallel.pipeline.stage import Stage
+from onward.trainer.parallel.pipeline.stage_schedules import (
     Autocast,
     OnOutputs,
     ScheduledStages,
@@ -39,7 +40,6 @@ from onward.trainer.parallel.pipeline.schedules import (
     restored_state,
     trained_parameters,
 )
-from onward.trainer.parallel.pipeline.stage import Stage
 
 ORDINARY: ScheduleName = "interleaved"
 """Runs any number of stages with ordinary backward passes."""
@@ -166,7 +166,8 @@ class Pipeline:
     @contextlib.contextmanager
     def with_losses(self, losses: BatchLosses) -> Iterator[None]:
         """Compute other losses inside a block."""
-        before, self._losses = self._losses, losses
+        before = self._losses
+        self._losses = losses
         try:
             yield
         finally:
@@ -228,7 +229,8 @@ class Pipeline:
     ) -> None:
         """Compare every gradient that a split backward pass computes for these micro-batches with that of an ordinary
         one: an autograd function may not allow to be split."""
-        gradients, wanted = [], scheduled.schedule
+        gradients = []
+        wanted = scheduled.schedule
         for schedule in (ORDINARY, wanted):
             scheduled.schedule = schedule
             # one backward pass more than there will be: the reducer never sees the last one, so it sends nothing

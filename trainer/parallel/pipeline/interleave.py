@@ -41,7 +41,8 @@ def _segments(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Iterator[Segment]:
     """Yield the segments of some nodes of a graph, in order."""
     numbers = {node: number for number, node in enumerate(nodes)}
     last = {node: max((numbers.get(user, len(nodes)) for user in node.users), default=0) for node in nodes}
-    alive, members = set[fx.Node](), list[fx.Node]()
+    alive = set[fx.Node]()
+    members = list[fx.Node]()
     for number, node in enumerate(nodes):
         members.append(node)
         if not is_rematerialised(node):

@@ -137,9 +137,12 @@ def _module(
     module = ImportedGraph(original, graph, "ImportedGraph")
     paths = {path for path, _ in (*module.named_parameters(), *module.named_buffers())}
     module.onnx_names = {path: name for path, name in original.onnx_names.items() if path in paths}
-    module.input_names, module.output_names = tuple(input_names), tuple(output_names)
+    module.input_names = tuple(input_names)
+    module.output_names = tuple(output_names)
     module.output_shapes = {}
     # the whole graph has them; a part is never written to a file
-    module.roles, module.copies, module.quantizers = {}, {}, ()
+    module.roles = {}
+    module.copies = {}
+    module.quantizers = ()
     mark_constants_nonpersistent(module)
     return module

@@ -42,7 +42,8 @@ class Chain(nn.Module):
         super().__init__()
         self.units = nn.ModuleList(part.module for part in parts)
         self.parts = tuple(parts)
-        self.input_names, self.output_names = tuple(input_names), tuple(output_names)
+        self.input_names = tuple(input_names)
+        self.output_names = tuple(output_names)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         values = dict(zip(self.input_names, tensors, strict=True))
@@ -100,7 +101,8 @@ def build_stages(
         # an output of the graph may be one of its inputs, unchanged
         needed = {*read[number], *(graph_outputs if is_last else ())}
         positions = tuple(position for position, name in enumerate(graph_inputs) if name in needed)
-        received, sent = borders[number], borders[number + 1]
+        received = borders[number]
+        sent = borders[number + 1]
         chain = Chain(
             parts, input_names=(*received, *(graph_inputs[position] for position in positions)), output_names=sent
         )

@@ -78,7 +78,8 @@ GPUS: dict[str, Peak] = {
 """Words of the name that torch.cuda.get_device_properties reports, $ = its end -> peak rates. The first one counts."""
 TYPICAL = "A100"
 """Taken for a GPU that is not in the table, and for decisions that ranks with different GPUs must make alike."""
-COMPUTE_SHARE, LINK_SHARE = 0.6, 0.8
+COMPUTE_SHARE = 0.6
+LINK_SHARE = 0.8
 """What large matrix products, and large collectives of NCCL, reach of the peak."""
 NETWORK = 25.0
 """GB/s of one GPU to another host: one network card of 200 Gbit/s for each GPU."""

@@ -46,7 +46,8 @@ class Estimator:
     """
 
     def __init__(self, module: ImportedGraph, device: torch.device) -> None:
-        self._module, self._device = module, device
+        self._module = module
+        self._device = device
         self._divided: dict[int, DividedGraph] = {}
         """By `parallel.tensor`."""
         self._costs: dict[tuple[int, int], Mapping[str, NodeCost]] = {}
@@ -61,7 +62,8 @@ class Estimator:
         if rows not in self._batches:
             self._batches[rows] = example_batch(config)
         inputs, labels = self._batches[rows]
-        device, parallel = self._device, config.parallel
+        device = self._device
+        parallel = config.parallel
         autocast = partial(precision.autocast, config.precision, device)
         check_replicas(self._module, config.parallel)
         # where shards are unequal, the last rank has the largest
@@ -78,7 +80,8 @@ class Estimator:
             each.model_copy(update={"class_weights": ()}) if each.class_weights == "balanced" else each
             for each in config.losses
         ]
-        module, soft = divided.module, config.soft_losses
+        module = divided.module
+        soft = config.soft_losses
         losses = Losses(plain, module.output_names, module.output_shapes, classes=layout.classes, soft=soft)
 
         def batch_loss(outputs: Sequence[Tensor]) -> Tensor:
@@ -117,7 +120,8 @@ class Estimator:
 def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return inputs, and labels for each loss, of one micro-batch: zeros, as long as the longest of the first rows."""
     signature = read_training_signature(config.model)
-    schema, text = try_first_rows(config, signature)[0], text_columns(config, signature)
+    schema = try_first_rows(config, signature)[0]
+    text = text_columns(config, signature)
 
     def zeros(feed: Feed) -> Tensor:
         columns = [schema[name] for name in feed.columns]
@@ -127,8 +131,10 @@ def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]
             row = (*(1,) * (len(text.block_mask.shape or ()) - 3), *row, *row)
         return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))
 
-    tensors, num_inputs = [zeros(feed) for feed in feeds(config, signature)], len(signature.inputs)
-    inputs, labels = tensors[:num_inputs], labels_of(config.losses, iter(tensors[num_inputs:]))
+    tensors = [zeros(feed) for feed in feeds(config, signature)]
+    num_inputs = len(signature.inputs)
+    inputs = tensors[:num_inputs]
+    labels = labels_of(config.losses, iter(tensors[num_inputs:]))
     masks = dict(zip([info.name for info in signature.inputs], inputs, strict=True))
     counted = [counted_targets(each, config.losses, labels, masks.get(each.mask)) for each in config.soft_losses]
     keys = [torch.zeros(config.micro_batch_size, 2, dtype=torch.int64)] * signature.draws

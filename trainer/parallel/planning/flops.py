@@ -83,7 +83,8 @@ class _Counter(fx.Interpreter):
     def __init__(self, module: ImportedGraph, outputs: Collection[str], place: Callable[[Tensor], Tensor]) -> None:
         super().__init__(module, garbage_collect_values=True)
         self.extra_traceback = False
-        self._place, self._is_fake = place, place is _fake_weight
+        self._place = place
+        self._is_fake = place is _fake_weight
         self._placed: dict[Tensor, Tensor] = {}
         names = zip(module.output_names, output_nodes(module.graph), strict=True)
         self._read = [not outputs or name in outputs for name, _ in names]
@@ -118,7 +119,9 @@ def _products_of(module: Recurrence, x: Tensor, w: Tensor, r: Tensor, *_: Any) -
 
     Step by step it takes as many, but thousands of calls; and kernels differ in what torch counts of them.
     """
-    first, hidden, has_cell = module.layer.batch_first, r.shape[2], module.layer.kind == "LSTM"
+    first = module.layer.batch_first
+    hidden = r.shape[2]
+    has_cell = module.layer.kind == "LSTM"
     x = x.transpose(0, 1) if first else x
     directions = []
     for own, recurrent in zip(w.unbind(0), r.unbind(0), strict=True):
@@ -127,7 +130,8 @@ def _products_of(module: Recurrence, x: Tensor, w: Tensor, r: Tensor, *_: Any) -
     y = torch.stack(directions, 1)  # [steps, directions, batch, hidden]
     states = [y[-1]] * (2 if has_cell else 1)
     if first:
-        y, states = y.permute(2, 0, 1, 3), [state.transpose(0, 1) for state in states]
+        y = y.permute(2, 0, 1, 3)
+        states = [state.transpose(0, 1) for state in states]
     return y, *states
 
 

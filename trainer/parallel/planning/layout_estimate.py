@@ -64,7 +64,8 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        parallel, num_micro_batches = self.config.parallel, self.config.train.gradient_accumulation_steps
+        parallel = self.config.parallel
+        num_micro_batches = self.config.train.gradient_accumulation_steps
         sizes = f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
         recompute = "" if self.config.recompute.mode == "none" else f", recompute {self.config.recompute.mode}"
         return f"{sizes}, ZeRO {parallel.zero}, {num_micro_batches} micro-batches{recompute}"
@@ -84,7 +85,8 @@ class Estimate:
     @property
     def bubble(self) -> float:
         """Return the share of a step in which a rank waits."""
-        parallel, num_micro_batches = self.config.parallel, self.config.train.gradient_accumulation_steps
+        parallel = self.config.parallel
+        num_micro_batches = self.config.train.gradient_accumulation_steps
         return parallel.order.bubble(parallel.pipeline_size(num_micro_batches))
 
     def stage_flops(self, stage: Stage, recomputed: Sequence[int]) -> int:
@@ -164,7 +166,8 @@ class Estimate:
             yield Traffic(axis="pipeline", what="gradients of tied weights", count=2 * len(tied), bytes=2 * sum(tied))
 
     def _data_traffic(self, rank: RankEstimate) -> Iterator[Traffic]:
-        parallel, num_micro_batches = self.config.parallel, self.config.train.gradient_accumulation_steps
+        parallel = self.config.parallel
+        num_micro_batches = self.config.train.gradient_accumulation_steps
         if not parallel.zero:
             trained = sum(weight.tensor.nbytes for weight in rank.weights if weight.trained)
             # compression sends half precision
@@ -172,7 +175,8 @@ class Estimate:
             yield Traffic(axis="data", what=f"gradients ({parallel.reduction})", count=1, bytes=int(factor * trained))
             return
         sharding = zero_sharding(rank.stages, rank.weights, parallel)
-        num_units, trained = len(sharding.unit_bytes), sharding.trained_bytes
+        num_units = len(sharding.unit_bytes)
+        trained = sharding.trained_bytes
         # ZeRO 3 gathers for each forward and each backward pass; ZeRO 1 scatters once, others after each backward pass
         gathers = 2 * num_micro_batches if parallel.zero == 3 else 1
         scatters = 1 if parallel.zero == 1 else num_micro_batches
@@ -188,7 +192,8 @@ class Estimate:
 
     def record(self, *, limit: int = 0, considered: Iterable[str] = ()) -> Plan:
         """Return the plan. limit: bytes that a rank may use. considered: what `auto` did not choose, and why."""
-        config, layout = self.config, self.layout
+        config = self.config
+        layout = self.layout
         limit = limit or int(config.parallel.memory_gib * 2**30)
         stages = [
             self._stage_record(stage, coordinate, recomputed)
@@ -222,7 +227,8 @@ class Estimate:
         )
 
     def _device_text(self) -> str:
-        rate, link = self.device.flops_per_s / 1e12, self.device.link_bytes_per_s / 1e9
+        rate = self.device.flops_per_s / 1e12
+        link = self.device.link_bytes_per_s / 1e9
         return f"{self.device.name}, {rate:.3g} TFLOP/s in {self.config.precision.compute}, {link:.3g} GB/s"
 
     def _stage_record(self, stage: Stage, coordinate: int, recomputed: Sequence[int]) -> PlannedStage:

@@ -31,7 +31,8 @@ def peak_of_ranks(config: RunConfig, mpi: MPIContext) -> float | None:
 
     config: with `precision.compute` resolved. Ranks that share a GPU share its peak.
     """
-    compute, own = config.precision.compute, math.nan
+    compute = config.precision.compute
+    own = math.nan
     if mpi.device.type == "cuda":
         name = torch.cuda.get_device_properties(mpi.device).name
         if (rate := peak_flops_per_s(name, compute)) is None:
@@ -51,7 +52,8 @@ def measure_cpu(dtype: torch.dtype) -> float:
     """Return how many FLOP/s this process reaches with matrix products in a type, with its threads, now."""
     a, b = (torch.full((SIDE, SIDE), 0.5, dtype=dtype) for _ in range(2))
     result = torch.mm(a, b)  # what is prepared in the first call does not count
-    count, started_at = 0, time.perf_counter()
+    count = 0
+    started_at = time.perf_counter()
     while (elapsed_s := time.perf_counter() - started_at) < MEASURED_S or not count:
         torch.mm(a, b, out=result)
         count += 1

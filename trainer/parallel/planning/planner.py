@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from onward.trainer.config.rules.ranks import sizes_beside_auto
+from onward.trainer.config.rules.rank_rules import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig
@@ -25,10 +25,10 @@ from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, UnsupportedModel
-from onward.trainer.model.fixed_batch import choose_fixed_batch
-from onward.trainer.model.layers import layer_scales, number_layers
-from onward.trainer.model.output_units import with_first_units
-from onward.trainer.model.teacher import open_with_teacher
+from onward.trainer.model.choose_fixed_batch import choose_fixed_batch
+from onward.trainer.model.first_output_units import with_first_units
+from onward.trainer.model.layer_scales import layer_scales, number_layers
+from onward.trainer.model.teacher_model import open_with_teacher
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.optim.weight_settings import settings_of
 from onward.trainer.parallel.layout import drop_data
@@ -189,7 +189,8 @@ def _micro_batch_counts(config: RunConfig) -> list[int]:
 
     Raises ConfigError when the samples of a step cannot be divided among the replicas and stages.
     """
-    parallel, batch_size = config.parallel, config.train.global_batch_size
+    parallel = config.parallel
+    batch_size = config.train.global_batch_size
     per_replica, rest = divmod(batch_size, parallel.data)
     possible = [count for count in range(parallel.pipeline, per_replica + 1) if per_replica % count == 0]
     if config.model.fixed_batch in ("own", "joint"):  # micro-batches have the rows that the file declares

@@ -99,7 +99,8 @@ class SampleFlops:
 
 def _value(lengths: Lengths, coefficients: Sequence[float], rows: Array) -> float:
     """Return the sum of the polynomial's values for rows."""
-    total, found = 0.0, [rows[:, each[0]].astype(np.float64) for each in lengths.members]
+    total = 0.0
+    found = [rows[:, each[0]].astype(np.float64) for each in lengths.members]
     for powers, coefficient in zip(lengths.terms, coefficients, strict=True):
         term = np.full(len(rows), coefficient)
         for length, power in zip(found, powers, strict=True):

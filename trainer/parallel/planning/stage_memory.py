@@ -127,7 +127,8 @@ def pass_order(parallel: ParallelConfig, num_micro_batches: int, pipeline: int) 
         rank 1    F B F B F B F B
     """
     size = parallel.pipeline_size(num_micro_batches)
-    per_rank, round_size = size.stages_per_rank, size.round_size
+    per_rank = size.stages_per_rank
+    round_size = size.round_size
     total = num_micro_batches * per_rank
     ahead = min(parallel.order.ahead(size, pipeline), total)
     for number in range(total + ahead):
@@ -245,8 +246,9 @@ def _buffer_bytes(stages: Sequence[Stage], train: TrainConfig, parallel: Paralle
     """Return the size of the data, of this step and the next, and of torch's receive buffers, for all micro-batches."""
     # one stage sends nothing, so there are no receive buffers
     received = 0
-    for stage in stages if parallel.pipeline > 1 else ():
-        received += sum(value.nbytes for value in stage.received_meta)
-        if stage.index < stage.num_stages - 1:
-            received += sum(value.nbytes for value in stage.output_meta if value.requires_grad)
+    if parallel.pipeline > 1:
+        for stage in stages:
+            received += sum(value.nbytes for value in stage.received_meta)
+            if stage.index < stage.num_stages - 1:
+                received += sum(value.nbytes for value in stage.output_meta if value.requires_grad)
     return train.gradient_accumulation_steps * (received + 2 * batch_bytes)

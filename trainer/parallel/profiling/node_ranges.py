@@ -159,7 +159,8 @@ class TimedLosses:
     """The losses of a pipeline, in a range of their own."""
 
     def __init__(self, losses: BatchLosses, ranges: NodeRanges) -> None:
-        self._losses, self._ranges = losses, ranges
+        self._losses = losses
+        self._ranges = ranges
 
     def __len__(self) -> int:
         return len(self._losses)

@@ -42,8 +42,10 @@ def timeline_of(recorded: profile, ranges: NodeRanges) -> Timeline:
     kernels: list[tuple[int, int, int]] = []
     main = -1
     for event in results.events():
-        name, begin = event.name(), event.start_ns()
-        end, thread = begin + event.duration_ns(), event.start_thread_id()
+        name = event.name()
+        begin = event.start_ns()
+        end = begin + event.duration_ns()
+        thread = event.start_thread_id()
         if event.device_type() != DeviceType.CPU:
             if not event.is_user_annotation():
                 kernels.append((begin, end, event.linked_correlation_id()))
@@ -97,7 +99,8 @@ def write_trace(recorded: profile, path: Path, ranges: NodeRanges) -> None:
 
 def _named(trace: dict[str, Any], ranges: NodeRanges) -> dict[str, Any]:
     for event in trace["traceEvents"]:
-        name, given = event.get("name", ""), event.get("args", {})
+        name = event.get("name", "")
+        given = event.get("args", {})
         if name.startswith(BACKWARD) and (origin := ranges.of_sequence_number(given.get("Sequence number", -1))):
             event["name"] = f"{ranges.name_of(origin)} (backward)"
             given["autograd"] = name.removeprefix(BACKWARD)

@@ -67,8 +67,13 @@ class StepProfiler:
         num_steps: int,
         beat: Callable[[], None],
     ) -> None:
-        self._config, self._run, self._model, self._pipeline, self._mpi = config, run, model, pipeline, mpi
-        self._attempt, self._beat = attempt, beat
+        self._config = config
+        self._run = run
+        self._model = model
+        self._pipeline = pipeline
+        self._mpi = mpi
+        self._attempt = attempt
+        self._beat = beat
         first, last = config.monitor.profile_steps or (1, 0)
         if last > num_steps:
             raise ConfigError(
@@ -120,7 +125,8 @@ class StepProfiler:
         self._profile.stop()
         self._beat()
         self._write(self._profile)
-        self._profile, self._wanted = None, range(0)
+        self._profile = None
+        self._wanted = range(0)
         self._beat()
 
     def _synchronize(self) -> None:
@@ -171,7 +177,8 @@ def rows_of(times: Counter[Label], ranges: NodeRanges, *, num_steps: int) -> Ite
     for name, origin in ranges.origins.items():
         if origin == LOSS:
             continue
-        forward, backward = ms(Label(origin.output, "forward")), ms(Label(origin.output, "backward"))
+        forward = ms(Label(origin.output, "forward"))
+        backward = ms(Label(origin.output, "backward"))
         fused = [*ranges.fused.get(origin, ())]
         row = ProfileRow(
             kind="node",
@@ -187,7 +194,8 @@ def rows_of(times: Counter[Label], ranges: NodeRanges, *, num_steps: int) -> Ite
         )
         rows.append(row)
     for what, name in OTHERS.items():
-        forward, backward = ms(Label(what, "forward")), ms(Label(what, "backward"))
+        forward = ms(Label(what, "forward"))
+        backward = ms(Label(what, "backward"))
         whole = ms(Label(what)) + forward + backward
         if whole or what not in ("weights", "idle"):
             row = ProfileRow(

@@ -163,7 +163,8 @@ def _round_inputs(module: fx.GraphModule, stash: Stash) -> None:
         called: Any = _called(module, node) or node.target
         name = f"rounded_{number}"
         module.add_module(name, RoundedInputs(called, rounded, stash))
-        node.op, node.target = "call_module", name
+        node.op = "call_module"
+        node.target = name
 
 
 def _activations(module: fx.GraphModule) -> dict[fx.Node, list[int]]:

@@ -95,7 +95,8 @@ class _Masked(torch.autograd.Function):
             mask = result != 0
         elif name == "leaky_relu":
             (context.slope,) = numbers
-            result, mask = F.leaky_relu(x, context.slope), x > 0
+            result = F.leaky_relu(x, context.slope)
+            mask = x > 0
         else:
             least, most = numbers
             result, raised = _clamp(x, least, most)
@@ -104,7 +105,8 @@ class _Masked(torch.autograd.Function):
             if least is not None and most is not None:
                 mask.logical_and_(above(x, least))
         context.save_for_backward(pack_bits(mask))
-        context.shape, context.strides = mask.shape, mask.stride()
+        context.shape = mask.shape
+        context.strides = mask.stride()
         context.num_numbers = len(numbers)
         return result
 
@@ -159,7 +161,9 @@ class _MaxPool(torch.autograd.Function):
         dtype = torch.uint8 if farthest < 2**8 else torch.int16 if farthest < 2**15 else torch.int32
         begins = _window_begins(lengths, index.shape[2:], window, index.device)
         context.save_for_backward(index.sub_(begins).to(dtype))
-        context.window, context.shape, context.strides = window, x.shape, x.stride()
+        context.window = window
+        context.shape = x.shape
+        context.strides = x.stride()
         return result  # type: ignore[no-any-return]
 
     @staticmethod

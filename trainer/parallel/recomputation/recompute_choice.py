@@ -113,7 +113,8 @@ def peak_bytes(units: Sequence[UnitCost], mode: Mode, chosen: Collection[int], *
     """Return the largest memory of activations of `in_flight` micro-batches, as drawn above."""
     stored = [unit.stored_bytes(mode if number in chosen else "none") for number, unit in enumerate(units)]
     # units behind the one in its backward pass have been freed by then
-    peak, before = 0, 0
+    peak = 0
+    before = 0
     for number, unit in enumerate(units):
         in_backward = max(unit.kept_bytes, stored[number]) if number in chosen else stored[number]
         peak = max(peak, before + in_backward)

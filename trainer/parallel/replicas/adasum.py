@@ -68,7 +68,8 @@ class Adasum:
         ranks = mesh.mesh.flatten(1, 2).tolist()  # [pipeline][data][tensor]
         self._hosts = _replicas_by_host([row[0] for row in ranks[0]], _hosts(mpi, ranks_per_host))
         self._num_owners = min(len(replicas) for replicas in self._hosts)
-        stages, parts = range(len(ranks)), range(len(ranks[0][0]))
+        stages = range(len(ranks))
+        parts = range(len(ranks[0][0]))
 
         def channel(replica_groups: Sequence[Sequence[int]]) -> Channel | None:
             groups = [[ranks[p][d][h] for d in group] for group in replica_groups for p in stages for h in parts]
@@ -128,7 +129,8 @@ class Adasum:
 
     def _tree(self, across: Channel, layout: Layout, vector: Tensor) -> None:
         """Combine the vectors of all hosts in place; the result has the same bits on every host."""
-        power, rank = 1 << (across.size.bit_length() - 1), across.rank
+        power = 1 << (across.size.bit_length() - 1)
+        rank = across.rank
         late = rank + power if rank < power else rank - power  # who joins whom beyond the power of two
         if late < across.size:
             # the first ones take over the vectors of the hosts beyond the power of two
@@ -193,7 +195,8 @@ class Layout:
         table = torch.zeros(len(self._places), 3, dtype=torch.float64, device=a.device)
         for row, (first, last) in zip(table, self._places, strict=True):
             for low, high in _chunks(max(first, start), min(last, stop)):
-                x, y = a[low:high].double(), b[low:high].double()
+                x = a[low:high].double()
+                y = b[low:high].double()
                 row += torch.stack([x.dot(x), x.dot(y), y.dot(y)])
         return table
 

@@ -89,7 +89,8 @@ class TorchChannel:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
-        self._group, self._ranks = group, list(ranks)
+        self._group = group
+        self._ranks = list(ranks)
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._rows = sorted(range(self.size), key=self._ranks.__getitem__)
 
@@ -141,8 +142,10 @@ class MPIChannel:
     """
 
     def __init__(self, comm: MPI.Comm, *, timeout_s: float) -> None:
-        self._comm, self._timeout_s = comm, timeout_s
-        self.rank, self.size = comm.rank, comm.size
+        self._comm = comm
+        self._timeout_s = timeout_s
+        self.rank = comm.rank
+        self.size = comm.size
 
     def sum(self, tensor: Tensor) -> None:
         """All-reduce in place. For this and the other methods see Channel."""
@@ -183,7 +186,8 @@ class MPIChannel:
         self._poll(self._comm.Ibarrier())
 
     def _poll(self, request: MPI.Request) -> None:
-        deadline, polls = time.monotonic() + self._timeout_s, 0
+        deadline = time.monotonic() + self._timeout_s
+        polls = 0
         while not request.Test():
             polls += 1
             if time.monotonic() > deadline:

@@ -22,7 +22,8 @@ class CompressedAllReduce:
     """
 
     def __init__(self, channel: Channel, dtype: torch.dtype) -> None:
-        self._channel, self._dtype = channel, dtype
+        self._channel = channel
+        self._dtype = dtype
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def sum(self, flat: Tensor) -> None:
@@ -81,6 +82,7 @@ def compress(values: Tensor, dtype: torch.dtype, wire: Tensor) -> None:
 
 def add_decompressed(wire: Tensor, dtype: torch.dtype, values: Tensor) -> None:
     """Decompress what `compress` has written, and add it to fp32 values."""
-    scale, halves = wire[:4].view(torch.float32), wire[4 : compressed_bytes(values.numel())].view(dtype)
+    scale = wire[:4].view(torch.float32)
+    halves = wire[4 : compressed_bytes(values.numel())].view(dtype)
     for part, half in zip(torch.split(values, CHUNK), torch.split(halves, CHUNK), strict=True):
         part.add_(half.float().mul_(scale))

@@ -34,7 +34,8 @@ def gathered_in_half(chain: Chain) -> set[Tensor]:
 
     One product reads each. The gradients of several would be summed in half precision, and without ZeRO are in fp32.
     """
-    half, full = set[Tensor](), set[Tensor]()
+    half = set[Tensor]()
+    full = set[Tensor]()
     for part in chain.parts:
         read = read_in_half_only(part.module) if isinstance(part.module, fx.GraphModule) else set()
         half |= read

@@ -115,9 +115,10 @@ class Reducer:
         self._num_backwards = 0
         # a hook that runs after autograd has added to `.grad`; the buckets of tied weights wait for other stages in
         # `reduce`
-        for bucket in early if self._group.size() > 1 else ():
-            for place, weight in enumerate(bucket.weights):
-                weight.tensor.register_post_accumulate_grad_hook(self._gradient_hook(bucket, place))  # type: ignore[no-untyped-call]
+        if self._group.size() > 1:
+            for bucket in early:
+                for place, weight in enumerate(bucket.weights):
+                    weight.tensor.register_post_accumulate_grad_hook(self._gradient_hook(bucket, place))  # type: ignore[no-untyped-call]
 
     def begin(self, num_backwards: int, num_targets: float = 1.0, num_batchnorm_updates: int = 1) -> None:
         """Begin a step: set the gradients to zero, in place, and remember the running statistics.
@@ -128,15 +129,18 @@ class Reducer:
         """
         self._before = _flat([weight.tensor for weight in self._statistics])
         self._num_batchnorm_updates = num_batchnorm_updates
-        self._num_backwards, self.num_sent = num_backwards, 0
+        self._num_backwards = num_backwards
+        self.num_sent = 0
         self._carrier.begin(num_targets)
         # torch would add the second gradient of a weight to the first one in place, though two first ones can be views
         # of one tensor (those of a and b in a.view(4) + b.view(4)); so several are added in buckets
         self._adopts = self._may_adopt and num_backwards == 1
-        for weight in self._trained if self._adopts else ():
-            weight.tensor.grad = None
-        for weight in () if self._adopts else self._other_copies:
-            weight.tensor.grad = torch.zeros_like(weight.tensor, requires_grad=False)
+        if self._adopts:
+            for weight in self._trained:
+                weight.tensor.grad = None
+        if not self._adopts:
+            for weight in self._other_copies:
+                weight.tensor.grad = torch.zeros_like(weight.tensor, requires_grad=False)
         for bucket in self._buckets:
             bucket.begin(adopts=self._adopts)
 
@@ -275,7 +279,8 @@ class _Bucket:
 
 def _carrier(config: ParallelConfig, mesh: DeviceMesh, mpi: MPIContext, *, timeout_s: float) -> Carrier:
     """Return the configured way to reduce buckets over the data axis. Collective: every rank of the world."""
-    transport, compression = config.transport, config.compression
+    transport = config.transport
+    compression = config.compression
     check_device(transport, mpi.device)
     group = mesh.get_group("data")
     if group.size() == 1 or (config.reduction, transport, compression) == ("sum", "torch", "none"):

@@ -158,7 +158,8 @@ class Sharded:
         if self._scatter is not None:
             self._scatter.wait()
         for parameter, weight in self._trained:
-            found, parameter.grad = parameter.grad, None
+            found = parameter.grad
+            parameter.grad = None
             if found is not None and weight.tensor.grad is None:
                 weight.tensor.grad = _local(found)
             elif found is not None:
@@ -259,7 +260,8 @@ def _owners(stages: Iterable[Stage]) -> dict[Tensor, tuple[nn.Module, str]]:
 
 def _part(weight: Weight, held: Tensor, shard: DeviceMesh) -> Weight:
     """Return the shard of a weight that this rank keeps, as the memory that FSDP gathers from."""
-    shape, size = weight.placement.local_shape, shard.size()
+    shape = weight.placement.local_shape
+    size = shard.size()
     dim = shard_dim(shape, size)
     length = math.ceil(shape[dim] / size)
     start, stop = (min(length * place, shape[dim]) for place in (shard.get_local_rank(), shard.get_local_rank() + 1))

@@ -32,9 +32,9 @@ from onward.trainer.onnx_import.ops.reduce import (
     reduce_sum,
     reduce_sum_square,
 )
-from onward.trainer.onnx_import.passes.attention import Attention, nan_where_empty, without_empty_rows
+from onward.trainer.onnx_import.passes.fused_attention import Attention, nan_where_empty, without_empty_rows
 from onward.trainer.parallel.tensor.propagation import Propagation, called, rule, unary_rule
-from onward.trainer.parallel.tensor.sharding import CannotShard, Result, Sharding
+from onward.trainer.parallel.tensor.tensor_shardings import CannotShard, Result, Sharding
 
 # -- element by element
 

@@ -82,7 +82,8 @@ class GraphAnalysis:
     """The shapes, weights and products of a graph, and how values depend on each other."""
 
     def __init__(self, module: fx.GraphModule, onnx_names: dict[str, str]) -> None:
-        self.module, self.names = module, onnx_names
+        self.module = module
+        self.names = onnx_names
         self._rewriter = Rewriter(module.graph, module)
         self.order = {node: index for index, node in enumerate(module.graph.nodes)}
         self.reads: dict[str, list[fx.Node]] = {}
@@ -172,7 +173,9 @@ class GraphAnalysis:
 
     def nearest_products(self, node: fx.Node) -> list[fx.Node]:
         """Return the last products that a value is computed from, in the order of the graph."""
-        found, seen, waiting = set(), set(), [node]
+        found = set()
+        seen = set()
+        waiting = [node]
         while waiting:
             node = waiting.pop()
             if node in self.products:
@@ -184,7 +187,8 @@ class GraphAnalysis:
 
     def ancestors(self, node: fx.Node) -> set[fx.Node]:
         """Return all that a value is computed from, itself included."""
-        seen, waiting = set(), [node]
+        seen = set()
+        waiting = [node]
         while waiting:
             node = waiting.pop()
             if node not in seen:
@@ -204,7 +208,8 @@ class GraphAnalysis:
 
     def _sources(self, node: fx.Node) -> list[str]:
         """Return the weights that a value is computed from; none if an input of the graph is among its sources."""
-        found, waiting = [], [node]
+        found = []
+        waiting = [node]
         while waiting:
             node = waiting.pop()
             if path := self.stored(node):
@@ -254,14 +259,17 @@ class GraphAnalysis:
     def _matrix(self, node: fx.Node, x: Any, weight: Any, bias: Any, *, transposed: bool) -> Product | None:
         """transposed: the operand is [outputs, inputs]."""
         for ndim in (2, 3):  # one matrix, or one for each expert or head
-            read, reads_columns = weight, not transposed
+            read = weight
+            reads_columns = not transposed
             while isinstance(read, fx.Node) and is_transpose(read, ndim):
-                read, reads_columns = read.args[0], not reads_columns
+                read = read.args[0]
+                reads_columns = not reads_columns
             read, part = _part(read) if ndim == 2 else (read, None)
             path = self._parameter(read)
             # `x` must be computed: a product of two stored matrices is no layer
             if path and self.tensor(path).ndim == ndim and isinstance(x, fx.Node) and not self.stored(x):
-                columns, rows = ndim - 2 + reads_columns, ndim - 1 - reads_columns
+                columns = ndim - 2 + reads_columns
+                rows = ndim - 1 - reads_columns
                 if part is not None and columns != 0:
                     return None
                 dims = (path, columns, path, rows)
@@ -277,7 +285,10 @@ class GraphAnalysis:
         if len(terms) != 2 or bool(paths[0]) == bool(paths[1]):
             return None
         which = int(bool(paths[1]))
-        x, weight, own, other = node.args[2 - which], node.args[1 + which], terms[which], terms[1 - which]
+        x = node.args[2 - which]
+        weight = node.args[1 + which]
+        own = terms[which]
+        other = terms[1 - which]
         columns = [dim for dim, label in enumerate(own) if label in result and label not in other]
         rows = [dim for dim, label in enumerate(own) if label in other and label not in result]
         if not columns or not rows or not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
@@ -290,7 +301,8 @@ class GraphAnalysis:
         """low_rank(x, a [rank, inputs], b [outputs, rank], scale, reverse): x A' B', or x B A if reverse."""
         x, a, b, _, reverse = args
         first, last = (b, a) if reverse else (a, b)
-        row_path, path = self._parameter(first), self._parameter(last)
+        row_path = self._parameter(first)
+        path = self._parameter(last)
         if not row_path or not path or self.tensor(path).ndim != 2:
             return None
         dims = (path, int(reverse), row_path, int(not reverse))

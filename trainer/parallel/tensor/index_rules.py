@@ -6,7 +6,7 @@ from typing import Any
 
 from onward.trainer.onnx_import.ops.gather import gather_along, gather_elements, gather_rows
 from onward.trainer.parallel.tensor.propagation import Propagation, rule, unary_rule
-from onward.trainer.parallel.tensor.sharding import CannotShard, Result, Sharding
+from onward.trainer.parallel.tensor.tensor_shardings import CannotShard, Result, Sharding
 
 
 @rule(gather_elements)

@@ -25,7 +25,7 @@ from torch import fx
 
 from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, Product, einsum_labels
 from onward.trainer.parallel.tensor.propagation import Propagation, rule
-from onward.trainer.parallel.tensor.sharding import CannotShard, Replicated, Result, Sharding
+from onward.trainer.parallel.tensor.tensor_shardings import CannotShard, Replicated, Result, Sharding
 
 
 @rule(F.linear, torch.addmm)
@@ -110,7 +110,8 @@ def matmul(p: Propagation, node: Any) -> Result:
     rank = p.rank(node)
     if min(p.rank(a), p.rank(b)) < 2:
         return CannotShard(f"{node.name} multiplies by a vector")
-    a_sharding, b_sharding = p.sharding(a), p.sharding(b)
+    a_sharding = p.sharding(a)
+    b_sharding = p.sharding(b)
     # dimensions counted from the end, for a [.., rows, summed] and b [.., summed, columns]: -1 is the last one
     a_dim = a_sharding.dim - p.rank(a) if a_sharding else None
     b_dim = b_sharding.dim - p.rank(b) if b_sharding else None
@@ -144,7 +145,8 @@ def convolution(p: Propagation, node: Any) -> Result:
 
 def _grouped_convolution(p: Propagation, product: Product, x: Sharding) -> Result:
     """Give each rank complete groups: single channels (depthwise), or as many groups as divide evenly."""
-    channels, groups = x.period, product.groups
+    channels = x.period
+    groups = product.groups
     p.require_one_period(product.node, product.x, x)
     if product.outputs:
         return CannotShard(f"{product.node.name} is a transposed convolution in {groups} groups")

@@ -23,7 +23,7 @@ from torch import fx
 
 from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis, Product, is_low_rank
 from onward.trainer.parallel.tensor.region_edits import LocalLength, RegionEdits
-from onward.trainer.parallel.tensor.sharding import (
+from onward.trainer.parallel.tensor.tensor_shardings import (
     CannotShard,
     MustShardTogether,
     NeedsFinerBlocks,
@@ -52,8 +52,10 @@ class Propagation:
         slice_joined: bool = False,
         kept_whole: Collection[str] = (),
     ) -> None:
-        self.graph, self.size = graph, size
-        self.slice_joined, self.kept_whole = slice_joined, kept_whole
+        self.graph = graph
+        self.size = size
+        self.slice_joined = slice_joined
+        self.kept_whole = kept_whole
         self.columns = set(columns)
         self.cuts = cuts
         self.shardings: dict[fx.Node, Any] = {}

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.ops.random import StochasticDepth
-from onward.trainer.onnx_import.passes.attention import Attention
+from onward.trainer.onnx_import.passes.fused_attention import Attention
 
 LOW_32 = 0xFFFFFFFF
 

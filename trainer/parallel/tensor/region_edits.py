@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from onward.trainer.parallel.tensor.sharding import Sharding
+from onward.trainer.parallel.tensor.tensor_shardings import Sharding
 
 
 @dataclass(frozen=True)

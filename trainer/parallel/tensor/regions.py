@@ -37,7 +37,7 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.tensor.graph_analysis import TRANSPOSED, GraphAnalysis, Product
 from onward.trainer.parallel.tensor.propagation import Propagation
 from onward.trainer.parallel.tensor.region_edits import RegionEdits
-from onward.trainer.parallel.tensor.sharding import CannotShard, MustShardTogether, NeedsFinerBlocks
+from onward.trainer.parallel.tensor.tensor_shardings import CannotShard, MustShardTogether, NeedsFinerBlocks
 
 FLOPS_PER_BYTE = 250.0
 """What a CPU computes in the time it sends a byte to its neighbour: 100 GFLOP/s beside 0.4 GB/s over gloo."""
@@ -83,7 +83,9 @@ def find_regions(
 
 class _Finder:
     def __init__(self, module: ImportedGraph, size: int, convolutions: str, flops_per_byte: float) -> None:
-        self.size, self.convolutions, self.flops_per_byte = size, convolutions, flops_per_byte
+        self.size = size
+        self.convolutions = convolutions
+        self.flops_per_byte = flops_per_byte
         self.graph = GraphAnalysis(module, module.onnx_names)
         self.taken: set[fx.Node] = set()
         """Products of the regions found so far."""
@@ -99,7 +101,9 @@ class _Finder:
         # before the first training. It stays replicated, and a region reads its part.
         while shared := {path for path in self._conflicts(found) if self._is_trained_vector(path)} - self.kept_whole:
             self.kept_whole |= shared
-            self.taken, self.reasons, self.refused_alone = set(), {}, {}
+            self.taken = set()
+            self.reasons = {}
+            self.refused_alone = {}
             found = self._search()
         # a region is found on its own; weights that several regions read are compared afterwards
         regions = self._without_conflicts(found)
@@ -149,7 +153,10 @@ class _Finder:
         Each propagation either succeeds or says what to change: it is repeated with more products or finer blocks,
         both of which only grow, until it succeeds or cannot.
         """
-        columns, cuts, first_doubt, may_slice = {seed}, dict[str, frozenset[int]](), "", False
+        columns = {seed}
+        cuts = dict[str, frozenset[int]]()
+        first_doubt = ""
+        may_slice = False
         while True:
             result = self._propagation(columns, cuts, slice_joined=slice_joined).run()
             match result:
@@ -197,7 +204,8 @@ class _Finder:
         return None
 
     def _checked_region(self, columns: set[fx.Node], edits: RegionEdits) -> Region | CannotShard:
-        inside, rows = self._inside(edits), self._rows(edits)
+        inside = self._inside(edits)
+        rows = self._rows(edits)
         if any(product.node in self.taken for product in (*inside, *rows)):
             return CannotShard("its sharded output reaches another region")
         kind = "attention" if edits.has_attention else "mlp"

@@ -29,7 +29,7 @@ from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOS
 from onward.trainer.parallel.tensor.region_dropout import RankSeeded
 from onward.trainer.parallel.tensor.region_edits import LocalLength, RegionEdits
 from onward.trainer.parallel.tensor.regions import TensorSharding
-from onward.trainer.parallel.tensor.sharding import Sharding
+from onward.trainer.parallel.tensor.tensor_shardings import Sharding
 
 # -- what stands in the rewritten graph beside copy_to_region and reduce_from_region
 
@@ -102,8 +102,12 @@ class _RegionRewriter:
     def __init__(
         self, module: ImportedGraph, edits: RegionEdits, number: int, place: tuple[int, int], group: str
     ) -> None:
-        self.module, self.graph, self.edits, self.number = module, module.graph, edits, number
-        self.place, self.group = place, group
+        self.module = module
+        self.graph = module.graph
+        self.edits = edits
+        self.number = number
+        self.place = place
+        self.group = group
         self.nodes = {node.name: node for node in self.graph.nodes}
 
     def apply(self) -> None:
@@ -187,7 +191,8 @@ class _RegionRewriter:
     def _reduce(self, node: fx.Node) -> None:
         """Sum a row-parallel product over the ranks, and add its bias once, to the sum."""
         if is_low_rank(node):
-            node.target, node.args = row_parallel_low_rank, (*node.args, self.group)
+            node.target = row_parallel_low_rank
+            node.args = (*node.args, self.group)
             node.meta.pop("tensor_parallel")
             return
         bias, alpha, beta = _take_bias(node)
@@ -220,7 +225,9 @@ def _take_bias(node: fx.Node) -> tuple[Any, Any, Any]:
     if node.target is torch.addmm:
         bias, x, weight = node.args
         factors = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
-        node.target, node.args, node.kwargs = torch.mm, (x, weight), {}
+        node.target = torch.mm
+        node.args = (x, weight)
+        node.kwargs = {}
         return bias, *factors
     if node.target in (torch.matmul, torch.mm, torch.einsum) or len(node.args) < 3:
         return None, 1, 1

@@ -30,7 +30,7 @@ from torch import fx
 from onward.trainer.onnx_import.ops.gather import strided
 from onward.trainer.onnx_import.ops.shape import expand
 from onward.trainer.parallel.tensor.propagation import Propagation, called, rule, unary_rule
-from onward.trainer.parallel.tensor.sharding import (
+from onward.trainer.parallel.tensor.tensor_shardings import (
     CannotShard,
     Problem,
     Replicated,
@@ -123,7 +123,8 @@ def reshaped(before: Pairs, after: Pairs, x: Sharding, size: int, name: str) -> 
     if not dims:
         return CannotShard(f"{name} merges the sharded dimension in a way that depends on dynamic lengths")
     [dim] = dims
-    stride, extent = strides[dim], extents[dim]
+    stride = strides[dim]
+    extent = extents[dim]
     if any(m % n for n, m in zip(period_stride, extent, strict=True)):
         return CannotShard(f"{name} splits the sharded dimension across its periods")
     if all(n % s == 0 for s, n in zip(stride, unit_stride, strict=True)):
@@ -344,6 +345,7 @@ def glu(p: Propagation, node: Any, x: Sharding) -> Result:
     if dim != x.dim:
         return x
     half = x.period // 2
-    value, gate = _block_range(p, x, 0, half, node), _block_range(p, x, half, x.period, node)
+    value = _block_range(p, x, 0, half, node)
+    gate = _block_range(p, x, half, x.period, node)
     p.require_alike(value, gate, node)
     return value

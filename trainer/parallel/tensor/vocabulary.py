@@ -33,7 +33,7 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.gather import gather_rows, non_negative_indices
 from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis, Product, is_transpose, stored_tensor
 from onward.trainer.parallel.tensor.rewrite import keep_shard
-from onward.trainer.parallel.tensor.sharding import CannotShard
+from onward.trainer.parallel.tensor.tensor_shardings import CannotShard
 
 FIRST_REGION = 1_000_000
 """`meta["tensor_parallel"]` of the nodes inside: numbers that no region of regions.py has."""
@@ -113,7 +113,10 @@ class _Finder:
         has_teacher: bool,
     ) -> None:
         self.graph = GraphAnalysis(module, module.onnx_names)
-        self.size, self.losses, self.taken, self.has_teacher = size, losses, taken, has_teacher
+        self.size = size
+        self.losses = losses
+        self.taken = taken
+        self.has_teacher = has_teacher
         (self.end,) = module.graph.find_nodes(op="output")
         (value,) = self.end.args
         self.outputs: Sequence[Any] = value if isinstance(value, tuple | list) else (value,)
@@ -121,7 +124,9 @@ class _Finder:
         self.chain, self.product = self._head_chain(self.outputs[output])
 
     def find(self) -> VocabularySharding:
-        replicated, dims, lookups = dict[str, str](), dict[str, int](), list[str]()
+        replicated = dict[str, str]()
+        dims = dict[str, int]()
+        lookups = list[str]()
         head: Head | None = None
         if self.product is not None:
             found = self._head(self.product)
@@ -178,7 +183,8 @@ class _Finder:
         if reason := self._why_not_head(product):
             return CannotShard(reason)
         total = self.graph.tensor(product.path).shape[product.outputs]
-        weights, constants = {product.path: product.outputs}, []
+        weights = {product.path: product.outputs}
+        constants = []
         for node, operand in self._operands_of_chain(product):
             if self._is_bias(operand, total):
                 path = str(operand.target)
@@ -243,7 +249,8 @@ class _Finder:
 
     def _why_too_small(self, path: str, dim: int) -> str:
         # each rank needs one entry at least
-        num_entries, width = self.graph.tensor(path).shape[dim], self.graph.tensor(path).shape[1 - dim]
+        num_entries = self.graph.tensor(path).shape[dim]
+        width = self.graph.tensor(path).shape[1 - dim]
         if num_entries < self.size:
             return f"its {num_entries} vocabulary entries are fewer than {self.size} ranks"
         if num_entries < width:
@@ -273,7 +280,8 @@ class _Finder:
 
     def _depends_on_values(self, value: Any) -> bool:
         """Whether a value depends on more of the graph's inputs than their lengths."""
-        waiting, seen = [value], set()
+        waiting = [value]
+        seen = set()
         while waiting:
             node = waiting.pop()
             if not isinstance(node, fx.Node) or node in seen or node.target == "size":
@@ -304,7 +312,8 @@ def _dim_of_rows(operand: Any) -> int:
     """Return which dimension of the stored matrix the rows of an operand are: 1 if the operand is its transpose."""
     dim = 0
     while isinstance(operand, fx.Node) and is_transpose(operand):
-        operand, dim = operand.args[0], 1 - dim
+        operand = operand.args[0]
+        dim = 1 - dim
     return dim
 
 
@@ -317,7 +326,8 @@ def lookup_local_rows(table: Tensor, indices: Tensor, start: int, total: int) ->
     table [n, width], indices [...] below `total`, negative ones counted from the end -> [..., width]. An index out of
     range is not masked on the first or the last rank, and raises there what `gather_rows` raises.
     """
-    row, num_rows = non_negative_indices(indices, total) - start, table.shape[0]
+    row = non_negative_indices(indices, total) - start
+    num_rows = table.shape[0]
     elsewhere = (row < 0) & (start > 0) | (row >= num_rows) & (start + num_rows < total)
     rows = F.embedding(row.masked_fill(elsewhere, 0), table)
     return rows.masked_fill(elsewhere[..., None], 0.0)
@@ -354,7 +364,8 @@ def shard_vocabulary(
 
 def _shard_lookup(node: fx.Node, start: int, num_entries: int, number: int, group: str) -> None:
     table, indices = node.args
-    node.target, node.args = lookup_local_rows, (table, indices, start, num_entries)
+    node.target = lookup_local_rows
+    node.args = (table, indices, start, num_entries)
     node.meta["tensor_parallel"] = number
     with node.graph.inserting_after(node):
         result = node.graph.call_function(reduce_from_region, (node, group))
@@ -363,7 +374,8 @@ def _shard_lookup(node: fx.Node, start: int, num_entries: int, number: int, grou
 
 
 def _shard_head(nodes: dict[str, fx.Node], head: Head, interval: Interval, number: int, group: str) -> None:
-    product, graph = nodes[head.product], nodes[head.product].graph
+    product = nodes[head.product]
+    graph = nodes[head.product].graph
     x = product.args[1 if product.target is torch.addmm else 0]
     assert isinstance(x, fx.Node)
     with graph.inserting_before(product):

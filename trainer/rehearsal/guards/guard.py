@@ -76,7 +76,8 @@ class Guarded:
 
 def guard(guarded: Guarded, *, seed: int = 0) -> Guard:
     """Compare, and return the record. Raises GuardError for a difference that is no rounding."""
-    began, left_out = time.monotonic(), list[str]()
+    began = time.monotonic()
+    left_out = list[str]()
     sizes, difference = _compare_values(guarded, left_out)
     found = _Derivative()
     if guarded.written is None:
@@ -131,7 +132,9 @@ def _compare_values(guarded: Guarded, left_out: list[str]) -> tuple[list[str], f
         left_out.append(f"values at other sizes were not compared: onnxruntime: {str(error).splitlines()[0][:160]}")
         return [], math.nan
     kinds = {value.name: value.type for value in session.get_inputs()}
-    inputs_of_file, agree, worst = list(kinds), list[str](), 0.0
+    inputs_of_file = list(kinds)
+    agree = list[str]()
+    worst = 0.0
     guarded.module.eval()
     for size, inputs in _variants(guarded, proto):
         feed = dict(zip(inputs_of_file, (each.numpy() for each in inputs), strict=True))
@@ -248,12 +251,14 @@ def _compared(path: SecondPath, loss: Callable[[float], Tensor], parts: Mapping[
     ends = [float(loss(each)) for each in (step, -step, 2 * step, -2 * step)]
     if not all(map(math.isfinite, ends)):
         raise RuntimeError("the loss beside the weights is not finite")
-    near, far = (ends[0] - ends[1]) / (2 * step), (ends[2] - ends[3]) / (4 * step)
+    near = (ends[0] - ends[1]) / (2 * step)
+    far = (ends[2] - ends[3]) / (4 * step)
     # Where a ReLU reads exactly 0, as it does on rows of zeros, the loss has two slopes, of which the gradient is one.
     # How far they are apart is what remains of both second differences for a step of length 0.
     bends = [(ends[at] + ends[at + 1] - 2 * float(start)) / length for at, length in ((0, step), (2, 2 * step))]
     slopes_apart = abs(2 * bends[0] - bends[1])
-    gradient, whole = sum(parts.values()), sum(map(abs, parts.values()))
+    gradient = sum(parts.values())
+    whole = sum(map(abs, parts.values()))
     whole = max(whole, abs(near))
     if not whole:
         raise RuntimeError("the loss is flat in these weights on these rows")

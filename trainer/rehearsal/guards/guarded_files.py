@@ -24,7 +24,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.export.measuring.helper_nodes import costly_helpers
 from onward.trainer.export.measuring.kernel_rounding import exact_form
 from onward.trainer.export.model_file import ModelFile, full_copy
-from onward.trainer.model.output_units import with_first_units
+from onward.trainer.model.first_output_units import with_first_units
 from onward.trainer.model.trainable import TrainableModel, merged_module, open_trainable
 from onward.trainer.onnx_graph.outputs import readable_output
 from onward.trainer.onnx_graph.surgery.row_layout import rows_first
@@ -56,7 +56,8 @@ def guarded_file(
     """Return a file and its module with a made-up loss: a fixed random combination of all float outputs."""
 
     def loss(outputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        generator, total = torch.Generator().manual_seed(1), torch.zeros((), dtype=dtype)
+        generator = torch.Generator().manual_seed(1)
+        total = torch.zeros((), dtype=dtype)
         for output in outputs:
             if isinstance(output, Tensor) and output.is_floating_point():
                 factors = torch.randn(output.shape, generator=generator, dtype=torch.float64)
@@ -179,7 +180,8 @@ def _opened(path: Path, config: RunConfig | None, folder: Path) -> Guarded:
         model = load_model(path)
         output = readable_output(model)
         raw = {"model": {"path": path, "output": output}, "data": {"source": "made-up"}, "train": {"num_steps": 1}}
-        config, inputs = RunConfig.model_validate(raw | {"loss": ({"name": "output"},)}), None
+        config = RunConfig.model_validate(raw | {"loss": ({"name": "output"},)})
+        inputs = None
     else:
         signature = read_training_signature(config.model)
         rows = read_first_rows(config, signature, ROWS)

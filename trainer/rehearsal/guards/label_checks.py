@@ -37,7 +37,8 @@ def label_warnings(losses: Sequence[LossConfig], rows: LabelledRows, loss: float
         known = labels[np.isfinite(labels)]
         if not are_far(labels):
             continue
-        mean, deviation = float(known.mean()), float(known.std())
+        mean = float(known.mean())
+        deviation = float(known.std())
         of_the_mean = _loss_of(entry, known, mean)
         if loss > WORSE_THAN_THE_MEAN * of_the_mean:
             key = key_of(losses, 0, "standardise_label")

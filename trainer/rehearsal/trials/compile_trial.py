@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from onward.trainer.checkpoint.manifest import read_manifest
-from onward.trainer.config.rules import ranks as rules
+from onward.trainer.config.rules import rank_rules as rules
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.config.sections.training import TrainConfig
@@ -59,7 +59,8 @@ COMPILE_S = 15.0
 """What compiling a small graph takes at least, forward and backward, when none of its code was kept before."""
 FASTER = 0.97
 """Compiled passes that take more than this part of the eager ones are not faster, but noise."""
-TURNS, TURNS_S = 7, 6.0
+TURNS = 7
+TURNS_S = 6.0
 """Most turns of both, and the time after which no further turn begins."""
 
 
@@ -223,7 +224,8 @@ def time_compiled(
     config = set_arithmetic(config, alone)
     config = config.model_copy(update={"graph": config.graph.with_compile(True)})
     cast = partial(autocast, config.precision, CPU)
-    training, evaluation = batch("training"), batch("evaluation")
+    training = batch("training")
+    evaluation = batch("evaluation")
     stages = _stages(graph, config, training, cast)
     compile_all = partial(
         compile_stages, graph=graph.module, config=config, example=training.inputs, device=CPU, one_shape=one_shape
@@ -245,7 +247,8 @@ def time_compiled(
     steady_s = both()
     torch.compiler.reset()
     start_s = both()
-    eager, compiled = list[float](), list[float]()
+    eager = list[float]()
+    compiled = list[float]()
     began_at = time.monotonic()
     while len(eager) < TURNS and (len(eager) < 2 or time.monotonic() - began_at < TURNS_S):
         with torch.compiler.set_stance("force_eager"):

@@ -58,7 +58,9 @@ def _images(data: DataConfig, signature: Signature) -> list[Settings]:
 def _pixel_values(channels: int) -> Iterator[dict[str, Any]]:
     """Yield scale, mean and std: of torchvision, Keras, TensorFlow, and Caffe."""
     mean, std = (RGB_MEAN, RGB_STD) if channels == 3 else (GREY_MEAN, GREY_STD)
-    none, one, half = [0.0] * channels, [1.0] * channels, [0.5] * channels
+    none = [0.0] * channels
+    one = [1.0] * channels
+    half = [0.5] * channels
     yield {"scale": 1 / 255, "mean": list(mean), "std": list(std)}
     yield {"scale": 1 / 255, "mean": none, "std": one}
     yield {"scale": 1 / 255, "mean": half, "std": half}
@@ -76,7 +78,8 @@ def _texts(data: DataConfig) -> list[Settings]:
 def _lacks_lowercase(text: TextConfig) -> bool:
     """Return whether the vocabulary is lower-case, but the tokenizer does not make texts so."""
     opened = open_tokenizer(text.tokenizer)
-    normalizer, vocabulary = opened.library.normalizer, opened.library.get_vocab(with_added_tokens=False)
+    normalizer = opened.library.normalizer
+    vocabulary = opened.library.get_vocab(with_added_tokens=False)
     if normalizer is not None and normalizer.normalize_str("A") == "a":
         return False
     # single letters are there as bytes, and special tokens as they are

@@ -36,18 +36,19 @@ from onward.trainer.data.schema.permutation import permutation
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.first_rows import FirstRows, read_first_rows
 from onward.trainer.errors import ConfigError, Refused
-from onward.trainer.export.export import trained_part
+from onward.trainer.export.exported_model import trained_part
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.model.fixed_batch import use_of_part
+from onward.trainer.model.choose_fixed_batch import use_of_part
 from onward.trainer.model.losses.loss import Loss, Losses
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.onnx_import.tracing.trial_sizes import declared_batch
 from onward.trainer.rehearsal.trials.preprocessing_candidates import Settings, candidates
 from onward.trainer.run.recorded.trial_records import PreprocessingTrial, PreprocessingTrials
 
-FIRST_ROWS, KEPT = 32, 1 / 3
+FIRST_ROWS = 32
+KEPT = 1 / 3
 """Rows of the first round; each round keeps this share of the candidates and takes the inverse more rows."""
 ROWS_AT_ONCE = 32
 MEASURED = tuple(name for name, rule in LOSS_RULES.items() if rule.metrics)
@@ -116,14 +117,17 @@ class _Experiment:
     """The rows of the data under each preprocessing, read once for all that only differ in what is done in a batch."""
 
     def __init__(self, config: RunConfig, signature: Signature, runner: OnnxRunner, rows: int) -> None:
-        self._config, self._signature, self._runner = config, signature, runner
+        self._config = config
+        self._signature = signature
+        self._runner = runner
         self._loss = Losses(config.losses, runner.outputs).each[0]
         """Completed from the first rows that are read."""
         self._most = rows
         # to infer it takes a walk over the folder, and no trial changes it
         self._schema = infer_schema(config.data)
         self._read: dict[str, FirstRows] = {}
-        self._num_rows, self._model_classes = rows, 0
+        self._num_rows = rows
+        self._model_classes = 0
 
     def ranked(self, trials: list[_Trial]) -> list[_Trial]:
         """Return all trials, the best first; those that were given up behind those with more rows."""
@@ -136,7 +140,8 @@ class _Experiment:
             if rows >= self._most:
                 return [*trials, *given_up]
             kept = max(2, math.ceil(len(trials) * KEPT))
-            given_up, trials = [*trials[kept:], *given_up], trials[:kept]
+            given_up = [*trials[kept:], *given_up]
+            trials = trials[:kept]
             rows = round(rows / KEPT) if len(trials) > 2 else self._most
 
     def _extend(self, trial: _Trial, rows: int) -> None:
@@ -231,7 +236,8 @@ class _Experiment:
             raise ConfigError(list(dict.fromkeys(trial.refused for trial in trials)))
         best = done[0]
         chance = _chance(best.labels_and_predictions[:, 0]) if self._has_classes else 0.0
-        accuracy, targets = self._score(best), len(best.labels_and_predictions)
+        accuracy = self._score(best)
+        targets = len(best.labels_and_predictions)
         least = chance + SURE * _standard_error(chance, targets)
         order, surely = self._other_order(best)
         return PreprocessingTrials(
@@ -258,7 +264,8 @@ class _Experiment:
 
 def _stored_as(config: RunConfig) -> str:
     """Return a text of all settings that decide what is read: not of those that are applied to batches."""
-    data, image = config.data, config.data.image
+    data = config.data
+    image = config.data.image
     if image is not None:
         same = {"scale": 1.0, "mean": (), "std": (), "color": "auto" if image.color != "grey" else "grey"}
         data = data.model_copy(update={"image": image.model_copy(update=same)})
@@ -268,13 +275,15 @@ def _stored_as(config: RunConfig) -> str:
 def _labels_and_predictions(loss: Loss, outputs: Sequence[torch.Tensor], labels: torch.Tensor) -> Array:
     """Return [n, 2]: the label and the prediction of each target."""
     if loss.config.rule.labels == "classes":
-        flat, predicted = labels.flatten(), loss.predicted(outputs, labels).flatten()
+        flat = labels.flatten()
+        predicted = loss.predicted(outputs, labels).flatten()
         counted = flat != loss.ignore_index
         return torch.stack([flat[counted], predicted[counted]], dim=1).numpy()
     output = loss.output(outputs)
     target = loss.like_output(outputs, labels)
     if "accuracy" in loss.config.rule.metrics:
-        output, target = (output > 0).float(), (target > 0.5).float()
+        output = (output > 0).float()
+        target = (target > 0.5).float()
     return torch.stack([target.flatten().double(), output.flatten().double()], dim=1).numpy()
 
 

@@ -50,11 +50,14 @@ def recorded_usage(run: RunDir, *, attempt: int, rank: int, local_rank: int, hos
 def _record(path: Path, attempt: int, host: str, done: threading.Event) -> None:
     with contextlib.suppress(OSError):
         writer = EventWriter(path, attempt=attempt, rank=0, announces=False)
-        line, usage, period_s = sum(1 for _ in read_events(path)), NodeUsage(path.parent), FIRST_S
+        line = sum(1 for _ in read_events(path))
+        usage = NodeUsage(path.parent)
+        period_s = FIRST_S
         ended = False
         while not ended:
             ended = done.wait(period_s)  # and one last line
-            line, period_s = line + 1, PERIOD_S
+            line = line + 1
+            period_s = PERIOD_S
             writer.emit(Usage(step=line, node=host, values=usage.now()))
         writer.close()
 
@@ -70,7 +73,8 @@ class NodeUsage:
 
     def now(self) -> dict[str, float]:
         """Return name -> value; of processor and network since the call before, or since the beginning."""
-        memory, network = psutil.virtual_memory(), psutil.net_io_counters()
+        memory = psutil.virtual_memory()
+        network = psutil.net_io_counters()
         values = {
             "cpu_utilization_percentage": psutil.cpu_percent(),
             "system_memory_usage_megabytes": memory.used / MEGABYTE,

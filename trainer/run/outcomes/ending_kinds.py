@@ -287,7 +287,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def memory_advice(config: RunConfig) -> str:
     """Return what to change so that a rank needs less memory, with the present values."""
-    parallel, size = config.parallel, config.micro_batch_size
+    parallel = config.parallel
+    size = config.micro_batch_size
     choices = []
     if size > 1:
         steps = config.train.gradient_accumulation_steps

@@ -36,7 +36,8 @@ def reason_to_end(state: StopState, config: RunConfig) -> str:
 
     It is one sentence that begins with the setting: "stop.patience = 2: evaluation/loss ...".
     """
-    stop, name = config.stop, config.stop_metric
+    stop = config.stop
+    name = config.stop_metric
     if stop.target is not None and state.latest is not None and _gain(state.latest, stop.target, config) >= 0:
         return f"stop.target = {stop.target:g}: {name} is {state.latest:.6g}"
     if 0 < stop.patience <= state.evaluations_since:

@@ -38,7 +38,8 @@ def clean(cache: Path, needed: Collection[Path], days: float) -> Cleaned:
     """Delete what was not used in the last `days`, except the copies in `needed` and those that they link to."""
     if not cache.is_dir():
         return Cleaned(0, 0, 0, 0)
-    now, kept_keys = time.time(), {key for path in needed for key in _keys(cache, path)}
+    now = time.time()
+    kept_keys = {key for path in needed for key in _keys(cache, path)}
     sizes: dict[bool, list[int]] = {True: [], False: []}
     for entry in sorted(cache.iterdir()):
         if entry.name.endswith(".lock"):

@@ -49,8 +49,9 @@ def with_copies(sections: S, copies: LocalCopies) -> S:
         path = paths.get(url) if url else None
         return value if path is None else type(value)(path)
 
-    for key in PATHS if paths else ():
-        sections = sections if key in WRITTEN else replaced(sections, key.split("."), change)
+    if paths:
+        for key in PATHS:
+            sections = sections if key in WRITTEN else replaced(sections, key.split("."), change)
     return sections
 
 

@@ -147,7 +147,8 @@ def key_of(files: Sequence[RemoteFile]) -> str:
 
 def _fill(file: RemoteFile, partial: Path, bar: _Bar) -> None:
     """Append to `partial` until it has the file's size; errors in between are retried, and what came stays."""
-    failures, block = 0, BLOCK_BYTES
+    failures = 0
+    block = BLOCK_BYTES
     while (have := _size(partial)) < file.size or not partial.exists():
         try:
             with partial.open("ab") as target:
@@ -255,7 +256,9 @@ class _Bar:
     """Show how far a download is: one line that is overwritten on a terminal, else a log line every ten seconds."""
 
     def __init__(self, label: str, total: int) -> None:
-        self._label, self._total, self._terminal = printable(label), max(total, 1), sys.stderr.isatty()
+        self._label = printable(label)
+        self._total = max(total, 1)
+        self._terminal = sys.stderr.isatty()
         # not the one of flows/shown/terminal.py, which lets nothing move the cursor
         self._stream: TextIO = getattr(sys.stderr, "unescaped", sys.stderr)
         self._shown_at = self._started_at = time.monotonic()
@@ -266,11 +269,14 @@ class _Bar:
     def add(self, size: int, *, came: bool = True) -> None:
         """Count bytes; those that a file has already, or loses again, did not come now."""
         with self._lock:
-            self._done, self._came, now = self._done + size, self._came + size * came, time.monotonic()
+            self._done = self._done + size
+            self._came = self._came + size * came
+            now = time.monotonic()
             if now - self._shown_at < (0.2 if self._terminal else LOG_PERIOD_S):
                 return
             self._shown_at = now
-            share, speed = min(self._done / self._total, 1.0), self._came / (now - self._started_at)
+            share = min(self._done / self._total, 1.0)
+            speed = self._came / (now - self._started_at)
             line = f"{share:4.0%} of {shown_size(self._total)}, {shown_size(speed)}/s, {self._label}"
             if self._terminal:
                 print(f"\r\033[K[{'#' * int(30 * share):<30}] {line}", end="", file=self._stream, flush=True)

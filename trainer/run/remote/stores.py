@@ -22,7 +22,8 @@ from onward.trainer.extras import how_to_install
 from onward.trainer.run.directory import download_cache
 from onward.trainer.run.outcomes.storage import storage_error
 
-CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 30.0, 60.0
+CONNECT_TIMEOUT_S = 30.0
+READ_TIMEOUT_S = 60.0
 """Longest time until a web server answers, and between two pieces of its answer."""
 VERSION_FIELDS = (
     *("ETag", "etag", "generation", "VersionId", "md5Hash", "crc32c", "Content-MD5", "content_md5", "Digest"),

@@ -111,7 +111,8 @@ def pace_of(history: RunHistory, *, batch: int, first_steps: int = 1) -> Pace | 
     measured, waits = (dict(attempt.series.get(name, Series()).points()) for name in MEASURED)
     if not measured:
         return None
-    begin, steps = attempt.start.step if attempt.start else 0, list(measured)
+    begin = attempt.start.step if attempt.start else 0
+    steps = list(measured)
     # a line of the log covers the steps since the line before
     before = dict(zip(steps, [begin, *steps], strict=False))
     kept = [step for step in steps if before[step] >= begin + first_steps] or steps[-1:]

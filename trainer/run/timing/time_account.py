@@ -84,7 +84,8 @@ class AttemptTimes:
         """Return when the attempt was launched."""
         if self.ending:
             return self.ending.began_ms
-        start, setup_s = self.logged.start, self.laps[0].seconds["setup"] if self.laps else 0.0
+        start = self.logged.start
+        setup_s = self.laps[0].seconds["setup"] if self.laps else 0.0
         return start.at_ms - round(1000 * setup_s) if start else self.logged.last_ms
 
     @property
@@ -127,7 +128,8 @@ def account(
     walk = _Walk(attempts, running=now_ms is not None)
     for place, flow in enumerate(flows):
         walk.flow(flow, resumed=place + 1 < len(flows))
-    began_ms, ended_ms = flows[0].begins[0].begin_ms, flows[-1].end_ms
+    began_ms = flows[0].begins[0].begin_ms
+    ended_ms = flows[-1].end_ms
     wall_s = sum(flow.end_ms - flow.begins[0].begin_ms for flow in flows) / 1000
     return TimeAccount(
         began_ms=began_ms,
@@ -170,7 +172,8 @@ class _Walk:
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.of_start_up: dict[str, float] = {}
         self.repeated = 0
-        self._left, self._running = list(attempts), running
+        self._left = list(attempts)
+        self._running = running
         self._recovers = False
         """Whether an attempt has died, and the next one has not begun its first step."""
 
@@ -202,11 +205,14 @@ class _Walk:
 
     def _attempt(self, attempt: AttemptTimes, at_ms: int, end_ms: int, *, followed: bool) -> int:
         """Add an attempt of a flow that ended at `end_ms`, and what was before it since `at_ms`; return its end."""
-        start, ending, saved = attempt.logged.start, attempt.ending, attempt.logged.end is not None
+        start = attempt.logged.start
+        ending = attempt.ending
+        saved = attempt.logged.end is not None
         runs = self._running and not followed and not saved and ending is None
         detected_ms = ended_ms = end_ms if runs else attempt.last_ms
         if ending:
-            detected_ms, ended_ms = min(ending.detected_ms, end_ms), min(ending.ended_ms, end_ms)
+            detected_ms = min(ending.detected_ms, end_ms)
+            ended_ms = min(ending.ended_ms, end_ms)
         if start is None:
             self._start_up("launch", attempt.began_ms - at_ms)
             if runs:
@@ -215,7 +221,8 @@ class _Walk:
                 self.parts["recovery" if self._recovers else "lost work"] += (ended_ms - attempt.began_ms) / 1000
                 self._recovers = True
             return ended_ms
-        setup_ms, kept = 1000 * attempt.laps[0].seconds["setup"], self._kept(attempt)
+        setup_ms = 1000 * attempt.laps[0].seconds["setup"]
+        kept = self._kept(attempt)
         self._start_up("launch", start.at_ms - at_ms - setup_ms)
         self._start_up("set-up", setup_ms)
         if kept is not None:

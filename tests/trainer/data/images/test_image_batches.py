@@ -17,8 +17,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
 from onward.trainer.data.batches.batches import Batches, evaluation_batches
 from onward.trainer.data.images.augmentation import Mixing, seeds
-from onward.trainer.data.images.decoding import decode_image
 from onward.trainer.data.images.image_batches import ImageBatches
+from onward.trainer.data.images.image_decoding import decode_image
 from onward.trainer.data.images.image_inputs import image_inputs, mixed_labels
 from onward.trainer.data.schema.batch_transforms import Samples
 from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo, read_training_signature

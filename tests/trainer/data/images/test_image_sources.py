@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from onward.trainer.config.loading import build_config
-from onward.trainer.data.images.decoding import decode_image
 from onward.trainer.data.images.geometry import fitted_image
+from onward.trainer.data.images.image_decoding import decode_image
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import ShardManifest, Split, open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data

@@ -16,7 +16,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, Batches, one_batch
 from onward.trainer.data.images.augmentation import Augmentation, seeds
-from onward.trainer.data.images.decoding import decode_image, decode_mask
+from onward.trainer.data.images.image_decoding import decode_image, decode_mask
 from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.sharding import make_training_shards

@@ -106,7 +106,7 @@ def test_columns_of_texts_are_packed_too_and_windows_do_not_depend_on_how_the_fi
     config = causal(tmp_path, "data.jsonl")
     assert problems(config) == []
     whole = windows(sharded(config, tmp_path)[0], "train")
-    from onward.trainer.data.formats import tables
+    from onward.trainer.data.formats import table_readers as tables
     from onward.trainer.data.schema import column_computers
 
     monkeypatch.setattr(tables, "BLOCK_BYTES", 700)

@@ -75,7 +75,7 @@ def test_windows_are_those_of_the_library_and_both_splits_have_whole_texts(
 def test_blocks_and_first_rows_give_the_same_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = divided(tmp_path)
     _, whole = everything(sharded(config, tmp_path)[0], "train")
-    from onward.trainer.data.formats import tables
+    from onward.trainer.data.formats import table_readers as tables
     from onward.trainer.data.schema import column_computers
 
     monkeypatch.setattr(tables, "BLOCK_BYTES", 300)

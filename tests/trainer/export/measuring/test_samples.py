@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from onward.trainer.__main__ import evaluation_data
-from onward.trainer.export.export import _origins, _worst_samples
+from onward.trainer.export.exported_model import _origins, _worst_samples
 from onward.trainer.export.measuring import samples as module
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.measuring.samples import MOST_SHOWN, WorstSamples

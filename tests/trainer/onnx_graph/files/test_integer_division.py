@@ -10,7 +10,7 @@ import pytest
 import torch
 from onnx import parser
 
-from onward.flows.predictions import open_model
+from onward.flows.predict import open_model
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.export.served.predictor import Predictor

@@ -17,9 +17,9 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import ExportRefused
+from onward.trainer.export.file_verification import Expected, verify
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.verification import Expected, verify
 from onward.trainer.onnx_graph.surgery.stochastic_depth import find_branches, random_nodes
 from onward.trainer.onnx_graph.surgery.strip_training import strip_training
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision

@@ -17,7 +17,7 @@ from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.lowering import converters
-from onward.trainer.onnx_import.lowering.registry import RULES
+from onward.trainer.onnx_import.lowering.converter_table import RULES
 from tests.support import suite
 from tests.support.graphs import MODELS, feed
 from tests.support.onnx2torch_rules import register_with_onnx2torch

@@ -12,7 +12,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from onward.trainer.onnx_import.driver import to_module
-from onward.trainer.onnx_import.lowering.registry import RULES
+from onward.trainer.onnx_import.lowering.converter_table import RULES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -12,8 +12,8 @@ from onnx import TensorProto, numpy_helper, parser
 from onward.tasks.export import export_file
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.errors import ConfigError
+from onward.trainer.export.file_verification import weight_problems
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.verification import weight_problems
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.write_back import write_model

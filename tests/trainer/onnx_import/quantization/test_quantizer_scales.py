@@ -11,8 +11,8 @@ import pytest
 import torch
 from onnx import numpy_helper, parser
 
+from onward.trainer.export.file_verification import weight_problems
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.verification import weight_problems
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights, stored_weights
 from onward.trainer.onnx_import.quantization.quantizer_scales import MOMENTUM

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onward.trainer.onnx_import.ops.shape import expand
-from onward.trainer.onnx_import.passes.attention import Attention
+from onward.trainer.onnx_import.passes.fused_attention import Attention
 from onward.trainer.onnx_import.tracing.probed_calls import ProbedCalls, call_key, exact_key, meta_key, module_key
 from tests.support.ranks import ROOT
 

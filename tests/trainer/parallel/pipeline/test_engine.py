@@ -26,10 +26,10 @@ from onward.trainer.distributed.failures import lost_a_peer
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.parallel.pipeline import schedules
+from onward.trainer.parallel.pipeline import stage_schedules as schedules
 from onward.trainer.parallel.pipeline.engine import Pipeline, stage_group
-from onward.trainer.parallel.pipeline.schedules import Autocast, ScheduledStages
 from onward.trainer.parallel.pipeline.stage import Chain, Part, Stage
+from onward.trainer.parallel.pipeline.stage_schedules import Autocast, ScheduledStages
 from tests.support.one_loss import OneLoss
 from tests.support.ranks import run_ranks
 

@@ -23,7 +23,7 @@ from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.model.adapters import low_rank, low_rank_conv
 from onward.trainer.model.losses.loss import Losses
-from onward.trainer.model.metrics.metrics import EvaluationMetrics
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.model.weight_casts import PRODUCTS, half

@@ -24,7 +24,7 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.ops.random import RandomNode, StochasticDepth
-from onward.trainer.onnx_import.passes.attention import Attention
+from onward.trainer.onnx_import.passes.fused_attention import Attention
 from onward.trainer.parallel.cost import estimate_costs
 from onward.trainer.parallel.pipeline.balance import choose_cuts, node_work
 from onward.trainer.parallel.pipeline.cut_points import find_cut_points

@@ -17,7 +17,7 @@ from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.ops.random import StochasticDepth
-from onward.trainer.onnx_import.passes.attention import Attention
+from onward.trainer.onnx_import.passes.fused_attention import Attention
 from onward.trainer.parallel.tensor.region_dropout import RankSeeded
 from onward.trainer.parallel.tensor.regions import find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions

@@ -25,7 +25,7 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weigh
 from onward.trainer.parallel.tensor.region_dropout import RankSeeded
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import local_slice, shard_regions
-from onward.trainer.parallel.tensor.sharding import CannotShard, NeedsFinerBlocks, Sharding
+from onward.trainer.parallel.tensor.tensor_shardings import CannotShard, NeedsFinerBlocks, Sharding
 from onward.trainer.parallel.tensor.view_rules import reshaped
 from tests.support import graphs, zoo
 from tests.support.ranks import run_ranks

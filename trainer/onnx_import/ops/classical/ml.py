@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.files.tensor_protos import read_tensor
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import Value
 
 Tensor = torch.Tensor
@@ -142,7 +142,8 @@ def label_encoder(c: Call, x: Value) -> Value:
     missing = keys.isnan()
     # as in onnxruntime, where NaN is a key from version 4 on
     of_nan = values[missing][0] if bool(missing.any()) and c.version >= 4 else default
-    keys, values = keys[~missing], values[~missing]
+    keys = keys[~missing]
+    values = values[~missing]
     # likewise: the first of equal keys is used
     first = torch.tensor(list({key: i for i, key in reversed(list(enumerate(keys.tolist())))}.values())).long()
     keys, order = keys[first].sort()
@@ -178,7 +179,8 @@ def looked_up(x: Tensor, keys: Tensor, values: Tensor, default: Tensor, of_nan: 
 
 @lower("ai.onnx.ml.LinearRegressor", since=(1,))
 def linear_regressor(c: Call, x: Value, coefficients: Value = None, intercepts: Value = None) -> Value:
-    targets, transform = c.attr("targets", 1), c.attr("post_transform", "NONE")
+    targets = c.attr("targets", 1)
+    transform = c.attr("post_transform", "NONE")
     return transformed_targets(c, _linear(c, x, coefficients, intercepts, targets), targets, transform)
 
 
@@ -191,7 +193,8 @@ def _linear(c: Call, x: Value, coefficients: Value, intercepts: Value, rows: int
     count = len(c.attr("coefficients") or ())
     if not rows or not count or count % rows:
         raise UnsupportedNode(f"it has {count} coefficients for {rows} scores")
-    coefficients, intercepts = _held(c, "coefficients", coefficients), _held(c, "intercepts", intercepts)
+    coefficients = _held(c, "coefficients", coefficients)
+    intercepts = _held(c, "intercepts", intercepts)
     # as an operand it is a matrix already (onnx_graph/attribute_weights.py)
     weight = coefficients if coefficients.ndim == 2 else c("reshape", coefficients, rows, -1)
     return c(F.linear, as_float(c, x if x.ndim == 2 else c("reshape", x, 1, -1)), weight, intercepts)
@@ -231,7 +234,8 @@ def both_scores(score: Tensor, logistic: bool) -> Tensor:
 
 def class_labels(c: Call) -> Tensor:
     """Return the class labels as int64. Raises UnsupportedNode for strings, if the labels are read at all."""
-    strings, found = c.attr("classlabels_strings"), c.attr("classlabels_ints")
+    strings = c.attr("classlabels_strings")
+    found = c.attr("classlabels_ints")
     if strings and c.wants(0):
         raise UnsupportedNode("its class labels are strings")
     return torch.tensor(found or list(range(len(strings or ()))), dtype=torch.int64)

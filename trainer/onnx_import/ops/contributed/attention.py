@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.tracing.values import Value
 
@@ -87,7 +87,9 @@ def grouped_attention(
     if enable_gqa and repeats_heads(query.device.type, masked=attn_mask is not None, half=half):
         # copies of keys and values are smaller than the scores
         groups = query.shape[-3] // key.shape[-3]
-        key, value, enable_gqa = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3), False
+        key = key.repeat_interleave(groups, -3)
+        value = value.repeat_interleave(groups, -3)
+        enable_gqa = False
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -159,8 +161,11 @@ def attention(
     if flat:
         query, key, value = (split_heads(c, x, n) for x, n in zip((query, key, value), heads, strict=True))
     if past_key is not None:
-        key, value = c(torch.cat, [past_key, key], 2), c(torch.cat, [past_value, value], 2)
-    causal, left, right = bool(c.attr("is_causal", 0)), c.attr("left_window_size", -1), c.attr("right_window_size", -1)
+        key = c(torch.cat, [past_key, key], 2)
+        value = c(torch.cat, [past_value, value], 2)
+    causal = bool(c.attr("is_causal", 0))
+    left = c.attr("left_window_size", -1)
+    right = c.attr("right_window_size", -1)
     c.attr("softmax_precision")  # halves are computed in fp32 anyway
     # `is`: the same traced length, or small ints; two dynamic lengths may differ at another size
     if mask is not None and (c.size(mask, -1) is not c.size(key, 2) or mask.ndim == 1):
@@ -180,7 +185,8 @@ def attention(
         mask = valid if mask is None else c(combine_masks, mask, valid)
     given = c.attr("scale")
     scale = 1 / math.sqrt(c.size(query, 3)) if given is None else given
-    softcap, score_output = c.attr("softcap", 0.0), c.attr("qk_matmul_output_mode", 0)
+    softcap = c.attr("softcap", 0.0)
+    score_output = c.attr("qk_matmul_output_mode", 0)
     scores = None
     if softcap > 0 or c.wants(3):
         if plain:
@@ -202,19 +208,23 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
     x: [..., width]; cos, sin: [..., half]. The first 2 x half features are rotated, the others are kept.
     """
     width = 2 * cos.shape[-1]
-    rotated, kept = x[..., :width], x[..., width:]
+    rotated = x[..., :width]
+    kept = x[..., width:]
     a, b = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, -1)
-    real, imaginary = a * cos - b * sin, a * sin + b * cos
+    real = a * cos - b * sin
+    imaginary = a * sin + b * cos
     y = torch.stack([real, imaginary], -1).flatten(-2) if interleaved else torch.cat([real, imaginary], -1)
     return torch.cat([y, kept], -1) if kept.shape[-1] else y
 
 
 @lower("RotaryEmbedding", since=(23,))
 def rotary_embedding(c: Call, x: Value, cos: Value, sin: Value, positions: Value = None) -> Value:
-    heads, interleaved = c.attr("num_heads", 0), bool(c.attr("interleaved", 0))
+    heads = c.attr("num_heads", 0)
+    interleaved = bool(c.attr("interleaved", 0))
     c.attr("rotary_embedding_dim")  # twice the width of the tables
     if positions is not None:
-        cos, sin = c(gather_rows, cos, positions), c(gather_rows, sin, positions)
+        cos = c(gather_rows, cos, positions)
+        sin = c(gather_rows, sin, positions)
     flat = x.ndim == 3
     if flat:
         batch, sequence, width = c.sizes(x)

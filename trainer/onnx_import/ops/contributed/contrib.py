@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.lowering.registry import Call, Rule, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, Rule, lower
 from onward.trainer.onnx_import.ops.contributed.attention import (
     attend,
     combine_masks,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.surgery.blocked_layout import BLOCK, DOMAIN
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.ops.contributed.contrib import activate
 from onward.trainer.onnx_import.ops.conv import conv
 from onward.trainer.onnx_import.ops.pool import average_pool_, max_pool_
@@ -90,7 +90,8 @@ def blocked_global_pool(c: Call, x: Value) -> Value:
 @lower(f"{DOMAIN}.Upsample", since=(1,))
 def blocked_upsample(c: Call, x: Value) -> Value:
     c.attr(BLOCK)
-    factors, mode = [int(n) for n in c.attr("scales")][-(x.ndim - 2) :], c.attr("mode", "nearest")
+    factors = [int(n) for n in c.attr("scales")][-(x.ndim - 2) :]
+    mode = c.attr("mode", "nearest")
     where = c.attr("coordinate_transformation_mode", "asymmetric")
     if mode == "nearest":
         for dim, factor in enumerate(factors):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.ops.cast import is_packed
 from onward.trainer.onnx_import.tracing.values import Value
 
@@ -79,7 +79,8 @@ class _PackedLinear(torch.autograd.Function):
         groups: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(packed, scales, zero, groups)
-        ctx.layout, ctx.dtype = layout, x.dtype
+        ctx.layout = layout
+        ctx.dtype = x.dtype
         return F.linear(x, dequantize_blocks(packed, scales, zero, groups, layout).to(x.dtype))
 
     @staticmethod
@@ -125,7 +126,8 @@ def matmul_nbits(
     c.attr(
         "accuracy_level"
     )  # how far onnxruntime may round x; here x is not rounded (export/measuring/kernel_rounding.py)
-    rows, layout = c.attr("N"), (c.attr("K"), c.attr("block_size"), c.attr("bits", BITS[0]))
+    rows = c.attr("N")
+    layout = (c.attr("K"), c.attr("block_size"), c.attr("bits", BITS[0]))
     blocks = -(-layout[0] // layout[1])
     needed = rows * blocks * layout[1] * layout[2] // 8
     if packed.dtype != torch.uint8 or (isinstance(packed, Tensor) and packed.numel() != needed):
@@ -140,7 +142,8 @@ def matmul_nbits(
         )
     # several files store B as [N, bytes], and scales and zero points flat
     packed = packed if packed.ndim == 2 else c("reshape", packed, [rows, -1])
-    scales, zero = _of_rows(c, scales, [rows]), _of_rows(c, zero, [rows])
+    scales = _of_rows(c, scales, [rows])
+    zero = _of_rows(c, zero, [rows])
     return c(packed_linear, x, packed, scales, zero, groups, bias, layout)
 
 
@@ -154,7 +157,8 @@ def gather_blocks(
 
 @lower("com.microsoft.GatherBlockQuantized", since=(1,))
 def gather_block_quantized(c: Call, packed: Value, indices: Value, scales: Value, zero: Value = None) -> Value:
-    bits, block = c.attr("bits", BITS[0]), c.attr("block_size", 128)
+    bits = c.attr("bits", BITS[0])
+    block = c.attr("block_size", 128)
     c.require("gather_axis", 0)
     if is_packed(packed) or packed.dtype != torch.uint8:
         raise UnsupportedNode("its table is stored as INT4 or UINT4; tables packed in uint8 are implemented")

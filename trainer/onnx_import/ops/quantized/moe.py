@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.ops.quantized.blockwise import BITS, packed_linear, unpack
 from onward.trainer.onnx_import.tracing.values import Value
 
@@ -56,9 +56,11 @@ class Mixture:
     def activate(self, x: Tensor) -> Tensor:
         """Apply the activation; of swiglu, x has gates and linear parts by turns."""
         if self.activation == "swiglu":
-            gate, linear = x[..., 0::2], x[..., 1::2]
+            gate = x[..., 0::2]
+            linear = x[..., 1::2]
             if self.limit is not None:
-                gate, linear = gate.clamp(max=self.limit), linear.clamp(-self.limit, self.limit)
+                gate = gate.clamp(max=self.limit)
+                linear = linear.clamp(-self.limit, self.limit)
             return gate * torch.sigmoid(self.alpha * gate) * (linear + self.beta)
         if self.activation == "gelu":
             return F.gelu(x, approximate="tanh")

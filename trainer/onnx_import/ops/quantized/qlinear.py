@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.lowering.integer_storage import move_before_storage
-from onward.trainer.onnx_import.lowering.registry import Call, lower
 from onward.trainer.onnx_import.ops.cast import value_before_storage
 from onward.trainer.onnx_import.ops.contributed.contrib import attend_packed
 from onward.trainer.onnx_import.ops.matmul import gemm
@@ -81,7 +81,8 @@ def qlinear_add(
     y_scale: Value,
     y_zero: Value = None,
 ) -> Value:
-    left, right = _real(c, a, a_scale, a_zero), _real(c, b, b_scale, b_zero)
+    left = _real(c, a, a_scale, a_zero)
+    right = _real(c, b, b_scale, b_zero)
     y = c(torch.add if c.op == "QLinearAdd" else torch.mul, left, right)
     return _stored(c, y, y_scale, y_zero, a)
 
@@ -96,7 +97,8 @@ def qlinear_sigmoid(c: Call, x: Value, scale: Value, zero: Value, y_scale: Value
 @lower("com.microsoft.QLinearSoftmax", since=(1,))
 def qlinear_softmax(c: Call, x: Value, scale: Value, zero: Value, y_scale: Value, y_zero: Value = None) -> Value:
     """Apply softmax along `axis`; as before opset 13 of ONNX, over all dimensions from `axis` on together."""
-    axis, real = c.axis(x, c.attr("axis", -1)), _real(c, x, scale, zero)
+    axis = c.axis(x, c.attr("axis", -1))
+    real = _real(c, x, scale, zero)
     if c.attr("opset") < 13 and axis < x.ndim - 1:
         flat = c("reshape", real, [*c.sizes(x)[:axis], -1])
         y = c("reshape", c(F.softmax, flat, dim=axis), c.sizes(x))
@@ -134,7 +136,8 @@ def qlinear_where(
 
 @lower("com.microsoft.QLinearAveragePool", since=(1,))
 def qlinear_average_pool(c: Call, x: Value, scale: Value, zero: Value, y_scale: Value, y_zero: Value = None) -> Value:
-    real, last = _real(c, x, scale, zero), bool(c.attr("channels_last", 0))
+    real = _real(c, x, scale, zero)
+    last = bool(c.attr("channels_last", 0))
     y = average_pool_(c, _channels_first(c, real) if last else real)
     return _stored(c, _channels_last(c, y) if last else y, y_scale, y_zero, x)
 
@@ -166,7 +169,8 @@ def qgemm(
 ) -> Value:
     """Return alpha a b + bias; bias: int32 in units of alpha a_scale b_scale. Without y_scale the result is a float."""
     columns = 0 if c.attr("transB", 0) else 1
-    real_a, real_b = _real(c, a, a_scale, a_zero), _real(c, b, b_scale, b_zero, columns)
+    real_a = _real(c, a, a_scale, a_zero)
+    real_b = _real(c, b, b_scale, b_zero, columns)
     if bias is not None:
         unit = c(torch.mul, c(torch.mul, a_scale, b_scale), c.attr("alpha", 1.0))
         bias = c(torch.mul, c("to", value_before_storage(c, bias), real_a.dtype), unit)

@@ -16,8 +16,8 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.onnx_graph.files.element_types import PACKED, torch_dtype
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.lowering.integer_storage import store_as
-from onward.trainer.onnx_import.lowering.registry import Call, lower
 from onward.trainer.onnx_import.ops.cast import (
     INT_BITS,
     is_float8,
@@ -139,7 +139,8 @@ def dynamic_quantized_values(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return x quantized to 0..255 over the range of x and 0, the scale, and the zero point."""
     # the range is data, not a function to differentiate
     with torch.no_grad():
-        least, greatest = x.amin().clamp(max=0), x.amax().clamp(min=0)
+        least = x.amin().clamp(max=0)
+        greatest = x.amax().clamp(min=0)
         scale = (greatest - least) / 255
         scale = torch.where(scale == 0, 1.0, scale).to(x.dtype)
         zero = torch.round(torch.clamp(-least / scale, 0, 255))
@@ -259,7 +260,8 @@ def qlinear_conv(
     y_zero: Value,
     bias: Value = None,
 ) -> Value:
-    found, target = _convolved(c, (x, x_zero), (w, w_zero), bias), c.element_type(y_zero)
+    found = _convolved(c, (x, x_zero), (w, w_zero), bias)
+    target = c.element_type(y_zero)
     return store_integers(
         c, c(requantize, found, (x_scale, 1), (w_scale, 1), (y_scale, y_zero), integer_range(target)), target
     )

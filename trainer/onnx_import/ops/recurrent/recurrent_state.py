@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import Value
 
 Tensor = torch.Tensor
@@ -45,7 +45,8 @@ def linear_attention(
     decay: Value = None,
     beta: Value = None,
 ) -> Value:
-    rule, scale = c.attr("update_rule", "gated_delta"), c.attr("scale", 0.0)
+    rule = c.attr("update_rule", "gated_delta")
+    scale = c.attr("scale", 0.0)
     c.attr("chunk_size")  # a hint
     if rule not in ("linear", "gated", "delta", "gated_delta"):
         raise UnsupportedNode(f"update_rule={rule!r} is not among ONNX's")
@@ -72,7 +73,8 @@ def attend_linearly(
     query, key, value = packed
     steps = key.shape[:2]
     query = query.reshape(*steps, kv_heads, q_heads // kv_heads, -1)  # [batch, steps, heads, queries of each, width]
-    key, value = key.reshape(*steps, kv_heads, -1), value.reshape(*steps, kv_heads, -1)
+    key = key.reshape(*steps, kv_heads, -1)
+    value = value.reshape(*steps, kv_heads, -1)
     query = query * (scale or 1 / math.sqrt(key.shape[3]))
     decay, beta = gates
     # the factors of all steps at once; the loop below has the recurrence only

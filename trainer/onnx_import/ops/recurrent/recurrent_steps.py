@@ -76,7 +76,8 @@ def run_step_by_step(
     if lengths is not None:  # without reading them on the host, which would wait for the device
         fits = ((lengths >= 0) & (lengths <= x.shape[0])).all()
         torch._assert_async(fits, f"sequence_lens must be 0 to {x.shape[0]}, the number of steps")
-    outputs, last = [], []
+    outputs = []
+    last = []
     for d, backward in enumerate(layer.directions):
         ordered = reverse(x, lengths) if backward else x
         mine = [None if weight is None else weight[d] for weight in weights]
@@ -96,7 +97,8 @@ def _one_direction(
     projected = F.linear(x, w, of_input)  # all steps in one product
     step = _STEPS[layer.kind](layer, layer.activations[d], r, of_state, rest[0] if rest else None)
     # outputs after the end of a sequence are zero, by ONNX
-    outputs, blank = [], torch.zeros_like(states[0])
+    outputs = []
+    blank = torch.zeros_like(states[0])
     if lengths is not None:  # the last state of a sequence of no steps is zero, not its initial state
         some = (lengths > 0)[:, None]
         states = [torch.where(some, state, blank) for state in states]

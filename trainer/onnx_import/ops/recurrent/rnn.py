@@ -17,7 +17,7 @@ from torch import nn
 
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.fixed_batch.batch_constants import one_row
-from onward.trainer.onnx_import.lowering.registry import Call, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.ops.recurrent.recurrent_steps import (
     ACTIVATIONS,
     ALPHA,
@@ -63,7 +63,8 @@ class Recurrence(nn.Module):
         first = self.layer.batch_first
         given = [initial_h, initial_c][: 2 if self.layer.kind == "LSTM" else 1]
         if first:
-            x, given = x.transpose(0, 1), [None if state is None else state.transpose(0, 1) for state in given]
+            x = x.transpose(0, 1)
+            given = [None if state is None else state.transpose(0, 1) for state in given]
         named = dict(zip(STATES, given, strict=False))  # only an LSTM has initial_c
         check_operands(self.layer, x, w, r, B=b, sequence_lens=lengths, P=peepholes, **named)
         states = [x.new_zeros(w.shape[0], x.shape[1], r.shape[2]) if state is None else state for state in given]
@@ -148,7 +149,8 @@ def run_kernel(
     kernel: Any = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN": torch.rnn_tanh}[layer.kind]
     if layer.kind == "RNN" and layer.activations[0][0][0] == "relu":
         kernel = torch.rnn_relu
-    both, backward = len(layer.directions) == 2, layer.directions == (True,)
+    both = len(layer.directions) == 2
+    backward = layer.directions == (True,)
     # cuDNN stores what the backward pass needs only with train=True; the numbers are the same
     options = (len(flat) > 2 * len(layer.directions), 1, 0.0, torch.is_grad_enabled(), both)
     # torch's kernels run forward, or both ways; a single reversed direction is a forward one on reversed sequences
@@ -183,7 +185,8 @@ def _packed(
     # torch refuses a sequence of no steps: it is computed with one step, and overwritten with zeros
     # packed: the kernel takes, for each step, only the sequences that have not ended
     packed = nn.utils.rnn.pack_padded_sequence(x, steps.clamp(min=1), enforce_sorted=False)
-    order, back = packed.sorted_indices, packed.unsorted_indices
+    order = packed.sorted_indices
+    back = packed.unsorted_indices
     assert order is not None
     assert back is not None
     sorted_states = [state.index_select(1, order) for state in states]
@@ -301,7 +304,8 @@ def _activations(c: Call, kind: str, directions: int) -> tuple[tuple[Activation,
     """Return (name, alpha, beta) of each gate; alphas and betas are listed only for activations that take one."""
     usual = STANDARD[kind]
     names = [name.lower() for name in c.attr("activations") or usual * directions]
-    alphas, betas = iter(c.attr("activation_alpha") or ()), iter(c.attr("activation_beta") or ())
+    alphas = iter(c.attr("activation_alpha") or ())
+    betas = iter(c.attr("activation_beta") or ())
     if unknown := sorted(set(names) - set(ACTIVATIONS)):
         raise UnsupportedNode(f"activation {', '.join(unknown)} is not among ONNX's")
     if len(names) != len(usual) * directions:

@@ -1,0 +1,181 @@
+"""Commands that run a trained file on rows of any data: predict, evaluate."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onward.flows import predict as api
+from onward.flows.commands.common import Json, print_facts, print_json
+from onward.trainer.errors import ConfigError
+
+BadRows = StrEnum("BadRows", ["fail", "skip"])
+SHOWN_ROWS = 20
+"""Rows that are printed without a file to write them into."""
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE|RUN|MODEL",
+        help="An exported ONNX file, a run as in `onward status`, for example last, or models:/NAME@ALIAS.",
+        show_default=False,
+    ),
+]
+Data = Annotated[
+    str,
+    typer.Argument(
+        metavar="DATA",
+        help="A table (CSV, Parquet, JSON lines), a folder or a file of images, audio or texts, or a glob.",
+        show_default=False,
+    ),
+]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="INPUT=COLUMN,...",
+        help="Of a file without preprocessing.json: the columns that are stacked to an input. Repeatable.",
+        show_default=False,
+    ),
+]
+BatchSize = Annotated[
+    int, typer.Option(min=0, max=1_000_000, help="Rows at a time; 0 = 32 images or texts, 1024 rows of numbers.")
+]
+OnBadRows = Annotated[BadRows, typer.Option(help="Fail with all rows that cannot be read, or skip them.")]
+
+
+def predict(
+    source: Source,
+    data: Data,
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The file to write: .csv, .parquet, or .npz with the outputs of the file as they are. A folder, whose "
+            "name ends in /, gets masks as PNG files.",
+            show_default=False,
+        ),
+    ] = "",
+    top: Annotated[
+        int, typer.Option(min=0, max=1000, help="Give the best so many classes, not the probability of each.")
+    ] = 0,
+    inputs: Inputs = None,
+    batch_size: BatchSize = 0,
+    bad_rows: OnBadRows = BadRows.fail,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if there is one.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Predict the class and its probability, or numbers, for each row of some data.
+
+    Rows are computed as training computed them, by the preprocessing.json of the exported file: names of columns,
+    missing cells, scaling, categories, images, tokens. Rows are named by their number, images by their file. Without
+    --output the first rows are printed. Needs no torch.
+    """
+    from onward.trainer.export.measuring.predictions import output_problems, write_predictions
+    from onward.trainer.export.preprocessing.mask_files import write_masks
+
+    path = Path(output)
+    into_folder = output.endswith("/")
+    # before anything is computed
+    if output and not into_folder and (problems := output_problems(path, overwrite=overwrite)):
+        raise ConfigError(problems)
+    found = api.predictions(
+        source,
+        data,
+        inputs=parsed_inputs(inputs),
+        batch_size=batch_size,
+        bad_rows="skip" if bad_rows is BadRows.skip else "fail",
+        report=api.print_progress,
+    )
+    if output:
+        if into_folder:
+            write_masks(path, found, overwrite=overwrite)
+        else:
+            write_predictions(path, found, top=top, overwrite=overwrite)
+        facts: dict[str, Any] = {"path": str(output), "rows": found.num_rows}
+        print_facts({**facts, **_skipped(found.bad)}, as_json=as_json)
+    else:
+        _print_rows(found, top, as_json=as_json)
+
+
+def _skipped(bad: dict[str, str]) -> dict[str, Any]:
+    return {"skipped": [f"{row}: {why}" for row, why in bad.items()]} if bad else {}
+
+
+def _print_rows(found: Any, top: int, *, as_json: bool) -> None:
+    """Print the first rows as a table, or as JSON."""
+    from onward.flows.shown.printed_table import table
+
+    rows = (row for columns in found.tables(top) for row in _rows_of(columns))
+    # one more, to know whether there are more; the rest is not computed
+    first = list(islice(rows, SHOWN_ROWS + 1))
+    if as_json:
+        print_json({"predictions": first[:SHOWN_ROWS], "more": len(first) > SHOWN_ROWS, **_skipped(found.bad)})
+        return
+    heads = tuple(first[0])
+    table((tuple(map(_cell, row.values())) for row in first[:SHOWN_ROWS]), heads=heads)
+    for row, why in found.bad.items():
+        print(f"onward: skipped {row}: {why}", file=sys.stderr)
+    if len(first) > SHOWN_ROWS:
+        print(f"... -o FILE.csv writes all rows, not only the first {SHOWN_ROWS}")
+
+
+def _rows_of(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    plain = [cells.tolist() if hasattr(cells, "tolist") else cells for cells in columns.values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*plain, strict=True)]
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def parsed_inputs(words: list[str] | None) -> dict[str, list[str]]:
+    """Return input -> columns of the words INPUT=COLUMN,... Raises ConfigError for a word of another form."""
+    parts = [word.partition("=") for word in words or ()]
+    if wrong := ["".join(part) for part in parts if not (part[0] and part[2])]:
+        raise ConfigError(f"--input {word!r} is not of the form INPUT=COLUMN,COLUMN" for word in wrong)
+    return {name: columns.split(",") for name, _, columns in parts}
+
+
+def evaluate(
+    source: Source,
+    data: Data,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SECTION.KEY=VALUE",
+            help="Settings for a file without preprocessing.json, such as data.label=price model.loss=mse.",
+            show_default=False,
+        ),
+    ] = None,
+    batch_size: BatchSize = 0,
+    bad_rows: OnBadRows = BadRows.fail,
+    as_json: Json = False,
+) -> None:
+    """Measure the loss and all metrics that fit it on labelled rows. Nothing is trained.
+
+    Rows are computed as `onward predict` computes them. The label is the column that training had; of images and audio
+    in folders the first folder. A file without preprocessing.json is measured as `onward init` would guess it, and the
+    command says how.
+    """
+    found = api.evaluate(
+        source,
+        data,
+        overrides or (),
+        batch_size=batch_size,
+        bad_rows="skip" if bad_rows is BadRows.skip else "fail",
+        report=api.print_progress,
+    )
+    skipped = _skipped(dict(found.skipped))
+    if as_json:
+        print_json({"rows": found.rows, "metrics": found.metrics, "guessed": found.guessed, **skipped})
+        return
+    for line in found.guessed:
+        print(f"onward: {line}", file=sys.stderr)
+    print_facts({"rows": found.rows, **found.metrics, **skipped}, as_json=False)

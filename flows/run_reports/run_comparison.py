@@ -1,0 +1,116 @@
+"""Make the page that compares several runs: what differs in their settings, their curves over each other, results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from markupsafe import Markup
+
+from onward.flows.run_reports.curves import COLOURS, Line, draw
+from onward.flows.run_reports.page import MOST_EVALUATED, TIME_COLOURS, Drawing, median, render, short_number
+from onward.flows.run_reports.reported_run import EVALUATION, NAMES, RunFacts, settings_as_text
+from onward.trainer.config.metric_names import is_greatest
+from onward.trainer.quantities import duration
+from onward.trainer.run.history import Series
+from onward.trainer.run.timing.time_account import PARTS
+
+TITLES = {
+    "loss": "Training loss",
+    "learning_rate": "Learning rate",
+    "gradient_norm": "Gradient norm",
+    "samples_per_s": "Samples per second",
+    "tokens_per_s": "Tokens per second",
+    "mfu": "MFU (share of the peak)",
+}
+Row = tuple[str, list[str], int | None]
+"""What it is, the value of each run, and which run has the best one."""
+
+
+def page_of_several(runs: Sequence[RunFacts]) -> str:
+    """Return one page for several runs as HTML."""
+    colours = [COLOURS[place % len(COLOURS)] for place in range(len(runs))]
+    return render(
+        "comparison.html",
+        runs=list(zip(runs, colours, strict=True)),
+        results=list(result_rows(runs)),
+        facts=list(fact_rows(runs)),
+        settings=differing_settings(runs),
+        drawings=overlaid(runs, colours),
+        times=list(time_rows(runs)),
+        time_colours=TIME_COLOURS,
+    )
+
+
+def result_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
+    """Yield each metric with the value of each run, of the exported file or else of the last evaluation."""
+    values = [_results(facts) for facts in runs]
+    for name in dict.fromkeys(name for own in values for name in own):
+        known = {place: own[name] for place, own in enumerate(values) if name in own}
+        greatest = is_greatest(name)
+        best = None
+        if greatest is not None and len(set(known.values())) > 1:
+            best = (max if greatest else min)(known, key=known.__getitem__)
+        yield name.removeprefix(EVALUATION), [short_number(own.get(name)) for own in values], best
+
+
+def _results(facts: RunFacts) -> dict[str, float]:
+    if facts.exported:
+        return {**facts.exported.after, **facts.exported.test}
+    return {name: series.values[-1] for name, series in facts.evaluations.items()}
+
+
+def fact_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
+    """Yield what else is said of each run in one line."""
+    rows: dict[str, Callable[[RunFacts], str]] = {
+        "state": lambda facts: facts.state,
+        "steps": lambda facts: f"{facts.history.last_step:,} of {facts.history.num_steps:,}",
+        "attempts": lambda facts: str(len(facts.attempts) or len(facts.history.starts)),
+        "samples/s": lambda facts: f"{median(speed):.4g}" if (speed := facts.curve("samples_per_s")) else "",
+        "MFU": lambda facts: f"{median(mfu):.1%}" if (mfu := facts.curve("mfu")) else "",
+        "ranks": lambda facts: str(facts.config.world_size) if facts.config else "",
+        "parity": lambda facts: short_number(facts.exported.parity) if facts.exported else "",
+        "registered": lambda facts: (
+            f"{facts.exported.registered_as} {facts.exported.version}" if facts.exported else ""
+        ),
+        "promotion": lambda facts: (
+            facts.exported.promotion.status if facts.exported and facts.exported.promotion else ""
+        ),
+        "git commit": lambda facts: facts.identity.git_commit[:12] if facts.identity else "",
+        "data": lambda facts: facts.manifest.key[:12] if facts.manifest else "",
+        "original model": lambda facts: facts.identity.model_sha256[:12] if facts.identity else "",
+    }
+    for name, value in rows.items():
+        yield name, [value(facts) for facts in runs], None
+
+
+def differing_settings(runs: Sequence[RunFacts]) -> list[Row]:
+    """Return the settings in which the runs differ, with the value of each."""
+    flat = [settings_as_text(facts.config) if facts.config else {} for facts in runs]
+    names = dict.fromkeys(name for own in flat for name in own)
+    return [
+        (name, [own.get(name, "") for own in flat], None) for name in names if len({own.get(name) for own in flat}) > 1
+    ]
+
+
+def overlaid(runs: Sequence[RunFacts], colours: Sequence[str]) -> list[Drawing]:
+    """Return each curve of the runs in one drawing, for those that at least one of them has."""
+    evaluated = list(dict.fromkeys(name for facts in runs for name in facts.evaluations))
+    curves: list[tuple[str, bool, list[Series | None]]] = [
+        (TITLES[what], False, [facts.curve(what) for facts in runs]) for what in NAMES if what in TITLES
+    ]
+    curves[1:1] = [(name, True, [facts.curves.get(name) for facts in runs]) for name in evaluated[:MOST_EVALUATED]]
+    found = []
+    for title, dots, each in curves:
+        lines = [Line(series, colour, dots) for series, colour in zip(each, colours, strict=True) if series]
+        if lines and (svg := draw(lines)):
+            found.append(Drawing(title, Markup(svg)))  # matplotlib's own output, in which no text of the run stands
+    return found
+
+
+def time_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
+    """Yield each part of the time with that of each run, and their sum."""
+    yield "in all", [duration(facts.account.wall_s) if facts.account else "" for facts in runs], None
+    for name in PARTS:
+        seconds = [facts.account.parts[name] if facts.account else 0.0 for facts in runs]
+        if any(each >= 0.005 for each in seconds):
+            yield name, [duration(each) for each in seconds], None

@@ -1,0 +1,355 @@
+"""Write the trained weights back into the original ONNX file, verify the result, and give it its final name.
+
+    original.onnx --surgery, inference form--> graph --write_model(weights)--> FOLDER/.verifying-*/model.onnx
+                                                                                   |  verification.verify
+                                                                                   v
+                                                                          FOLDER/model.onnx  (or ExportRefused)
+
+Names, opset, inputs, outputs, dynamic axes and metadata stay. What only training needs is removed: Dropout and
+stochastic depth (the identity at inference), and in BatchNormalization the update of the running statistics.
+
+External data is written back range by range: a file beside the model is copied, and only the bytes of changed weights
+are overwritten, so memory does not grow with the model:
+
+    weights.bin   | embed.weight | fc.weight | fc.bias |         copy of the original's file
+                                 ^^^^^^^^^^^^^                    overwritten if fc.weight was trained
+
+onnxruntime can crash its process, so exporting has one of its own: `python -m onward.trainer export`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import torch
+from torch import Tensor
+
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.results import ExportConfig
+from onward.trainer.data.images.image_inputs import image_inputs
+from onward.trainer.data.losses_from_data import with_class_axes
+from onward.trainer.data.resolve import read_resolved
+from onward.trainer.data.schema.signature import digest_of_files, model_digest, read_training_signature
+from onward.trainer.data.storage.row_origins import row_origins
+from onward.trainer.data.storage.shards import Shards, open_shards
+from onward.trainer.diagnostics.diff import compare
+from onward.trainer.errors import ExportRefused, OnwardError
+from onward.trainer.export.file_verification import ROUNDED, Expected, changed_tensors, verify
+from onward.trainer.export.measuring.baselines import Baselines
+from onward.trainer.export.measuring.cuda_provider import check_on_cuda
+from onward.trainer.export.measuring.evaluation_data import EvaluationData
+from onward.trainer.export.measuring.helper_nodes import costly_helpers
+from onward.trainer.export.measuring.onnx_runner import OnnxRunner
+from onward.trainer.export.measuring.samples import WorstSamples
+from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.preprocessing.given_form import GivenFile, difference_of_forms
+from onward.trainer.export.variants.quantize_aware import integer_kernels
+from onward.trainer.model.losses.loss import Losses
+from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
+from onward.trainer.onnx_graph.files.index import all_names, locations
+from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
+from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
+from onward.trainer.onnx_graph.surgery.quantizing import store_integers
+from onward.trainer.onnx_graph.surgery.row_layout import rows_first
+from onward.trainer.onnx_graph.surgery.strip_training import TrainingForm, strip_training, training_form
+from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph, trains_subgraph
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
+from onward.trainer.onnx_import.write_back import write_model
+from onward.trainer.run.directory import RunDir, changes_in, example_in, read_config, samples_in
+from onward.trainer.run.durable_files import fsync, write_durably
+from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
+
+log = logging.getLogger(__name__)
+
+ORIGINS_S = 5.0
+"""Longest time in which the source is read again for the places of the worst samples."""
+MOST_COMPARED_BYTES = 1 << 30
+"""A larger file is not compared with the original for the report, which takes some seconds for each GB."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The step and the weights to export."""
+
+    step: int
+    weights: Mapping[str, Tensor]
+    """Initializer name -> tensor, running statistics included."""
+
+
+def export(
+    run: RunDir,
+    checkpoint: Checkpoint,
+    *,
+    data: EvaluationData,
+    test: EvaluationData | None = None,
+    folder: Path | None = None,
+) -> ExportedModel:
+    """Write the trained ONNX file, its record and an example row into `folder` (the run's own if None).
+
+    test: the rows of `data.test_source`, on which the written file is evaluated once; nothing depends on it. Raises
+    ExportRefused with a sentence for each check that failed; no file is written then.
+    """
+    config = read_resolved(run)
+    folder = folder or run.export
+    examines = config.monitor.report and folder == run.export
+    source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
+    trainable = open_trainable(config)
+    original = trainable.model
+    kept = tuple(filter(None, (*begin_at_numbers(original, config.model).start, *config.model.outputs)))
+    # the tensors between which is trained must keep their names, so that this part can be cut out of the result
+    if not config.export.strip_training:
+        kept = tuple(all_names(original.graph))
+    form = training_form(original, source.parent)
+    given = onnx.ModelProto()
+    if form:
+        given.CopyFrom(original)
+    removed = strip_training(original, keep=kept, base=source.parent)
+    log.info("step %d; removed from the graph: %s", checkpoint.step, dict(removed) or "nothing")
+    if config.quantize.aware:
+        store_integers(original)
+    with _staging_directory(folder) as staging:
+        untrained = OnnxRunner(trained_part(original, source, staging / "before", config.model), data)
+        baselines = Baselines(config, data, untrained.outputs)
+        before = untrained.evaluate(baselines.count)
+        load_weights(trainable.module, checkpoint.weights)
+        merged = merged_module(trainable)
+        path, *beside = write_model(merged, original, source, staging / source.name)
+        written = ModelFile.read(path)
+        compared = _rounded_as_stored(trainable.module, merged, original)
+        expected = Expected(
+            ModelFile(source, original),
+            {name: tensor.detach() for name, tensor in stored_weights(merged).items()},
+            compared.eval(),
+            config.model,
+        )
+        runner = verify(written, expected, data=data, config=config.export)
+        as_given = 0.0
+        if form and not config.quantize.aware:
+            as_given = _compare_as_given(
+                given, form, merged, compared, staging / "given", config.model, config.export, data
+            )
+        cuda = check_on_cuda(runner, batches=config.export.parity_batches, tolerance=config.export.tolerance)
+        examined = data.rows if examines else None
+        losses = data.new_metrics(runner.outputs).losses
+        samples = None if examined is None else _worst_samples(config.model, config.data, losses, examined)
+        also = (baselines.measure, *((samples.add,) if samples else ()))
+        after = runner.evaluate(*also)
+        fp32 = dict[str, float]()
+        kernels = dict[str, int]()
+        if config.quantize.aware:
+            floats = read_config(run, "local").model.path
+            fp32 = _metrics_of(ModelFile.read(floats), data, staging / "fp32", config.model) if floats.is_file() else {}
+            kernels = integer_kernels(path)
+        tested = _metrics_of(written, test, staging / "test", config.model) if test else {}
+        helpers = _cost_of_helpers(written, runner)
+        changed = len(changed_tensors(written, expected.original, expected.weights))
+        # the model is moved last: it names the other files, so it must not appear before them
+        files = [_move(path, staging, folder) for path in (*beside, path)]
+    write_durably(example_in(folder), runner.example())
+    exported = ExportedModel(
+        path=files[-1],
+        sha256=digest_of_files([files[-1], *files[:-1]]),
+        beside=tuple(files[:-1]),
+        step=checkpoint.step,
+        parity=runner.parity,
+        as_given=as_given,
+        neighbours=runner.neighbours,
+        rounding=runner.rounding,
+        before=before,
+        after=after,
+        baselines=baselines.compute(),
+        fp32=fp32,
+        kernels=kernels,
+        helpers=helpers,
+        test=tested,
+        changed=changed,
+        removed=dict(removed),
+        judged_by=runner.runtime,
+        cuda=cuda,
+    )
+    write_record(folder / "model.json", exported)
+    if examines:
+        examine(config, data, exported, samples, folder)
+    return exported
+
+
+def _cost_of_helpers(written: ModelFile, runner: OnnxRunner) -> str:
+    try:
+        found = costly_helpers(written, next(runner.feeds()))
+    except Exception as error:  # onnxruntime's errors have no common base class; the file is exported
+        log.info("what helper nodes cost is not known: %s", error)
+        return ""
+    if found:
+        log.warning("%s; the variant `optimized`, beside the file, is the one to serve", found)
+    return str(found or "")
+
+
+def _worst_samples(model: ModelConfig, data: DataConfig, losses: Losses, rows: Shards) -> WorstSamples:
+    signature = read_training_signature(model)
+    return WorstSamples(losses, rows, image_inputs(data, signature), [info.name for info in signature.inputs])
+
+
+def _origins(config: RunConfig, data: EvaluationData, wanted: Sequence[int]) -> Mapping[int, str]:
+    """Return row -> its place in the source; {} if that cannot be read again."""
+    assert data.rows is not None
+    signature = read_training_signature(config.model)
+    try:
+        return row_origins(config, signature, data.rows, data.split, wanted, limit_s=ORIGINS_S)
+    except OnwardError as error:
+        log.info("the report names no files of samples: %s", error)
+        return {}
+
+
+def _compare_as_given(
+    given: onnx.ModelProto,
+    form: TrainingForm,
+    merged: ImportedGraph,
+    module: ImportedGraph,
+    folder: Path,
+    model: ModelConfig,
+    export: ExportConfig,
+    data: EvaluationData,
+) -> float:
+    """Compare the graph in the form in which it was given, with the trained weights, with the trained module.
+
+    Returns how far its training form is off its inference form. Raises ExportRefused (given_form.py).
+    """
+
+    def written(norms: bool | None) -> ModelFile | onnx.ModelProto:
+        graph = onnx.ModelProto()
+        place = folder / str(norms)
+        graph.CopyFrom(given)
+        if norms is not None:
+            kept = tuple(filter(None, (*begin_at_numbers(graph, model).start, *model.outputs)))
+            strip_training(graph, keep=kept, base=model.path.parent, norms=norms)
+        place.mkdir(parents=True, exist_ok=True)
+        written_to, *_ = write_model(merged, graph, model.path, place / model.path.name)
+        file = ModelFile.read(written_to)
+        if not trains_subgraph(graph, model):
+            return file
+        (place / "part").mkdir()
+        return trained_part(file.proto, written_to, place / "part", model)
+
+    as_given = written(None)
+    file = GivenFile(as_given, form, written(False) if form.draws else as_given)
+    return difference_of_forms(file, module, data, tolerance=export.tolerance)
+
+
+def examine(
+    config: RunConfig, data: EvaluationData, exported: ExportedModel, samples: WorstSamples | None, folder: Path
+) -> None:
+    """Write what the report shows of an exported file beside its record: samples.json and changes.json.
+
+    An error is logged: the file is exported.
+    """
+    try:
+        if samples is not None:
+            origins = _origins(config, data, samples.worst_rows)
+            write_record(samples_in(folder), samples.record(exported.judged_by, origins))
+        # the original has about as many bytes
+        if sum(file.stat().st_size for file in (exported.path, *exported.beside)) <= MOST_COMPARED_BYTES:
+            write_record(changes_in(folder), compare(config.model.path, exported.path))
+    except Exception as error:
+        log.warning("the report will lack samples or changes of weights: %s: %s", type(error).__name__, error)
+
+
+def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> None:
+    """Write the files that continue training without torch into `folder`: the graph in its training form.
+
+    Raises UnsupportedModel or ExportRefused; no file is written then.
+    """
+    from onward.trainer.export.training.files import write_artifacts
+
+    config = read_resolved(run)
+    source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
+    trainable = open_trainable(config)
+    load_weights(trainable.module, checkpoint.weights)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _staging_directory(folder) as staging:
+        path, *_ = write_model(merged_module(trainable), trainable.model, source, staging / source.name)
+        written = ModelFile.read(path).proto
+        settings = begin_at_numbers(written, config.model)
+        part = rows_first(extract_subgraph(written, settings), settings)
+        rows = open_shards(run.shards, "train")
+        signature = read_training_signature(config.model)
+        write_artifacts(folder, part, with_class_axes(config, rows.columns, signature), base=staging)
+
+
+@contextlib.contextmanager
+def _staging_directory(folder: Path) -> Iterator[Path]:
+    """Make a directory in `folder` for files that are not verified yet, and remove it afterwards.
+
+    One process at a time exports into a folder, so staging directories of killed processes are removed, too.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".verifying-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".verifying-") as staging:
+        yield Path(staging)
+
+
+def _move(path: Path, staging: Path, folder: Path) -> Path:
+    """Move a verified file to its final name, at the same relative path."""
+    target = folder / path.relative_to(staging)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    path.replace(target)
+    fsync(target.parent)
+    return target
+
+
+def _rounded_as_stored(trained: ImportedGraph, merged: ImportedGraph, model: onnx.ModelProto) -> ImportedGraph:
+    """Return the module whose results the file must have, its weights rounded in place as a half-precision file does.
+
+    Without rounding that is the module with its adapters. A rounded sum W + BA differs from rounded W and BA, so a
+    half-precision file is compared with the merged module.
+    """
+    halves = {
+        name: ROUNDED[tensor.data_type]
+        for name, tensor in all_stored_protos(model).items()
+        if tensor.data_type in ROUNDED
+    }
+    module = merged if halves else trained
+    with torch.no_grad():
+        for name, weight in named_weights(module).items():
+            weight.copy_(weight.to(halves.get(name, weight.dtype)))
+    return module
+
+
+def _metrics_of(file: ModelFile, data: EvaluationData, folder: Path, model: ModelConfig) -> dict[str, float]:
+    """Return the metrics of a file, whose losses may read tensors inside its graph."""
+    return OnnxRunner(trained_part(file.proto, file.path, folder, model), data).evaluate()
+
+
+def trained_part(
+    model: onnx.ModelProto, source: Path, folder: Path, config: ModelConfig
+) -> ModelFile | onnx.ModelProto:
+    """Return the part of the original that is trained; as a file in `folder` if it has external data."""
+    part = extract_subgraph(model, config)
+    if not (names := locations(part)):
+        return part
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.parent / name, folder / name)
+    (folder / "part.onnx").write_bytes(part.SerializeToString())
+    return ModelFile(folder / "part.onnx", part)
+
+
+def _unchanged_source(source: Path, identity: RunIdentity) -> Path:
+    """Return the path of the original. Raises ExportRefused when the file is gone or changed since the run began."""
+    # the weights are written into this graph by name, so it must be the one that was trained
+    found = model_digest(source) if source.is_file() else "gone"
+    if found != identity.model_sha256:
+        raise ExportRefused(
+            f"{source} changed since the run began (SHA-256 {identity.model_sha256[:12]}, now {found[:12]}); "
+            "put the original back: its graph is needed to write the weights into"
+        )
+    return source

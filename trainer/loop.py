@@ -28,7 +28,6 @@ from onward.trainer.data.storage.shards import open_evaluated, open_shards
 from onward.trainer.distributed.arithmetic import set_arithmetic
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.errors import Diverged
 from onward.trainer.events import Ended, EventWriter, Heartbeat, Started
 from onward.trainer.model.compile import compiled_s, why_compiled
 from onward.trainer.model.summaries import summarise
@@ -58,10 +57,8 @@ def train(
 ) -> AttemptResult:
     """Train until the configured end, until [stop] ends the run, or until any rank is asked to stop.
 
-    Collective: every rank.
-
-    Raises Diverged when the loss or a gradient is not finite at every allowed loss scale. Any other error of one rank
-    ends the job. Checkpoints that were saved before stay in both cases.
+    Collective: every rank. Raises Diverged when the loss or a gradient is not finite at every allowed loss scale. Any
+    other error of one rank ends the job. Checkpoints that were saved before stay in both cases.
     """
     clock = StepClock(began_at=time.monotonic(), compiled_s=compiled_s)
     beat = heartbeat.beat
@@ -84,18 +81,15 @@ def train(
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
     example = batches.example().inputs
-    one_shape = batches.one_shape
     trainable = open_with_teacher(config, cached=bool(rows.soft_labels), by_parts=True)
     flops = count_sample_flops(trainable.module, config, example, batches, mpi, beat=beat)  # before it is divided
-    model = build_rank_model(trainable, config, mesh, mpi, example=example, one_shape=one_shape, beat=beat)
+    model = build_rank_model(trainable, config, mesh, mpi, example=example, one_shape=batches.one_shape, beat=beat)
     del trainable  # what the graph still refers to would be kept
     reducer = model.reducer
     pipeline = build_pipeline(model, config, mesh, mpi)
 
     # -- 4. What changes the weights; resume, or start at zero
     trained = Trained.begin(model, config, num_steps=num_steps, device=mpi.device)
-    optimizer = trained.optimizer
-    averages = trained.averages
     scaler = trained.scaler
     restored = restore(trained, run, config, num_rows=batches.num_rows, mpi=mpi, heartbeat=heartbeat)
     state = restored.state
@@ -124,8 +118,7 @@ def train(
             damaged=restored.damaged,
         )
     )
-    counts_hours = mpi.rank == 0 and config.stop.max_hours > 0
-    clock.begin_steps(trained_before_s=state.stop.trained_s, counts_hours=counts_hours)
+    clock.begin_steps(trained_before_s=state.stop.trained_s, counts_hours=mpi.rank == 0 and config.stop.max_hours > 0)
     clock.emit(events, state.step)
     if state.step == 0:
         with clock("evaluation"):
@@ -135,10 +128,8 @@ def train(
     pace = Throughput(flops, peak, mpi, clock, counts=counts_work, is_text=batches.counts.is_text, step=state.step)
 
     # -- 6. One iteration is one weight update; after an fp16 overflow the same step is tried at half the scale
-    # an attempt may have ended before it could say so
-    stopping = False
-    reason = reason_to_end(state.stop, config)
-    while state.step < num_steps and not stopping and not reason:
+    reason = reason_to_end(state.stop, config)  # an attempt may have ended before it could say so
+    while state.step < num_steps and not reason:
         step = state.step + 1
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)
         heartbeat.new_shapes = size < config.train.global_batch_size
@@ -149,7 +140,7 @@ def train(
         reseed = partial(torch.manual_seed, dropout_seed(config.train.seed, step, mpi.rank // dims.tensor))
         reseed()
         rate = learning_rate(step, optimizer=config.optimizer, schedule=config.schedule, num_steps=num_steps)
-        set_learning_rate(optimizer, rate)
+        set_learning_rate(trained.optimizer, rate)
 
         with profiler.step(step):
             with clock("data wait"):
@@ -177,8 +168,8 @@ def train(
                     # `norm` is that of the unscaled gradients, so unscaling and clipping are one multiplication
                     reducer.multiply(clip_factor(norm, config.train.clip_norm) / scaler.scale)
                     summarise(events, step, model, config=config.monitor)
-                    optimizer.step()
-                    averages.update(step)
+                    trained.optimizer.step()
+                    trained.averages.update(step)
                     scaler.grow()
 
         if skipped:
@@ -186,24 +177,18 @@ def train(
             remedy = "skip" if step in config.train.skip_steps else scaler.overflow()
             if remedy == "none":
                 checkpoints.wait(beat)
-                why = bad_values.explain_step(micro_batches, scale=scaler.scale, reseed=reseed)
-                raise Diverged(
-                    f"step {step}: loss {loss:g}, gradient norm {norm:g} at learning rate {rate:g} and loss scale "
-                    f"{scaler.scale:g}; lower the learning rate, lengthen the warm-up, or compute in bf16 or fp32. "
-                    f"{why}"
-                )
+                raise bad_values.diverged(step, loss, norm, rate, micro_batches, scale=scaler.scale, reseed=reseed)
             events.scalars(step, skipped=1, loss_scale=scaler.scale)
             if remedy == "again":
                 continue
 
         state = state.advance(size, scaler.state(), trained_s=agreed.trained_s)
-        stopping = agreed.stop
         ending = is_out_of_time(state.stop, config) or step == num_steps
         if every(config.train.desync_check_period, step):
             checkpoints.compare_copies(parts, step=step, beat=beat)
             bad_values.remember_weights(step)
         pace.add(size, agreed.work)
-        if not skipped and (every(config.train.log_period, step) or stopping or ending):
+        if not skipped and (every(config.train.log_period, step) or agreed.stop or ending):
             cost = pace.values(step)
             events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **cost)
         if every(config.train.log_period, step):
@@ -216,13 +201,15 @@ def train(
         if evaluates:
             state = state.counted(config)
         reason = reason_to_end(state.stop, config)
-        last = stopping or ending or bool(reason)
+        last = agreed.stop or ending or bool(reason)
         is_best = state.is_best and config.export.checkpoint == "best"
         if every(config.checkpoint.period, step) or agreed.save or last or is_best:
             with clock("checkpoint"):
                 checkpoints.save(state, parts, beat=beat, last=last)
             bad_values.remember_weights(step)
         clock.emit(events, step)
+        if agreed.stop:
+            break
 
     # -- 7. Leave nothing half-written
     with clock("checkpoint"):

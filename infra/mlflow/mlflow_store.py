@@ -93,8 +93,7 @@ def translate_errors(
         try:
             return method(store, *args, **kwargs)
         except MlflowException as error:
-            # type: ignore[no-untyped-call]
-            status = error.get_http_status_code()
+            status = error.get_http_status_code()  # type: ignore[no-untyped-call]
             text = _sentence(error).replace(whole, shown)
             if any(words in text for words in _DAMAGE):
                 raise TrackingUnavailable(_damaged(shown, text)) from error

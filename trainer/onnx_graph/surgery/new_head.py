@@ -263,7 +263,7 @@ class _Head:
         if tensor is None:
             if maker is not None and maker.op_type == "Concat":
                 for place in range(len(maker.input)):
-                    self._reshape(maker, place)  # type: ignore[arg-type]
+                    self._reshape(maker, place)
             return
         if tensor.data_location == TensorProto.EXTERNAL:
             return

@@ -30,6 +30,7 @@ from onward.trainer.data.storage.shards import Shards, Split
 from onward.trainer.distributed.failures import lost_a_peer
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.errors import Diverged
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.files.model_files import node_of_output
 from onward.trainer.parallel.nonfinite.nonfinite_findings import Finding, describe
@@ -83,6 +84,27 @@ class BadValues:
         """Remember the step with the greatest gradient norm. Not collective."""
         if norm > self._worst[0] and math.isfinite(norm):
             self._worst = (norm, step, position, size)
+
+    def diverged(
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        rate: float,
+        micro_batches: Sequence[Batch],
+        *,
+        scale: float,
+        reseed: Callable[[], object],
+    ) -> Diverged:
+        """Replay a training step, and return the error that says where its first bad value comes from.
+
+        norm: of its gradients. rate: of learning. scale: of the loss. reseed: called before the step.
+        """
+        where = self.explain_step(micro_batches, scale=scale, reseed=reseed)
+        return Diverged(
+            f"step {step}: loss {loss:g}, gradient norm {norm:g} at learning rate {rate:g} and loss scale {scale:g}; "
+            f"lower the learning rate, lengthen the warm-up, or compute in bf16 or fp32. {where}"
+        )
 
     def explain_step(self, micro_batches: Sequence[Batch], *, scale: float, reseed: Callable[[], object]) -> str:
         """Replay a training step, and return sentences about the first bad value. reseed: called before the step."""

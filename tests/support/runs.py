@@ -69,7 +69,8 @@ def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array],
     if problems := data_problems(config, manifest.table):
         raise ConfigError(problems)
     run.shards.symlink_to(shards, target_is_directory=True)
-    write_resolved(run)
+    if not config.quantize.aware:  # the model that is trained is made later
+        write_resolved(run)
     return run
 
 

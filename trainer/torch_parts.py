@@ -93,6 +93,7 @@ PARTS: Mapping[str, Sequence[str]] = {
         "torch._C",
         "torch._C._current_graph_task_id",
         "torch.autograd._get_sequence_nr",
+        "torch.autograd._profiler_enabled",
         "torch.cuda._pin_memory_utils.pin_memory",
         "torch.cuda._pin_memory_utils.unpin_memory",
         "torch.cuda.memory._dump_snapshot",

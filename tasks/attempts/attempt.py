@@ -82,8 +82,8 @@ class Attempt:
         error = None
         if result is None:
             with contextlib.suppress(OSError):  # of a full disk
-                record_hang(self.run, self.number, config, outcome, output)
-                record_first_ending(self.run, self.number, config, output, oom_kills=oom_kills)
+                if not record_hang(self.run, self.number, config, outcome, output):
+                    record_first_ending(self.run, self.number, config, output, oom_kills=oom_kills)
             error = self.run.first_error(self.number)
         evidence = Evidence(
             result=result,

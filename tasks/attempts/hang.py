@@ -13,8 +13,8 @@ from onward.trainer.run.outcomes.ending_kinds import TIMED_OUT, WATCHDOG
 from onward.trainer.run.records import RankError, read_record
 
 
-def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, output: str) -> None:
-    """Write stacks.txt and the error record of the likely cause, if the attempt was ended because it hung.
+def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, output: str) -> bool:
+    """Write stacks.txt and the error record of the likely cause, if the attempt was ended because it hung; say so.
 
     It hung if it was silent, or if ranks only report that others did not answer in time. A rank with an error of its
     own, or that a signal ended first, is the cause in any other case. output: the end of the log.
@@ -25,15 +25,15 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
     by_watchdog = [found[1] for text in dumps.values() if (found := WATCHDOG.search(text))]
     silent = outcome.reason in ("silent", "start_timeout")
     if outcome.reason == "stopped" or not (silent or waited_in_vain or by_watchdog or outcome.stopped_ranks):
-        return
+        return False
     if any(error is not None and not error.secondary for error in errors.values()):
-        return
+        return False
     first = launcher_of(config.launch).read_ending(output).first_rank
     if outcome.reason == "exited" and first is not None and first.signal:
         # NCCL's watchdog aborts its rank when a collective has timed out
         gave_up = first.rank in waited_in_vain or (first.signal == "SIGABRT" and TIMED_OUT.search(output))
         if not gave_up:
-            return  # the signal is the cause, also if another rank was stopped at that time
+            return False  # the signal is the cause, also if another rank was stopped at that time
     stacks = {rank: _stack(text, errors[rank]) for rank, text in dumps.items()}
     write_durably(run.stacks(attempt), _all_stacks(stacks, dumps, errors).encode())
     hang = explain_hang(stacks, stopped=outcome.stopped_ranks)
@@ -42,6 +42,7 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
     how_long = f" for {by_watchdog[0]}" if by_watchdog else ""
     cause = f"Hang: the job made no progress{how_long}: {hang.sentence}. The stacks of all ranks: {run.stacks(attempt)}"
     write_error(run, attempt, hang.rank, config, cause=cause, traceback=own.traceback if own else dumps[hang.rank])
+    return True
 
 
 def _stack(dump: str, error: RankError | None) -> RankStack:

@@ -29,6 +29,7 @@ from onward.infra.job.mpirun import Mpirun
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.events import Evaluated, EventWriter, Heartbeat, Started, last_beat
+from onward.trainer.parallel.observing.step_clock import StepClock
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import write_record
 from tests.flows.test_cli import make_run, onward
@@ -205,7 +206,9 @@ def test_ranks_get_two_of_their_own_steps_beside_the_configured_grace_to_save(tm
     )
     assert job.stop_limit_s() == 5.0
     heartbeat.start(rank=0, timeout_s=60.0)
+    clock = StepClock(began_at=time.monotonic(), compiled_s=lambda: 0.0)
     for step in (1, 2, 3):
+        heartbeat.longest_step_s = clock.begin_step()
         heartbeat.beat(step)
         time.sleep(0.3)
     heartbeat.stop()

@@ -1,8 +1,8 @@
 """Add the formulas of the losses to a graph: those of trainer/model/losses/loss_formulas.py, in their order, as nodes.
 
 Each function returns the names of two scalars, fp32: the sum over the targets that count, and the number of these, as
-data/targets.py counts them. The operators are those of opset 13 and of every later one; shapes are read when the graph
-runs, so that any of them may be dynamic.
+data/schema/target_counts.py counts them. The operators are those of opset 13 and of every later one; shapes are read
+when the graph runs, so that any of them may be dynamic.
 """
 
 from __future__ import annotations

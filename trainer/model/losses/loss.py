@@ -170,7 +170,7 @@ class Loss:
         return self._formula(inputs)
 
     def _check_axes(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> None:
-        """Raise ConfigError unless the outputs and the labels pair, axis by axis (data/label_axes.py)."""
+        """Raise ConfigError unless the outputs and the labels pair, axis by axis (data/schema/label_axes.py)."""
         shape = self._shape(outputs)
         if labels is not None and labels.is_floating_point() and self.config.rule.labels == "classes":
             self._check_soft_labels(shape, tuple(labels.shape))
@@ -204,7 +204,7 @@ class Loss:
         return labels.reshape(shape)
 
     def count(self, labels: Tensor | None, size: int) -> float | Tensor:
-        """Return the number of targets of a micro-batch of `size` samples, without a forward pass (data/targets.py)."""
+        """Return the number of targets of a micro-batch of `size` samples, without a forward pass."""
         return self._counter(labels, size)
 
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor], place: int = 0) -> None:

@@ -4,8 +4,8 @@
     loss.file = "my_loss.onnx"          inputs (output, labels) -> [B], a loss for each row, or their mean, a scalar
 
 The mean of a step divides by its rows, or by what `loss.count` returns, another function of the Python file
-(data/targets.py). A loss file must be a sum over rows (or their mean, times their number), so that it is the same over
-any number of replicas and micro-batches. `output` is fp32, `labels` of `loss.label_type`.
+(data/schema/target_counts.py). A loss file must be a sum over rows (or their mean, times their number), so that it is
+the same over any number of replicas and micro-batches. `output` is fp32, `labels` of `loss.label_type`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The formulas of the losses by name: each a sum over targets, whose number data/targets.py counts.
+"""The formulas of the losses by name: each a sum over targets, whose number data/schema/target_counts.py counts.
 
 Every formula is a function of `LossInputs`. Outputs are fp32. `tests/trainer/model/test_loss_formulas.py` compares
 values and gradients with torch's own functions, whose means are these sums divided by these counts. Losses by sample

@@ -1,6 +1,6 @@
 """Decide how a file that declares a fixed batch of B rows is trained, by running it.
 
-    any     its shapes are rewritten for every batch size (widening.py), and that computes what the file does
+    any     its shapes are rewritten for every batch size (batch_constants.py), and that computes what the file does
     own     B rows at a time; fewer rows are filled up to B, and the results of the others are dropped
     joint   B rows at a time, never filled up: the rows influence each other, as in a softmax over the batch
 

@@ -81,7 +81,7 @@ class Call:
         self.version = version
         self.tracer = tracer
         self.batch = tracer.batch
-        """The batch that the file declares as fixed, if it is treated as dynamic (widening.py)."""
+        """The batch that the file declares as fixed, if it is treated as dynamic (batch_constants.py)."""
         self.num_outputs = len(node.output)
         self.name = node.name or next(filter(None, node.output), "")
         self._node = node

@@ -3,7 +3,7 @@
     samples_per_s, tokens_per_s       samples of the updates; tokens without padding, where the data is text
     step_s, data_wait                 time of an update; share of it in which ranks waited for samples, their mean
     tflops                            model FLOPs of the updates / time / 1e12, of all ranks together (flops.py)
-    mfu                               tflops / peak of all ranks: model FLOPs utilisation (peak.py)
+    mfu                               tflops / peak of all ranks: model FLOPs utilisation (peak_flops.py)
     memory_bytes                      of the rank with most: peak of its process, or of what torch allocated on its GPU;
                                       looked at once a second
 

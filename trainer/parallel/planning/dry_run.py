@@ -75,7 +75,7 @@ def dry_run(
 
         # the modules of training run, with their weights replaced: a copy would have to copy the data too
         with replaced_weights(stage.chain, fake_weight), casts_kept(device):
-            # casts of weights are made once in a step and not in each micro-batch, so memory.py counts them
+            # casts of weights are made once in a step and not in each micro-batch, so stage_memory.py counts them
             with autocast():
                 for cast in make_casts(stage.chain):
                     counter.ignore(cast)
@@ -89,7 +89,7 @@ def dry_run(
                     results: list[Tensor] = [loss(outputs)]
                 else:
                     results = [output for output in outputs if output.requires_grad]
-                # what the next stage sends back is in a receive buffer, which memory.py counts
+                # what the next stage sends back is in a receive buffer, which stage_memory.py counts
                 gradients = [fake_like(result) for result in results]
                 if any(result.requires_grad for result in results):
                     torch.autograd.backward(results, gradients)

@@ -62,7 +62,7 @@ def compress_stages(stages: Sequence[Stage], stash: Stash) -> None:
 
 
 def compress(module: fx.GraphModule, stash: Stash) -> None:
-    """Replace operators by those of stash_functions.py, in place.
+    """Replace operators by those of compressed_functions.py, in place.
 
     Call before compiling, and after what looks for convolutions in the graph.
     """

@@ -53,7 +53,7 @@ PEER_LOST = re.compile(
 )
 """What torch says on a rank whose peer has ended or does not answer."""
 SILENT_HOSTS = re.compile("not answer:")
-"""What `silence` of infra/hosts.py says of hosts."""
+"""What `silence` of infra/job/hosts.py says of hosts."""
 SILENT_SERVER = re.compile(r"(MLflow|Prefect) .*cannot be reached", re.DOTALL)
 WATCHDOG = re.compile(r"^Timeout \((\d+:\d+:\d+(?:\.\d+)?)\)!", re.MULTILINE)
 """What faulthandler writes for a rank that has made no progress, and for how long."""

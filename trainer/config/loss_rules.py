@@ -50,7 +50,7 @@ class LossRule:
     applies: tuple[str, ...] = ()
     """Activations (onnx_graph/probabilities.py) whose results the loss would apply its own softmax or sigmoid to."""
     by_sample: bool = False
-    """Whether its mean is over the samples; else it is over the targets, as data/schema/target_counts.py counts them."""
+    """Whether its mean is over the samples; else it is over the targets (data/schema/target_counts.py)."""
     by_graph: bool = False
     """Whether the graph computes the loss itself, as the scalar output that is read."""
     compares_samples: bool = False

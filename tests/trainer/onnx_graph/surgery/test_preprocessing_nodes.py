@@ -22,7 +22,7 @@ from onward.trainer.onnx_graph.surgery.preprocessing_nodes import (
 from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph
 from tests.support.graphs import MODELS
 
-FOREIGN = Path(__file__).resolve().parents[2] / "support" / "foreign"
+FOREIGN = Path(__file__).resolve().parents[3] / "support" / "foreign"
 HEAD = '<ir_version: 10, opset_import: ["" : 20, "ai.onnx.ml" : 4]>\n'
 WEIGHTS = "<float[3, 2] table = {1, 2, 3, 4, 5, 6}, float[2, 2] w = {1, 2, 3, 4}>"
 EMBEDDING_IN_FRONT = (

@@ -19,7 +19,7 @@ from onward.trainer.onnx_import.roles.exporter_records import read_records
 from tests.support import zoo
 from tests.support.trained_models import model_with_weights
 
-FOREIGN = Path(__file__).resolve().parents[2] / "support" / "foreign"
+FOREIGN = Path(__file__).resolve().parents[3] / "support" / "foreign"
 DUPLICATES = 2
 """The embedding is the output layer's weight, and the output layer's bias has two names."""
 

@@ -13,7 +13,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.errors import DeviceAssertion, OnwardError, OutOfMemory, TrainingFailed
 from onward.trainer.run.outcomes.ending_kinds import ENDINGS, EndingKind, explain, kind_of_error, memory_advice
 
-HOW_TO = Path(__file__).resolve().parents[3] / "docs" / "how-to"
+HOW_TO = Path(__file__).resolve().parents[4] / "docs" / "how-to"
 
 
 def listed(page: str, heading: str) -> list[str]:

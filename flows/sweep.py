@@ -12,16 +12,22 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
-from prefect import State, flow, runtime
+from prefect import State, flow, runtime, tags
+from prefect.client.orchestration import get_client
+from prefect.flow_engine import run_flow
 from prefect.settings import get_current_settings
+from prefect.states import Pending
 
+from onward.flows.run_state.flow_log import flow_log
 from onward.flows.run_state.runs import sign
 from onward.flows.running.flow_guard import Ending, raise_stop
+from onward.flows.running.local_run import CREATOR, mark_orphaned_runs_crashed
 from onward.flows.sweeps import report
 from onward.flows.sweeps.trials import begin, result_of, train
 from onward.flows.train_onnx import end_mlflow_run_as
+from onward.infra.job.process_identity import this_process
 from onward.infra.mlflow.tracking import Tracker
 from onward.infra.servers.service_state import try_lock
 from onward.trainer.errors import ConfigError, TrainingFailed
@@ -122,3 +128,28 @@ def identify(folder: SweepDir, plan: Sweep) -> RunIdentity:
     identity = identity.model_copy(update={"mlflow_run_id": mlflow_run_id, "mlflow_url": url})
     write_record(folder.identity, identity)
     return identity
+
+
+def run_sweep(folder: SweepDir) -> None:
+    """Run the flow of a sweep in this process. Call from the main thread, which receives the signals.
+
+    Raises Stopped when the sweep or one of its trials was cancelled, else the error that made it fail.
+    """
+    mark_orphaned_runs_crashed()
+    name = read_record(folder.sweep, Sweep).name
+    parameters = {"sweep": folder.root.name, "name": name}
+    with tags("sweep"), flow_log(RunDir(folder.root)):
+        with get_client(sync_client=True) as client:
+            flow_run = client.create_flow_run(
+                sweep_onnx,
+                name=name,
+                parameters=parameters,
+                tags=["sweep"],
+                context={CREATOR: this_process()},
+                state=Pending(),
+            )
+        final_state = run_flow(sweep_onnx, flow_run=flow_run, parameters=parameters, return_type="state")
+    state = cast("State[object]", final_state)
+    if state.is_cancelled():
+        raise_stop(RunDir(folder.root), state.message or "")
+    state.result(_sync=True)  # type: ignore[call-overload]

@@ -224,7 +224,7 @@ def make_plan(folder: RunDir) -> int:
     with quick_imports():
         from onward.trainer.model.choose_fixed_batch import choose_fixed_batch
         from onward.trainer.model.first_output_units import with_first_units
-        from onward.trainer.model.teacher_model import open_with_teacher
+        from onward.trainer.model.trainable import open_with_teacher
         from onward.trainer.parallel.planning.planner import plan
         from onward.trainer.rehearsal.needs import least_needs
         from onward.trainer.run.outcomes.refusals import exit_with_refusal

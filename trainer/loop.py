@@ -31,8 +31,8 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.events import Ended, EventWriter, Heartbeat, Started
 from onward.trainer.model.compile import compiled_s, why_compiled
 from onward.trainer.model.summaries import summarise
-from onward.trainer.model.teacher_labels import with_soft_labels
-from onward.trainer.model.teacher_model import open_with_teacher
+from onward.trainer.model.teacher.teacher_labels import with_soft_labels
+from onward.trainer.model.trainable import open_with_teacher
 from onward.trainer.optim.optimizers import clip_factor, set_learning_rate
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.parallel.nonfinite.replay import BadValues
@@ -101,7 +101,8 @@ def train(
     profiler = StepProfiler(config, run, model, pipeline, mpi, attempt=attempt, num_steps=num_steps, beat=beat)
     bad_values = BadValues(config, signature, model, pipeline, rows, batches, mpi, beat)
     bad_values.remember_weights(state.step)
-    evaluate = Evaluation(held_out, config, signature, trained, pipeline, bad_values, events, heartbeat, mpi)
+    explain = bad_values.explain_evaluation
+    evaluate = Evaluation(held_out, config, signature, trained, pipeline, explain, events, heartbeat, mpi)
     peak = peak_of_ranks(config, mpi)
     events.emit(
         Started(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from onward.flows.configuration import AnyPath, prefect_at_home
 
 if TYPE_CHECKING:
     from onward.trainer.checkpoint.bundle import Bundle
+    from onward.trainer.run.directory import RunDir
     from onward.trainer.run.records import ExportedModel
 
 
@@ -34,7 +36,6 @@ def export(
     """
     require_flow("onward.export")
     with prefect_at_home():
-        from onward.flows.run_state.runs import opened
         from onward.tasks.export import export_file
     from onward.trainer.config.sections.results import ExportConfig
 
@@ -57,3 +58,20 @@ def bundle(source: AnyPath, file: AnyPath, /) -> Bundle:
 
     run, checkpoint = find_checkpoint(os.fspath(source))
     return write_bundle(run, verify(checkpoint), Path(file).absolute())
+
+
+@contextlib.contextmanager
+def opened(text: str, *, run_code: bool = False) -> Iterator[tuple[RunDir, Path]]:
+    """Yield the run and the checkpoint that `text` names: a file is a bundle, which is opened in a temporary directory.
+
+    run_code: whether the bundle may have Python code. Raises as `find_checkpoint` and `bundle.unpack`.
+    """
+    from onward.flows.run_state.runs import find_checkpoint
+    from onward.infra.job.temporary_folders import owned_folder
+    from onward.trainer.checkpoint.bundle import unpack
+
+    if not Path(text).is_file():
+        yield find_checkpoint(text)
+        return
+    with owned_folder("onward-bundle-") as folder:
+        yield unpack(Path(text), folder.resolve(), run_code=run_code)

@@ -15,7 +15,6 @@ from typing import IO, Any, Generic, TypeVar
 
 from onward.flows.run_state.run_index import listed_runs
 from onward.infra.job.process_identity import this_process
-from onward.infra.job.temporary_folders import owned_folder
 from onward.infra.mlflow.mlflow_store import TrackingError
 from onward.infra.mlflow.tracking import Status, Tracker
 from onward.infra.servers.service_state import try_lock
@@ -296,21 +295,6 @@ def checkpoint_at(text: str) -> tuple[RunDir | None, Path] | None:
         return None
     run = RunDir(path.parents[1]) if path.parent.name == "checkpoints" else None
     return (run if run and run.config.exists() else None), path
-
-
-@contextlib.contextmanager
-def opened(text: str, *, run_code: bool = False) -> Iterator[tuple[RunDir, Path]]:
-    """Yield the run and the checkpoint that `text` names: a file is a bundle, which is opened in a temporary directory.
-
-    run_code: whether the bundle may have Python code. Raises as `find_checkpoint` and `bundle.unpack`.
-    """
-    if not Path(text).is_file():
-        yield find_checkpoint(text)
-        return
-    from onward.trainer.checkpoint.bundle import unpack
-
-    with owned_folder("onward-bundle-") as folder:
-        yield unpack(Path(text), folder.resolve(), run_code=run_code)
 
 
 def find_checkpoint(text: str) -> tuple[RunDir, Path]:

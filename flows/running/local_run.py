@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from onward.flows.run_state.flow_log import flow_log
 from onward.flows.run_state.runs import end_mlflow_run, how_to_continue, is_running, run_directory_of
 from onward.infra.job.process_identity import is_gone, this_process
 from onward.infra.mlflow.tracking import Status
@@ -28,7 +27,7 @@ from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.names import name_of
 from onward.trainer.run.outcomes.run_ending import ending_of
-from onward.trainer.run.recorded.sweep_records import Sweep, SweepDir, membership
+from onward.trainer.run.recorded.sweep_records import SweepDir, membership
 from onward.trainer.run.records import ExportedModel, read_record
 from onward.trainer.run.timing.phases import enter_phase
 
@@ -274,36 +273,3 @@ def run_to_end(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> Exp
             raise
         raise own from error
     return result
-
-
-def run_sweep(folder: SweepDir) -> None:
-    """Run the flow of a sweep in this process. Call from the main thread, which receives the signals.
-
-    Raises Stopped when the sweep or one of its trials was cancelled, else the error that made it fail.
-    """
-    import prefect
-    from prefect.client.orchestration import get_client
-    from prefect.flow_engine import run_flow
-    from prefect.states import Pending
-
-    from onward.flows.running.flow_guard import raise_stop
-    from onward.flows.sweep import sweep_onnx
-
-    mark_orphaned_runs_crashed()
-    name = read_record(folder.sweep, Sweep).name
-    parameters = {"sweep": folder.root.name, "name": name}
-    with prefect.tags("sweep"), flow_log(RunDir(folder.root)):
-        with get_client(sync_client=True) as client:
-            flow_run = client.create_flow_run(
-                sweep_onnx,
-                name=name,
-                parameters=parameters,
-                tags=["sweep"],
-                context={CREATOR: this_process()},
-                state=Pending(),
-            )
-        final_state = run_flow(sweep_onnx, flow_run=flow_run, parameters=parameters, return_type="state")
-    state = cast("State[object]", final_state)
-    if state.is_cancelled():
-        raise_stop(RunDir(folder.root), state.message or "")
-    state.result(_sync=True)  # type: ignore[call-overload]

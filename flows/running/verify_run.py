@@ -22,7 +22,8 @@ def verify(source: AnyPath = "last") -> CheckedRun | CheckedCheckpoint:
     `source`: a checkpoint directory, a bundle, or a run as `status` takes it. What is wrong is in `problems`.
     Raises ConfigError when there is no such run, CheckpointError when it has no checkpoint.
     """
-    from onward.flows.run_state.runs import checkpoint_at, find_run, opened
+    from onward.flows.run_state.exports import opened
+    from onward.flows.run_state.runs import checkpoint_at, find_run
     from onward.trainer.checkpoint.verification import check_checkpoint, check_run
 
     if Path(source).is_file():

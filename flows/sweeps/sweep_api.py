@@ -86,13 +86,15 @@ def sweeps() -> list[SweepOutcome]:
 
 
 def _run_sweep(sweep_id: str) -> SweepOutcome:
-    from onward.flows.running.local_run import prefect_server, run_sweep
+    from onward.flows.running.local_run import prefect_server
     from onward.flows.sweeps.outcome import outcome_of
     from onward.trainer.run.recorded.sweep_records import SweepDir
 
     folder = SweepDir.of(sweep_id)
     with exit_on_sigterm(), prefect_server():
         print(f"onward: sweep {folder.root}", file=sys.stderr)
+        from onward.flows.sweep import run_sweep  # imports Prefect, which reads the environment of the server
+
         try:
             run_sweep(folder)
         except BaseException:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from tests.support.runs import Array
 from tests.trainer.model.test_loss_formulas import CASES as FORMULAS
 from tests.trainer.model.test_loss_formulas import dice_by_hand

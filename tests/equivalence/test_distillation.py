@@ -15,7 +15,7 @@ from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.formats.digits import digits_block
 from onward.trainer.export.exported_model import Checkpoint, export
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.run.directory import RunDir
 from tests.equivalence.layouts import ALONE, MODELS, TOLERANCE, Case, differences, exported, tensors, trained
 from tests.support import graphs

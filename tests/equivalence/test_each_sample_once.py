@@ -17,7 +17,7 @@ from onward.trainer.data.batches.batches import Batch, Batches, evaluation_batch
 from onward.trainer.data.input_columns import columns_to_read
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import Shards, open_shards
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from tests.support import graphs
 from tests.support.runs import final_tensors, make_run, train_run, train_until
 from tests.support.shards import make_shards

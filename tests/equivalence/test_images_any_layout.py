@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.parallel.tensor.vocabulary import find_vocabulary_sharding
 from onward.trainer.run.directory import RunDir, read_config

@@ -17,7 +17,7 @@ from onward.trainer.config.loading import load_config
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.run.directory import RunDir, example_in, read_config
 from onward.trainer.run.records import ExportedModel
 from tests.support import runs

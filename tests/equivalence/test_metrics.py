@@ -19,7 +19,7 @@ from onward.trainer.checkpoint.verification import verify
 from onward.trainer.config.metric_names import METRICS as KNOWN
 from onward.trainer.distributed.weights import weights_in
 from onward.trainer.export import exported_model as export
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.run.directory import RunDir, read_config
 from tests.equivalence.layouts import Case, trained
 from tests.support.ranks import run_ranks

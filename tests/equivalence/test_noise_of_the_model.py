@@ -12,7 +12,7 @@ import pytest
 
 from onward.tasks.export import export_file
 from onward.trainer.diagnostics.diff import compare
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support import runs
 

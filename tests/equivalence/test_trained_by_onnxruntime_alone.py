@@ -20,7 +20,7 @@ from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.export.training.files import TrainingArtifacts, write_artifacts
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.run.directory import read_config
 from tests.support.graphs import tiny_conv_net_with_batch_norm, tiny_transformer

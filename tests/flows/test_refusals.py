@@ -15,7 +15,7 @@ import onnx
 import pytest
 import torch
 
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.run.outcomes.ending_kinds import EXIT_STATUSES
 from tests.support.graphs import tiny_conv_net
 

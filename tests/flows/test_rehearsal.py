@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from tests.support.workshop import CONFIG, Workshop
 
 pytestmark = [pytest.mark.usefixtures("only_servers"), pytest.mark.mpi, pytest.mark.timeout(900)]

@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

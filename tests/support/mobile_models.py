@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from tests.support.graphs import tiny_bert
 
 Array = np.ndarray[Any, np.dtype[Any]]

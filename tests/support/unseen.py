@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from onnx import TensorProto
 from PIL import Image
 
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_graph.examples.small_models import build_unet
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from tests.support import graphs
 from tests.support.images import encoded, write_classes
 from tests.support.runs import tiny_images

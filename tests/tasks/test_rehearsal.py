@@ -24,7 +24,7 @@ from onward.trainer.config.run_config import SECTIONS, RunConfig
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError, DataError, OnwardError, RuntimeUnavailable
 from onward.trainer.model.compile import why_compiled
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.rehearsal.checks import _time
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.run.directory import RunDir, onward_home, read_config

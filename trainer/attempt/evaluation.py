@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from onward.trainer.attempt.restore import Trained
 from onward.trainer.config.run_config import RunConfig
@@ -15,13 +15,13 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.events import ConfusionMatrix, Evaluated, EventWriter, Heartbeat, NonFiniteLoss
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.metrics.measures import Counts
-from onward.trainer.parallel.nonfinite.replay import BadValues
 from onward.trainer.parallel.pipeline.engine import Pipeline
 
 
 class Evaluation:
     """Evaluates on all rows of `held_out`, of which this rank's replica reads its share.
 
+    explain: repeats the first evaluation whose loss is not finite, and returns why it is not; collective.
     Collective: every rank of the world, each time it is called.
     """
 
@@ -32,7 +32,7 @@ class Evaluation:
         signature: Signature,
         trained: Trained,
         pipeline: Pipeline,
-        bad_values: BadValues,
+        explain: Callable[[Iterable[Batch], EvaluationMetrics, Shards], str],
         events: EventWriter,
         heartbeat: Heartbeat,
         mpi: MPIContext,
@@ -43,7 +43,8 @@ class Evaluation:
         self._losses = trained.model.losses
         self._averages = trained.averages
         self._pipeline = pipeline
-        self._bad_values = bad_values
+        self._explain = explain
+        self._is_explained = False
         self._events = events
         self._heartbeat = heartbeat
         self._device = mpi.device
@@ -58,8 +59,9 @@ class Evaluation:
             totals = self._new_totals()
             with self._heartbeat.compiling():
                 values = self._pipeline.evaluate(self._batches(), totals, self._heartbeat.beat)
-            if not math.isfinite(values.get("loss", 0.0)) and not self._bad_values.explained_evaluation:
-                why = self._bad_values.explain_evaluation(self._batches(), self._new_totals(), self._held_out)
+            if not math.isfinite(values.get("loss", 0.0)) and not self._is_explained:
+                self._is_explained = True
+                why = self._explain(self._batches(), self._new_totals(), self._held_out)
                 text = f"the evaluation loss is {values['loss']:g}. {why}"
                 self._events.emit(NonFiniteLoss(step=step, text=text))
             metrics |= {f"{prefix}/{name}": value for prefix in prefixes for name, value in values.items()}

@@ -4,7 +4,7 @@
     soft losses     RunConfig.soft_losses     read outputs of the model, and outputs of the teacher
 
 With `model.loss = "teacher"` there are no hard losses. The soft losses read outputs that the training graph has and the
-file does not (model/teacher_model.py): they are named after the place of the loss in `soft_losses`.
+file does not (model/teacher/teacher_model.py): they are named after the place of the loss in `soft_losses`.
 """
 
 from __future__ import annotations

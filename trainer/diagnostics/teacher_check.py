@@ -108,7 +108,7 @@ def _input_problems(teacher: TeacherConfig, signature: Signature, theirs: Signat
 
 def _shape_problems(soft: SoftLoss, own: tuple[str, Dims | None], theirs: tuple[str, Dims | None]) -> Iterator[str]:
     (name, ours), (other, shape) = own, theirs
-    if soft.matched or ours is None or shape is None:  # matched ones may be projected (model/teacher_model.py)
+    if soft.matched or ours is None or shape is None:  # matched ones may be projected (model/teacher/teacher_model.py)
         return
     squeezed = [[dim for dim in dims[1:] if dim != 1] for dims in (ours, shape)]
     if not same_lengths(*squeezed):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -32,6 +32,7 @@ from onward.trainer.distributed.weights import check_fit
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.adapters import Adapter, add_adapters, merge_adapters
 from onward.trainer.model.choose_fixed_batch import use_of_part
+from onward.trainer.model.teacher.teacher_model import with_teacher
 from onward.trainer.onnx_graph.surgery import surgery
 from onward.trainer.onnx_graph.surgery.output_units import add_output_units
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
@@ -63,6 +64,19 @@ class TrainableModel:
     graph_without_adapters: fx.Graph
     dropout: tuple[str, ...]
     """The nodes after which `graph.dropout` was added."""
+
+
+def open_with_teacher(config: RunConfig, *, cached: bool = False, by_parts: bool = False) -> TrainableModel:
+    """Return what `open_trainable` does, with the teacher in the module if there is one; the same bits on every rank.
+
+    With a teacher the result is for training only: it cannot be written back. cached, by_parts: as in `with_teacher`.
+    Not collective. Raises the errors of `open_trainable` and `with_teacher`.
+    """
+    students = tuple(each.student for each in config.soft_losses if each.student)
+    trainable = open_trainable(config, also=students, by_parts=by_parts)
+    if not config.teacher.path:
+        return trainable
+    return replace(trainable, module=with_teacher(trainable.module, config, cached=cached, by_parts=by_parts))
 
 
 def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: bool = False) -> TrainableModel:

@@ -15,7 +15,7 @@ from onward.trainer.onnx_import.roles.roles import Role
 from onward.trainer.onnx_import.roles.ties import Copies
 
 TEACHER_MODULE = "teacher_beside"
-"""The submodule of a training graph that holds what a teacher stores (model/teacher_model.py)."""
+"""The submodule of a training graph that holds what a teacher stores (model/teacher/teacher_model.py)."""
 
 
 class ImportedGraph(fx.GraphModule):

@@ -28,7 +28,7 @@ from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.vocabulary_loss import ClassShard
-from onward.trainer.model.teacher_precision import compute_teacher_apart
+from onward.trainer.model.teacher.teacher_precision import compute_teacher_apart
 from onward.trainer.model.weight_casts import insert_casts
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.lowering.runtime_node import RuntimeNode

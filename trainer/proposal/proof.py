@@ -35,8 +35,7 @@ from onward.trainer.model.first_output_units import choose_output_units
 from onward.trainer.model.layer_scales import layer_scales
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.precision import autocast
-from onward.trainer.model.teacher_model import open_with_teacher
-from onward.trainer.model.trainable import TrainableModel, open_trainable
+from onward.trainer.model.trainable import TrainableModel, open_trainable, open_with_teacher
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
 from onward.trainer.optim.schedules import learning_rate

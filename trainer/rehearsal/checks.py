@@ -33,7 +33,7 @@ from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
-from onward.trainer.model.teacher_precision import compute_teacher_apart
+from onward.trainer.model.teacher.teacher_precision import compute_teacher_apart
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
 from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph

@@ -30,8 +30,7 @@ from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import Refused, UnsupportedModel
 from onward.trainer.model.choose_fixed_batch import choose_fixed_batch
 from onward.trainer.model.first_output_units import choose_output_units, with_first_units
-from onward.trainer.model.teacher_model import open_with_teacher
-from onward.trainer.model.trainable import open_trainable
+from onward.trainer.model.trainable import open_trainable, open_with_teacher
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.planning.plan_record import may_train_unplanned, needs_plan, with_plan
 from onward.trainer.quantities import gib

@@ -27,7 +27,7 @@ def try_import(folder: RunDir) -> None:
 
 
 def _unknown_cuts(config: RunConfig) -> Iterator[str]:
-    from onward.trainer.model.teacher_model import open_with_teacher
+    from onward.trainer.model.trainable import open_with_teacher
     from onward.trainer.parallel.pipeline.cut_points import names_that_cuts_may_use
 
     try:

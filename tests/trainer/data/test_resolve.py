@@ -24,7 +24,7 @@ from onward.trainer.errors import RecordError
 from onward.trainer.events import Heartbeat
 from onward.trainer.export.variants import quantize_aware
 from onward.trainer.model import first_output_units as output_units
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.proposal import proof
 from onward.trainer.rehearsal import checks
 from onward.trainer.run.adjustments import Adjustments

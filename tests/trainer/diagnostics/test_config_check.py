@@ -16,7 +16,7 @@ from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
 from onward.trainer.diagnostics.config_check import check_files_and_data, export_conflicts
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from tests.support import graphs
 
 

@@ -30,8 +30,8 @@ from onward.trainer.export.measuring.differences import relative_difference
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_graph.files.index import all_names
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_graph.surgery.strip_training import strip_training
 from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph
 from onward.trainer.onnx_import.driver import load_model, to_module

@@ -23,7 +23,7 @@ from onward.trainer.data.schema.signature import model_digest, read_training_sig
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.preprocessing.preprocessing_file import write_preprocessing
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.run.directory import RunDir
 from tests.support import graphs
 from tests.support.exported_runs import exported_model, exported_run, serve, two_tables

@@ -13,7 +13,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.layer_scales import layer_scales, number_layers
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.optim.optimizers import build_optimizer

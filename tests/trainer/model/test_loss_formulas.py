@@ -19,7 +19,7 @@ from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.schema.target_counts import label_range
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses.loss import Loss
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 
 random = torch.Generator().manual_seed(0)

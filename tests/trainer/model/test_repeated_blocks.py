@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from onward.trainer.model.repeated_blocks import Block, outline_repeated_blocks
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from tests.support import graphs

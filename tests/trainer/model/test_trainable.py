@@ -15,9 +15,9 @@ from onward.tasks.export import export_file
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.model.trainable import merged_module, open_trainable
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_graph.examples.reference_models import build_squeezenet
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights

@@ -14,8 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.errors import CheckpointError, ConfigError, UnsupportedModel
 from onward.trainer.model.trainable import load_weights
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_graph.examples.reference_models import build_gpt2, build_squeezenet
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.train_selection import describe_weights, select_trained

@@ -15,7 +15,7 @@ from onward.trainer.config.loading import load_config
 from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.proposal.initialise import Proposed
 
 Shape = tuple[int | str, ...]

@@ -16,7 +16,7 @@ import onward
 from onward.trainer.config.loading import load_config
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.proposal.initialise import Proposed
 
 KINDS = ["red", "blue", "green", "large", "old"]

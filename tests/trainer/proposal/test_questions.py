@@ -18,7 +18,7 @@ from PIL import Image
 import onward
 from onward.trainer.config.loading import load_config
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.proposal.initialise import Proposed
 from tests.support import graphs
 from tests.support.images import encoded, picture

@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 import onward
 from onward.trainer.config.loading import load_config
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.proposal.initialise import Proposed
 from tests.support.foreign_files import FOLDER
 

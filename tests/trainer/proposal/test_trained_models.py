@@ -10,9 +10,9 @@ import pytest
 
 import onward
 from onward.trainer.config.loading import load_config
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_graph.examples.reference_models import build_gpt2, build_squeezenet
 from onward.trainer.onnx_graph.examples.small_models import build_bert, build_resnet18
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.proposal.training_proposal import family_of, trained_before
 from tests.trainer.rehearsal.trials.test_preprocessing_trials import COLOURS, IMAGENET, colour_model, pictures
 

@@ -4,8 +4,8 @@
     RUN_DIR/teacher/train-00000-0.npy     the first 1,024 rows of the training split, for soft loss 0
     RUN_DIR/teacher/evaluation-00000-0.npy
 
-model/teacher_labels.py computes them. Rows have the numbers that they have in the split, whatever the order of the
-epochs.
+model/teacher/teacher_labels.py computes them. Rows have the numbers that they have in the split, whatever the order of
+the epochs.
 """
 
 from __future__ import annotations

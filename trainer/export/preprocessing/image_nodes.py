@@ -24,7 +24,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.data.schema.columns import Array
-from onward.trainer.onnx_graph.examples.builder import GraphExtender
+from onward.trainer.onnx_graph.node_builder import GraphExtender
 from onward.trainer.run.recorded.preprocessing_record import ImageInput
 
 LEAST_OPSET = 11

@@ -35,9 +35,9 @@ from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.preprocessing import image_nodes
 from onward.trainer.export.preprocessing.image_nodes import fitted_pixels
 from onward.trainer.export.preprocessing.preprocessing_file import describe
-from onward.trainer.onnx_graph.examples.builder import GraphExtender
 from onward.trainer.onnx_graph.files.index import length_of
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.node_builder import GraphExtender
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.recorded.preprocessing_record import ImageInput, Preprocessing, TableColumn, TableInput
 from onward.trainer.run.records import ExportedModel, read_record

@@ -25,12 +25,12 @@ from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.export.training.loss_nodes import FORMULAS, LossInputs, class_axis
 from onward.trainer.model.losses.losses_in_units import LEAST, label_axis
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
-from onward.trainer.onnx_graph.examples.builder import GraphExtender
 from onward.trainer.onnx_graph.files import loss_files
 from onward.trainer.onnx_graph.files.index import length_of, nodes_of
 from onward.trainer.onnx_graph.files.loss_files import LEAST_OPSET, opset_of, too_old, unknown_shape
 from onward.trainer.onnx_graph.files.ml_types import DOMAIN
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
+from onward.trainer.onnx_graph.node_builder import GraphExtender
 from onward.trainer.onnx_graph.surgery.strip_training import strip_training
 
 Dim = TypeVar("Dim")

@@ -15,8 +15,8 @@ import numpy as np
 from onnx import TensorProto, numpy_helper
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.onnx_graph.examples.builder import GraphExtender
 from onward.trainer.onnx_graph.files.loss_files import read_loss_file
+from onward.trainer.onnx_graph.node_builder import GraphExtender
 
 
 @dataclass(frozen=True)

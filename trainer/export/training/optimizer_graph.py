@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from onward.trainer.config.sections.training import OptimizerConfig
-from onward.trainer.onnx_graph.examples.builder import GraphExtender
+from onward.trainer.onnx_graph.node_builder import GraphExtender
 from onward.trainer.optim.optimizers import NO_SCALES, build_optimizer
 from onward.trainer.optim.state import optimizer_tensors
 from onward.trainer.optim.weight_settings import WeightSettings

@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto
 
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.examples.builder import Array, GraphWriter
+from onward.trainer.onnx_graph.node_builder import Array, GraphWriter
 
 # -- SqueezeNet v1.1 (Iandola et al. 2016, the version with 2.4x less computation)
 

@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from onward.trainer.onnx_graph.examples.builder import Array, GraphWriter
 from onward.trainer.onnx_graph.examples.reference_models import layer_norm, linear
+from onward.trainer.onnx_graph.node_builder import Array, GraphWriter
 
 
 def build_resnet18(*, num_classes: int, image_size: int, width: int = 64, seed: int = 0) -> onnx.ModelProto:

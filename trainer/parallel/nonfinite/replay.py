@@ -69,7 +69,6 @@ class BadValues:
     batches: Batches
     mpi: MPIContext
     beat: Callable[[], None]
-    explained_evaluation: bool = False
     _worst: tuple[float, int, int, int] = (0.0, 0, 0, 0)
     """Of the steps since: the greatest gradient norm, its step, and the position and number of its samples."""
     _since: int = 0
@@ -135,7 +134,6 @@ class BadValues:
 
     def explain_evaluation(self, batches: Iterable[Batch], totals: EvaluationMetrics, rows: Shards) -> str:
         """Repeat an evaluation, and return sentences about the first bad value."""
-        self.explained_evaluation = True
         probes = Probes(self.beat)
         with probes.installed(self.model.stages), self._probed_losses(probes, evaluating=True):
             self.pipeline.evaluate(probes.take(batches), totals, self.beat)

@@ -28,7 +28,7 @@ from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.model.choose_fixed_batch import choose_fixed_batch
 from onward.trainer.model.first_output_units import with_first_units
 from onward.trainer.model.layer_scales import layer_scales, number_layers
-from onward.trainer.model.teacher_model import open_with_teacher
+from onward.trainer.model.trainable import open_with_teacher
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.optim.weight_settings import settings_of
 from onward.trainer.parallel.layout import drop_data

@@ -23,7 +23,7 @@ from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from tests.support.images import encoded, picture
 

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto
 
 from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 
 
 def decoder(added: int, *, positions: int = 64, order: str = "left") -> onnx.ModelProto:

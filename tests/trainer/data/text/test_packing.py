@@ -18,7 +18,7 @@ from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.data.storage.shards import Split, open_shards
 from onward.trainer.errors import DataError
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from tests.support.graphs import tiny_transformer
 from tests.support.texts import END, bert_tokenizer, gpt2_tokenizer, sentences
 from tests.trainer.data.text.test_tokenized_rows import configured, problems, sharded

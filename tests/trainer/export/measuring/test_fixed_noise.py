@@ -15,7 +15,7 @@ from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.fixed_noise import NoiseSessions, noise_inside_bodies, recorded_noise
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 
 

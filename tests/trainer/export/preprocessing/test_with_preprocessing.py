@@ -24,7 +24,7 @@ from onward.trainer.data.images.image_decoding import decode_image
 from onward.trainer.errors import DataError, ExportRefused
 from onward.trainer.export.preprocessing.image_nodes import fitted_pixels
 from onward.trainer.export.preprocessing.with_preprocessing import write_with_preprocessing
-from onward.trainer.onnx_graph.examples.builder import GraphExtender, GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphExtender, GraphWriter
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.recorded.preprocessing_record import ImageInput
 from tests.support import graphs

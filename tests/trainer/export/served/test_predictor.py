@@ -25,7 +25,7 @@ from onward.trainer.export.served import raw_inputs
 from onward.trainer.export.served.predictor import BadRows, Predictor, UnusableModel
 from onward.trainer.export.served.result_columns import softmax
 from onward.trainer.onnx_graph import outputs
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.run.directory import RunDir
 from tests.equivalence.test_strings_in_front import CASES, FOREIGN
 from tests.support import graphs

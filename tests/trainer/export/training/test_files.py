@@ -28,8 +28,8 @@ from onward.trainer.export.training.loss_graph import evaluation_model, loss_nam
 from onward.trainer.export.training.optimizer_graph import UPDATES, optimizer_model
 from onward.trainer.model.losses.loss import Loss
 from onward.trainer.model.trainable import load_weights
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_graph.examples.reference_models import build_squeezenet
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.train_selection import select_trained

@@ -26,8 +26,8 @@ from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.losses.loss_file import load_loss
 from onward.trainer.model.losses.loss_formulas import FORMULAS as TORCH_FORMULAS
 from onward.trainer.model.losses.loss_formulas import LossInputs
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_graph.files.loss_files import label_dims, read_loss_file
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from tests.trainer.model.test_loss_formulas import CASES, IMAGE, MASK, SCORES, YES

@@ -22,9 +22,9 @@ from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.variants import variants
 from onward.trainer.export.variants.half_precision import in_half_precision
 from onward.trainer.export.variants.variants import make_variant
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_graph.files import onnxruntime_session
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from tests.support import graphs
 from tests.trainer.export.variants.test_variants import Rows, new_metrics
 

@@ -21,7 +21,7 @@ from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.variants import variants
 from onward.trainer.export.variants.variants import make_variant, too_much
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.run.records import Variant
 from tests.support import graphs

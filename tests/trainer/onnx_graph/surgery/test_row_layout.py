@@ -13,7 +13,7 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_graph.surgery.row_layout import layout_problems, read_layout, rows_first
 from onward.trainer.onnx_import.driver import to_module
 

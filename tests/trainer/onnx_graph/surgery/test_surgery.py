@@ -13,9 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_graph.examples.reference_models import build_squeezenet
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_graph.surgery.surgery import apply_surgery, extract_subgraph
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import named_weights

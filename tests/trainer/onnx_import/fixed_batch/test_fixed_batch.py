@@ -10,7 +10,7 @@ import torch
 from onnx import TensorProto, helper, parser
 
 from onward.trainer.diagnostics.doctor import diagnose
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.fixed_batch.fixed_batch import batch_use
 from tests.support.fixed_batches import EXPORTERS, FILES, built, exported, rows

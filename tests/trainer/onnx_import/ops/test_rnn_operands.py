@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from onward.trainer.diagnostics.doctor import diagnose
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.train_selection import select_trained

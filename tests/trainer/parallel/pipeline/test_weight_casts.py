@@ -27,7 +27,7 @@ from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.model.weight_casts import PRODUCTS, half
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.parallel import layout
 from onward.trainer.parallel.layout import build_layout, recompute_units
 from onward.trainer.parallel.pipeline import engine

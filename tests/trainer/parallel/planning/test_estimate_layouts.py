@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.model.teacher_model import open_with_teacher
+from onward.trainer.model.trainable import open_with_teacher
 from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 from onward.trainer.parallel.planning import estimate_layouts as estimator
 from onward.trainer.parallel.planning import planner

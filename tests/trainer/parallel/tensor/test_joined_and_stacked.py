@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.parallel.matrices import find_matrices
 from onward.trainer.parallel.planning.flops import count_flops

@@ -14,8 +14,8 @@ from onward.tasks.export import export_file
 from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
 from onward.trainer.onnx_graph.initializers import stored_tensors
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.ops.contributed.nchwc import unblocked

@@ -9,7 +9,7 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.examples.builder import GraphWriter
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

@@ -30,7 +30,6 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.distributed.weights import PROJECTION, TEACHER
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.trainable import TrainableModel, open_trainable
 from onward.trainer.onnx_graph.files.index import dims_of
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
 from onward.trainer.onnx_graph.surgery.row_layout import rows_first
@@ -50,29 +49,26 @@ from onward.trainer.onnx_import.tracing.trial_sizes import declared_batch
 from onward.trainer.quantities import shown_shape
 
 
-def open_with_teacher(config: RunConfig, *, cached: bool = False, by_parts: bool = False) -> TrainableModel:
-    """Return what `open_trainable` does, with the teacher in the module if there is one; the same bits on every rank.
+def with_teacher(
+    module: ImportedGraph, config: RunConfig, *, cached: bool = False, by_parts: bool = False
+) -> ImportedGraph:
+    """Return a module of the model and its teacher, for training only; the same bits on every rank.
 
-    With a teacher the result is for training only: it cannot be written back. cached: what the teacher computes becomes
-    further inputs of the module, in the order of the soft losses. by_parts: as in `open_trainable`. Raises the errors
-    of `open_trainable`, and ConfigError when the two files do not fit together.
+    module: of the model, which also returns the tensors that the soft losses read. cached: what the teacher computes
+    becomes further inputs of the module, in the order of the soft losses. by_parts: as in `open_trainable`. Raises
+    ConfigError when the two files do not fit together, UnsupportedModel when the teacher cannot be imported.
     """
-    if not config.teacher.path:
-        return open_trainable(config, by_parts=by_parts)
     soft = config.soft_losses
-    trainable = open_trainable(config, also=tuple(each.student for each in soft if each.student), by_parts=by_parts)
-    part, outputs = _teacher_part(
-        config.teacher, config.soft_losses, trainable.module.output_names[0], by_parts=by_parts
-    )
+    part, outputs = _teacher_part(config.teacher, soft, module.output_names[0], by_parts=by_parts)
     shapes = {value.name: dims_of(value) for value in part.graph.output}
     if cached:
-        merged = _with_soft_labels(trainable.module, soft)
+        merged = _with_soft_labels(module, soft)
     else:
-        merged = _merged(trainable.module, _imported(part, config, by_parts=by_parts), outputs, config)
+        merged = _merged(module, _imported(part, config, by_parts=by_parts), outputs, config)
     kept = {merged.output_names[0], *(output for loss in config.losses for output in loss.outputs)}
     kept |= {each.student for each in soft if not each.matched}
     _add_outputs(merged, soft, [shapes[output] for output in outputs], kept=kept, seed=config.train.seed)
-    return replace(trainable, module=merged)
+    return merged
 
 
 def _teacher_part(

@@ -5,7 +5,7 @@
               barrier    barrier    barrier        after each round, so that no rank waits longer than for one chunk
 
 A chunk that is there, of an attempt that was killed, is kept. The graph that is trained then has no teacher: its
-outputs are inputs that come from the files (model/teacher_model.py).
+outputs are inputs that come from the files (model/teacher/teacher_model.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from onward.trainer.data.storage.soft_labels import SoftLabelFiles
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.precision import autocast
-from onward.trainer.model.teacher_model import open_with_teacher
-from onward.trainer.model.teacher_precision import compute_teacher_apart
+from onward.trainer.model.teacher.teacher_precision import compute_teacher_apart
+from onward.trainer.model.trainable import open_with_teacher
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, output_nodes
 from onward.trainer.onnx_import.tracing.shape_assumptions import is_impure
 

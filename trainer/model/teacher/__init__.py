@@ -1,0 +1,1 @@
+"""A second model, whose outputs the trained one learns."""

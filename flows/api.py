@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from onward.flows.machine.machine_findings import MachineReport
     from onward.flows.planning.whole_run import RunPlan
     from onward.flows.run_state.run_status import RunOutcome, RunStatus
+    from onward.flows.running.named_run import NamedRun
     from onward.trainer.config.loading import Override
     from onward.trainer.config.run_config import RunConfig
     from onward.trainer.diagnostics.difference import Difference
@@ -47,7 +48,16 @@ __all__ = ["checked_config", "config", "origins"]  # beside what is defined here
 # -- runs
 
 
-def run(config: Config, overrides: Overrides = (), /, *, profile: str = "", **sections: Any) -> RunOutcome:
+def run(
+    config: Config,
+    overrides: Overrides = (),
+    /,
+    *,
+    profile: str = "",
+    run_name: str = "",
+    continue_run: bool = False,
+    **sections: Any,
+) -> RunOutcome:
     """Train a model: check everything, then run the flow in this process; return how it ended.
 
         onward.run("squeezenet-digits", train={"num_epochs": 2})
@@ -56,11 +66,31 @@ def run(config: Config, overrides: Overrides = (), /, *, profile: str = "", **se
         onward.run({"model": {"path": "m.onnx"}, "data": {"source": "d.csv"}, "train": {"num_steps": 100}})
 
     Blocks until the trained file is exported, and prints its progress on stderr. Ctrl-C and SIGTERM stop the training
-    after it has saved a checkpoint; only the main thread receives them, so this must be called from there. Raises
+    after it has saved a checkpoint; only the main thread receives them, so this must be called from there.
+
+    `run_name`: of this run, in place of the configuration's name with a number. `continue_run`: if there is a run of
+    that name, go on with it, and return its outcome if it is finished (flows/running/named_run.py). Raises
     ConfigError for settings, data or a model that cannot work, before anything is started; Stopped, TrainingFailed and
     the other errors of `onward.OnwardError` for a run that ended without an exported file.
     """
     require_flow("onward.run")
+    if not run_name:
+        if continue_run:
+            raise ConfigError("--continue needs the run that it means: --name NAME")
+        return _begin(Given.of(config, overrides, sections, profile=profile))
+    from onward.flows.configuration import no_run_yet
+    from onward.flows.running.named_run import limits_to_resume, named_run
+
+    with no_run_yet():
+        given = Given.of(config, overrides, sections, profile=profile)
+    with named_run(run_name, may_continue=continue_run) as named:
+        if named.to_resume is None:
+            return _begin(given, named)
+        limits = limits_to_resume(named.to_resume, run_name, given.load())
+        return resume(named.to_resume.root.name, dict(limits))
+
+
+def _begin(given: Given, named: NamedRun | None = None) -> RunOutcome:
     from onward.flows.configuration import check_all_rows, no_run_yet
     from onward.flows.live_view.view import live_view
 
@@ -68,11 +98,10 @@ def run(config: Config, overrides: Overrides = (), /, *, profile: str = "", **se
     with live_view() as view:
         print("onward: checking the configuration, the model and the data", file=sys.stderr, flush=True)
         with no_run_yet():
-            given = Given.of(config, overrides, sections, profile=profile)
             resolved, where = given.checked_here(), given.layered().origins
             with exit_on_sigterm():  # which says that only the main thread can be interrupted
                 check_all_rows(resolved)
-        return _train(resolved, view, origins=where, asked_ms=asked_ms)
+        return _train(resolved, view, named=named, origins=where, asked_ms=asked_ms)
 
 
 def resume(
@@ -121,6 +150,7 @@ def _train(
     view: LiveView,
     *,
     resume: str = "",
+    named: NamedRun | None = None,
     origins: Mapping[str, str] = MappingProxyType({}),
     asked_ms: int,
 ) -> RunOutcome:
@@ -151,7 +181,7 @@ def _train(
     ):
         mlflow_import.join()  # what follows imports the packages that MLflow imports, too
         print("onward: opening the flow in Prefect", file=sys.stderr, flush=True)
-        run, flow_run = create_flow_run(config, resume=resume, asked_ms=asked_ms)
+        run, flow_run = create_flow_run(config, resume=resume, named=named, asked_ms=asked_ms)
         paused.close()
         try:
             print(f"onward: run {flow_run.name} in {run.root}", file=sys.stderr)

@@ -28,14 +28,34 @@ if TYPE_CHECKING:
     from onward.flows.run_state.run_status import RunOutcome
 
 
-def run(config: ConfigFile, overrides: Overrides = None, profile: Profile = "", as_json: Json = False) -> None:
+def run(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    profile: Profile = "",
+    name: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Of the run, in place of the configuration's and a number.", show_default=False
+        ),
+    ] = "",
+    continue_run: Annotated[
+        bool,
+        typer.Option(
+            "--continue", help="If there is a run of that --name, resume it; end with status 0 if it is finished."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Train a model and export it.
 
     Checks the configuration, the model and the data first and lists everything that is wrong. Then runs the flow in
-    this process, on the ranks that mpirun starts, and prints the result. Ctrl-C saves a checkpoint and stops.
+    this process, on the ranks that mpirun starts, and prints the result. Ctrl-C saves a checkpoint and stops. With
+    --name and --continue the same command begins a run, goes on with it and finds it finished, as a job needs it that
+    a scheduler starts again.
     """
     files, changes = layers_of(config, overrides)
-    _show(api.run(files, changes, profile=profile), as_json=as_json)
+    outcome = api.run(files, changes, profile=profile, run_name=name, continue_run=continue_run)
+    _show(outcome, as_json=as_json)
 
 
 def resume(

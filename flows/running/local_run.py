@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
+    from onward.flows.running.named_run import NamedRun
+
 CREATOR = "onward.process"
 """The entry of a flow run's context with the process that has created it."""
 log = logging.getLogger(__name__)
@@ -103,11 +105,14 @@ def _reread_prefect_settings() -> None:
         refresh_global_settings_context()
 
 
-def create_flow_run(config: RunConfig, *, resume: str = "", asked_ms: int) -> tuple[RunDir, FlowRun]:
+def create_flow_run(
+    config: RunConfig, *, resume: str = "", named: NamedRun | None = None, asked_ms: int
+) -> tuple[RunDir, FlowRun]:
     """Create the flow run in Prefect without starting it; return its run directory and the flow run.
 
     The run directory is named after the flow run's id. The caller needs it before the flow starts, because the flow
-    then occupies the main thread while another thread shows its progress. asked_ms: when somebody asked for the run,
+    then occupies the main thread while another thread shows its progress. named: the name of a new run that was given
+    on the command line, in place of the configuration's with a number. asked_ms: when somebody asked for the run,
     in milliseconds since 1970.
     """
     from prefect.client.orchestration import get_client
@@ -127,7 +132,8 @@ def create_flow_run(config: RunConfig, *, resume: str = "", asked_ms: int) -> tu
         )
     try:
         run = run_directory_of(flow_run.id, {"resume": resume})
-        name = name_of(run, config.name)
+        wanted = {"wanted": named.name, "instead_of": named.instead_of} if named else {}
+        name = name_of(run, config.name, **wanted)
         with get_client(sync_client=True) as client:
             client.update_flow_run(flow_run.id, name=name)
         enter_phase(run, "start", at_ms=asked_ms)

@@ -33,11 +33,11 @@ def short_id(run_id: str) -> str:
     return run_id[-SHORT:]
 
 
-def take_name(config_name: str, run_id: str, *, wanted: str = "") -> str:
+def take_name(config_name: str, run_id: str, *, wanted: str = "", instead_of: str = "") -> str:
     """Return the name of a run; a run without one takes the next number of its configuration's name.
 
-    wanted: the name to take if no other run has it, in place of a number. Raises RuntimeUnavailable when the database
-    cannot be read or written.
+    wanted: the name to take if no other run has it, in place of a number. instead_of: the run that gives up that name.
+    Raises RuntimeUnavailable when the database cannot be read or written.
     """
     path = onward_home() / "names.db"
     try:
@@ -45,6 +45,8 @@ def take_name(config_name: str, run_id: str, *, wanted: str = "") -> str:
             known = database.execute("select name from names where run_id = ?", (run_id,)).fetchone()
             if known:
                 return str(known[0])
+            if instead_of:
+                database.execute("delete from names where name = ? and run_id = ?", (wanted, instead_of))
             if wanted and _insert(database, wanted, run_id, config_name, 0):
                 return wanted
             (highest,) = database.execute("select max(number) from names where config = ?", (config_name,)).fetchone()
@@ -59,11 +61,11 @@ def take_name(config_name: str, run_id: str, *, wanted: str = "") -> str:
         ) from error
 
 
-def name_of(run: RunDir, config_name: str, *, wanted: str = "") -> str:
+def name_of(run: RunDir, config_name: str, *, wanted: str = "", instead_of: str = "") -> str:
     """Return the name of a run, which it keeps in every resume and retry; a new one takes it. Raises as `take_name`."""
     with contextlib.suppress(OnwardError, OSError):
         return read_record(run.identity, RunIdentity).name
-    return take_name(config_name, run.root.name, wanted=wanted)
+    return take_name(config_name, run.root.name, wanted=wanted, instead_of=instead_of)
 
 
 def name_given_to(run_id: str) -> tuple[str, str] | None:
@@ -74,6 +76,12 @@ def name_given_to(run_id: str) -> tuple[str, str] | None:
 def run_named(name: str) -> str | None:
     """Return the id of the run that has a name with a number; None if none has, or if the database is damaged."""
     found = _looked_up("select run_id, '' from names where name = ? and number > 0", name)
+    return found[0] if found else None
+
+
+def owner_of(name: str) -> str | None:
+    """Return the id of the run or the trial that has a name, whoever gave it; None as in `run_named`."""
+    found = _looked_up("select run_id, '' from names where name = ?", name)
     return found[0] if found else None
 
 

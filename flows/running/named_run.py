@@ -1,0 +1,99 @@
+"""One run, one name: `onward run CONFIG --name X --continue` in a job that a scheduler starts again and again.
+
+    no run is called X                       it begins
+    X ended before it had settings           it begins, and takes the name over: nothing was trained
+    X was killed, stopped or has failed      it is resumed
+    X is finished                            nothing is started; exit status 0
+    X runs, here or on another host          refused
+    X was begun with other settings          refused, but for limits of [stop]: it goes on with those that are given
+
+Of two processes that begin X at the same time, also on two hosts with one home, the second is refused: the first holds
+the lock HOME/named/X from before it looks for the run until its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from onward.flows.run_state.run_index import listed_runs
+from onward.flows.run_state.runs import sign
+from onward.infra.servers.service_state import try_lock
+from onward.trainer.config.flat_settings import flat_settings
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.errors import ConfigError, shown
+from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.names import owner_of
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+"""The names of configurations, too."""
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A name for a run, and the run that has it."""
+
+    name: str
+    to_resume: RunDir | None = None
+    """The run to go on with."""
+    instead_of: str = ""
+    """The id of a run that has the name and no settings, which gives it up."""
+
+
+@contextlib.contextmanager
+def named_run(name: str, *, may_continue: bool) -> Iterator[NamedRun]:
+    """Yield what a name means, and keep other processes from using it inside. Raises ConfigError as drawn above."""
+    if not NAME.fullmatch(name) or name == "last":
+        raise ConfigError(
+            f"--name {shown(repr(name))}: a name has up to 100 letters, digits, dots, hyphens and underscores, begins "
+            "with a letter or a digit, and is not 'last'"
+        )
+    folder = onward_home() / "named"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / name).open("ab") as lock:
+        if not try_lock(lock):
+            raise ConfigError(
+                f"the run {name} is running already, or just begins; `onward status {name}` shows its step"
+            )
+        sign(lock)
+        yield _meaning_of(name, may_continue=may_continue)
+
+
+def _meaning_of(name: str, *, may_continue: bool) -> NamedRun:
+    # the list also has runs of a names.db that was deleted
+    of_lists = (run_id for run_id, status in listed_runs() if status["name"] == name)
+    run_id = owner_of(name) or next(of_lists, None)
+    if run_id is None:
+        return NamedRun(name)
+    run = RunDir(onward_home() / "runs" / run_id)
+    if run.root.is_dir() and not run.config.exists():
+        return NamedRun(name, instead_of=run_id)
+    if not run.root.is_dir():
+        raise ConfigError(f"the run {name} was deleted, and a name means one run for ever; choose another --name")
+    if not may_continue:
+        raise ConfigError(f"there is a run {name} already; go on with it by --continue, or choose another --name")
+    return NamedRun(name, to_resume=run)
+
+
+def limits_to_resume(run: RunDir, name: str, given: RunConfig) -> list[tuple[str, object]]:
+    """Return the settings of [stop] in which a configuration differs from that of the run.
+
+    Raises ConfigError, with every difference, when others differ: a run keeps the settings that it began with.
+    """
+    kept = flat_settings(read_config(run, "given"))
+    wanted = flat_settings(given)
+    different = [key for key in kept | wanted if kept.get(key) != wanted.get(key)]
+    limits = [key for key in different if key.startswith("stop.")]
+    if fixed := [key for key in different if key not in limits]:
+        raise ConfigError(
+            [
+                *(
+                    f"the run {name} began with {key} = {kept.get(key)!r}, and now it is {wanted.get(key)!r}"
+                    for key in fixed
+                ),
+                f"a run keeps the settings that it began with: put them back, or choose another --name than {name}",
+            ]
+        )
+    return [(key, getattr(given.stop, key.removeprefix("stop."))) for key in limits]

@@ -81,6 +81,7 @@ def test_the_same_command_begins_a_run_goes_on_with_it_and_finds_it_done(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
 def test_a_run_that_ended_before_it_had_settings_gives_up_its_name(

@@ -12,7 +12,7 @@ from onward.flows.machine.machine_findings import Finding
 from onward.infra.job.hosts import clock_skews, read_hostfile, silent_hosts
 from onward.infra.servers import services
 from onward.infra.servers.service_definitions import SERVICES
-from onward.infra.servers.service_state import is_supervised
+from onward.infra.servers.service_state import directory, is_supervised
 from onward.tasks.checks.machine_check import store_problems
 from onward.tasks.checks.registered_models import store_of
 from onward.trainer.config.sections.results import MonitorConfig
@@ -106,7 +106,7 @@ def _own_servers() -> Iterator[Finding]:
         if name in healthy:
             yield Finding(check="servers", level="ok", what=f"{name} is running {healthy[name]}".rstrip())
         elif is_supervised(home, name):
-            what = f"{name} was started and does not answer; the end of {home / 'services' / name}.log says why"
+            what = f"{name} was started and does not answer; the end of {directory(home) / name}.log says why"
             fix = "wait if it was started just now; else `onward down`, then `onward up`"
             yield Finding(check="servers", level="problem", what=what, fix=fix)
     if not healthy:

@@ -71,6 +71,9 @@ def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
                 if "prefect" not in services.running(home):
                     print("onward: starting a Prefect server on 127.0.0.1", file=sys.stderr)
                 server = services.ensure(home, ["prefect"])["prefect"]
+                if other := services.beside(home):
+                    said = f"the Prefect server of this home is on {other}, and this host has one for its own runs"
+                    print(f"onward: {said}; PREFECT_API_URL names one for all hosts", file=sys.stderr)
                 environment = service_definitions.environment(home, prefect_url=server)
         except services.ServiceError as error:
             raise RuntimeUnavailable(str(error)) from None

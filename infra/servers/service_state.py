@@ -1,4 +1,4 @@
-"""The files in `services/` under Onward's home, through which servers and their users find each other.
+"""The files in `services/HOST/` under Onward's home, through which servers and their users of one host find each other.
 
     lease                 every user of the servers holds a shared flock on it
     pinned                exists from `onward up` to `onward down`; contains the boot id of the machine
@@ -8,14 +8,23 @@
     prefect.log           output of the server
 
 The kernel releases a flock when its holder ends, also after `kill -9`, so a lock is never out of date.
+
+A home may be on a file system that several hosts share. Each has servers of its own, because they listen on 127.0.0.1.
+Prefect's database cannot be written by two hosts (SQLite's write-ahead log is in the memory of one), so it belongs to
+the server that holds `HOME/prefect/server.lock`; the server of another host has one beside its files here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
+import os
+import socket
+import time
 import urllib.request
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -26,12 +35,24 @@ from onward.infra.servers.service_definitions import SERVICES
 
 MOST_BYTES = 1 << 16
 """Of the files here that say something of a server."""
+LEAVING_S = 30.0
+"""Longest wait for a server of this host that is just ending."""
 _WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens addresses of this machine directly; a proxy that the environment names cannot reach them."""
 
 
+@functools.cache
+def this_host() -> str:
+    """Return a name of this host and of its network, in which 127.0.0.1 means the same to all processes.
+
+    Several hosts may have one name, such as `localhost`; a container has its own network on the kernel of its host.
+    """
+    network = os.stat("/proc/self/ns/net").st_ino  # noqa: PTH116 - a link whose target is no path
+    return f"{socket.gethostname()}-{zlib.crc32(f'{boot_id()} {network}'.encode()):08x}"
+
+
 def directory(home: Path) -> Path:
-    directory = home / "services"
+    directory = home / "services" / this_host()
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
@@ -50,6 +71,32 @@ def try_lock(file: IO[bytes]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def prefect_database(home: Path) -> Iterator[tuple[Path, str, list[int]]]:
+    """Yield the database for a Prefect server of this host, the host that has the home's, and files that lock it.
+
+    The host is "" for the home's own database, which is locked as long as a process has these files open.
+    """
+    common = home / "prefect"
+    with contextlib.ExitStack() as stack:
+        try:
+            common.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((common / "server.lock").open("a+b"))
+        except OSError:  # the server cannot write there either, and its log will say why
+            yield common / "prefect.db", "", []
+            return
+        holder: dict[str, Any] = {"key": this_host()}
+        deadline = time.monotonic() + LEAVING_S
+        while not (is_ours_now := try_lock(lock)) and holder.get("key") == this_host() and time.monotonic() < deadline:
+            time.sleep(0.1)  # a server of this host, whose supervisor was killed, is just ending
+            holder = _parsed(_content(common / "server.lock"))
+        if is_ours_now:
+            write_state(lock, {"host": socket.gethostname(), "key": this_host()})
+            yield common / "prefect.db", "", [lock.fileno()]
+        else:
+            yield directory(home) / "prefect.db", str(holder.get("host") or "another host"), []
 
 
 @contextlib.contextmanager
@@ -108,11 +155,18 @@ def write_state(file: IO[bytes], state: Mapping[str, Any]) -> None:
 
 
 def read_state(home: Path, name: str) -> dict[str, Any]:
-    """Return what the running supervisor wrote: `pid`, and `url` once its server is healthy; {} without one."""
+    """Return what the running supervisor wrote: `pid`, and `url` once its server is healthy; {} without one.
+
+    Of Prefect's also `beside`: the host that has the home's database, if it is another one.
+    """
     if not is_supervised(home, name):
         return {}
+    return _parsed(_content(directory(home) / f"{name}.supervisor"))
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
     try:
-        state = json.loads(_content(directory(home) / f"{name}.supervisor"))
+        state = json.loads(content)
     except (ValueError, RecursionError):
         return {}  # write_state is between its truncate and its write
     return state if isinstance(state, dict) else {}

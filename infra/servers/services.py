@@ -6,7 +6,8 @@ Three services, all on 127.0.0.1 and under one home directory, each started by a
     mlflow    the tracking server, SQLite  for the browser; a run writes to the database directly
     worker    runs deployments
 
-Parallel runs share one server. It stops some seconds after the last of them has ended, also when that was killed.
+Parallel runs of a host share one server. It stops some seconds after the last of them has ended, also when that was
+killed.
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ def running(home: Path) -> dict[str, str]:
     """Return name -> address of the healthy services ('' for one that does not listen)."""
     found = {name: healthy_url(home, name) for name in SERVICES}
     return {name: url for name, url in found.items() if url is not None}
+
+
+def beside(home: Path) -> str:
+    """Return the host whose Prefect server has the database of this home; "" if it is this one, or none runs here."""
+    return str(read_state(home, "prefect").get("beside") or "")
 
 
 def up(home: Path, names: Iterable[str] = tuple(SERVICES)) -> dict[str, str]:

@@ -42,6 +42,7 @@ from onward.infra.servers.service_state import (
     is_pinned,
     log_tail,
     open_lock_file,
+    prefect_database,
     read_state,
     responds,
     try_lock,
@@ -70,11 +71,11 @@ def supervise(home: Path, name: str) -> int:
         write_state(state, {"pid": os.getpid()})
         signals: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-        process, url = _launch(home, name, port)
+        process, url, beside = _launch(home, name, port)
         if not _wait_until_healthy(home, name, process, url, signals):
             _stop(process, drain_s=0.0)
             return 1
-        write_state(state, {"pid": os.getpid(), "url": url})
+        write_state(state, {"pid": os.getpid(), "url": url, "beside": beside})
         _wait_until_unused(home, lease, process, signals)
         if process.poll() is not None:
             return 1
@@ -97,20 +98,30 @@ def listen(preferred: int) -> socket.socket:
         return socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
 
 
-def _launch(home: Path, name: str, port: int) -> tuple[psutil.Popen, str]:
-    """Start a server; return its process and its address, "" for one that does not listen."""
+def _launch(home: Path, name: str, port: int) -> tuple[psutil.Popen, str, str]:
+    """Start a server; return its process, its address, and the host that has the home's database of Prefect.
+
+    The address is "" for a server that does not listen, the host "" unless this one has a database of its own.
+    """
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((directory(home) / f"{name}.log").open("wb"))
         files = []
-        url = ""
+        listening: list[int] = []
+        url = beside = ""
+        variables: dict[str, str] = {}
         if port:
             listener = stack.enter_context(listen(port))
             files = [listener.fileno()]
+            listening = [*files]
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        if name == "prefect":
+            database, beside, locks = stack.enter_context(prefect_database(home))
+            variables = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}"}
+            files += locks  # the server holds the lock until it ends, also after `kill -9` of this process
         prefect_url = url if name == "prefect" else healthy_url(home, "prefect")
         process = psutil.Popen(
-            signalled_with_parent(SERVICES[name].command(home, files), signal.SIGTERM),
-            env={**os.environ, **environment(home, prefect_url=prefect_url or "")},
+            signalled_with_parent(SERVICES[name].command(home, listening), signal.SIGTERM),
+            env={**os.environ, **environment(home, prefect_url=prefect_url or ""), **variables},
             cwd=home,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -118,7 +129,7 @@ def _launch(home: Path, name: str, port: int) -> tuple[psutil.Popen, str]:
             start_new_session=True,
             pass_fds=files,
         )
-    return process, url
+    return process, url, beside
 
 
 def _wait_until_healthy(home: Path, name: str, process: psutil.Popen, url: str, signals: Sequence[int]) -> bool:

@@ -23,6 +23,7 @@ from onward.flows.commands import inspection
 from onward.flows.machine import file_system, mpi, network, packages, resources
 from onward.flows.machine.examine import CHECKS, examine
 from onward.flows.machine.machine_findings import Finding, MachineReport
+from onward.infra.servers.service_state import directory
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.machine.this_machine import core_limit, memory_limit
 from tests.support.full_disk import fill, may_mount, on_a_small_disk
@@ -248,9 +249,9 @@ def test_servers_that_are_named_and_do_not_answer_are_problems(home: Path, monke
 
 
 def test_a_server_of_onward_that_does_not_answer_is_a_problem(home: Path) -> None:
-    (home / "services").mkdir(parents=True)
+    folder = directory(home)
     assert worst(network.servers()) == []
-    with (home / "services" / "mlflow.supervisor").open("wb") as file:
+    with (folder / "mlflow.supervisor").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as its supervisor holds it
         (problem,) = worst(network.servers())
     assert problem.startswith("servers: mlflow was started and does not answer")

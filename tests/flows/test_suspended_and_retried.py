@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from onward.flows.run_state.runs import holder_of, is_running
+from onward.infra.servers.service_state import directory
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.outcomes.run_ending import ending_of
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
@@ -134,7 +135,7 @@ def test_a_deployed_run_that_is_interrupted_frees_its_ranks_says_so_and_goes_on_
 
     if how is with_cancel:  # until then Prefect's worker would cancel the retried run, too
         said = f"Cancelled flow run '{before.name}'"
-        until(lambda: said in (workshop.home / "services" / "worker.log").read_text(), limit_s=300)
+        until(lambda: said in (directory(workshop.home) / "worker.log").read_text(), limit_s=300)
     if state == "Suspended":
         assert "Resume there continues it" in ending.problems[0]
         assert api(server, f"/flow_runs/{begun}/resume", {})["status"] == "ACCEPT"

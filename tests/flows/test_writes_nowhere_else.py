@@ -122,7 +122,7 @@ def test_no_command_writes_outside_of_its_home_and_the_paths_it_is_given(sandbox
     onward("deploy", config, "--name", "nightly", "--cron", "0 2 1 1 *")
     onward("ui")
     onward("down")
-    until(lambda: not list((sandbox / "home" / "services").glob("*.pid")), limit_s=15)
+    until(lambda: not list((sandbox / "home" / "services").glob("**/*.pid")), limit_s=15)
     assert called >= known_commands() - NOT_HERE.keys(), "a new command: run it here"
 
     until(lambda: not any("strace" in process.name() for process in traced(sandbox)), limit_s=60)

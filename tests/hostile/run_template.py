@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from onward.infra.servers.service_state import directory
 from onward.trainer.checkpoint.retention import Announced
 from onward.trainer.run.adjustments import Adjustments
 from onward.trainer.run.directory import RunDir, read_config
@@ -119,8 +120,7 @@ def _write_records(run: RunDir) -> None:
     for path, record in _records(run).items():
         write_record(path, record)
     (run.root / "job.json").write_text('{"tag": "x", "command": ["mpirun"], "started_at": 0.0, "boot_id": "x"}')
-    services = run.root.parents[1] / "services"
-    services.mkdir()
+    services = directory(run.root.parents[1])
     (services / "mlflow.supervisor").write_text('{"pid": 1, "port": 5000}')
     (services / "pinned").write_text("x")
 

@@ -130,12 +130,14 @@ class Machines:
         spaces = ("--net", "--uts", "--pid", "--mount")
         return ["nsenter", "-t", str(self._first(name)), *spaces, f"--wd={Path.cwd()}", "--"]
 
-    def start(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a command on h0."""
+    def start(
+        self, words: Sequence[str], environment: Mapping[str, str], log: Path, *, host: str = "h0"
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on a host."""
         with log.open("wb") as output:
             return subprocess.Popen(
-                [*self.on("h0"), *words],
-                env={**environment, "PRTE_MCA_plm_ssh_agent": self.agent, "TMPDIR": self.temporary["h0"][-1]},
+                [*self.on(host), *words],
+                env={**environment, "PRTE_MCA_plm_ssh_agent": self.agent, "TMPDIR": self.temporary[host][-1]},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

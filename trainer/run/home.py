@@ -1,11 +1,23 @@
-"""Where Onward's home is. Importing this module loads the standard library alone."""
+"""Where Onward's home is. Importing this module loads nothing but the standard library and the errors."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+
+from onward.trainer.errors import ConfigError
 
 
 def onward_home() -> Path:
-    """Return the directory of runs, caches and local servers: ONWARD_HOME, else ~/.onward."""
-    return Path(os.environ.get("ONWARD_HOME") or "~/.onward").expanduser().resolve()
+    """Return the directory of runs, caches and local servers: ONWARD_HOME, else ~/.onward.
+
+    Raises ConfigError for an address, of which a path would be a directory such as `./s3:`.
+    """
+    home = os.environ.get("ONWARD_HOME") or "~/.onward"
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", home):
+        raise ConfigError(
+            f"ONWARD_HOME={home}: the home must be a directory, because its locks and databases need a file system; "
+            "name one, which hosts may share"
+        )
+    return Path(home).expanduser().resolve()

@@ -165,7 +165,7 @@ def test_the_supervisor_ends_with_a_server_that_ends_by_itself(tmp_path: Path, m
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with services.lease(tmp_path):
         assert supervisor.supervise(tmp_path, "prefect") == 1
-    assert "enough" in (tmp_path / "services" / "prefect.log").read_text()
+    assert "enough" in (service_state.directory(tmp_path) / "prefect.log").read_text()
     assert not service_state.is_supervised(tmp_path, "prefect")
 
 
@@ -291,3 +291,21 @@ def test_servers_accept_no_other_origin_and_send_no_telemetry(tmp_path: Path) ->
     assert variables["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == "http://127.0.0.1:4200"
     assert variables["DO_NOT_TRACK"] == variables["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert variables["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
+
+
+def test_a_second_host_has_a_server_with_a_database_of_its_own(tmp_path: Path) -> None:
+    """Another host has the home's database as long as its server runs: here a file lock, which all hosts see."""
+    (tmp_path / "prefect").mkdir()
+    with (tmp_path / "prefect" / "server.lock").open("a+b") as held:
+        assert service_state.try_lock(held)
+        service_state.write_state(held, {"host": "h0", "key": "h0-1"})
+        with user(tmp_path) as (_, url):
+            assert services.beside(tmp_path) == "h0"
+            assert api(signed_in(url, tmp_path), "/health") is True
+            assert (service_state.directory(tmp_path) / "prefect.db").is_file()
+            assert not (tmp_path / "prefect" / "prefect.db").exists()
+        assert until(lambda: not of_home(tmp_path), limit_s=30)
+    with user(tmp_path):  # the host with the home's database is gone
+        assert services.beside(tmp_path) == ""
+        assert (tmp_path / "prefect" / "prefect.db").is_file()
+    assert until(lambda: not of_home(tmp_path), limit_s=30)

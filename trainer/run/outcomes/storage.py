@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from onward.trainer.errors import OnwardError, StorageUnavailable
+from onward.trainer.errors import ConfigError, OnwardError, StorageUnavailable
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.outcomes.ending_kinds import MAKE_ROOM, has_own_cause
 
@@ -71,7 +71,10 @@ def storage_cause(error: BaseException | str, *places: Path) -> StorageUnavailab
     places: directories, the likeliest first; those of Onward's home and of temporary files follow.
     """
     if has_own_cause(type(error).__name__):  # before the disks are tried, each with a file
-        return storage_error(error, places[0] if places else onward_home())
+        place = Path.cwd()
+        with contextlib.suppress(ConfigError):  # ONWARD_HOME is no directory, which may be this very error
+            place = places[0] if places else onward_home()
+        return storage_error(error, place)
     number, place = _broken_place(places)
     if own := storage_error(error, place):
         return own

@@ -47,7 +47,9 @@ def list_of_names(text: str) -> list[str]:
         names = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return []
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if not isinstance(names, list):
+        return []
+    return [name for name in names if isinstance(name, str)]
 
 
 def is_exporter_name(name: str) -> bool:

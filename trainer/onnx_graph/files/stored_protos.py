@@ -70,10 +70,10 @@ def dense_tensor(sparse: onnx.SparseTensorProto) -> TensorProto:
     if is_external(sparse.values) or is_external(sparse.indices):
         return sparse.values
     values = numpy_helper.to_array(sparse.values)
-    at = numpy_helper.to_array(sparse.indices)
+    indices = numpy_helper.to_array(sparse.indices)
     dense = np.zeros(tuple(sparse.dims), values.dtype)
-    # places: one number each, counted through the tensor, or a row of one number for each dimension
-    dense[np.unravel_index(at, dense.shape) if at.ndim == 1 else tuple(at.T)] = values
+    # indices [n]: one number each, counted through the tensor; [n, rank]: a number for each dimension
+    dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values
     return numpy_helper.from_array(dense, sparse.values.name)
 
 
@@ -107,10 +107,10 @@ def load_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelP
     if base is None or not any(map(is_external, all_tensors(model))):
         return model
     model = onnx.ModelProto.FromString(model.SerializeToString())
-    for place, proto in enumerate(all_tensors(model)):
+    for position, proto in enumerate(all_tensors(model)):
         # initializers of the main graph come first; in inner graphs all are loaded: nothing maps those, and lowering
         # reads them as constants
-        inner = place >= len(model.graph.initializer)
+        inner = position >= len(model.graph.initializer)
         if is_external(proto) and (inner or _is_small(proto)):
             # of a file that is searched before it is checked; external_problems says what is wrong with its place
             with contextlib.suppress(OSError, ValueError, ValidationError):

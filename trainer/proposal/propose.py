@@ -99,28 +99,39 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     # these read the label, the loss and the columns that are proposed by now
     propose_rows(draft, facts)
     propose_split(draft, facts)
-    trained, why = trained_before(with_numeric_outputs(model), path.parent)
     propose_vocabularies(draft, facts, model.graph, others)
-    # weights that may be trained expect the scales of their training, so only fresh ones get standardised columns
-    propose_tables(draft, facts, model.graph, others, trained=trained is not False)
-    can_try = not draft.questions and not _declared_batch(signature) and task not in ("causal", "masked", "tokens")
-    if trained is not False and can_try:
-        is_better = propose_tried(draft)
-        if trained is None and is_better is False:
-            trained = False
-            why = "the file as it is predicts no better than a constant"
-            propose_tables(draft, facts, model.graph, others, trained=False)
+    is_without_trial = task in ("causal", "masked", "tokens") or bool(_declared_batch(signature))
+    trained, why = _propose_preprocessing(draft, model, path, facts, others, can_try=not is_without_trial)
     is_dense = task in ("causal", "masked") or facts.format == "text" or draft.value("data.label") == "mask"
     propose_training(
         draft,
         family_of(model.graph),
-        trained=trained is not False,
+        trained=trained,
         why=why,
         num_rows=facts.num_training if facts.is_all and task != "causal" else None,
         is_dense=is_dense,
     )
     _propose_fixed_batch(draft, signature)
     return draft
+
+
+def _propose_preprocessing(
+    draft: Draft, model: onnx.ModelProto, path: Path, facts: Facts, inputs: Sequence[TensorInfo], *, can_try: bool
+) -> tuple[bool, str]:
+    """Propose how numbers are scaled, by the weights; return whether these may be trained, and how that was found.
+
+    inputs: those that columns feed. can_try: whether the file may be run on the data to compare preprocessings.
+    """
+    trained, why = trained_before(with_numeric_outputs(model), path.parent)
+    # weights that may be trained expect the scales of their training, so only fresh ones get standardised columns
+    propose_tables(draft, facts, model.graph, inputs, trained=trained is not False)
+    if trained is not False and can_try and not draft.questions:
+        is_better = propose_tried(draft)
+        # weights that are known to be trained stay so, whatever they give on this data
+        if trained is None and is_better is False:
+            propose_tables(draft, facts, model.graph, inputs, trained=False)
+            return False, "the file as it is predicts no better than a constant"
+    return trained is not False, why
 
 
 def _propose_learned(

@@ -113,6 +113,7 @@ def _inside(node: onnx.NodeProto, prefix: str, longer: str) -> Iterator[Candidat
     longer = longer or prefix
     for attribute in node.attribute:
         graphs = [attribute.g] if attribute.HasField("g") else attribute.graphs
+        # graphs of one attribute are told apart by their numbers
         for number, graph in enumerate(graphs):
             of_graph = f"{longer}/{attribute.name}" + (f"/{number}" if attribute.graphs else "")
             for tensor in _stored_in(graph, f"the body of {node.op_type}"):
@@ -151,6 +152,7 @@ def lift_inner_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
 
     Returns the model itself if there are none. Raises UnsupportedModel if a name is that of another value.
     """
+    # most files have none: without this look their weights would be copied
     if not any(tensor.may_train for tensor in inner_tensors(model)):
         return model
     copy = onnx.ModelProto()

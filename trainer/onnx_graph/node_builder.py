@@ -53,6 +53,7 @@ class GraphWriter:
 
     def op(self, kind: str, *inputs: str, outputs: Sequence[str] | str = "", **attributes: Any) -> str:
         """Append a node. Return its first output, named by `outputs` or after the node."""
+        # the number of the node makes its name unique
         name = f"{kind}_{len(self._graph.node)}"
         names = [outputs or name] if isinstance(outputs, str) else list(outputs)
         self._graph.node.append(helper.make_node(kind, inputs, names, name=name, **attributes))

@@ -62,6 +62,7 @@ def known_lengths(graph: onnx.GraphProto) -> Known:
     inputs = {name: kind.shape.dim for name, kind in types.items() if kind.HasField("shape")}
     source = {name: name for name in inputs}  # value that has the shape of an input -> that input
     found: dict[tuple[str, int], int] = {}
+    # in topological order: a Cast of an input is known before the Conv that reads it
     for node in graph.node:
         name = source.get(node.input[0]) if node.input else None
         if name is None:

@@ -167,6 +167,7 @@ class _Graph:
     def behind_axis(self, tensor: str) -> tuple[onnx.NodeProto | None, bool]:
         """Return the node in front of a node that adds an axis, and whether there is such a node."""
         node = self.node(tensor)
+        # a sum without `keepdims` is divided by only after it has got its axis back
         if node is None or node.op_type not in ADDS_AXIS:
             return node, False
         return self.node(node.input[0]), True
@@ -201,6 +202,7 @@ class _Graph:
 
     def logistic(self, node: onnx.NodeProto) -> str:
         """Return x of 1 / (1 + exp(-x)) and of exp(x) / (1 + exp(x)); "" if a node computes neither."""
+        # 1 / (1 + exp(-x)), then exp(x) / (1 + exp(x))
         denominator = self.inverted(node.output[0])
         if denominator and (exponential := self.beside_one(denominator, "Exp")):
             return self.negated(exponential.input[0])

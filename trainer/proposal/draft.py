@@ -88,6 +88,7 @@ class Draft:
         losses: dict[int, dict[str, Any]] = {}
         for key, entry in self.entries.items():
             value = next(iter(entry.choices), None) if entry.is_open else copy.deepcopy(entry.value)
+            # a question without choices
             if value is None:
                 continue
             *tables, name = parts_of(key)

@@ -71,6 +71,7 @@ def propose_image_settings(draft: Draft, facts: Facts, inputs: Iterable[TensorIn
 
 def _propose_size(draft: Draft, info: TensorInfo, sizes: Sequence[tuple[int, int]]) -> None:
     different = Counter(sizes)
+    # a model that takes any size takes the images as they are, if all are alike: batches need one size
     if len(different) == 1:
         (height, width) = sizes[0]
         value = height if height == width else [height, width]

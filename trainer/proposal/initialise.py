@@ -81,6 +81,7 @@ def initialise(
         rates = find_rate(load_config(draft.settings(), check=check_files_and_data))
         draft.set("optimizer.learning_rate", rates.chosen, rates.summary)
     title = f"{model.name} on {Path(source).absolute().name}, as `onward init` proposes it."
+    # the file has the URLs: copies are those of this machine
     urls = {path: url for url, path in local_paths.items()}
     config = _write(draft, target, as_text(draft, target, title, urls), copies)
     result = Proposed(
@@ -124,5 +125,6 @@ def _write(draft: Draft, target: Path, text: str, copies: LocalCopies) -> RunCon
 
 def _check_with_choices(draft: Draft, copies: LocalCopies) -> None:
     """Raise ConfigError if the settings contradict each other under the first choice of each question."""
+    # a question without choices has no value to check with
     if all(entry.choices for entry in draft.questions.values()):
         load_config(draft.settings(), check=lambda sections: check_files_and_data(sections, copies))

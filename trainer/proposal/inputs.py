@@ -202,6 +202,7 @@ def propose_columns(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo], ke
         _propose_category(draft, facts, sure[0], column)
         free.remove(column)
         waiting.remove(sure[0])
+    # what is left takes several columns together, or one that the user has to name
     problems: list[str] = []
     for info in waiting:
         if stacked := _stacked(facts, info, free):

@@ -109,10 +109,12 @@ def prove(config: RunConfig, steps: int) -> Proof:
     trainable = open_trainable(config)
     trained = _trained_module(config, trainable)
     findings = Findings(fixed_batch=config.model.fixed_batch)
+    # the checks of a rehearsal first: they say what is wrong where a step would only fail
     for _, check in checks(config, trainable, use, findings, with_teacher=trained):
         check()
     rehearsed = findings.record(elapsed_s=0.0)
     training = _Training(config, trained, steps)
+    # the same rows before and after all steps: losses of different rows could not be compared
     before = training.first_loss()
     rate_of = partial(learning_rate, optimizer=config.optimizer, schedule=config.schedule, num_steps=steps)
     losses = [training.step(rate_of(step)) for step in range(1, steps + 1)]
@@ -154,6 +156,7 @@ def find_rate(config: RunConfig) -> RangeTest:
             break
     if not rates:
         raise ConfigError(f"the loss of the first step is not finite at learning rate {LEAST_RATE:g}; look at the data")
+    # at the least loss the rate is about to become too high, hence a tenth of it
     least = rates[int(np.argmin(smoothed))]
     return RangeTest(rates=tuple(rates), losses=tuple(losses), chosen=float(f"{least / BELOW_THE_LEAST:.1g}"))
 

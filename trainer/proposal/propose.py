@@ -68,6 +68,7 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     _refuse_trees(model, path)
     draft.set("model.path", str(path), "")
     signature = _signature(draft, model, path)
+    # a loss that the user names reads an output and labels, even in a file with a loss of its own
     loss = None if draft.is_given("model.loss") else outputs.own_loss(signature)
     candidates = [] if loss else outputs.targets(model, signature, draft.value("model.output"))
     if not draft.is_given("model.output"):

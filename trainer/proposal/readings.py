@@ -234,6 +234,7 @@ def _of_tensors(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]
             why, settings = _of_regression(why, values)
         yield Reading(name, loss, f"{name} has the shape of the output; {why}", settings)
         return
+    # labels have one axis less than the scores; numbers down to -100 may be those of labels that are not counted
     if is_float or len(sample) < 2 or values.min() < min(IGNORED, 0):
         return
     output = (None, *sample)

@@ -91,6 +91,7 @@ class Facts:
     def cells(self) -> Mapping[str, Sequence[Any]]:
         """Return column -> its first cells as they are, of columns of bytes and texts."""
         names = [name for name, column in self.schema.items() if column.dtype in (BYTES, TEXT)]
+        # the first block alone: a few cells are enough to look at
         for block, _ in sources.read(self.data, names, names):
             return {name: list(block.cells[name][:FEW_FILES]) for name in names if name in block.cells}
         return {}
@@ -125,6 +126,7 @@ class Facts:
         """Return whether the first cells of a column are encoded images, or paths of such."""
         cells = self.cells.get(column, ())
         paths = [cell for cell in cells if isinstance(cell, str)]
+        # a path says by its suffix what it names, also where the file itself may not be read
         if paths:
             return all(path.lower().endswith(IMAGE_SUFFIXES) for path in paths)
         return bool(cells) and bool(self.image_sizes(column))

@@ -62,6 +62,7 @@ def _columns_of_floats(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo])
 
 def _propose_missing(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo]) -> None:
     names = _columns_of_floats(draft, facts, inputs)
+    # a missing text is a bad row as well, unless the setting says what becomes of missing cells
     categories = draft.value("data.table.categories", ())
     gaps = [name for name in names if facts.missing[name]]
     unknown = [name for name in categories if facts.missing.get(name)]

@@ -103,6 +103,7 @@ def propose_task(draft: Draft, model: Path, signature: Signature, outputs: Seque
         return str(draft.value("data.text.task", "classification"))
     rows = embedding_rows(_graph(model), ids.name)
     classes = output.shape[2] if output and output.shape else None
+    # another number of scores than of tokens is that of labels
     if output and rows and classes not in (None, rows[0]):
         draft.set("data.text.task", "tokens", f"output {output.name} has {classes} scores for each token")
         return "tokens"
@@ -192,6 +193,7 @@ def _ask_for_token(draft: Draft, name: str, what: str) -> None:
 def _propose_windows(draft: Draft, model: Path, signature: Signature, ids: TensorInfo) -> None:
     """Propose the length of a sample where the model has none, and samples of one text where it has other inputs."""
     names = {*ROLES, ids.name}
+    # two texts in one sample would have two values for such an input
     if others := [info.name for info in signature.fed if info.name not in names]:
         draft.set("data.text.packing", "none", f"{', '.join(others)} has a value for each text")
     elif not _declared_length(ids) and position_rows(_graph(model)) is None:

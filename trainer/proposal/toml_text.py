@@ -38,6 +38,7 @@ def as_text(draft: Draft, target: Path, title: str, urls: Mapping[str, str] = Ma
     """Return the content of the file `target`; title: what its first line says. urls: local copy -> its URL."""
     tables: dict[str, list[str]] = {}
     for key, entry in draft.entries.items():
+        # the inputs come together, as one inline table
         if key.startswith(f"{INPUTS}."):
             continue
         *outer, name = parts_of(key)

@@ -16,6 +16,7 @@ def propose_tried(draft: Draft) -> bool | None:
 
     Return whether one is better than chance, None if nothing can be tried.
     """
+    # one step, because a configuration is complete only with a length of training, and none is proposed yet
     config = completed(load_config({**draft.settings(), "train": {"num_steps": 1}}))
     if len(config.losses) != 1 or config.losses[0].name not in MEASURED or config.model.num_classes:
         return None

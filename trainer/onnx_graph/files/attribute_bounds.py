@@ -98,6 +98,7 @@ def _types(operator: str, domain: str, opset: int) -> Mapping[str, int]:
 
 def _problems_of(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[str]:
     for attribute in node.attribute:
+        # an attribute that ONNX does not define may have any type
         wanted = types.get(attribute.name, attribute.type)
         if attribute.type not in (wanted, AttributeProto.UNDEFINED):
             kinds = AttributeProto.AttributeType.Name

@@ -151,6 +151,7 @@ def _is_own_cache(cache: Path, blob: Path) -> bool:
 def load_external(tensors: Iterable[TensorProto], base: Path) -> None:
     """Read the values of those of the tensors that are external into them; `external_problems` has found none."""
     for tensor in filter(is_external, tensors):
+        # a link is checked again: it may lead elsewhere since `external_problems` looked
         where = byte_range(tensor)
         file = base / where.location
         if file.is_symlink() and not _unsafe(where.location, base):

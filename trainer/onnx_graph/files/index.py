@@ -207,6 +207,7 @@ def integer_problems(graph: onnx.GraphProto, setting: str, patterns: Iterable[st
     """
     stored = Index(graph).stored
     for pattern in patterns:
+        # a pattern with wildcards may match other tensors as well, and is not refused
         if pattern in stored and stored[pattern].data_type in NEVER_TRAINED:
             name = str(TensorProto.DataType.Name(stored[pattern].data_type)).lower()
             yield f"{setting}: {pattern!r} is {name}; only tensors of floating-point numbers are trained"

@@ -89,6 +89,7 @@ def _guarded(node: onnx.NodeProto, kind: int, names: Iterator[str]) -> Iterator[
         return helper.make_node("Constant", [], [f"{prefix}_{value}"], value=tensor)
 
     def call(operator: str, *operands: str, result: str, **attributes: Any) -> onnx.NodeProto:
+        # the dividend and the divisor have names of the file, all other operands are made here
         inputs = [operand if operand in node.input else f"{prefix}_{operand}" for operand in operands]
         return helper.make_node(operator, inputs, [f"{prefix}_{result}"], **attributes)
 

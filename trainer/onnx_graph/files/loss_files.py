@@ -84,6 +84,7 @@ def read_loss_file(path: Path, opset: int) -> onnx.ModelProto:
                 f"{', '.join(changed)}, to which it cannot be converted ({str(error).splitlines()[0]}); export the "
                 f"loss with opset {opset}"
             ) from error
+    # nothing changed between the two opsets, or the converter has adapted the nodes
     del model.opset_import[:]
     model.opset_import.append(helper.make_opsetid("", opset))
     return model

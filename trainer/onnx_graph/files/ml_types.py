@@ -17,6 +17,7 @@ def further_results(graph: onnx.GraphProto, known: Mapping[str, onnx.ValueInfoPr
         if node.domain not in (DOMAIN, "com.microsoft"):
             continue
         name = node.output[-1]  # of classifiers: the scores, after the labels
+        # a declared value may have a shape and no element type
         typed = name in known and known[name].type.tensor_type.elem_type
         if not name or typed or not node.input:
             continue

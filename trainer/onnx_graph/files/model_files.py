@@ -64,6 +64,7 @@ def read_model(path: Path) -> onnx.ModelProto:
         model = onnx.load_model_from_string(content)
     except (DecodeError, ValueError) as error:
         raise UnsupportedModel(f"{path} is not an ONNX file: {other_kind(content) or _why(error)}") from None
+    # only good files are remembered: a bad one is refused each time, with its problems
     if version not in _CHECKED:
         if problems := model_problems(model):
             more = [f"... and {len(problems) - MAX_NAMED} more"] if len(problems) > MAX_NAMED else []

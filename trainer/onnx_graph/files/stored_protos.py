@@ -53,6 +53,7 @@ def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
             for attribute in node.attribute:
                 if attribute.name == "value":
                     yield node.output[0], attribute.t
+    # `stored_tensors` refuses a file in which an initializer has the same name
     for name, node, attribute in held_attributes(graph):
         yield name, as_tensor_proto(node, attribute)
 

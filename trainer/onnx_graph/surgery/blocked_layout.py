@@ -26,6 +26,7 @@ def mark_blocks(model: onnx.ModelProto, stored: Mapping[str, torch.Tensor]) -> o
     if not any(node.domain == DOMAIN for node in model.graph.node):
         return model
     size = block_size(model.graph, stored)
+    # in a copy, because onnxruntime's operators have no such attribute
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     for node in copy.graph.node:

@@ -146,6 +146,7 @@ def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> l
         layer = _chosen_layer(index, config, output)
     except ConfigError as error:
         return list(error.problems)
+    # operators of ai.onnx.ml turn scores into these labels: there must be one for each new output
     names = class_labels(graph)
     if names and len(names) != config.num_classes:
         return [
@@ -164,8 +165,9 @@ def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> l
     head.replace_weight(layer)
     if problems := head.adapt_dependents(layer):
         return problems
+    # shapes that the file declares for values after the head are wrong now
     stale = [value for value in graph.value_info if value.name in head.dependents | head.changed]
-    for value in stale:  # shapes that the file declares for values after the head are wrong now
+    for value in stale:
         graph.value_info.remove(value)
     return _declare(model, head, layer, config)
 

@@ -67,6 +67,7 @@ def _add_nodes(model: onnx.ModelProto, name: str, units: LabelUnits) -> None:
             f"loss.standardise_label: {name!r} is no output of the file that a node computes; let the loss read an "
             f"output ({', '.join(value.name for value in graph.output)})"
         )
+    # such a reader would get numbers in other units under the same name
     if any(name in node.input for inner in inner_graphs(graph.node) for node in inner.node):
         raise ConfigError(f"loss.standardise_label: output {name!r} is read inside a loop or a branch of the file")
     # other nodes that read the output go on with the numbers that the graph computes
@@ -102,6 +103,7 @@ def _shape_of_constants(output: onnx.ValueInfoProto, units: LabelUnits) -> tuple
     if number == 1:
         return (1,)
     lengths = [dim.dim_value for dim in output.type.tensor_type.shape.dim]
+    # axis 0 is the batch
     axis = next((axis for axis in range(1, len(lengths)) if lengths[axis] == number), None)
     if axis is None:
         raise ConfigError(

@@ -109,6 +109,7 @@ def _product(node: onnx.NodeProto, index: Index) -> tuple[str, tuple[int, int, i
     # an adapter is added to x @ W itself, not to a multiple of it
     if node.op_type == "Gemm" and (attributes.get("transA", 0) or attributes.get("alpha", 1.0) != 1.0):
         return None
+    # the stored integers are [outputs, inputs] behind one transposition, by Gemm or by a node, and not behind two
     transposed = bool(attributes.get("transB", 0))
     maker = index.makers.get(node.input[1])
     if maker is not None and maker.op_type == "Transpose":
@@ -126,6 +127,7 @@ def _product(node: onnx.NodeProto, index: Index) -> tuple[str, tuple[int, int, i
 
 def _nodes_beside(product: onnx.NodeProto, name: str) -> list[onnx.NodeProto]:
     """Return the nodes of an adapter; the product's own result gets another name, and the sum the one it had."""
+    # the readers of the result need no change: the sum has its name
     x = product.input[0]
     y = product.output[0]
     narrow, scaled, wide, before = (f"{name}.lora_{part}" for part in ("x", "scaled", "y", "before"))

@@ -82,6 +82,7 @@ def output_steps(model: onnx.ModelProto) -> dict[str, float]:
     for node in model.graph.node:
         if node.op_type == "DequantizeLinear" and node.input[1] in stored:
             scale = stored_array(stored[node.input[1]])
+            # with a scale for each channel there is no one step of the output
             if scale.size == 1:
                 found[node.output[0]] = float(scale.reshape(()))
     return {value.name: found[value.name] for value in model.graph.output if value.name in found}
@@ -97,6 +98,7 @@ def store_integers(model: onnx.ModelProto) -> list[str]:
     stored = {tensor.name: tensor for tensor in graph.initializer}
     reads = Counter(name for node in graph.node for name in node.input)
     listed = {value.name for value in (*graph.input, *graph.output)}
+    # a list, because the loop removes nodes from the graph
     for node in [node for node in graph.node if node.op_type == "QuantizeLinear"]:
         weight = node.input[0]
         parameters = [stored.get(name) for name in node.input[1:]]

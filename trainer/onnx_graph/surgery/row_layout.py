@@ -136,6 +136,7 @@ def rows_first(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
     changed = onnx.ModelProto()
     changed.CopyFrom(model)
     graph = changed.graph
+    # callers know the names of the file, so the tensors in the layout of the file get other ones
     own = {name: f"{OF_FILE}{name}" for name in layout.axes}
     inputs = [value for value in graph.input if value.name not in layout.bound]
     front = list[onnx.NodeProto]()
@@ -155,6 +156,7 @@ def rows_first(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
                 front.append(helper.make_node("Transpose", [value.name], [own[value.name]], perm=back))
             else:
                 behind.append(helper.make_node("Transpose", [own[value.name]], [value.name], perm=order))
+    # before the new nodes are added, which have both names
     _rename(graph, own)
     constants: list[onnx.NodeProto] = []
     for name, bound in layout.bound.items():
@@ -174,6 +176,7 @@ def batch_symbol(graph: onnx.GraphProto, config: ModelConfig) -> str:
         axis = config.batch_axes.get(name, 0)
         if name not in config.bind and -len(dims) <= axis < len(dims):
             found.add(dims[axis].dim_param)
+    # an open length without a symbol contradicts none
     found.discard("")
     return found.pop() if len(found) == 1 else ""
 

@@ -64,6 +64,7 @@ def selection_before(graph: onnx.GraphProto, output: str) -> Selection | None:
 def _chosen_by_top_k(index: Index, indices: str) -> str:
     """Return the scores of which TopK gives these indices; "" if it does not."""
     for name, node in _path(index, indices):
+        # its outputs are the chosen scores and their indices
         if node.op_type == "TopK":
             return str(node.input[0]) if name == node.output[1] else ""
     return ""
@@ -87,7 +88,7 @@ def _kept_tensors(index: Index, name: str) -> list[str]:
 
 def _path(index: Index, name: str) -> Iterator[tuple[str, onnx.NodeProto]]:
     """Yield (tensor, its node) as far back as nodes keep boxes, the first other node included."""
-    seen = set[str]()
+    seen = set[str]()  # a damaged file may have a circle
     while name not in seen and (node := index.makers.get(name)) is not None:
         seen.add(name)
         yield name, node

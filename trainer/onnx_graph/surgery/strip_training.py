@@ -82,6 +82,7 @@ def strip_training(
     removed = _strip_stochastic_depth(model, {*keep, *(value.name for value in model.graph.output)}, base)
     for function in model.functions:
         own = running[function.domain, function.name, function.overload]
+        # the results of a function are read by its callers, so that no name may go
         removed += _strip_nodes(function.node, own, pinned=None)
         for graph in _innermost_first(function.node):
             removed += _strip_graph(graph, own, keep)

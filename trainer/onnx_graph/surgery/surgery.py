@@ -36,6 +36,7 @@ def apply_surgery(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> 
     """
     problems = [*layout_problems(model.graph, config), *_subgraph_problems(model, config)]
     problems += _untie(model.graph, config.untie)
+    # in a graph with other problems the head would only give further ones
     if config.num_classes and not problems:
         problems += replace_head(model, config, seed=seed)
     if problems:
@@ -129,6 +130,7 @@ def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelP
     part.graph.output.extend(types[name] for name in outputs)
     part.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in needed)
     part.graph.sparse_initializer.extend(t for t in graph.sparse_initializer if t.values.name in needed)
+    # declared types of values that the part computes: inputs and outputs have theirs already
     inside = {name for node in kept for name in node.output} - {*outputs, *config.start}
     weights = {tensor.name for tensor in part.graph.initializer}  # what the exporter wrote about them is there, too
     part.graph.value_info.extend(value for value in graph.value_info if value.name in inside | weights)

@@ -20,7 +20,7 @@ from onward.trainer.onnx_graph.files.tensor_protos import read_tensor
 
 
 def stored_tensors(graph: onnx.GraphProto, base: Path | None, *, unaligned: bool = False) -> dict[str, torch.Tensor]:
-    """Return every tensor of `stored_protos`, by name; external data is memory-mapped.
+    """Return every tensor of `stored_protos`, by name and in its stored shape; external data is memory-mapped.
 
     base: the directory of external data. unaligned: as in `map_external`. Raises UnsupportedModel with a sentence for
     each tensor that cannot be used.

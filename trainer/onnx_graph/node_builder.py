@@ -73,7 +73,7 @@ class GraphWriter:
         return self.random.uniform(-bound, bound, shape).astype(np.float32)
 
     def normal(self, std: float, *shape: int) -> Array:
-        """Draw from a normal distribution with mean 0 and the given standard deviation."""
+        """Draw fp32 numbers of a shape from a normal distribution with mean 0 and a standard deviation."""
         return self.random.standard_normal(shape, np.float32) * np.float32(std)
 
 

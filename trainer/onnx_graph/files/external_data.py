@@ -78,7 +78,7 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor of the same type, which may be unaligned, into another one."""
+    """Copy a tensor, which may be unaligned, into another one of the same type and shape."""
     # as bytes, which are aligned anywhere; torch views only a last dimension without gaps so
     if source.ndim and source.stride(-1) == 1 == target.stride(-1) and source.dtype == target.dtype:
         target.view(torch.uint8).copy_(source.view(torch.uint8))
@@ -90,7 +90,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def bits_differ(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
-    """Return whether a tensor differs bitwise from the stored one, compared in the type in which it was read."""
+    """Return whether a tensor differs bitwise from the stored one of the same size, in the type that it was read in."""
     ours = tensor.detach().cpu().contiguous().reshape(-1)
     # bytes and not numbers: NaN differs from itself, and -0 is equal to 0
     return not torch.equal(ours.view(torch.uint8), stored.to(ours.dtype).contiguous().reshape(-1).view(torch.uint8))

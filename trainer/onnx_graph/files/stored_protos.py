@@ -79,7 +79,7 @@ def dense_tensor(sparse: onnx.SparseTensorProto) -> TensorProto:
 
 
 def read_chunks(proto: TensorProto, base: Path) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the values of a tensor of a type in BYTEWISE, flat and in this type, in chunks of CHUNK_BYTES."""
+    """Yield the values of a tensor of a type in BYTEWISE, flat [n] and in this type, in chunks of CHUNK_BYTES."""
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(proto.data_type))
     if is_external(proto):
         where = byte_range(proto)

@@ -23,7 +23,7 @@ def read_tensor(proto: TensorProto, base: Path | None = None) -> torch.Tensor:
 
 
 def tensor_from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return a tensor with a copy of an array's values, in the torch type that DTYPES gives their ONNX type."""
+    """Return a copy of an array as a tensor of the same shape, in the torch type that DTYPES gives its ONNX type."""
     element_type = helper.np_dtype_to_tensor_dtype(array.dtype)
     dtype = torch_dtype(element_type)
     # torch takes no array of numpy's 8-bit floats, which are types of ml_dtypes: their bytes pass as integers

@@ -43,7 +43,7 @@ class BoundInput:
     """None on the axis of the rows, if there is one."""
 
     def for_rows(self, rows: int) -> Array:
-        """Return what is fed for a batch of so many rows."""
+        """Return what is fed for a batch of so many rows: `shape`, with their number on its axis."""
         shape = [rows if length is None else length for length in self.shape]
         return np.ascontiguousarray(np.broadcast_to(self.value, shape)).reshape(shape)
 
@@ -61,7 +61,7 @@ class RowLayout:
         return np.moveaxis(rows, 0, self.axes[name]) if name in self.axes else rows
 
     def rows_first(self, name: str, value: Any) -> Any:
-        """Return an array of the file with its rows on axis 0."""
+        """Return an array of the file with its rows on axis 0: [B, ...]."""
         return np.moveaxis(value, self.axes[name], 0) if name in self.axes else value
 
 

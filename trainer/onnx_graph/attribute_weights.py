@@ -45,8 +45,14 @@ def held_attributes(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.NodeProt
 
 def held_by(node: onnx.NodeProto) -> Iterator[onnx.AttributeProto]:
     """Yield the attributes of a node that are treated as stored tensors."""
-    names = HELD.get(node.op_type, ()) if node.domain == DOMAIN else NUMBERS if _is_constant(node) else ()
-    yield from (attribute for name in names for attribute in node.attribute if attribute.name == name)
+    names: tuple[str, ...] = ()
+    if node.domain == DOMAIN:
+        names = HELD.get(node.op_type, ())
+    elif _is_constant(node):
+        names = NUMBERS
+    # in the order of the table, whatever that of the file is
+    for name in names:
+        yield from (attribute for attribute in node.attribute if attribute.name == name)
 
 
 def _is_constant(node: onnx.NodeProto) -> bool:
@@ -64,6 +70,7 @@ def as_tensor_proto(node: onnx.NodeProto, attribute: onnx.AttributeProto) -> Ten
         return TensorProto(data_type=TensorProto.FLOAT, float_data=[attribute.f])
     dims = [len(attribute.floats)]
     rows = _num_rows(node)
+    # coefficients of a damaged file that are no whole rows stay a vector
     if attribute.name == "coefficients" and rows and not dims[0] % rows:
         dims = [rows, dims[0] // rows]
     return TensorProto(data_type=TensorProto.FLOAT, dims=dims, float_data=attribute.floats)
@@ -81,7 +88,7 @@ def _num_rows(node: onnx.NodeProto) -> int:
 
 
 def store_floats(tensor: torch.Tensor, attribute: onnx.AttributeProto) -> None:
-    """Write a tensor into an attribute of a float or floats, unless it has the same bits already."""
+    """Write a tensor of any shape into an attribute of a float or floats, unless it has the same bits already."""
     now = tensor.detach().cpu().float().flatten().numpy()
     before = [attribute.f] if attribute.name == "value_float" else list(attribute.floats)
     if now.tobytes() == np.array(before, np.float32).tobytes():
@@ -105,5 +112,6 @@ def with_operands(model: onnx.ModelProto) -> onnx.ModelProto:
     copy.CopyFrom(model)
     for node in copy.graph.node:
         if node.domain == DOMAIN and (held := {attribute.name for attribute in held_by(node)}):
+            # an absent attribute is an absent operand, so that each keeps its slot
             node.input.extend(_name(node, name) if name in held else "" for name in HELD[node.op_type])
     return copy

@@ -51,6 +51,7 @@ def _graph_without_name(model: onnx.ModelProto) -> Iterator[str]:
 
 def _values_without_type_or_shape(model: onnx.ModelProto) -> Iterator[str]:
     """Give an input or an output a type of one dimension: the checker compares neither types nor ranks."""
+    # types first: an output that gets one here has its shape, too, and is named once
     for value in model.graph.output:
         if value.type.WhichOneof("value") is None:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
@@ -72,6 +73,7 @@ def _tensor_type(kind: TypeProto) -> Any:
 
 
 def _initializers_that_are_no_inputs(model: onnx.ModelProto) -> Iterator[str]:
+    # from IR version 4 on an initializer need not be an input
     if model.ir_version == 3:
         inputs = {value.name for value in model.graph.input}
         missing = [tensor.name for tensor in model.graph.initializer if tensor.name not in inputs]
@@ -81,30 +83,31 @@ def _initializers_that_are_no_inputs(model: onnx.ModelProto) -> Iterator[str]:
 
 
 def _second_name_of_the_domain(model: onnx.ModelProto) -> Iterator[str]:
-    found = [
-        node
-        for nodes in (model.graph.node, *(function.node for function in model.functions))
-        for node in nodes_inside(nodes)
-        if node.domain == "ai.onnx"
-    ]
-    for node in found:
+    bodies = [model.graph.node, *(function.node for function in model.functions)]
+    nodes = [node for body in bodies for node in nodes_inside(body)]
+    renamed = [node for node in nodes if node.domain == "ai.onnx"]
+    for node in renamed:
         node.domain = ""
-    for entry in (entry for part in (model, *model.functions) for entry in part.opset_import):
-        entry.domain = domain_of(entry)
-    if found:
-        yield f"{len(found)} operators are written with the domain 'ai.onnx', which is the one without a name"
+    # the versions of the domain, too: the checker looks them up under the same name
+    for part in (model, *model.functions):
+        for entry in part.opset_import:
+            entry.domain = domain_of(entry)
+    if renamed:
+        yield f"{len(renamed)} operators are written with the domain 'ai.onnx', which is the one without a name"
 
 
 def _norms_of_onnxruntime(model: onnx.ModelProto) -> Iterator[str]:
     version = opsets_of(model).get("", 0)
     unknown = [name for name in OWN_NORMS if not defs.has(name, version, "")]
-    found = [node for node in model.graph.node if node.op_type in unknown and not domain_of(node)]
-    for node in found:
+    named_alike = [node for node in model.graph.node if node.op_type in unknown]
+    norms = [node for node in named_alike if not domain_of(node)]
+    for node in norms:
         # the checker looks only at operators of domains that ONNX defines
         node.domain = "com.microsoft"
-    if found:
+    if norms:
+        # the copy may now have operators of a domain whose version it does not give
         list(_missing_opsets(model))
-        yield f"{len(found)} norms of onnxruntime are in ONNX's domain"
+        yield f"{len(norms)} norms of onnxruntime are in ONNX's domain"
 
 
 def _keys_given_twice(model: onnx.ModelProto) -> Iterator[str]:
@@ -192,12 +195,16 @@ def _versions(domain: str, operator: str) -> tuple[int, ...]:
 def _nodes_out_of_order(model: onnx.ModelProto) -> Iterator[str]:
     """Put the nodes of the main graph into an order in which each reads what stands before it."""
     graph = model.graph
-    makers = {name: at for at, node in enumerate(graph.node) for name in node.output if name}
-    reads = [{makers[name] for name in _outer_names(node) if name in makers} for node in graph.node]
-    if all(before < at for at, found in enumerate(reads) for before in found):
+    makers: dict[str, int] = {}
+    for position, node in enumerate(graph.node):
+        makers.update(dict.fromkeys(filter(None, node.output), position))
+    # position of a node -> those of the nodes whose results it reads
+    reads = [{makers[name] for name in makers.keys() & _outer_names(node)} for node in graph.node]
+    if all(before < position for position, read in enumerate(reads) for before in read):
         return
     if (order := _sorted(reads)) is None:
         return  # a circle, which the checker refuses
+    # copies, because clearing the field invalidates its nodes
     nodes = [onnx.NodeProto.FromString(graph.node[at].SerializeToString()) for at in order]
     graph.ClearField("node")
     graph.node.extend(nodes)
@@ -206,14 +213,11 @@ def _nodes_out_of_order(model: onnx.ModelProto) -> Iterator[str]:
 
 def _outer_names(node: onnx.NodeProto) -> set[str]:
     """Return the names that a node reads, without those that are local to its inner graphs."""
-    local = {
-        name
-        for graph in inner_graphs([node])
-        for name in (
-            *(value.name for values in (graph.input, graph.initializer) for value in values),
-            *(name for inner in graph.node for name in inner.output),
-        )
-    }
+    local = set[str]()
+    for graph in inner_graphs([node]):
+        local.update(value.name for value in (*graph.input, *graph.initializer))
+        local.update(name for inner in graph.node for name in inner.output)
+    # an operand of the node itself is an outer name, even if an inner graph has a value of the same name
     return set(node.input) | (names_read(node) - local)
 
 
@@ -222,19 +226,22 @@ def _sorted(reads: list[set[int]]) -> list[int] | None:
 
     The order of the file is kept where it can be.
     """
+    # depth first without recursion, which a graph of thousands of nodes in a row would exhaust
     order = dict[int, None]()
     waiting = list(range(len(reads)))[::-1]
     begun = set[int]()
     while waiting:
-        at = waiting[-1]
-        missing = [each for each in sorted(reads[at], reverse=True) if each not in order]
+        position = waiting[-1]
+        missing = [read for read in sorted(reads[position], reverse=True) if read not in order]
         if not missing:
-            order[at] = None
+            # a dict, because a node that several read waits several times and has one place
+            order[position] = None
             waiting.pop()
-        elif at in begun:
+        elif position in begun:
+            # it waits further down already: what it reads depends on its own result
             return None
         else:
-            begun.add(at)
+            begun.add(position)
             waiting += missing
     return list(order)
 
@@ -259,7 +266,9 @@ def _initializers_of_two_contents(model: onnx.ModelProto) -> Iterator[str]:
 def repeated_initializers(model: onnx.ModelProto) -> list[TensorProto]:
     """Return the initializers of the main graph whose name another one has."""
     times = Counter(tensor.name for tensor in model.graph.initializer)
-    return [tensor for tensor in model.graph.initializer if tensor.name and times[tensor.name] > 1]
+    # those without a name are no repetitions: nothing can read them (`_tensors_without_name`)
+    repeated = {name for name, count in times.items() if count > 1} - {""}
+    return [tensor for tensor in model.graph.initializer if tensor.name in repeated]
 
 
 def _tensors_of_two_contents(model: onnx.ModelProto) -> Iterator[str]:
@@ -287,10 +296,10 @@ def _functions_of_another_opset(model: onnx.ModelProto) -> Iterator[str]:
     for function in model.functions:
         for domain, version in opsets_of(function).items():
             operators = {node.op_type for node in nodes_inside(function.node) if domain_of(node) == domain}
-            kinds = {
-                name: {_since(domain, name, each) for each in (version, own.get(domain, version))} for name in operators
-            }
-            if changed := sorted(name for name, found in kinds.items() if len(found) > 1):
+            # an operator has the same meaning in both versions if it did not change between them
+            versions = (version, own.get(domain, version))
+            since = {name: {_since(domain, name, number) for number in versions} for name in operators}
+            if changed := sorted(name for name, changes in since.items() if len(changes) > 1):
                 yield (
                     f"function {function.name!r} is written for version {version} of {domain or 'ai.onnx'!r} and the "
                     f"model for {own[domain]}, between which {', '.join(changed[:3])} changed; onnxruntime takes the "
@@ -300,7 +309,7 @@ def _functions_of_another_opset(model: onnx.ModelProto) -> Iterator[str]:
 
 def _since(domain: str, operator: str, version: int) -> int:
     """Return the version in which an operator last changed, as of a version of its domain; 0 if it has none."""
-    return max((each for each in _versions(domain, operator) if each <= version), default=0)
+    return max((since for since in _versions(domain, operator) if since <= version), default=0)
 
 
 def _no_ir_version(model: onnx.ModelProto) -> Iterator[str]:
@@ -378,11 +387,12 @@ def _copy_graph(graph: onnx.GraphProto, light: onnx.GraphProto) -> None:
 
 def _leave_out(entries: Any, is_left_out: Callable[[Any], bool]) -> list[bool]:
     """Remove entries of a repeated field in place; return for each whether it was removed."""
-    found = [is_left_out(entry) for entry in entries]
-    for place in range(len(found))[::-1]:
-        if found[place]:
-            del entries[place]
-    return found
+    left_out = [is_left_out(entry) for entry in entries]
+    # from the end: the positions before a removed one stay the same
+    for position in range(len(left_out))[::-1]:
+        if left_out[position]:
+            del entries[position]
+    return left_out
 
 
 def is_note_of_a_tool(name: str) -> bool:

@@ -47,7 +47,9 @@ def list_of_names(text: str) -> list[str]:
         names = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return []
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if not isinstance(names, list):
+        return []
+    return [name for name in names if isinstance(name, str)]
 
 
 def is_exporter_name(name: str) -> bool:
@@ -55,4 +57,5 @@ def is_exporter_name(name: str) -> bool:
 
     In front of the name of a tensor of an inner graph or a function is that of its place (inner_tensors.py).
     """
+    # onnx::MatMul_12, val_3, _17 and 42; what was folded or fused; the TorchScript exporter's /layer/Add_output_0
     return re.fullmatch(r"(.*/)?(onnx::\w+|val_\d+|_?\d+)|.*_(fold|fused)\w*|(.+/)?/.*_output_\d+", name) is not None

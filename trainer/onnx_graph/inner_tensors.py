@@ -65,21 +65,22 @@ class InnerTensor:
 
 def inner_tensors(model: onnx.ModelProto) -> list[InnerTensor]:
     """Return all tensors (initializers and Constant nodes) stored in inner graphs and local functions."""
-    found: list[InnerTensor] = []
+    tensors: list[InnerTensor] = []
     for node in model.graph.node:
-        found += _named(_inside(node, _first_output(node), ""))
+        tensors += _named(_inside(node, _first_output(node), ""))
     names = Counter(function.name for function in model.functions)
     for function in model.functions:
         prefix = function.name
+        # domain and overload are in the name only where it would stand for several functions
         if names[prefix] > 1:
             overload = f":{function.overload}" if function.overload else ""
             prefix = f"{function.domain}.{function.name}{overload}"
-        what = f"the function {function.domain}.{function.name}"
-        own = [(f"{prefix}/{t.name}", f"{prefix}/{t.name}", t) for t in _stored_in(function, what)]
+        where = f"the function {function.domain}.{function.name}"
+        candidates = [(f"{prefix}/{t.name}", f"{prefix}/{t.name}", t) for t in _stored_in(function, where)]
         for node in function.node:
-            own += _inside(node, f"{prefix}/{_first_output(node)}", "")
-        found += _named(own)
-    return found
+            candidates += _inside(node, f"{prefix}/{_first_output(node)}", "")
+        tensors += _named(candidates)
+    return tensors
 
 
 def all_stored_protos(model: onnx.ModelProto) -> dict[str, TensorProto]:
@@ -112,6 +113,7 @@ def _inside(node: onnx.NodeProto, prefix: str, longer: str) -> Iterator[Candidat
     longer = longer or prefix
     for attribute in node.attribute:
         graphs = [attribute.g] if attribute.HasField("g") else attribute.graphs
+        # graphs of one attribute are told apart by their numbers
         for number, graph in enumerate(graphs):
             of_graph = f"{longer}/{attribute.name}" + (f"/{number}" if attribute.graphs else "")
             for tensor in _stored_in(graph, f"the body of {node.op_type}"):
@@ -135,9 +137,9 @@ def _stored_in(scope: Scope, where: str) -> Iterator[InnerTensor]:
 
 def _named(candidates: Iterable[Candidate]) -> Iterator[InnerTensor]:
     """Yield the tensors of one node of the main graph, or of one function, with names that are unique among them."""
-    found = list(candidates)
-    count = Counter(short for short, _, _ in found)
-    for short, longer, t in found:
+    of_one_node = list(candidates)
+    count = Counter(short for short, _, _ in of_one_node)
+    for short, longer, t in of_one_node:
         name = short if count[short] == 1 else longer
         yield InnerTensor(name, t.own_name, t.proto, t.where, t.scope, t.place, t.is_constant)
 
@@ -150,12 +152,15 @@ def lift_inner_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
 
     Returns the model itself if there are none. Raises UnsupportedModel if a name is that of another value.
     """
+    # most files have none: without this look their weights would be copied
     if not any(tensor.may_train for tensor in inner_tensors(model)):
         return model
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
+    # those of the copy, whose protos and scopes are changed in place
     lifted = [tensor for tensor in inner_tensors(copy) if tensor.may_train]
     _check_names(copy.graph, lifted)
+    # by identity: two scopes may be equal, and protos have no hash
     by_scope: dict[int, dict[str, str]] = {}
     for tensor in lifted:
         by_scope.setdefault(id(tensor.scope), {})[tensor.own_name] = tensor.name
@@ -176,7 +181,7 @@ def lift_inner_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_names(graph: onnx.GraphProto, lifted: Iterable[InnerTensor]) -> None:
-    own = {value.name for values in (graph.input, graph.initializer) for value in values}
+    own = {value.name for value in (*graph.input, *graph.initializer)}
     own.update(name for node in graph.node for name in node.output)
     if problems := [
         f"{tensor.own_name!r}, stored in {tensor.where}, is known as {tensor.name!r}, which is also the name of a "
@@ -198,7 +203,7 @@ def _rename_in(scope: Scope, outer: Mapping[str, str], by_scope: Mapping[int, Ma
     """Read lifted tensors under their names in the main graph. outer: old -> new name of those of outer scopes."""
     own = {name for node in scope.node for name in node.output}
     if isinstance(scope, onnx.GraphProto):
-        own |= {value.name for values in (scope.input, scope.initializer) for value in values}
+        own |= {value.name for value in (*scope.input, *scope.initializer)}
     # a name of this scope hides that of an outer one
     renamed = {old: new for old, new in outer.items() if old not in own} | dict(by_scope.get(id(scope), {}))
     for node in scope.node:
@@ -207,6 +212,7 @@ def _rename_in(scope: Scope, outer: Mapping[str, str], by_scope: Mapping[int, Ma
                 node.input[position] = renamed[name]
         for body in subgraphs(node):
             _rename_in(body, renamed, by_scope)
+    # a body may return a stored tensor as it is; a function that returns one keeps it (`may_train`)
     if isinstance(scope, onnx.GraphProto):
         for value in scope.output:
             value.name = renamed.get(value.name, value.name)
@@ -215,19 +221,20 @@ def _rename_in(scope: Scope, outer: Mapping[str, str], by_scope: Mapping[int, Ma
 def _pass_to_functions(model: onnx.ModelProto, lifted: Iterable[InnerTensor]) -> None:
     """Make the lifted tensors of functions further inputs of these functions, and pass them in all calls."""
     functions: dict[FunctionKey, onnx.FunctionProto] = {(f.domain, f.name, f.overload): f for f in model.functions}
-    places = {id(scope): key for key, f in functions.items() for scope in _scopes([f])}
+    function_of_scope = {id(scope): key for key, f in functions.items() for scope in _scopes([f])}
     own: dict[FunctionKey, list[str]] = {key: [] for key in functions}
     for tensor in lifted:
-        if (key := places.get(id(tensor.scope))) is not None:
+        if (key := function_of_scope.get(id(tensor.scope))) is not None:
             own[key].append(tensor.name)
     needed = {key: list(dict.fromkeys(_needed(key, own, functions))) for key in functions}
-    taken = {key: len(function.input) for key, function in functions.items()}
+    # counted before any input is added, because functions call each other
+    num_inputs = {key: len(function.input) for key, function in functions.items()}
     for scope in [*_scopes([model.graph]), *_scopes(functions.values())]:
         for node in scope.node:
             key = (node.domain, node.op_type, node.overload)
             if names := needed.get(key):
                 # operands at the end may be left out
-                node.input.extend([""] * (taken[key] - len(node.input)))
+                node.input.extend([""] * (num_inputs[key] - len(node.input)))
                 node.input.extend(names)
     for key, function in functions.items():
         function.input.extend(needed[key])

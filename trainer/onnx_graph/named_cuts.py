@@ -16,9 +16,18 @@ def names_of_cut(entry: str | Sequence[str], known: Collection[str]) -> list[str
     An entry is one tensor, several, or a cut list of ONNX Runtime's `cut_group_info`: edges joined by `:`, each a
     tensor name that may be followed by `-consumer1/consumer2`.
     """
+    edges = [entry] if isinstance(entry, str) else entry
     # a name in the file may itself hold a colon
-    edges = entry if not isinstance(entry, str) else [entry] if entry in known else entry.split(":")
-    return [edge if edge in known else edge.rpartition("-")[0] or edge for edge in edges]
+    if isinstance(entry, str) and entry not in known:
+        edges = entry.split(":")
+    return [_tensor_of_edge(edge, known) for edge in edges]
+
+
+def _tensor_of_edge(edge: str, known: Collection[str]) -> str:
+    """Return the tensor without its consumers, unless a tensor of the file has the whole name, hyphen included."""
+    if edge in known:
+        return edge
+    return edge.rpartition("-")[0] or edge
 
 
 def unknown_tensors(names: Sequence[str], known: Iterable[str]) -> str:
@@ -41,8 +50,10 @@ def unknown_cuts(model: onnx.ModelProto, cuts: Iterable[str | Sequence[str]]) ->
 
 def tensors_of(model: onnx.ModelProto) -> dict[str, None]:
     """Return the names of all values of a file, in its order."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for graph in graphs_of(model.graph):
-        found |= dict.fromkeys(value.name for values in (graph.input, graph.initializer) for value in values)
-        found |= dict.fromkeys(name for node in graph.node for name in node.output if name)
-    return found
+        names |= dict.fromkeys(value.name for value in (*graph.input, *graph.initializer))
+        # an absent optional output has the name ""
+        for node in graph.node:
+            names |= dict.fromkeys(filter(None, node.output))
+    return names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -54,6 +53,7 @@ class GraphWriter:
 
     def op(self, kind: str, *inputs: str, outputs: Sequence[str] | str = "", **attributes: Any) -> str:
         """Append a node. Return its first output, named by `outputs` or after the node."""
+        # the number of the node makes its name unique
         name = f"{kind}_{len(self._graph.node)}"
         names = [outputs or name] if isinstance(outputs, str) else list(outputs)
         self._graph.node.append(helper.make_node(kind, inputs, names, name=name, **attributes))
@@ -73,7 +73,7 @@ class GraphWriter:
         return self.random.uniform(-bound, bound, shape).astype(np.float32)
 
     def normal(self, std: float, *shape: int) -> Array:
-        """Draw from a normal distribution with mean 0 and the given standard deviation."""
+        """Draw fp32 numbers of a shape from a normal distribution with mean 0 and a standard deviation."""
         return self.random.standard_normal(shape, np.float32) * np.float32(std)
 
 
@@ -120,18 +120,20 @@ class GraphExtender:
 
     def inner(self, name: str) -> GraphExtender:
         """Return what appends nodes to a new graph, a branch of If or a body of Loop, whose nodes read these values."""
-        found = GraphExtender(onnx.GraphProto(name=name), opset=self.opset)
-        found._taken = self._taken  # names of inner values must differ from those outside
-        return found
+        extender = GraphExtender(onnx.GraphProto(name=name), opset=self.opset)
+        extender._taken = self._taken  # names of inner values must differ from those outside
+        return extender
 
     def append(self, other: onnx.GraphProto, *inputs: str) -> str:
         """Append the nodes and initializers of another graph behind these values; return its first output."""
-        numbers = itertools.count(1)
-        prefixes = (f"onward.graph_{number}." for number in numbers)
-        prefix = next(each for each in prefixes if not any(name.startswith(each) for name in self._taken))
-        renamed = compose.add_prefix_graph(other, prefix)
-        for value, given in zip(renamed.input, inputs, strict=True):
-            self.graph.node.append(helper.make_node("Identity", [given], [value.name], name=value.name))
+        # the first prefix that no name has: the same graph may be appended several times
+        number = 1
+        while any(name.startswith(f"onward.graph_{number}.") for name in self._taken):
+            number += 1
+        renamed = compose.add_prefix_graph(other, f"onward.graph_{number}.")
+        # the values get the names by which the nodes of the other graph read its inputs
+        for value, operand in zip(renamed.input, inputs, strict=True):
+            self.graph.node.append(helper.make_node("Identity", [operand], [value.name], name=value.name))
         self.graph.node.extend(renamed.node)
         self.graph.initializer.extend(renamed.initializer)
         self.graph.sparse_initializer.extend(renamed.sparse_initializer)

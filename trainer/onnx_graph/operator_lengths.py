@@ -58,13 +58,11 @@ READS: dict[str, Callable[[onnx.NodeProto, Shape, int], tuple[int, int]]] = {
 def known_lengths(graph: onnx.GraphProto) -> Known:
     """Return the lengths of dynamic dimensions, but for the batch, that the operators reading an input determine."""
     shapes = {name: tuple(tensor.dims) for name, tensor in stored_protos(graph)}
-    inputs = {
-        value.name: value.type.tensor_type.shape.dim
-        for value in graph.input
-        if value.name not in shapes and value.type.tensor_type.HasField("shape")
-    }
+    types = {value.name: value.type.tensor_type for value in graph.input if value.name not in shapes}
+    inputs = {name: kind.shape.dim for name, kind in types.items() if kind.HasField("shape")}
     source = {name: name for name in inputs}  # value that has the shape of an input -> that input
     found: dict[tuple[str, int], int] = {}
+    # in topological order: a Cast of an input is known before the Conv that reads it
     for node in graph.node:
         name = source.get(node.input[0]) if node.input else None
         if name is None:
@@ -74,6 +72,7 @@ def known_lengths(graph: onnx.GraphProto) -> Known:
             source[node.output[0]] = name
         elif node.op_type in READS and shape:
             position, length = READS[node.op_type](node, shape, len(inputs[name]))
+            # dimension 0 is the batch; a length that the file declares is not looked at again
             if 0 < position < len(inputs[name]) and inputs[name][position].dim_value <= 0:
                 found.setdefault((name, position), length)
     return found
@@ -86,6 +85,7 @@ def with_lengths(model: onnx.ModelProto, known: Known) -> onnx.ModelProto:
     declared = onnx.ModelProto()
     declared.CopyFrom(model)
     inputs = {value.name: value.type.tensor_type.shape.dim for value in declared.graph.input}
+    # a symbol is one length wherever it stands, in other inputs as well
     symbols = {inputs[name][position].dim_param: length for (name, position), length in known.items()}
     for name, dims in inputs.items():
         for position, dim in enumerate(dims[1:], 1):

@@ -71,15 +71,17 @@ def with_numeric_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
         model = with_log_probabilities(model, scores[0])
         kept = [known_types(model).get(scores[0]) or onnx.ValueInfoProto(name=scores[0])]
     part = onnx.ModelProto()
-    behind = [nodes_between(model.graph, [value.name], set()) for value in kept]
     part.CopyFrom(model)
-    outputs = {name for nodes, _ in behind for node in nodes for name in node.output}
-    needed = set[str]().union(*(names for _, names in behind))
-    for field, entries in (
-        ("output", kept),
-        ("node", [node for node in model.graph.node if set(node.output) & outputs]),
-        ("initializer", [tensor for tensor in model.graph.initializer if tensor.name in needed]),
-    ):
+    computed = set[str]()
+    needed = set[str]()
+    for value in kept:
+        behind, names = nodes_between(model.graph, [value.name], set())
+        computed.update(name for node in behind for name in node.output)
+        needed |= names
+    # in the order of the file, which is topological
+    nodes = [node for node in model.graph.node if set(node.output) & computed]
+    tensors = [tensor for tensor in model.graph.initializer if tensor.name in needed]
+    for field, entries in (("output", kept), ("node", nodes), ("initializer", tensors)):
         part.graph.ClearField(field)
         getattr(part.graph, field).extend(entries)
     return part
@@ -99,20 +101,23 @@ def score_tensors(graph: onnx.GraphProto, outputs: Sequence[str] = ()) -> Iterat
     compared = list[str]()
     names = [*outputs] or [value.name for value in graph.output]
     any_found = False
+    # breadth first from the outputs: the scores nearest to an output come first
     while names:
         name = names.pop(0)
         node = index.makers.get(name)
         if node is None or name in seen:
             continue
         seen.update(node.output)
-        if found := _scores_of(node) or _scores_before(name, activation_of(index, name)):
+        if scores := _scores_of(node) or _scores_before(name, activation_of(index, name)):
             any_found = True
-            if found[0] not in seen or found[0] in node.output:
-                seen.add(found[0])
-                yield found
+            # a softmax and its logarithm may stand behind the same scores, which are yielded once
+            if scores[0] not in seen or scores[0] in node.output:
+                seen.add(scores[0])
+                yield scores
         elif node.op_type in KEEPS_SCORES:
             names += node.input
-            compared += node.input[:1] if node.op_type == "ArgMax" else []
+            if node.op_type == "ArgMax":
+                compared += node.input[:1]
     if not any_found and compared:
         yield compared[0], "the scores before ArgMax, for the loss cross_entropy"
 
@@ -159,6 +164,7 @@ def _log_steps(node: onnx.NodeProto) -> list[tuple[str, str, dict[str, Any]]]:
     if len(intercepts) > 2:  # log(sigmoid(x)) = -softplus(-x)
         return [("", "Neg", {}), ("", "Softplus", {}), ("", "Neg", {})]
     rows = np.column_stack([np.reshape(attributes["coefficients"], (2, -1)), intercepts])
+    # opposite up to rounding: each row and its intercept, [2, features + 1]
     opposite = np.abs(rows.sum(0)).max() <= 1e-2 * np.abs(rows).max()
     half = (DOMAIN, "Scaler", {"offset": [0.0], "scale": [0.5]})
     return [half, ("", "LogSoftmax", {"axis": 1})] if opposite else []
@@ -175,20 +181,21 @@ def with_log_probabilities(model: onnx.ModelProto, output: str) -> onnx.ModelPro
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     nodes = list(copy.graph.node)
-    place = named.index(True)
-    own = nodes[place]
+    position = named.index(True)
+    classifier = nodes[position]
     scores = onnx.NodeProto()
-    scores.CopyFrom(own)
-    scores.output[1] = f"{own.output[1]}/scores"
-    next(each for each in scores.attribute if each.name == "post_transform").s = b"NONE"
+    scores.CopyFrom(classifier)
+    scores.output[1] = f"{classifier.output[1]}/scores"
+    next(attribute for attribute in scores.attribute if attribute.name == "post_transform").s = b"NONE"
+    # each step reads what the one before it computes, the last one computes `output`
     names = [scores.output[1], *(f"{output}/{number}" for number in range(1, len(steps))), output]
     made = [
         helper.make_node(operator, [before], [after], domain=domain, **attributes)
         for (domain, operator, attributes), before, after in zip(steps, names[:-1], names[1:], strict=True)
     ]
     # weights are named after the label, so it stays that of the scores; the node itself still gives the probabilities
-    own.output[0] = f"{own.output[0]}/with_probabilities"
-    nodes[place:place] = [scores, *made]
+    classifier.output[0] = f"{classifier.output[0]}/with_probabilities"
+    nodes[position:position] = [scores, *made]
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]  # `del` invalidates the others
     del copy.graph.node[:]
     copy.graph.node.extend(copies)
@@ -220,16 +227,18 @@ def class_order(graph: onnx.GraphProto) -> list[str]:
 
 def class_labels(graph: onnx.GraphProto) -> list[str]:
     """Return the class labels that operators of ai.onnx.ml hold, in the order of the scores; [] if there are none."""
-    found: list[Any] = []
+    order: list[Any] = []
     stored = Index(graph).stored
     for node in graph.node:
         if node.domain != DOMAIN:
             continue
         labels = [value for name, value in attributes_of(node).items() if name.startswith("classlabels_")]
+        # the converter of some classifiers looks the label up in a stored list, by the position of the greatest score
         if node.op_type == "ArrayFeatureExtractor" and node.input[0] in stored:
             labels = [stored_array(stored[node.input[0]]).flatten().tolist()]
-        found = next(filter(None, labels), found)
-    return [str(label) for label in found]
+        # the labels of the last node are those that the file returns
+        order = next(filter(None, labels), order)
+    return [str(label) for label in order]
 
 
 def unreadable_output(
@@ -251,12 +260,12 @@ def unreadable_output(
         return (
             f"the loss cannot read output {output!r} ({describe_type(value)}), which has no gradient; {chosen.remedy}"
         )
-    known = [f"{name!r} ({what})" for name, what in score_tensors(model.graph)]
-    floats = [name for name, each in declared.items() if each.type.tensor_type.elem_type in FLOAT_TYPES]
-    known += [f"{name!r}, with the loss mse or l1: the file has no tensor of scores before it" for name in floats]
+    readable = [f"{name!r} ({what})" for name, what in score_tensors(model.graph)]
+    floats = [name for name, other in declared.items() if other.type.tensor_type.elem_type in FLOAT_TYPES]
+    readable += [f"{name!r}, with the loss mse or l1: the file has no tensor of scores before it" for name in floats]
     return (
         f"the loss cannot read output {output!r} ({describe_type(value)}), which has no gradient; set model.output to "
-        f"{known[0] if known else 'the tensor of scores from which it is computed'}{_numbering(model.graph)}"
+        f"{readable[0] if readable else 'the tensor of scores from which it is computed'}{_numbering(model.graph)}"
     )
 
 

@@ -74,6 +74,7 @@ class _Graph:
     def softmax(self, tensor: str) -> Activation | None:
         if found := self.quotient(tensor):
             return found
+        # exp(log_softmax(x)) is a softmax, too
         exponential = self.node(tensor, "Exp")
         found = self.difference(exponential.input[0]) if exponential else None
         return replace(found, kind="softmax", written_out=True) if found else None
@@ -106,6 +107,7 @@ class _Graph:
         for part, whole in self.fractions(node):
             exponential = self.node(part, "Exp")
             summed = self.reduced(whole, SUMS)
+            # both are of the same exponential: another numerator would be another function
             if exponential and summed and self.source(summed[0]) == self.source(part):
                 scores = self.unshifted(exponential.input[0], summed[1])
                 return Activation("softmax", scores, summed[1], written_out=True)
@@ -131,6 +133,7 @@ class _Graph:
             axis = self.greatest_axis(greatest, scores)
             if found is None or axis is None or found[1] != axis:
                 continue
+            # without the shift inside of the sum the result would be less by the greatest score
             if found[0] != self.unshifted(found[0], axis) and self.are_shifted(found[0], scores):
                 return Activation("log_softmax", scores, axis, written_out=True)
         return None
@@ -155,6 +158,7 @@ class _Graph:
         attributes = attributes_of(node)
         if not attributes.get("keepdims", 1) and not has_axis and not regains_axis:
             return None
+        # an attribute in earlier opsets, an operand since opset 13 or 18
         axes = attributes.get("axes")
         if axes is None and len(node.input) > 1 and node.input[1]:
             axes = self.numbers(node.input[1])
@@ -163,6 +167,7 @@ class _Graph:
     def behind_axis(self, tensor: str) -> tuple[onnx.NodeProto | None, bool]:
         """Return the node in front of a node that adds an axis, and whether there is such a node."""
         node = self.node(tensor)
+        # a sum without `keepdims` is divided by only after it has got its axis back
         if node is None or node.op_type not in ADDS_AXIS:
             return node, False
         return self.node(node.input[0]), True
@@ -197,6 +202,7 @@ class _Graph:
 
     def logistic(self, node: onnx.NodeProto) -> str:
         """Return x of 1 / (1 + exp(-x)) and of exp(x) / (1 + exp(x)); "" if a node computes neither."""
+        # 1 / (1 + exp(-x)), then exp(x) / (1 + exp(x))
         denominator = self.inverted(node.output[0])
         if denominator and (exponential := self.beside_one(denominator, "Exp")):
             return self.negated(exponential.input[0])
@@ -213,7 +219,9 @@ class _Graph:
             tanh = self.beside_one(half, "Tanh")
         elif node.op_type == "Add":
             terms = [self.halved(one) for one, other in _both_orders(node) if self.number(other) == 0.5]
-            tanh = next((found for name in terms if name and (found := self.node(name, "Tanh"))), None)
+            nodes = (self.node(name, "Tanh") for name in terms if name)
+            tanh = next(filter(None, nodes), None)
+        # x / 2 must be the argument: tanh(x) alone belongs to a sigmoid of 2 x
         return self.halved(tanh.input[0]) if tanh else ""
 
     def beside_one(self, tensor: str, operator: str) -> onnx.NodeProto | None:
@@ -286,10 +294,13 @@ class _Graph:
         maker = self.index.makers.get(name)
         if maker is None or maker.op_type != "Constant":
             return None
-        written = attributes_of(maker)
-        single = next((written[key] for key in ("value_float", "value_int") if key in written), None)
-        several = next((written[key] for key in ("value_floats", "value_ints") if key in written), None)
-        return [float(single)] if single is not None else several and [float(value) for value in several]
+        # a Constant whose value is a tensor is among `stored`; the others write numbers as attributes
+        attributes = attributes_of(maker)
+        single = next((attributes[key] for key in ("value_float", "value_int") if key in attributes), None)
+        several = next((attributes[key] for key in ("value_floats", "value_ints") if key in attributes), None)
+        if single is not None:
+            return [float(single)]
+        return several and [float(value) for value in several]
 
 
 def _keeps_values(node: onnx.NodeProto) -> bool:

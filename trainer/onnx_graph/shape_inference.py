@@ -27,7 +27,9 @@ def infer_probes(
     lean = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
     lean.graph.name = "lean"
     lean.graph.node.extend(model.graph.node)
+    # names alone: inference would take a declared shape for granted
     lean.graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in model.graph.output)
+    # a large tensor is an input here, which has a type and a shape and no values
     for tensor in model.graph.initializer:
         if stored[tensor.name].numel() <= SMALL:
             lean.graph.initializer.append(tensor)
@@ -69,6 +71,7 @@ def _probes(kind: onnx.TypeProto) -> Probes | None:
     shapes: tuple[list[int], list[int]] = ([], [])
     for dim in tensor.shape.dim:
         pair = [str(dim.dim_value)] * 2 if dim.HasField("dim_value") else dim.dim_param.split(":")
+        # a length that inference computed of a trial length has no symbol, or one of inference's own
         if len(pair) != 2 or not all(length.isdigit() for length in pair):
             return None
         for shape, length in zip(shapes, pair, strict=True):

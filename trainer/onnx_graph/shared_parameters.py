@@ -75,12 +75,10 @@ def parameters_read(graph: onnx.GraphProto) -> dict[str, dict[str, list[Use]]]:
     """
     index = Index(graph)
     uses: dict[str, list[Use]] = defaultdict(list)
-    written = _Written(
-        index,
-        outputs={value.name for value in graph.output},
-        merges=any(_named_merge(node) for node in graph.node),
-        modules={prefix for name in index.stored for prefix in _prefixes(name)},
-    )
+    outputs = {value.name for value in graph.output}
+    modules = {prefix for name in index.stored for prefix in _prefixes(name)}
+    merges = any(_named_merge(node) for node in graph.node)
+    written = _Written(index, outputs, merges, modules)
     for node in nodes_of(graph):
         for slot, name in enumerate(node.input):
             if name in index.stored and node.op_type not in ("Shape", "Size"):  # these do not read its values
@@ -90,15 +88,17 @@ def parameters_read(graph: onnx.GraphProto) -> dict[str, dict[str, list[Use]]]:
         for name, origin in _origins(graph, uses).items()
         if index.stored[name].data_type in FLOAT_TYPES
     }
+    # only floats tell modules and calls apart: integers, such as shapes and axes, are read everywhere
     first_path = _first_paths(uses, weights)
     calls = _calls(uses, weights, first_path)
-    found: dict[str, dict[str, list[Use]]] = {}
-    for name, own in uses.items():
-        named = list(_numbered(own, first_path, calls))
-        found[name] = {use.parameter: [] for use in sorted(named, key=lambda use: use.parameter != name)}
+    parameters: dict[str, dict[str, list[Use]]] = {}
+    for name, reads in uses.items():
+        named = list(_numbered(reads, first_path, calls))
+        # the sort is stable, and puts the parameter of the tensor's own name in front
+        parameters[name] = {use.parameter: [] for use in sorted(named, key=lambda use: use.parameter != name)}
         for use in named:
-            found[name][use.parameter].append(use)
-    return found
+            parameters[name][use.parameter].append(use)
+    return parameters
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,12 @@ def _uses(node: onnx.NodeProto, slot: int, name: str, written: _Written) -> Iter
         alias = _named_merge(node)
         value = node.output[0]
         for reader in written.index.readers.get(value, ()):
-            for place in (place for place, read in enumerate(reader.input) if read == value):
-                for use in _uses(reader, place, name, written):
+            for position in (position for position, read in enumerate(reader.input) if read == value):
+                for use in _uses(reader, position, name, written):
+                    # a parameter of its own is untied at the Identity, which all of its readers read
                     yield replace(use, node=node, slot=slot, parameter=alias, source="merge") if alias else use
         return
+    # the surest source first: a module that dynamo wrote, the tensor's own name, the node's name, the node
     operand = OPERANDS.get(node.op_type, {}).get(slot, "")
     module = module_of_node(node)
     if module is not None and NAME_SCOPES in metadata(node):
@@ -175,16 +177,19 @@ def _first_paths(uses: Mapping[str, list[Use]], weights: Mapping[str, _Weight]) 
     """
     reads: dict[str, set[tuple[str, str]]] = defaultdict(set)
     large: set[str] = set()
+    # small weights of two modules may have been merged, because they were equal; a large one is read under two paths
+    # only if both are one module
     for name, weight in weights.items():
         for use in uses[name]:
             for prefix in _prefixes(use.module or ""):
                 reads[prefix].add((str(use.module)[len(prefix) :], weight.origin))
                 if weight.size > MAX_MERGED:
                     large.add(prefix)
+    # the shortest path first, of equal lengths the one that is read first
     first: dict[frozenset[tuple[str, str]], str] = {}
     return {
-        path: first.setdefault(frozenset(found), path)
-        for path, found in sorted(reads.items(), key=lambda item: len(item[0]))
+        path: first.setdefault(frozenset(weights_read), path)
+        for path, weights_read in sorted(reads.items(), key=lambda item: len(item[0]))
         if path in large
     }
 
@@ -212,6 +217,7 @@ def _calls(
         for use in uses[name]:
             if use.module is not None:
                 counts[_canonical(use.module, first_path), weight.origin, use.operand] += 1
+    # a weight that a module shares with itself is read more often than it is called: the least number is the calls
     calls: dict[str, int] = {}
     for (module, _, _), number in counts.items():
         for prefix in (*_prefixes(module), ""):
@@ -235,9 +241,11 @@ def _numbered(uses: list[Use], first_path: Mapping[str, str], calls: Mapping[str
             continue
         times = places.count(place)
         times_called = calls.get(module, 1)
+        # the number of parameters, if each call reads all of them; else every reading may be another one
         several = times // times_called if times % times_called == 0 else times
         if place in rearranged:
             several = 1
+        # readings come call by call: in each call the parameters are counted anew
         number = f"{seen[place] % several + 1} of {several}" if several > 1 else ""
         seen[place] += 1
         label = ".".join(filter(None, (module, use.operand))) or "the outermost module"

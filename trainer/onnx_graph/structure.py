@@ -28,6 +28,7 @@ def structure_digest(path: Path) -> str:
     model.ClearField("doc_string")
     for graph in graphs_of(model.graph):
         for tensor in graph.initializer:
+            # floats may be trained, and many integers may be a quantized weight
             if tensor.data_type in FLOATS or math.prod(tensor.dims) > KEPT_VALUES:
                 bare = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
                 tensor.CopyFrom(bare)

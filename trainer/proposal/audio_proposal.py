@@ -65,12 +65,14 @@ def propose_audio_files(draft: Draft, inputs: Sequence[TensorInfo]) -> bool:
     """
     source = draft.value("data.source")
     try:
-        found = sources.locate(source, DataConfig(source=source, audio=AudioConfig()))
+        located = sources.locate(source, DataConfig(source=source, audio=AudioConfig()))
     except DataError:
         return False
-    if found.format != "audio":
+    if located.format != "audio":
         return False
-    _propose(draft, inputs, [path for _, path in found.files[:: max(1, len(found.files) // FEW_FILES)]], "audio")
+    # files of one class are often side by side: a few of all folders say more than the first ones
+    interval = max(1, len(located.files) // FEW_FILES)
+    _propose(draft, inputs, [path for _, path in located.files[::interval]], "audio")
     return True
 
 
@@ -88,17 +90,21 @@ def propose_audio_column(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo
 
 def audio_input(draft: Draft, inputs: Sequence[TensorInfo]) -> TensorInfo | None:
     """Return the input that takes the clips: the one that data.inputs names, else the only one that can."""
-    given = {info.name: draft.value(f"{INPUTS}.{info.name}") for info in inputs}
-    column = draft.value("data.audio.column", "audio")
-    found = [info for info in inputs if given[info.name] == column]
-    found = found or [info for info in inputs if given[info.name] is None and _is_sound(info)]
-    return found[0] if len(found) == 1 else None
+    columns = {info.name: draft.value(f"{INPUTS}.{info.name}") for info in inputs}
+    audio_column = draft.value("data.audio.column", "audio")
+    candidates = [info for info in inputs if columns[info.name] == audio_column]
+    if not candidates:
+        open_inputs = [info for info in inputs if columns[info.name] is None]
+        candidates = [info for info in open_inputs if _is_sound(info)]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def _is_sound(info: TensorInfo) -> bool:
+    """Return whether an input can take waveforms [B, T], [B, 1, T] or spectrograms, [B, M, F], [B, 1, M, F]."""
     shape = info.sample_shape
     if "float" not in info.dtype or not shape:
         return False
+    # a short vector is one of features, not a waveform
     if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1):
         return shape[-1] is None or shape[-1] >= LONG
     return len(shape) == 2 or (len(shape) == 3 and shape[0] == 1)
@@ -110,7 +116,7 @@ def _propose(draft: Draft, inputs: Sequence[TensorInfo], files: Sequence[Path], 
         draft.set("data.audio.column", column, "its cells name audio files")
     info = audio_input(draft, inputs)
     if info is None:
-        names = ", ".join(f"{each.name} {shown(each)}" for each in inputs)
+        names = ", ".join(f"{value.name} {shown(value)}" for value in inputs)
         raise ConfigError(
             f"the data is audio ({len(files)} files were looked at), but not one input alone can take a clip ([?, T], "
             f"[?, M, F] or [?, 1, M, F] of floats): {names}; name it: data.inputs.NAME={column}, and set [data.audio]"
@@ -129,6 +135,7 @@ def _propose(draft: Draft, inputs: Sequence[TensorInfo], files: Sequence[Path], 
 
 def _propose_waveform(draft: Draft, length: int | None, clips: _Clips) -> None:
     rate = clips.rate
+    # a length of whole seconds at the rate of the files says that the model takes them as they are
     if length is None or length % rate:
         rate = min(rate, USUAL_RATE)
     draft.set("data.audio.sample_rate", rate, "the model does not say it; the rate of its training is right")
@@ -136,6 +143,7 @@ def _propose_waveform(draft: Draft, length: int | None, clips: _Clips) -> None:
     if length is not None:
         draft.set("data.audio.seconds", length / rate, f"{length:,} samples, as the model takes them")
     elif draft.value("data.audio.channel_axis"):
+        # samples with an axis of channels are of one length; without it a batch is filled up to its longest clip
         draft.set("data.audio.seconds", clips.length_s, "the model takes any; nine of ten clips are not longer")
 
 
@@ -147,8 +155,8 @@ def _propose_spectrogram(draft: Draft, info: TensorInfo, dims: tuple[int | None,
         bands_last = dims[0] is None
     draft.set("data.audio.features", "log_mel", f"{info.name} has an axis of bands and one of frames")
     if bands_first == bands_last:
-        what = f"{info.name} takes {shown(info)}: which axis has the bands?"
-        draft.ask("data.audio.time_first", what, {False: "bands, then frames", True: "frames, then bands"})
+        question = f"{info.name} takes {shown(info)}: which axis has the bands?"
+        draft.ask("data.audio.time_first", question, {False: "bands, then frames", True: "frames, then bands"})
     elif bands_last:
         draft.set("data.audio.time_first", True, f"{dims[1]} is a usual number of bands, {dims[0] or 'any'} is not")
     is_first = bool(draft.value("data.audio.time_first", False))
@@ -161,6 +169,7 @@ def _propose_spectrogram(draft: Draft, info: TensorInfo, dims: tuple[int | None,
         draft.set("data.audio.hop", rate // FRAMES_A_SECOND, "10 ms")
     hop = draft.value("data.audio.hop", AudioConfig().hop)
     if frames:
+        # a clip of T samples has 1 + T // hop frames
         draft.set("data.audio.seconds", max(frames - 1, 1) * hop / rate, f"{frames} frames of {1000 * hop / rate:g} ms")
     else:
         draft.set("data.audio.seconds", clips.length_s, "the model takes any; nine of ten clips are not longer")
@@ -176,12 +185,12 @@ def _read_headers(files: Sequence[Path]) -> _Clips:
     for path in files[:FEW_FILES]:
         try:
             with opened(path) as file:
-                found = soundfile.info(file)
+                header = soundfile.info(file)
         except (soundfile.SoundFileError, OSError, RuntimeError) as error:
             failed = failed or f"{path.name}: {error}"
             continue
-        rates[found.samplerate] += 1
-        seconds.append(found.duration)
+        rates[header.samplerate] += 1
+        seconds.append(header.duration)
     if not seconds:
         raise DataError(f"none of {len(files)} audio files that were opened can be read; the first is {failed}")
     return _Clips(rates, seconds)

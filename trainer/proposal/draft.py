@@ -84,23 +84,25 @@ class Draft:
 
     def settings(self) -> dict[str, Any]:
         """Return all settings as nested mappings, an open one with the first of its choices, or left out."""
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         losses: dict[int, dict[str, Any]] = {}
         for key, entry in self.entries.items():
             value = next(iter(entry.choices), None) if entry.is_open else copy.deepcopy(entry.value)
+            # a question without choices
             if value is None:
                 continue
             *tables, name = parts_of(key)
+            # [[loss]] is an array of tables, by the position in their keys
             if tables[:1] == ["loss"] and len(tables) > 1 and tables[1].isdecimal():
                 losses.setdefault(int(tables[1]), {})[name] = value
                 continue
-            table = found
+            table = settings
             for part in tables:
                 table = table.setdefault(part, {})
             table[name] = value
         if losses:
-            found["loss"] = [losses[place] for place in sorted(losses)]
-        return found
+            settings["loss"] = [losses[position] for position in sorted(losses)]
+        return settings
 
 
 def parts_of(key: str) -> list[str]:

@@ -73,15 +73,17 @@ def initialise(
         raise ConfigError(f"{target} is a directory; name the file to write, such as {target / 'config.toml'}")
     if target.exists() and not force:
         raise ConfigError(f"{target} exists already; name another file with -o, or replace it with --force")
-    places = {copy.url: str(copy.path) for copy in copies.copies}
-    local = Path(places.get(url_of(model), model))
-    draft = propose(local, places.get(url_of(source), source), given)
-    found = None
+    local_paths = {copy.url: str(copy.path) for copy in copies.copies}
+    local_model = Path(local_paths.get(url_of(model), model))
+    draft = propose(local_model, local_paths.get(url_of(source), source), given)
+    rates = None
     if range_test and not draft.questions:
-        found = find_rate(load_config(draft.settings(), check=check_files_and_data))
-        draft.set("optimizer.learning_rate", found.chosen, found.summary)
+        rates = find_rate(load_config(draft.settings(), check=check_files_and_data))
+        draft.set("optimizer.learning_rate", rates.chosen, rates.summary)
     title = f"{model.name} on {Path(source).absolute().name}, as `onward init` proposes it."
-    config = _write(draft, target, as_text(draft, target, title, {path: url for url, path in places.items()}), copies)
+    # the file has the URLs: copies are those of this machine
+    urls = {path: url for url, path in local_paths.items()}
+    config = _write(draft, target, as_text(draft, target, title, urls), copies)
     result = Proposed(
         path=target,
         guesses=tuple(Guess(setting=key, value=value, reason=why) for key, value, why in reasons(draft)),
@@ -90,8 +92,9 @@ def initialise(
             for key, entry in draft.questions.items()
         ),
         notes=tuple(draft.notes),
-        range_test=found,
+        range_test=rates,
     )
+    # the file stays even if it does not train: the user corrects it
     if config is None or not steps:
         return result
     try:
@@ -122,5 +125,6 @@ def _write(draft: Draft, target: Path, text: str, copies: LocalCopies) -> RunCon
 
 def _check_with_choices(draft: Draft, copies: LocalCopies) -> None:
     """Raise ConfigError if the settings contradict each other under the first choice of each question."""
+    # a question without choices has no value to check with
     if all(entry.choices for entry in draft.questions.values()):
         load_config(draft.settings(), check=lambda sections: check_files_and_data(sections, copies))

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-
-import numpy as np
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import ImageConfig
@@ -37,7 +35,7 @@ from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.source_summary import Facts
 from onward.trainer.quantities import shown_shape
-from onward.trainer.rehearsal.trials.data_of_model import IMAGE_COLUMNS, LABELS, image_column
+from onward.trainer.rehearsal.trials.data_of_model import LABELS
 
 TRAINING, EVALUATION, TEST = (
     ("train", "training"),
@@ -67,11 +65,9 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
     if takes_images and not draft.is_given("data.label") and (boxes := _boxes(path)):
         raise DataError(f"{given}: {boxes}; data.label=... leaves the boxes aside")
     if path.is_dir():
-        splits = {name.stem.lower(): name for name in sorted(path.iterdir()) if not name.name.startswith(".")}
-        found = [
-            next((splits[name] for name in names if name in splits), None) for names in (TRAINING, EVALUATION, TEST)
-        ]
-        training, evaluation, test = found
+        splits = {entry.stem.lower(): entry for entry in sorted(path.iterdir()) if not entry.name.startswith(".")}
+        training, evaluation, test = (_first_of(splits, names) for names in (TRAINING, EVALUATION, TEST))
+        # a folder train/ alone is no sign of a split
         if training and (evaluation or test):
             if takes_images:
                 training, evaluation, test = (part and _images_in(part) for part in (training, evaluation, test))
@@ -92,28 +88,35 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
         draft.set("data.text_files", f"*{suffix}", "the files of text")
 
 
-def propose_digits(draft: Draft, inputs: Sequence[TensorInfo]) -> None:
-    """Propose the size to which scikit-learn's digits are resized, and their channels: those of the input of images."""
-    shapes = [info.shape for info in inputs if info.shape is not None and len(info.shape) == 4]
-    if len(shapes) == 1:
-        _, channels, height, width = shapes[0]
-        if height is not None and height == width:
-            draft.set("data.image_size", height, "the images have 8 x 8 pixels, and are resized to those of the model")
-        if channels is not None:
-            draft.set("data.image_channels", channels, "the grey image, repeated")
+def _first_of(paths: Mapping[str, Path], names: Iterable[str]) -> Path | None:
+    """Return the path of the first name that there is; None if there is none."""
+    return next((paths[name] for name in names if name in paths), None)
 
 
 def _images_in(folder: Path) -> Path:
     """Return the folder inside of a folder that is named after its images, as beside masks; else the folder itself."""
-    inside = sorted(folder.iterdir()) if folder.is_dir() else []
-    return next((each for each in inside if each.is_dir() and each.name.lower() in IMAGE_FOLDERS), folder)
+    if folder.is_dir():
+        for inner in sorted(folder.iterdir()):
+            if inner.is_dir() and inner.name.lower() in IMAGE_FOLDERS:
+                return inner
+    return folder
 
 
 def _boxes(path: Path) -> str:
     """Return which labels of object detection a source has, in itself or, of a folder of images, beside it."""
-    places = [path, *(path.parent / name for name in MASK_FOLDERS if path.name.lower() in IMAGE_FOLDERS)]
-    files = (file for place in places for file in ([place] if place.is_file() else place.rglob("*")))
-    return boxes_found(islice((file for file in files if file.is_file()), MOST_LISTED))
+    roots = [path]
+    if path.name.lower() in IMAGE_FOLDERS:
+        roots += [path.parent / name for name in MASK_FOLDERS]
+    files = (file for root in roots for file in _files_of(root))
+    return boxes_found(islice(files, MOST_LISTED))
+
+
+def _files_of(path: Path) -> Iterator[Path]:
+    """Yield a file itself, or the files below a folder, lazily: of a large one only the first are looked at."""
+    if path.is_file():
+        yield path
+    else:
+        yield from (file for file in path.rglob("*") if file.is_file())
 
 
 def _format(source: str, **tables: ImageConfig) -> str:
@@ -144,70 +147,18 @@ def _mask_folder(folder: Path) -> str:
     """Return the folder beside `folder` that has a mask for each of its images, relative to it; "" if there is none."""
     if not folder.is_dir():
         return ""
-    names = {file.stem for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES}
+    names = _image_stems(folder)
     if names:
         for other in sorted(folder.parent.iterdir()):
             is_mask_folder = other.is_dir() and other.name.lower() in MASK_FOLDERS
-            if is_mask_folder and names <= {
-                file.stem for file in other.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES
-            }:
+            if is_mask_folder and names <= _image_stems(other):
                 return f"../{other.name}"
     return ""
 
 
-# -- images in a table
-
-
-def propose_image_column(draft: Draft, facts: Facts) -> None:
-    """Propose the column of a table that holds images or their paths."""
-    if "data.image" in draft.entries or holds_images(facts.format):
-        return
-    names = [name for name in facts.schema if facts.looks_like_images(name)]
-    known = [name for name in names if name.lower() in IMAGE_COLUMNS] or names
-    column = known[0] if len(known) == 1 else image_column({name: facts.column(name) for name in names})
-    if column:
-        draft.set("data.image.column", column, "its cells are images")
-    elif len(names) > 1:
-        draft.ask("data.image.column", "the column of the images", dict.fromkeys(names, ""))
-
-
-def propose_image_settings(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo]) -> None:
-    """Propose layout, channels and size where the declared shape leaves them open."""
-    column = draft.value("data.image.column", "image")
-    for info in inputs:
-        if info.shape is None or len(info.shape) != 4:
-            continue
-        _, *dims = info.shape
-        first = dims[0] in (1, 3)
-        last = dims[2] in (1, 3)
-        nhwc = draft.value("data.image.layout", "nhwc" if last and not first else "nchw") == "nhwc"
-        if first == last:
-            choices = {"nchw": "channels before height and width", "nhwc": "channels behind them"}
-            draft.ask("data.image.layout", f"input {info.name} is {shown(info)}: where are the channels?", choices)
-        channels, size = (dims[2], dims[:2]) if nhwc else (dims[0], dims[1:])
-        if channels is None:
-            choices = {"rgb": "", "bgr": "as OpenCV reads files", "grey": ""}
-            draft.ask("data.image.color", f"input {info.name} leaves the channels open", choices)
-        sizes = facts.image_sizes(column)
-        if None in size:
-            _propose_size(draft, info, sizes)
-        elif sizes and set(sizes) == {tuple(size)}:
-            draft.set("data.image.crop_ratio", 1, f"the {len(sizes)} images that were opened have the model's size")
-
-
-def _propose_size(draft: Draft, info: TensorInfo, sizes: Sequence[tuple[int, int]]) -> None:
-    different = Counter(sizes)
-    if len(different) == 1:
-        (height, width) = sizes[0]
-        value = height if height == width else [height, width]
-        draft.set("data.image.crop_ratio", 1, "nothing is cut off")
-        draft.set("data.image.size", value, f"all {len(sizes)} images that were opened have it; the model takes any")
-        return
-    side = int(np.median([min(size) for size in sizes])) if sizes else 224
-    near = max(32, round(side / 32) * 32)
-    own = {near: f"near the images' own, whose shorter side is {side} in the middle"} if near != 224 else {}
-    choices = {**own, 224: "what most classifiers were trained with"}
-    draft.ask("data.image.size", f"input {info.name} is {shown(info)}, which leaves height and width open", choices)
+def _image_stems(folder: Path) -> set[str]:
+    """Return the names of the image files in a folder, without suffixes: a mask may be PNG where its image is JPEG."""
+    return {file.stem for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES}
 
 
 # -- columns
@@ -218,26 +169,32 @@ def propose_columns(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo], ke
 
     kept: columns that are labels for sure, and feed no input. Raises ConfigError with every input that no column fits.
     """
-    used = {
-        name for key, entry in draft.entries.items() if key.startswith(f"{INPUTS}.") for name in _names(entry.value)
-    }
+    used = set[str]()
+    for key, entry in draft.entries.items():
+        if key.startswith(f"{INPUTS}."):
+            used.update(_names(entry.value))
     waiting = [info for info in inputs if f"{INPUTS}.{info.name}" not in draft.entries]
+    # the surest comparison of names goes first over all inputs, so that a similar name takes no exact one's column
     for by_name in (_exactly, _alike, _labels):
         for info in list(waiting):
             free = [name for name in facts.schema if name not in used]
-            found = [name for name in free if by_name(info.name, name)]
-            if len(found) == 1 and (by_name is _exactly or _takes(facts, info, found[0])):
+            namesakes = [name for name in free if by_name(info.name, name)]
+            if len(namesakes) == 1 and (by_name is _exactly or _takes(facts, info, namesakes[0])):
                 if by_name is not _exactly:
-                    draft.set(f"{INPUTS}.{info.name}", found[0], "their names are alike")
-                _propose_category(draft, facts, info, found[0])
-                used.add(found[0])
+                    draft.set(f"{INPUTS}.{info.name}", namesakes[0], "their names are alike")
+                _propose_category(draft, facts, info, namesakes[0])
+                used.add(namesakes[0])
                 waiting.remove(info)
-    free = [name for name in facts.schema if name not in used and name not in set(kept)]
-    free = [name for name in free if not _numbers_rows(facts, name) and not _is_future(facts, name)]
+    used.update(kept)
+    free = [name for name in facts.schema if name not in used]
+    free = [name for name in free if not _numbers_rows(facts, name)]
+    free = [name for name in free if not _is_future(facts, name)]
+    # each input that is fed takes a column away, which may leave a single one for another input
     while waiting:
-        fitting = {info.name: [name for name in free if _takes(facts, info, name)] for info in waiting}
+        fitting = {info.name: _fitting(facts, info, free) for info in waiting}
+        takers = Counter(name for names in fitting.values() for name in names)
         single = [info for info in waiting if len(fitting[info.name]) == 1]
-        sure = [info for info in single if sum(fitting[info.name][0] in names for names in fitting.values()) == 1]
+        sure = [info for info in single if takers[fitting[info.name][0]] == 1]
         if not sure:
             break
         (column,) = fitting[sure[0].name]
@@ -245,6 +202,7 @@ def propose_columns(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo], ke
         _propose_category(draft, facts, sure[0], column)
         free.remove(column)
         waiting.remove(sure[0])
+    # what is left takes several columns together, or one that the user has to name
     problems: list[str] = []
     for info in waiting:
         if stacked := _stacked(facts, info, free):
@@ -256,7 +214,7 @@ def propose_columns(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo], ke
             for name in categories:
                 _propose_category(draft, facts, info, name)
             free = [name for name in free if name not in categories]
-        elif choices := [name for name in free if _takes(facts, info, name)]:
+        elif choices := _fitting(facts, info, free):
             for name in choices:
                 _propose_category(draft, facts, info, name)
             draft.ask(f"{INPUTS}.{info.name}", f"the column for {info.name}", dict.fromkeys(choices, ""))
@@ -282,23 +240,34 @@ def _stacked(facts: Facts, info: TensorInfo, free: Sequence[str]) -> list[str] |
         return series if len(series) == shape[1] else []
     if shape is None or len(shape) != 1 or shape[0] is None:
         return []
-    is_text = info.dtype == "string"
-    numbers = set(facts.numbers)
-    single = [name for name in free if (facts.column(name).dtype == TEXT if is_text else name in numbers)]
-    taken = [name for name in single if is_text or fits(facts, replace(info, shape=(None, 1)), name)]
+    if info.dtype == "string":
+        taken = [name for name in free if facts.column(name).dtype == TEXT]
+    else:
+        element = replace(info, shape=(None, 1))
+        numbers = set(facts.numbers)
+        single = [name for name in free if name in numbers]
+        taken = [name for name in single if fits(facts, element, name)]
     if len(taken) == shape[0]:
         return _pattern(taken, facts) or taken
+    # of more columns those are meant whose names differ by a number alone, such as x0, x1, x2 beside y
     groups: dict[str, list[str]] = {}
     for name in taken:
         groups.setdefault(re.sub(r"\d+$", "", name), []).append(name)
     numbered = [names for names in groups.values() if len(names) == shape[0] > 1]
-    return _pattern(numbered[0], facts) or numbered[0] if len(numbered) == 1 else []
+    if len(numbered) != 1:
+        return []
+    return _pattern(numbered[0], facts) or numbered[0]
+
+
+def _fitting(facts: Facts, info: TensorInfo, columns: Iterable[str]) -> list[str]:
+    return [name for name in columns if _takes(facts, info, name)]
 
 
 def _takes(facts: Facts, info: TensorInfo, column: str) -> bool:
     """Return whether a column fits an input, as it is or as categories: texts that occur several times."""
     is_id = info.dtype in ("int32", "int64") and info.sample_shape in ((), (1,))
     if is_id and facts.column(column).dtype == TEXT:
+        # free texts differ in nearly every row
         return len(facts.distinct(column)) <= max(facts.num_rows // 2, 2)
     return fits(facts, info, column)
 
@@ -316,27 +285,36 @@ def _propose_category(draft: Draft, facts: Facts, info: TensorInfo, column: str)
 def _categories(facts: Facts, info: TensorInfo, free: Sequence[str]) -> list[str]:
     """Return the columns of texts whose ids an input of integers may take; [] if they are not as many."""
     texts = [name for name in free if facts.column(name).dtype == TEXT]
-    fitting = info.dtype in ("int32", "int64") and info.sample_shape in (
-        (len(texts),),
-        ((),) if len(texts) == 1 else None,
-    )
-    return texts if texts and fitting else []
+    if not texts or info.dtype not in ("int32", "int64"):
+        return []
+    # an input that declares no shape may take any number of columns
+    takes_any = info.sample_shape is None and len(texts) > 1
+    return texts if takes_any or info.sample_shape == (len(texts),) else []
 
 
 def _pattern(names: Sequence[str], facts: Facts) -> str:
     """Return a glob pattern that matches these columns and no others; "" if their names have no common beginning."""
-    start = {re.sub(r"\d+$", "", name) for name in names}
-    if len(names) < 3 or len(start) != 1 or not (stem := start.pop()) or set(stem) & set("*?[!"):
+    stems = {re.sub(r"\d+$", "", name) for name in names}
+    if len(names) < 3 or len(stems) != 1:
         return ""
-    return f"{stem}*" if [name for name in facts.schema if name.startswith(stem)] == list(names) else ""
+    (stem,) = stems
+    # a stem with a glob's own characters would be read as a pattern
+    if not stem or set(stem) & set("*?[!"):
+        return ""
+    pattern = f"{stem}*"
+    return pattern if _expanded(pattern, facts) == list(names) else ""
 
 
 def _expanded(stacked: list[str] | str, facts: Facts) -> list[str]:
-    return [name for name in facts.schema if name.startswith(stacked[:-1])] if isinstance(stacked, str) else stacked
+    if isinstance(stacked, str):
+        return [name for name in facts.schema if name.startswith(stacked[:-1])]
+    return stacked
 
 
 def _names(value: object) -> Sequence[str]:
-    return [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
+    if isinstance(value, str):
+        return [value]
+    return list(value) if isinstance(value, list | tuple) else []
 
 
 def _exactly(info: str, column: str) -> bool:
@@ -344,7 +322,12 @@ def _exactly(info: str, column: str) -> bool:
 
 
 def _alike(info: str, column: str) -> bool:
-    return re.sub(r"[\W_]", "", info).lower() == re.sub(r"[\W_]", "", column).lower()
+    return bare_name(info) == bare_name(column)
+
+
+def bare_name(name: str) -> str:
+    """Return the letters and digits of a name in lower case: `House_Price` and `house-price` are alike."""
+    return re.sub(r"[\W_]", "", name).lower()
 
 
 def _labels(info: str, column: str) -> bool:
@@ -364,10 +347,16 @@ def _no_column(facts: Facts, info: TensorInfo, free: Sequence[str]) -> str:
     columns = ", ".join(f"{name} ({facts.column(name).kind})" for name in free) or "none that is free"
     feed = Feed(f"input {info.name}", (), False, info.dtype, info.sample_shape)
     advice = next(filter(None, (remedy(feed, facts.column(name)) for name in free)), "")
-    return (
+    problem = (
         f"input {info.name} takes {shown(info)}, which no column of {facts.data.source} fits: {columns}; name columns: "
-        f"data.inputs.{info.name}=..." + (f"; or: {advice}" if advice else "")
+        f"data.inputs.{info.name}=..."
     )
+    return f"{problem}; or: {advice}" if advice else problem
+
+
+def num_axes(info: TensorInfo) -> int:
+    """Return the number of axes of an input or output with that of the batch, 4 of images; 0 if it is not declared."""
+    return len(info.shape or ())
 
 
 def shown(info: TensorInfo) -> str:

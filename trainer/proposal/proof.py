@@ -109,10 +109,12 @@ def prove(config: RunConfig, steps: int) -> Proof:
     trainable = open_trainable(config)
     trained = _trained_module(config, trainable)
     findings = Findings(fixed_batch=config.model.fixed_batch)
+    # the checks of a rehearsal first: they say what is wrong where a step would only fail
     for _, check in checks(config, trainable, use, findings, with_teacher=trained):
         check()
     rehearsed = findings.record(elapsed_s=0.0)
     training = _Training(config, trained, steps)
+    # the same rows before and after all steps: losses of different rows could not be compared
     before = training.first_loss()
     rate_of = partial(learning_rate, optimizer=config.optimizer, schedule=config.schedule, num_steps=steps)
     losses = [training.step(rate_of(step)) for step in range(1, steps + 1)]
@@ -146,13 +148,15 @@ def find_rate(config: RunConfig) -> RangeTest:
         if not math.isfinite(loss):
             break
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
-        rates = [*rates, rate]
-        losses = [*losses, loss]
+        rates.append(rate)
+        losses.append(loss)
+        # the mean starts at 0: without this correction, as Adam has it, the first values would be too small
         smoothed.append(mean / (1 - SMOOTHING ** len(rates)))
         if smoothed[-1] > TOO_HIGH * min(smoothed):
             break
     if not rates:
         raise ConfigError(f"the loss of the first step is not finite at learning rate {LEAST_RATE:g}; look at the data")
+    # at the least loss the rate is about to become too high, hence a tenth of it
     least = rates[int(np.argmin(smoothed))]
     return RangeTest(rates=tuple(rates), losses=tuple(losses), chosen=float(f"{least / BELOW_THE_LEAST:.1g}"))
 
@@ -182,8 +186,9 @@ class _Training:
         self._number = 0
 
         def batch(number: int) -> Batch:
-            places = np.arange(number * size, (number + 1) * size)
-            numbers = permutation(places % rows.num_rows, rows.num_rows, seed=config.train.seed, epoch="proof")
+            positions = np.arange(number * size, (number + 1) * size)
+            # a few rows are read again and again: the positions begin anew at the end
+            numbers = permutation(positions % rows.num_rows, rows.num_rows, seed=config.train.seed, epoch="proof")
             return one_batch(rows, config, signature, numbers, training=True)
 
         self._batch: Callable[[int], Batch] = batch
@@ -197,10 +202,12 @@ class _Training:
         loss = self._loss(self._number)
         self._number += 1
         with torch.no_grad():
+            # a weight that this batch did not reach has a gradient of 0, as in a run
             for weight in self._trained.values():
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             gradients = list(_gradients(self._trained.values()))
-            norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients])))
+            norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+            norm = float(torch.linalg.vector_norm(norms))
             factor = clip_factor(norm, self._config.train.clip_norm)
             for gradient in gradients:
                 gradient.mul_(factor)

@@ -29,15 +29,10 @@ from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.proposal import targets as outputs
 from onward.trainer.proposal.audio_proposal import audio_input, propose_audio_column, propose_audio_files
 from onward.trainer.proposal.draft import INPUTS, Draft
-from onward.trainer.proposal.inputs import (
-    propose_columns,
-    propose_digits,
-    propose_image_column,
-    propose_image_settings,
-    propose_source,
-)
+from onward.trainer.proposal.image_proposal import propose_digits, propose_image_column, propose_image_settings
+from onward.trainer.proposal.inputs import num_axes, propose_columns, propose_source
 from onward.trainer.proposal.masks import propose_masks
-from onward.trainer.proposal.readings import Reading, readings
+from onward.trainer.proposal.readings import Reading, readings, with_fitting_head
 from onward.trainer.proposal.series import propose_windows
 from onward.trainer.proposal.source_summary import Facts, read_facts
 from onward.trainer.proposal.table_proposal import (
@@ -73,52 +68,71 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     _refuse_trees(model, path)
     draft.set("model.path", str(path), "")
     signature = _signature(draft, model, path)
+    # a loss that the user names reads an output and labels, even in a file with a loss of its own
     loss = None if draft.is_given("model.loss") else outputs.own_loss(signature)
-    found = [] if loss else outputs.targets(model, signature, draft.value("model.output"))
-    for info in signature.outputs:
-        what, remedy = selected_output(model, info.name) if not draft.is_given("model.output") else ("", "")
-        if what:
-            draft.notes.append(f"{what}; {remedy}")
+    candidates = [] if loss else outputs.targets(model, signature, draft.value("model.output"))
+    if not draft.is_given("model.output"):
+        for info in signature.outputs:
+            what, remedy = selected_output(model, info.name)
+            if what:
+                draft.notes.append(f"{what}; {remedy}")
     facts, is_text = _read_data(draft, path, source, signature)
-    if not is_text and propose_windows(draft, facts, signature.fed, found):
+    # the columns are windows from here on, so the data is read again
+    if not is_text and propose_windows(draft, facts, signature.fed, candidates):
         facts = read_facts(_data(draft))
-    images = [info for info in signature.fed if info.shape is not None and len(info.shape) == 4]
-    images = images if {"data.image", "data.image.column"} & draft.entries.keys() else []
+    images: list[TensorInfo] = []
+    if {"data.image", "data.image.column"} & draft.entries.keys():
+        images = [info for info in signature.fed if num_axes(info) == 4]
     propose_image_settings(draft, facts, images)
     sound = audio_input(draft, signature.fed) if "data.audio" in draft.entries else None
-    computed = _text_inputs(draft, signature) if is_text else set()
-    others = [info for info in signature.fed if info not in (*images, sound) and info.name not in computed]
-    task = propose_task(draft, path, signature, [each.info for each in found]) if is_text else ""
+    # images, sound and the tokenizer feed their inputs; columns of the table feed the others
+    from_text = _text_inputs(draft) if is_text else set()
+    others = [info for info in signature.fed if info.name not in from_text]
+    others = [info for info in others if info not in (*images, sound)]
+    task = propose_task(draft, path, signature, [target.info for target in candidates]) if is_text else ""
     if loss:
         draft.set("model.loss", "output", f"the file computes its own loss, {loss.name}")
         if loss.name != signature.outputs[0].name:
             draft.set("model.output", loss.name, "the loss")
         propose_columns(draft, facts, others, ())
     else:
-        _propose_learned(draft, model, facts, others, found, task=task, has_images=bool(images))
+        _propose_learned(draft, model, facts, others, candidates, task=task, has_images=bool(images))
+    # these read the label, the loss and the columns that are proposed by now
     propose_rows(draft, facts)
     propose_split(draft, facts)
-    trained, why = trained_before(with_numeric_outputs(model), path.parent)
     propose_vocabularies(draft, facts, model.graph, others)
-    propose_tables(draft, facts, model.graph, others, trained=trained is not False)
-    can_try = not draft.questions and not _declared_batch(signature) and task not in ("causal", "masked", "tokens")
-    if trained is not False and can_try:
-        is_better = propose_tried(draft)
-        if trained is None and is_better is False:
-            trained = False
-            why = "the file as it is predicts no better than a constant"
-            propose_tables(draft, facts, model.graph, others, trained=False)
+    is_without_trial = task in ("causal", "masked", "tokens") or bool(_declared_batch(signature))
+    trained, why = _propose_preprocessing(draft, model, path, facts, others, can_try=not is_without_trial)
     is_dense = task in ("causal", "masked") or facts.format == "text" or draft.value("data.label") == "mask"
     propose_training(
         draft,
         family_of(model.graph),
-        trained=trained is not False,
+        trained=trained,
         why=why,
         num_rows=facts.num_training if facts.is_all and task != "causal" else None,
         is_dense=is_dense,
     )
     _propose_fixed_batch(draft, signature)
     return draft
+
+
+def _propose_preprocessing(
+    draft: Draft, model: onnx.ModelProto, path: Path, facts: Facts, inputs: Sequence[TensorInfo], *, can_try: bool
+) -> tuple[bool, str]:
+    """Propose how numbers are scaled, by the weights; return whether these may be trained, and how that was found.
+
+    inputs: those that columns feed. can_try: whether the file may be run on the data to compare preprocessings.
+    """
+    trained, why = trained_before(with_numeric_outputs(model), path.parent)
+    # weights that may be trained expect the scales of their training, so only fresh ones get standardised columns
+    propose_tables(draft, facts, model.graph, inputs, trained=trained is not False)
+    if trained is not False and can_try and not draft.questions:
+        is_better = propose_tried(draft)
+        # weights that are known to be trained stay so, whatever they give on this data
+        if trained is None and is_better is False:
+            propose_tables(draft, facts, model.graph, inputs, trained=False)
+            return False, "the file as it is predicts no better than a constant"
+    return trained is not False, why
 
 
 def _propose_learned(
@@ -159,9 +173,9 @@ def _signature(draft: Draft, model: onnx.ModelProto, path: Path) -> Signature:
 def _refuse_trees(model: onnx.ModelProto, path: Path) -> None:
     """Raise ConfigError for a file of decision trees or support vectors, which no gradient changes."""
     operators = {node.op_type for node in model.graph.node}
-    if (found := sorted(operators & WITHOUT_GRADIENT)) and not operators & {*WITH_WEIGHTS}:
+    if (trees := sorted(operators & WITHOUT_GRADIENT)) and not operators & {*WITH_WEIGHTS}:
         raise ConfigError(
-            f"{path.name} is made of {', '.join(found)}: trees and support vectors have no weights that a gradient "
+            f"{path.name} is made of {', '.join(trees)}: trees and support vectors have no weights that a gradient "
             f"changes; fit them again with the library that made them, or train a network on the same table; {PAGE} "
             "says more"
         )
@@ -169,30 +183,38 @@ def _refuse_trees(model: onnx.ModelProto, path: Path) -> None:
 
 def _read_data(draft: Draft, path: Path, source: str, signature: Signature) -> tuple[Facts, bool]:
     """Propose the source, and what reads images and texts; return what is in it, and whether a tokenizer reads it."""
-    propose_source(draft, source, takes_images=any(len(info.shape or ()) == 4 for info in signature.fed))
+    image_inputs = [info for info in signature.fed if num_axes(info) == 4]
+    propose_source(draft, source, takes_images=bool(image_inputs))
     if source == "digits":
         propose_digits(draft, signature.fed)
     is_audio = "data.image" not in draft.entries and propose_audio_files(draft, signature.fed)
     facts = read_facts(_data(draft))
-    is_text = False
-    ids = ids_input(signature)
     if is_audio or ("data.image" not in draft.entries and propose_audio_column(draft, facts, signature.fed)):
         return facts, False
-    if "data.image" not in draft.entries and facts.format not in ("digits",):
-        numbers = [name for name, column in facts.schema.items() if column.holds_numbers]
-        if any(len(info.shape or ()) == 4 and info.name not in numbers for info in signature.fed):
-            propose_image_column(draft, facts)
-        texts = [name for name, column in facts.schema.items() if column.dtype == "str"]
-        is_files = facts.format == "text"
-        if is_files or (
-            ids is not None and ids.name not in facts.schema and texts and f"{INPUTS}.{ids.name}" not in draft.entries
-        ):
-            propose_tokenizer(draft, path, signature, source=source, is_text=is_files)
-            is_text = not (is_files and draft.value("data.format") == "text")
-            if is_text and not is_files:
-                propose_text_column(draft, facts)
-            facts = facts if is_text else read_facts(_data(draft))
-    return facts, is_text
+    if "data.image" in draft.entries or facts.format == "digits":
+        return facts, False
+    # a column of numbers with the name of the input feeds it as it is
+    numbers = [name for name, column in facts.schema.items() if column.holds_numbers]
+    if any(info.name not in numbers for info in image_inputs):
+        propose_image_column(draft, facts)
+    is_files = facts.format == "text"
+    if not is_files and not _needs_tokenizer(draft, facts, signature):
+        return facts, False
+    propose_tokenizer(draft, path, signature, source=source, is_text=is_files)
+    if is_files and draft.value("data.format") == "text":
+        # the tokens are bytes, which are columns of numbers: the data is read again as such
+        return read_facts(_data(draft)), False
+    if not is_files:
+        propose_text_column(draft, facts)
+    return facts, True
+
+
+def _needs_tokenizer(draft: Draft, facts: Facts, signature: Signature) -> bool:
+    """Return whether the ids of tokens come from a column of texts: no column has them, and none is named for them."""
+    ids = ids_input(signature)
+    if ids is None or ids.name in facts.schema:
+        return False
+    return bool(facts.texts) and f"{INPUTS}.{ids.name}" not in draft.entries
 
 
 def _data(draft: Draft) -> DataConfig:
@@ -213,7 +235,7 @@ def _data(draft: Draft) -> DataConfig:
     return DataConfig.model_validate({name: value for name, value in settings.items() if name in names})
 
 
-def _text_inputs(draft: Draft, signature: Signature) -> set[str]:
+def _text_inputs(draft: Draft) -> set[str]:
     named = draft.value("data.text.inputs", {})
     return {*ROLES, *named.values()}
 
@@ -227,9 +249,9 @@ def _propose_labels(
 ) -> None:
     """Propose the columns of the inputs and of the labels, which exclude each other."""
     text = draft.value("data.text.columns", "text") if "data.text.tokenizer" in draft.entries else ""
-    image = (
-        draft.value("data.image.column", "image") if {"data.image", "data.image.column"} & draft.entries.keys() else ""
-    )
+    image = ""
+    if {"data.image", "data.image.column"} & draft.entries.keys():
+        image = draft.value("data.image.column", "image")
     sound = draft.value("data.audio.column", "audio") if "data.audio" in draft.entries else ""
     reserved = [name for name in facts.schema if name in (text, image, sound)]
     given = draft.value("data.label", ())
@@ -238,6 +260,7 @@ def _propose_labels(
     try:
         propose_columns(draft, facts, inputs, [*labels, *reserved])
     except ConfigError:
+        # the vector input may take all columns of numbers but one, which is the label then
         choices = [] if labels else _label_choices(facts, inputs, found, reserved)
         if not choices:
             raise
@@ -245,8 +268,8 @@ def _propose_labels(
             _ask_for_label(draft, facts, inputs[0], choices)
             return
         propose_columns(draft, facts, inputs, [choices[0].label, *reserved])  # type: ignore[list-item]
-    used = {name for info in inputs for name in feeding(draft, facts, info)}
-    free = [name for name in facts.schema if name not in used and name not in reserved]
+    used = {name for info in inputs for name in feeding(draft, facts, info)}.union(reserved)
+    free = [name for name in facts.schema if name not in used]
     outputs.propose_targets(draft, model, facts, found, free)
 
 
@@ -260,18 +283,18 @@ def _label_choices(
     sample = inputs[0].sample_shape
     if not single or sample != (len(single) - 1,):
         return []
-    fitting = [each for each in readings(facts, found[0].info, single) if isinstance(each.label, str)]
-    return [each for each in fitting if not each.classes] or fitting
+    of_one_column = [reading for reading in readings(facts, found[0].info, single) if isinstance(reading.label, str)]
+    return with_fitting_head(of_one_column) or of_one_column
 
 
 def _ask_for_label(draft: Draft, facts: Facts, info: TensorInfo, choices: Sequence[Reading]) -> None:
     """Ask for the label, and for the other columns, which are the input."""
-    names = [str(each.label) for each in choices]
+    names = [str(reading.label) for reading in choices]
     what = f"the column to predict; the others feed {info.name}"
-    draft.ask("data.label", what, {name: each.loss for name, each in zip(names, choices, strict=True)})
+    draft.ask("data.label", what, {name: reading.loss for name, reading in zip(names, choices, strict=True)})
     patterns = {(*_others(facts, name),): f"if the label is {name}" for name in names}
     draft.ask(f"{INPUTS}.{info.name}", "all columns of numbers but the label", patterns)
-    losses = {each.loss: "" for each in choices}
+    losses = {reading.loss: "" for reading in choices}
     if len(losses) > 1:
         draft.ask("model.loss", "the loss of the label", losses)
     else:
@@ -289,6 +312,7 @@ def _propose_fixed_batch(draft: Draft, signature: Signature) -> None:
     declared = _declared_batch(signature)
     if not declared or draft.questions:
         return
+    # the trained part is run with another batch size; where it fails, only the declared one is right
     try:
         choose_fixed_batch(completed(load_config(draft.settings())))
     except ConfigError as error:
@@ -298,4 +322,6 @@ def _propose_fixed_batch(draft: Draft, signature: Signature) -> None:
 def _declared_batch(signature: Signature) -> int:
     """Return the fixed number of rows that all inputs declare; 0 if there is none."""
     batches = {info.shape[0] for info in signature.inputs if info.shape}
-    return (next(iter(batches)) or 0) if len(batches) == 1 else 0
+    if len(batches) != 1:
+        return 0
+    return batches.pop() or 0

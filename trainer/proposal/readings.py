@@ -58,34 +58,50 @@ def readings(facts: Facts, output: TensorInfo, columns: Sequence[str]) -> list[R
     if sample is None:
         return []
     flags = _flags(facts, sample, columns)
-    found = [
-        reading for name in columns if name not in flags for reading in _of_column(facts, sample, facts.column(name))
-    ]
-    return [*found, *(_of_flags(facts, sample, flags) if flags else _of_several(facts, sample, columns))]
+    # a flag alone would be one class of several: flags are labels together only
+    single: list[Reading] = []
+    for name in columns:
+        if name not in flags:
+            single += _of_column(facts, sample, facts.column(name))
+    together = _of_flags(facts, sample, flags) if flags else _of_several(facts, sample, columns)
+    return [*single, *together]
+
+
+def with_fitting_head(candidates: Sequence[Reading]) -> list[Reading]:
+    """Return the readings that the output fits as it is, without a new head."""
+    return [reading for reading in candidates if not reading.classes]
 
 
 def _flags(facts: Facts, sample: Dims, columns: Sequence[str]) -> list[str]:
     """Return the columns of 0 and 1, if they are labels of several kinds at once; [] if they are too few for it."""
     if len(sample) != 1 or sample[0] == 1:
         return []
-    numbers = set(facts.numbers)
-    found = [name for name in columns if name in numbers and set(facts.distinct(name)) == {0, 1}]
-    return found if len(found) >= LEAST_FLAGS else []
+    numbers = set(facts.numbers).intersection(columns)
+    flags = {name for name in numbers if set(facts.distinct(name)) == {0, 1}}
+    if len(flags) < LEAST_FLAGS:
+        return []
+    return [name for name in columns if name in flags]
 
 
 def _of_flags(facts: Facts, sample: Dims, flags: Sequence[str]) -> Iterator[Reading]:
     """Yield the reading of columns of 0 and 1 as the labels of a multi-label classifier."""
-    rows = np.stack([np.asarray(facts.values[name]) for name in flags], axis=1) if _are_complete(facts, flags) else None
-    why = f"{', '.join(flags[:MOST_SHOWN])}{', ...' if len(flags) > MOST_SHOWN else ''} hold 0 and 1 in {facts.rows}"
-    if rows is not None:
+    named = ", ".join(flags[:MOST_SHOWN])
+    if len(flags) > MOST_SHOWN:
+        named += ", ..."
+    why = f"{named} hold 0 and 1 in {facts.rows}"
+    # values are stored without missing ones: only complete columns have their rows side by side
+    if _are_complete(facts, flags):
+        rows = np.stack([np.asarray(facts.values[name]) for name in flags], axis=1)
         most = int(rows.sum(axis=1).max())
         why += f": multi-label, a row has up to {most} of {len(flags)}"
         if (rows.sum(axis=1) == 1).all():
             why += ", always one: classes that exclude each other are better one column of names, for cross_entropy"
     (length,) = sample
+    classes = 0
     if length not in (None, len(flags)):
         why += f"; the output has {length} scores"
-    yield Reading(tuple(flags), "bce_with_logits", why, classes=0 if length in (None, len(flags)) else len(flags))
+        classes = len(flags)
+    yield Reading(tuple(flags), "bce_with_logits", why, classes=classes)
 
 
 def _are_complete(facts: Facts, names: Sequence[str]) -> bool:
@@ -99,25 +115,27 @@ def names_in_cells(facts: Facts, columns: Sequence[str]) -> str:
     """
     for name in columns:
         cells = facts.cells.get(name, ())
-        if lists := [cell for cell in cells if cell and isinstance(cell, list | tuple) and _are_texts(cell)]:
+        if lists := [cell for cell in cells if _is_list_of_names(cell)]:
             names = {part for cell in lists for part in cell}
-            what = f"lists of names, such as {json.dumps(lists[0][:3])}"
-            return _as_columns(name, what, len(names), '.str.join("|").str.get_dummies("|"))')
+            content = f"lists of names, such as {json.dumps(lists[0][:3])}"
+            return _as_columns(name, content, len(names), '.str.join("|").str.get_dummies("|"))')
         if facts.column(name).dtype == TEXT and (mark := _mark_of_lists(facts, name)):
             names = {part for text in facts.distinct(name) for part in text.split(mark)}
             shown = next(text for text in facts.distinct(name) if mark in text)
-            what = f"several names in a cell, such as {shown[:40]!r}"
-            return _as_columns(name, what, len(names), f'.str.get_dummies("{mark}"))')
+            content = f"several names in a cell, such as {shown[:40]!r}"
+            return _as_columns(name, content, len(names), f'.str.get_dummies("{mark}"))')
     return ""
 
 
-def _are_texts(cell: Sequence[object]) -> bool:
+def _is_list_of_names(cell: object) -> bool:
+    if not cell or not isinstance(cell, list | tuple):
+        return False
     return all(isinstance(part, str) for part in cell)
 
 
-def _as_columns(name: str, what: str, count: int, dummies: str) -> str:
+def _as_columns(name: str, content: str, count: int, dummies: str) -> str:
     return (
-        f"column {name!r} holds {what} ({count} names): for a multi-label model write a column of 0 and 1 for each "
+        f"column {name!r} holds {content} ({count} names): for a multi-label model write a column of 0 and 1 for each "
         f'name (table.join(table.pop("{name}"){dummies} in pandas), which bce_with_logits reads'
     )
 
@@ -127,8 +145,9 @@ def _mark_of_lists(facts: Facts, name: str) -> str:
     texts = facts.distinct(name)
     for mark in MARKS:
         divided = [text.split(mark) for text in texts]
-        parts = {part for each in divided for part in each}
-        if len(parts) < len(texts) and any(len(each) > 1 for each in divided):
+        names = {name for parts in divided for name in parts}
+        # names that recur in other cells: a mark inside of class names would give more parts than texts
+        if len(names) < len(texts) and any(len(parts) > 1 for parts in divided):
             return mark
     return ""
 
@@ -148,6 +167,7 @@ def _of_names(facts: Facts, sample: Dims, name: str) -> Iterator[Reading]:
     names = facts.distinct(name)
     if _mark_of_lists(facts, name):
         return
+    # texts of which nearly each occurs once are no classes
     if len(sample) != 1 or len(names) < 2 or len(names) > max(facts.num_rows // 2, 2):
         return
     (length,) = sample
@@ -175,24 +195,24 @@ def _of_numbers(facts: Facts, sample: Dims, name: str) -> Iterator[Reading]:
     if len(sample) != 1 or is_float:
         return
     (length,) = sample
-    known = [value for value in different if value != IGNORED]
-    if not known or known[0] < 0:
+    classes = [value for value in different if value != IGNORED]
+    if not classes or classes[0] < 0:
         return
-    count = len(known)
-    most = int(known[-1])
-    if length is not None and most == length and known[0] == 1 and count == length:
+    # `classes` is sorted: the first and the last one are the least and the greatest
+    count = len(classes)
+    most = int(classes[-1])
+    if length is not None and classes[0] == 1 and most == count == length:
         why = f"{name} is 1..{most}, which are the names of the {length} classes 0..{length - 1}"
         yield Reading(name, "cross_entropy", why, sorted_ids=True)
     elif length is None or most < length:
-        # classes 0..4 of a model with 1000 are hardly its own
-        is_small = (
-            length is not None and most == count - 1 and 2 * count <= length and facts.num_rows >= 10 * count > 10
-        )
-        why = (
-            f"{name} holds classes {int(known[0])}..{most} in {facts.rows}, and the output has {length or 'any'} scores"
-        )
-        yield Reading(name, "cross_entropy", why, classes=count if is_small else 0)
+        # classes 0..4 of a model with 1000 are hardly its own; in a few rows the others may be absent by chance
+        has_enough_rows = facts.num_rows >= 10 * count > 10
+        is_small = length is not None and most == count - 1 and 2 * count <= length
+        held = f"{int(classes[0])}..{most}"
+        why = f"{name} holds classes {held} in {facts.rows}, and the output has {length or 'any'} scores"
+        yield Reading(name, "cross_entropy", why, classes=count if is_small and has_enough_rows else 0)
     elif count <= min(MOST_CLASSES, facts.num_rows // 2):
+        # with at most as many gaps as values the integers are class numbers, otherwise names of classes
         if most < 2 * count:
             why = f"{name} holds classes up to {most} in {facts.rows}, and the output has {length} scores"
             yield Reading(name, "cross_entropy", why, classes=most + 1)
@@ -214,22 +234,27 @@ def _of_tensors(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]
             why, settings = _of_regression(why, values)
         yield Reading(name, loss, f"{name} has the shape of the output; {why}", settings)
         return
+    # labels have one axis less than the scores; numbers down to -100 may be those of labels that are not counted
     if is_float or len(sample) < 2 or values.min() < min(IGNORED, 0):
         return
     output = (None, *sample)
     labels = (None, *shape)
     most = int(values.max())
-    axes = [axis for axis in _class_axes(output, labels) if most < (output[axis] or most + 1)]
+    # an axis of open length has a score for any class
+    num_scores = {axis: output[axis] or most + 1 for axis in _class_axes(output, labels)}
+    axes = [axis for axis, length in num_scores.items() if most < length]
     if not axes:
         return
-    try:  # as training finds it
-        found = find_class_axis(output, labels, declared=output)
+    # the axis that training finds needs no setting, even among several
+    try:
+        default_axis = find_class_axis(output, labels, declared=output)
     except ConfigError:
-        found = 0
-    lengths = " or ".join(str(output[axis] or "any number of") for axis in ([found] if found in axes else axes))
+        default_axis = 0
+    shown_axes = [default_axis] if default_axis in axes else axes
+    lengths = " or ".join(str(output[axis] or "any number of") for axis in shown_axes)
     why = f"{name} holds classes up to {most}, one for each place of the output, which has {lengths} scores"
-    settings = {"class_axis": axes[0]} if len(axes) == 1 and found != axes[0] else {}
-    is_open = len(axes) > 1 and found not in axes
+    settings = {"class_axis": axes[0]} if len(axes) == 1 and default_axis != axes[0] else {}
+    is_open = len(axes) > 1 and default_axis not in axes
     yield Reading(name, "cross_entropy", why, settings, axes=tuple(axes) if is_open else ())
 
 
@@ -240,20 +265,15 @@ def _class_axes(output: Dims, labels: Dims) -> list[int]:
 
 
 def _of_same_shape(facts: Facts, column: Column, values: Array) -> tuple[LossName, str]:
-    """Return the loss for labels of the output's shape, and why."""
+    """Return the loss for labels of the output's shape, and why. values: all numbers of the column, [n]."""
+    rows = facts.values[column.name]
+    is_matrix = not isinstance(rows, list) and rows.ndim == 2
     if set(np.unique(values).tolist()) <= {0, 1}:
-        rows = facts.values[column.name]
-        one_hot = not isinstance(rows, list) and rows.ndim == 2 and bool((rows.sum(axis=1) == 1).all())
-        if one_hot and np.dtype(column.dtype).kind == "f" and column.shape[0] > 1:
+        is_one_hot = is_matrix and bool((np.sum(rows, axis=1) == 1).all())
+        if is_one_hot and np.dtype(column.dtype).kind == "f" and column.shape[0] > 1:
             return "cross_entropy", "each row has a single 1: classes, one-hot"
         return "bce_with_logits", f"all are 0 or 1 in {facts.rows}"
-    rows = facts.values[column.name]
-    if (
-        not isinstance(rows, list)
-        and rows.ndim == 2
-        and values.min() >= 0
-        and np.allclose(rows.sum(axis=1), 1, atol=1e-3)
-    ):
+    if is_matrix and values.min() >= 0 and np.allclose(np.sum(rows, axis=1), 1, atol=1e-3):
         return "cross_entropy", "the numbers of a row are probabilities: their sum is 1"
     return "mse", f"numbers, {_range(values)}"
 
@@ -265,6 +285,7 @@ def _of_several(facts: Facts, sample: Dims, columns: Sequence[str]) -> Iterator[
     numbers = set(facts.numbers)
     single = [name for name in columns if name in numbers]
     floats = [name for name in single if np.dtype(facts.column(name).dtype).kind == "f"]
+    # integers beside the labels may be keys: without them the floats may be as many as the output has
     for names in (single, floats):
         if len(names) == sample[0]:
             values = np.concatenate([facts.joined(name) for name in names])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from onward.trainer.data.schema.columns import TEXT, Array
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.source_summary import Facts
@@ -30,22 +30,22 @@ def propose_windows(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo], fo
         return False
     if any(column.shape for column in facts.schema.values()):
         return False  # vectors as they are, not rows of a series
-    names = facts.numbers
-    waiting = [
-        info for info in inputs if info.name not in facts.schema and f"{INPUTS}.{info.name}" not in draft.entries
-    ]
-    series = [info for info in waiting if _is_series(info, len(names))]
+    without_column = [info for info in inputs if info.name not in facts.schema]
+    waiting = [info for info in without_column if f"{INPUTS}.{info.name}" not in draft.entries]
+    series = [info for info in waiting if _is_series(info, len(facts.numbers))]
     output = found[0].info.sample_shape
-    if len(series) != 1 or output is None or len(output) != 1 or output[0] is None:
+    if len(series) != 1 or output is None or len(output) != 1:
         return False
-    when = next(_orders(facts), None)
-    if when is None:
-        return False
-    time, by = when
-    length = (series[0].sample_shape or (0,))[0]
     horizon = output[0]
+    order = None if horizon is None else next(_orders(facts), None)
+    if order is None:
+        return False
+    time, by = order
+    length = (series[0].sample_shape or (0,))[0]
     reason = f"{series[0].name} takes {length} numbers, and {time} increases from row to row"
-    draft.set("data.table.window.length", length, f"{reason}{f' of each {by}' if by else ''}: rows of a past")
+    if by:
+        reason += f" of each {by}"
+    draft.set("data.table.window.length", length, f"{reason}: rows of a past")
     draft.set("data.table.window.horizon", horizon, f"output {found[0].info.name} has as many: rows of the future")
     draft.set("data.table.window.time", time, "")
     if by:
@@ -54,30 +54,37 @@ def propose_windows(draft: Draft, facts: Facts, inputs: Sequence[TensorInfo], fo
 
 
 def _is_series(info: TensorInfo, numbers: int) -> bool:
-    """Return whether an input takes a past. As many numbers as there are columns are those of one row."""
-    shape = info.sample_shape
-    if "float" not in info.dtype or shape is None or len(shape) not in (1, 2) or None in shape:
+    """Return whether an input takes a past, [B, L] or [B, L, C]. As many numbers as columns are those of one row."""
+    shape = info.sample_shape or ()
+    if "float" not in info.dtype or len(shape) not in (1, 2) or None in shape:
         return False
-    return (shape[0] or 0) > numbers if len(shape) == 1 else 1 <= (shape[1] or 0) <= numbers
+    if len(shape) == 1:
+        return (shape[0] or 0) > numbers
+    return 1 <= (shape[1] or 0) <= numbers
 
 
 def _orders(facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield (column of times that increase, column that names the series or "")."""
-    named = [name for name in facts.schema if name.lower() in TIMES and name in facts.values]
+    named = [name for name in facts.values if name.lower() in TIMES]
     times = {name: values for name in named if (values := _times(facts, name)) is not None}
+    # one series in the whole table is preferred: several are looked for where no times increase in all rows
     for name, values in times.items():
         if (np.diff(values) > 0).all():
             yield name, ""
-    groups = [name for name, column in facts.schema.items() if column.dtype == TEXT or name in facts.numbers]
+    single_values = {*facts.texts, *facts.numbers}
+    groups = [name for name in facts.schema if name in single_values]
     for name, values in times.items():
         for by in groups:
-            texts = facts.values.get(by)
-            if by != name and texts is not None and len(texts) == len(values) and _increases_in_each(values, texts):
+            series = facts.values.get(by)
+            # rows whose cell is missing are left out of the values, which then are not side by side with the times
+            if by == name or series is None or len(series) != len(values):
+                continue
+            if _increases_in_each(values, series):
                 yield name, by
 
 
 def _times(facts: Facts, name: str) -> Array | None:
-    """Return the times of all rows as integers; None if some are missing, or are no times."""
+    """Return the times of all rows as numbers [rows]; None if some are missing, or are no times."""
     values = np.asarray(facts.values[name])
     if len(values) != facts.num_rows or len(values) < 2:
         return None
@@ -92,7 +99,9 @@ def _times(facts: Facts, name: str) -> Array | None:
 
 
 def _increases_in_each(times: Array, series: object) -> bool:
-    names, places = np.unique(np.asarray(series), return_inverse=True)
+    """Return whether times [rows] increase within each series; series: the name of it in each row, [rows]."""
+    names, members = np.unique(np.asarray(series), return_inverse=True)
+    # a series of one row increases whatever it holds, so there are at least two rows for each on average
     if not 1 < len(names) <= min(MOST_SERIES, len(times) // 2):
         return False
-    return all((np.diff(times[places == at]) > 0).all() for at in range(len(names)))
+    return all((np.diff(times[members == number]) > 0).all() for number in range(len(names)))

@@ -68,13 +68,19 @@ class Facts:
         """Return all numbers of a column in one array, [n]."""
         values = self.values[name]
         if isinstance(values, list):
-            return np.concatenate([np.ravel(each) for each in values]) if values else np.empty(0)
+            return np.concatenate([np.ravel(array) for array in values]) if values else np.empty(0)
         return np.ravel(values)
 
     @cached_property
     def numbers(self) -> list[str]:
         """Return the columns of single numbers."""
-        return [name for name, column in self.schema.items() if column.holds_numbers and not column.shape]
+        scalars = {name: column for name, column in self.schema.items() if not column.shape}
+        return [name for name, column in scalars.items() if column.holds_numbers]
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """Return the columns of texts."""
+        return [name for name, column in self.schema.items() if column.dtype == TEXT]
 
     @property
     def rows(self) -> str:
@@ -85,6 +91,7 @@ class Facts:
     def cells(self) -> Mapping[str, Sequence[Any]]:
         """Return column -> its first cells as they are, of columns of bytes and texts."""
         names = [name for name, column in self.schema.items() if column.dtype in (BYTES, TEXT)]
+        # the first block alone: a few cells are enough to look at
         for block, _ in sources.read(self.data, names, names):
             return {name: list(block.cells[name][:FEW_FILES]) for name in names if name in block.cells}
         return {}
@@ -96,8 +103,10 @@ class Facts:
         found = []
         allowed = allowed_files(self.data.source, self.data)
         for cell in self.cells.get(column, ()):
+            # Parquet files of the datasets library have a structure of the two
             content = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
             try:
+                # a table of unknown origin must not name any file of the machine
                 if not isinstance(content, bytes) and allowed.refusal_of_cell(self.folder, str(content)):
                     continue
                 source = io.BytesIO(content) if isinstance(content, bytes) else opened(self.folder / str(content))
@@ -117,6 +126,7 @@ class Facts:
         """Return whether the first cells of a column are encoded images, or paths of such."""
         cells = self.cells.get(column, ())
         paths = [cell for cell in cells if isinstance(cell, str)]
+        # a path says by its suffix what it names, also where the file itself may not be read
         if paths:
             return all(path.lower().endswith(IMAGE_SUFFIXES) for path in paths)
         return bool(cells) and bool(self.image_sizes(column))
@@ -126,11 +136,8 @@ def read_facts(data: DataConfig) -> Facts:
     """Read the columns of a source and its first rows. Raises DataError for a source without rows."""
     source = sources.locate(data.source, data)
     schema = infer_schema(data)
-    small = [
-        name
-        for name, column in schema.items()
-        if column.dtype == TEXT or (column.holds_numbers and math.prod(column.shape) <= MOST_VALUES)
-    ]
+    small = [name for name, column in schema.items() if _has_small_cells(column)]
+    texts = [name for name in small if schema[name].dtype == TEXT]
     parts: dict[str, list[Values]] = {name: [] for name in small}
     missing = dict.fromkeys(small, 0)
     num_rows = 0
@@ -139,7 +146,7 @@ def read_facts(data: DataConfig) -> Facts:
     is_all = True
     # a column of large cells alone: only to count its rows
     names = small or list(schema)[:1]
-    for block, held_out in sources.read(data, names, [name for name in small if schema[name].dtype == TEXT]):
+    for block, held_out in sources.read(data, names, texts):
         count = len(held_out)
         for name in small:
             # a JSON key that no row of this block has
@@ -149,24 +156,34 @@ def read_facts(data: DataConfig) -> Facts:
             good[list(bad)] = False
             if schema[name].dtype == TEXT:
                 good &= np.asarray(values) != ""  # of a CSV file an empty cell is a text
-            parts[name].append(
-                [values[at] for at in np.flatnonzero(good)] if isinstance(values, list) else values[good]
-            )
+            if isinstance(values, list):
+                parts[name].append([values[row] for row in np.flatnonzero(good)])
+            else:
+                parts[name].append(values[good])
             missing[name] += count - int(good.sum())
             num_bytes += count * math.prod(schema[name].shape) * 8
         num_rows += count
         num_training += int((~held_out).sum())
+        # after whole blocks: the last one may go beyond the limits, but all columns have the same rows
         if num_rows >= MOST_ROWS or num_bytes >= MOST_BYTES:
             is_all = False
             break
     if not num_rows:
         raise DataError(f"{data.source} holds no row to train on")
     first = source.files[0][1] if source.files else Path()
-    joined = {name: _joined(each) for name, each in parts.items()}
+    joined = {name: _joined(arrays) for name, arrays in parts.items()}
     return Facts(data, source.format, schema, joined, missing, num_rows, num_training, is_all, first.parent)
 
 
+def _has_small_cells(column: Column) -> bool:
+    """Return whether the values of a column are read: texts, and at most MOST_VALUES numbers in a cell."""
+    if column.dtype == TEXT:
+        return True
+    return column.holds_numbers and math.prod(column.shape) <= MOST_VALUES
+
+
 def _joined(parts: list[Values]) -> Values:
+    """Return the values of all blocks, [rows, ...]; a list of rows where each has a length of its own."""
     if isinstance(parts[0], list):
         return [row for part in parts for row in part]
     return np.concatenate(parts)

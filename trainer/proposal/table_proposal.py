@@ -34,54 +34,63 @@ def propose_tables(
 ) -> None:
     """Propose [data.table] for the columns of numbers that feed inputs of floats."""
     _propose_missing(draft, facts, inputs)
-    own = [info for info in inputs if not scales_itself(graph, info.name)]
-    if trained or not (names := _columns_of_floats(draft, facts, own)):
+    unscaled = [info for info in inputs if not scales_itself(graph, info.name)]
+    if trained or not (names := _columns_of_floats(draft, facts, unscaled)):
         return
     spreads = np.concatenate([_per_element(facts, name).std(axis=0) for name in names])
     middles = np.concatenate([np.abs(_per_element(facts, name).mean(axis=0)) for name in names])
+    # a constant column has no scale
     used = spreads[spreads > 0]
-    if used.size and (used.max() > FAR or used.min() < 1 / FAR or (middles > FAR).any()):
+    if not used.size:
+        return
+    if used.max() > FAR or used.min() < 1 / FAR or (middles > FAR).any():
         reason = f"standard deviations are {used.min():.3g} to {used.max():.3g}, means up to {middles.max():.3g}"
         draft.set("data.table.standardise", "standard", reason)
 
 
 def _columns_of_floats(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo]) -> list[str]:
     """Return the columns of numbers that feed single numbers, or vectors of them."""
-    return [
-        name
-        for info in inputs
-        if "float" in info.dtype and (len(info.sample_shape or (1,)) <= 1 or facts.data.table.window)
-        for name in feeding(draft, facts, info)
-        if facts.column(name).holds_numbers and name in facts.values
-    ]
+    columns: list[str] = []
+    for info in inputs:
+        # the rows of a window are vectors, one for each time
+        takes_rows = len(info.sample_shape or (1,)) <= 1 or facts.data.table.window
+        if "float" in info.dtype and takes_rows:
+            numbers = [name for name in feeding(draft, facts, info) if facts.column(name).holds_numbers]
+            columns += [name for name in numbers if name in facts.values]
+    return columns
 
 
 def _propose_missing(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo]) -> None:
     names = _columns_of_floats(draft, facts, inputs)
+    # a missing text is a bad row as well, unless the setting says what becomes of missing cells
     categories = draft.value("data.table.categories", ())
     gaps = [name for name in names if facts.missing[name]]
     unknown = [name for name in categories if facts.missing.get(name)]
     if missing := [*gaps, *unknown]:
         cells = sum(facts.missing[name] for name in missing)
-        shown = ", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else "")
-        what = f"{cells} cells of {len(missing)} columns ({shown}) are missing in {facts.rows}"
-        what += "; texts get the id of unknown ones" if unknown else ""
-        draft.set("data.table.missing", "mean", what)
+        named = ", ".join(missing[:MOST_NAMED])
+        if len(missing) > MOST_NAMED:
+            named += ", ..."
+        reason = f"{cells} cells of {len(missing)} columns ({named}) are missing in {facts.rows}"
+        if unknown:
+            reason += "; texts get the id of unknown ones"
+        draft.set("data.table.missing", "mean", reason)
 
 
 def propose_vocabularies(draft: Draft, facts: Facts, graph: onnx.GraphProto, inputs: Iterable[TensorInfo]) -> None:
     """Propose the order of the categories whose embedding has a row for each text and none for unknown ones."""
-    found: dict[str, list[str]] = {}
+    vocabularies: dict[str, list[str]] = {}
     tables: dict[str, None] = {}
     for info in inputs:
         table = embedding_rows(graph, info.name)
         for name in set(draft.value("data.table.categories", ())).intersection(feeding(draft, facts, info)):
+            # by default the id 0 is that of unknown texts, and needs a row more than there are texts
             if table and table[0] == len(facts.distinct(name)) and not facts.missing[name]:
-                found[name] = facts.distinct(name)
+                vocabularies[name] = facts.distinct(name)
                 tables[table[1]] = None
-    if found:
+    if vocabularies:
         reason = f"{', '.join(tables)} has a row for each of these texts, and none for unknown ones"
-        draft.set("data.table.vocabularies", found, f"{reason}; sorted, which is right for fresh weights alone")
+        draft.set("data.table.vocabularies", vocabularies, f"{reason}; sorted, which is right for fresh weights alone")
 
 
 RESCALES = ("Sub", "Div", "Mul", "Add")
@@ -96,10 +105,11 @@ def scales_itself(graph: onnx.GraphProto, name: str) -> bool:
     for node in graph.node:  # in topological order
         if not reached.intersection(node.input):
             continue
-        others = [stored[each] for each in node.input if each in stored]
+        constants = [stored[operand] for operand in node.input if operand in stored]
         if node.op_type in ("Scaler", "Normalizer", "BatchNormalization"):
             return True
-        if node.op_type in RESCALES and any(max(each.dims, default=1) > 1 for each in others):
+        # a scalar changes all columns alike, so their scales differ still
+        if node.op_type in RESCALES and any(max(tensor.dims, default=1) > 1 for tensor in constants):
             return True
         if node.op_type in PASSES:
             reached.update(node.output)
@@ -108,9 +118,12 @@ def scales_itself(graph: onnx.GraphProto, name: str) -> bool:
 
 def propose_rows(draft: Draft, facts: Facts) -> None:
     """Propose to leave out the rows whose label is missing, of which nothing can be learned."""
-    keys = ["data.label", *(key for key in draft.entries if key.startswith("loss.") and key.endswith(".label"))]
-    given = [draft.value(key, "label" if key == "data.label" else ()) for key in keys]
-    names = [name for each in given for name in ([each] if isinstance(each, str) else each)]
+    of_losses = [key for key in draft.entries if key.startswith("loss.")]
+    keys = ["data.label", *(key for key in of_losses if key.endswith(".label"))]
+    names: list[str] = []
+    for key in keys:
+        labels = draft.value(key, "label" if key == "data.label" else ())
+        names += [labels] if isinstance(labels, str) else labels
     missing = {name: facts.missing[name] for name in names if facts.missing.get(name)}
     if missing:
         shown = ", ".join(f"{count} of {name}" for name, count in missing.items())
@@ -150,6 +163,7 @@ def _holds_classes(draft: Draft, facts: Facts, label: object) -> bool:
 def _per_element(facts: Facts, name: str) -> Array:
     """Return the values of a column of numbers as [rows, elements]."""
     values = facts.values[name]
+    # rows of varying length have no element in common but as numbers of one distribution
     if isinstance(values, list):
         return facts.joined(name).reshape(-1, 1).astype(np.float64)
     return values.reshape(len(values), -1).astype(np.float64)

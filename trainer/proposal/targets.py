@@ -6,20 +6,19 @@ question is asked in the file.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
 
-from onward.trainer.config.loss_rules import LOSS_RULES
+from onward.trainer.config.loss_rules import LOSS_RULES, LossName
 from onward.trainer.data.reading.series_windows import AHEAD
 from onward.trainer.data.schema.signature import FLOAT_NAMES, Signature, TensorInfo
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.outputs import class_labels, score_tensors
 from onward.trainer.proposal.draft import Draft
-from onward.trainer.proposal.inputs import shown
-from onward.trainer.proposal.readings import Reading, names_in_cells, readings
+from onward.trainer.proposal.inputs import bare_name, shown
+from onward.trainer.proposal.readings import Reading, names_in_cells, readings, with_fitting_head
 from onward.trainer.proposal.source_summary import Facts
 from onward.trainer.rehearsal.trials.data_of_model import LABELS
 
@@ -38,8 +37,10 @@ def own_loss(signature: Signature) -> TensorInfo | None:
     """Return the output that is the graph's own loss: a single number for all rows; None if there is none."""
     floats = [info for info in signature.outputs if info.dtype in FLOAT_NAMES]
     scalars = [info for info in floats if info.shape == ()]
-    named = [info for info in floats if "loss" in info.name.lower() and info.shape in (None, (), (1,))]
-    return next((found[0] for found in (named, scalars) if len(found) == 1), None)
+    single_numbers = [info for info in floats if info.shape in (None, (), (1,))]
+    named = [info for info in single_numbers if "loss" in info.name.lower()]
+    # the name decides where several outputs are scalars, such as a loss and an accuracy
+    return next((candidates[0] for candidates in (named, scalars) if len(candidates) == 1), None)
 
 
 def targets(model: onnx.ModelProto, signature: Signature, given: object = None) -> list[Target]:
@@ -47,25 +48,27 @@ def targets(model: onnx.ModelProto, signature: Signature, given: object = None) 
     if given:
         named = [given] if isinstance(given, str) else list(given)  # type: ignore[call-overload]
         return [Target(info, info.name) for info in signature.outputs if info.name in named]
-    found = []
-    known = dict(score_tensors(model.graph))
+    floats = []
+    descriptions = dict(score_tensors(model.graph))
     for info in signature.outputs:
         scores = next(score_tensors(model.graph, [info.name]), None)
         if info.dtype in FLOAT_NAMES and info.shape != ():
-            name, what = scores or (info.name, known.get(info.name, ""))
-            found.append(Target(info, name, what if name != info.name or scores is None else ""))
-    if not found:  # labels only: the scores behind them
-        found = [
-            Target(TensorInfo(name, "float32", (None, None)), name, what)
-            for name, what in list(score_tensors(model.graph))[:1]
-        ]
-    return found
+            name, description = scores or (info.name, descriptions.get(info.name, ""))
+            is_own_scores = scores is not None and name == info.name
+            floats.append(Target(info, name, "" if is_own_scores else description))
+    if floats:
+        return floats
+    # the file returns class labels only, which have no gradient: a loss reads the scores behind them
+    return [
+        Target(TensorInfo(name, "float32", (None, None)), name, description)
+        for name, description in list(score_tensors(model.graph))[:1]
+    ]
 
 
 def named_labels(facts: Facts, found: Iterable[Target]) -> list[str]:
     """Return the columns that are labels by their names: those of outputs, else one of the usual names."""
     ending = AHEAD if facts.data.table.window else ""  # what is predicted is the future
-    outputs = [each.info.name + ending for each in found]
+    outputs = [target.info.name + ending for target in found]
     by_output = [name for name in facts.schema if name in outputs]
     usual = [name for name in facts.schema if name.lower() in LABELS]
     return [*by_output, *(name for name in usual[:1] if name not in by_output)]
@@ -76,30 +79,36 @@ def propose_targets(
 ) -> None:
     """Propose the losses; free: columns that feed no input. Raises ConfigError if no column can be a label."""
     given = draft.value("data.label")
-    columns = [given] if isinstance(given, str) else list(given) if given else list(free)
+    columns = [given] if isinstance(given, str) else list(given or free)
     if facts.data.table.window and not given:  # what is predicted is the future
         columns = [name for name in columns if name.endswith(AHEAD)]
-    possible = {each.info.name: readings(facts, each.info, columns) for each in found}
+    possible = {target.info.name: readings(facts, target.info, columns) for target in found}
+    # model.num_classes is the number of one output: of several none gets a new head
     if len(found) > 1:
-        possible = {name: [each for each in ways if not each.classes] for name, ways in possible.items()}
+        possible = {name: with_fitting_head(ways) for name, ways in possible.items()}
     chosen = _chosen(possible, given=bool(given))
-    read = [each for each in found if chosen[each.info.name]]
+    read = [target for target in found if chosen[target.info.name]]
     if not read:
-        shown_outputs = ", ".join(f"{each.info.name} {shown(each.info)}" for each in found) or "none of floats"
-        shown_columns = ", ".join(f"{name} ({facts.column(name).kind})" for name in columns) or "none that is free"
-        raise ConfigError(
-            f"no column of {facts.data.source} can be the labels of an output: the outputs are {shown_outputs}, the "
-            f"columns {shown_columns}; name the column (data.label=...) and the loss (model.loss=...)"
-            + (f"; {lists}" if (lists := names_in_cells(facts, columns)) else "")
-        )
-    unread = [each.info.name for each in found if each not in read]
+        raise ConfigError(_no_label(facts, found, columns))
+    unread = [target.info.name for target in found if target not in read]
     if unread:
         draft.notes.append(f"not trained, for want of labels: output {', '.join(unread)}")
     if len(read) == 1:
         _propose_one(draft, model, facts, read[0], chosen[read[0].info.name], first=_is_first(model, read[0]))
     else:
-        for place, each in enumerate(read):
-            _propose_entry(draft, place, each, chosen[each.info.name])
+        for position, target in enumerate(read):
+            _propose_entry(draft, position, target, chosen[target.info.name])
+
+
+def _no_label(facts: Facts, found: Iterable[Target], columns: Sequence[str]) -> str:
+    shown_outputs = ", ".join(f"{target.info.name} {shown(target.info)}" for target in found) or "none of floats"
+    shown_columns = ", ".join(f"{name} ({facts.column(name).kind})" for name in columns) or "none that is free"
+    problem = (
+        f"no column of {facts.data.source} can be the labels of an output: the outputs are {shown_outputs}, the "
+        f"columns {shown_columns}; name the column (data.label=...) and the loss (model.loss=...)"
+    )
+    lists = names_in_cells(facts, columns)
+    return f"{problem}; {lists}" if lists else problem
 
 
 def _is_first(model: onnx.ModelProto, target: Target) -> bool:
@@ -110,36 +119,46 @@ def _is_first(model: onnx.ModelProto, target: Target) -> bool:
 def _chosen(possible: dict[str, list[Reading]], *, given: bool) -> dict[str, list[Reading]]:
     """Return output -> the readings that remain: one if it is decided."""
     left = {name: _preferred(name, ways, several=len(possible) > 1) for name, ways in possible.items()}
+    # a decided output takes its columns from the others, which may decide one of these; until nothing changes
     while not given and len(left) > 1:
-        taken = {_key(ways[0]): name for name, ways in left.items() if len(ways) == 1}
-        fewer = {
-            name: [each for each in ways if taken.get(_key(each), name) == name] or ways if len(ways) > 1 else ways
-            for name, ways in left.items()
-        }
+        taken = {_names(ways[0]): name for name, ways in left.items() if len(ways) == 1}
+        fewer = {name: _not_taken(name, ways, taken) for name, ways in left.items()}
         if fewer == left:
             break
         left = fewer
     return left
 
 
+def _not_taken(output: str, ways: list[Reading], taken: Mapping[tuple[str, ...], str]) -> list[Reading]:
+    """Return the readings of columns that no other output has taken; all if none would be left."""
+    if len(ways) < 2:
+        return ways
+    free = [reading for reading in ways if taken.get(_names(reading), output) == output]
+    return free or ways
+
+
 def _preferred(output: str, ways: list[Reading], *, several: bool) -> list[Reading]:
     """Return the readings that names and values leave of an output."""
-    stem = re.sub(r"[\W_]", "", output).lower()
-    by_name = [each for each in ways if each.label == output] or [
-        each for each in ways if all(re.sub(r"[\W_]", "", name).lower().startswith(stem) for name in _names(each))
-    ]
+    by_name = [reading for reading in ways if reading.label == output]
+    if not by_name:
+        by_name = [reading for reading in ways if _begins_like(reading, output)]
+    # a usual name such as "label" does not say of which of several outputs it is
     if not by_name and not several:
-        by_name = [each for each in ways if isinstance(each.label, str) and each.label.lower() in LABELS][:1]
-    fitting = [each for each in ways if not each.classes]
-    return by_name or fitting or ways
+        by_name = [reading for reading in ways if _has_usual_name(reading)][:1]
+    return by_name or with_fitting_head(ways) or ways
+
+
+def _begins_like(reading: Reading, output: str) -> bool:
+    stem = bare_name(output)
+    return all(bare_name(name).startswith(stem) for name in _names(reading))
+
+
+def _has_usual_name(reading: Reading) -> bool:
+    return isinstance(reading.label, str) and reading.label.lower() in LABELS
 
 
 def _names(reading: Reading) -> tuple[str, ...]:
     return (reading.label,) if isinstance(reading.label, str) else reading.label
-
-
-def _key(reading: Reading) -> tuple[str, ...]:
-    return _names(reading)
 
 
 def _propose_one(
@@ -147,16 +166,15 @@ def _propose_one(
 ) -> None:
     """Propose the loss of the only output that is read, in the short form."""
     if len(ways) > 1:
-        draft.ask(
-            "data.label", f"the column that {target.info.name} predicts", {each.label: each.loss for each in ways}
-        )
+        choices = {reading.label: reading.loss for reading in ways}
+        draft.ask("data.label", f"the column that {target.info.name} predicts", choices)
     elif ways[0].label != "label":
         draft.set("data.label", _plain(ways[0].label), ways[0].reason)
-    losses = dict.fromkeys(each.loss for each in ways)
+    losses = _labels_of_losses(ways)
     if len(losses) > 1:
-        meaning = {loss: f"for {' or '.join(str(e.label) for e in ways if e.loss == loss)}" for loss in losses}
-        draft.ask("model.loss", "the loss, which depends on data.label", meaning)
+        draft.ask("model.loss", "the loss, which depends on data.label", losses)
     else:
+        # the default of data.label has no line of its own, so the loss has the reason
         draft.set("model.loss", ways[0].loss, ways[0].reason if ways[0].label == "label" else "")
     tensor = target.scores if LOSS_RULES[ways[0].loss].applies else target.info.name
     if tensor != target.info.name or tensor not in {value.name for value in model.graph.output}:
@@ -179,43 +197,55 @@ def _propose_one(
     if way.sorted_ids:
         draft.set("data.classes", "sorted", way.reason)
     _propose_class_order(draft, model, facts, way)
-    if way.loss == "cross_entropy" and isinstance(way.label, str) and len(different := facts.distinct(way.label)) == 1:
-        draft.notes.append(f"every label is {different[0]!r} in {facts.rows}: nothing can be learned from one class")
+    if way.loss == "cross_entropy" and isinstance(way.label, str):
+        different = facts.distinct(way.label)
+        if len(different) == 1:
+            only = repr(different[0])
+            draft.notes.append(f"every label is {only} in {facts.rows}: nothing can be learned from one class")
+
+
+def _labels_of_losses(ways: Iterable[Reading]) -> dict[LossName, str]:
+    """Return loss -> the labels for which it is right."""
+    labels: dict[LossName, list[str]] = {}
+    for reading in ways:
+        labels.setdefault(reading.loss, []).append(str(reading.label))
+    return {loss: f"for {' or '.join(names)}" for loss, names in labels.items()}
 
 
 def _propose_class_order(draft: Draft, model: onnx.ModelProto, facts: Facts, way: Reading) -> None:
     """Propose the order of classes that operators of the file hold, where the labels have their names."""
+    # of a new head the file's order says nothing
+    if not isinstance(way.label, str) or way.classes:
+        return
     order = class_labels(model.graph)
-    if not order or not isinstance(way.label, str) or way.classes or order == [str(at) for at in range(len(order))]:
+    # numbers 0, 1, ... are their own order, and without operators of classes there is none
+    if order == [str(at) for at in range(len(order))]:
         return
     if set(map(str, facts.distinct(way.label))) <= set(order):
         draft.set("data.classes", order, "the file's own order of classes")
 
 
-def _propose_entry(draft: Draft, place: int, target: Target, ways: Sequence[Reading]) -> None:
+def _propose_entry(draft: Draft, position: int, target: Target, ways: Sequence[Reading]) -> None:
     """Propose one of several [[loss]]."""
+    table = f"loss.{position}"
     tensor = target.scores if LOSS_RULES[ways[0].loss].applies else target.info.name
-    draft.set(f"loss.{place}.output", tensor, target.scores_reason if tensor != target.info.name else "")
-    losses = dict.fromkeys(each.loss for each in ways)
+    draft.set(f"{table}.output", tensor, target.scores_reason if tensor != target.info.name else "")
     if len(ways) > 1:
-        choices = {each.label: each.loss for each in ways}
-        draft.ask(f"loss.{place}.label", f"the column that {target.info.name} predicts", choices)
+        choices = {reading.label: reading.loss for reading in ways}
+        draft.ask(f"{table}.label", f"the column that {target.info.name} predicts", choices)
     else:
-        draft.set(f"loss.{place}.label", _plain(ways[0].label), ways[0].reason)
+        draft.set(f"{table}.label", _plain(ways[0].label), ways[0].reason)
+    losses = _labels_of_losses(ways)
     if len(losses) > 1:
-        meaning = {loss: f"for {' or '.join(str(e.label) for e in ways if e.loss == loss)}" for loss in losses}
-        draft.ask(f"loss.{place}.name", "the loss, which depends on the label", meaning)
+        draft.ask(f"{table}.name", "the loss, which depends on the label", losses)
     else:
-        draft.set(f"loss.{place}.name", ways[0].loss, "")
+        draft.set(f"{table}.name", ways[0].loss, "")
     if len(ways) == 1:
         for key, value in ways[0].settings.items():
-            draft.set(f"loss.{place}.{key}", value, ways[0].reason)
+            draft.set(f"{table}.{key}", value, ways[0].reason)
         if ways[0].axes:
-            draft.ask(
-                f"loss.{place}.class_axis",
-                f"the axis of {target.info.name} with the classes",
-                dict.fromkeys(ways[0].axes, ""),
-            )
+            axes = dict.fromkeys(ways[0].axes, "")
+            draft.ask(f"{table}.class_axis", f"the axis of {target.info.name} with the classes", axes)
 
 
 def _plain(label: str | tuple[str, ...]) -> str | list[str]:

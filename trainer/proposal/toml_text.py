@@ -38,6 +38,7 @@ def as_text(draft: Draft, target: Path, title: str, urls: Mapping[str, str] = Ma
     """Return the content of the file `target`; title: what its first line says. urls: local copy -> its URL."""
     tables: dict[str, list[str]] = {}
     for key, entry in draft.entries.items():
+        # the inputs come together, as one inline table
         if key.startswith(f"{INPUTS}."):
             continue
         *outer, name = parts_of(key)
@@ -51,12 +52,19 @@ def as_text(draft: Draft, target: Path, title: str, urls: Mapping[str, str] = Ma
     }:
         tables.setdefault("data", []).extend(_input_lines(inputs))
     order = [*(name for name in TABLES if name in tables), *sorted(tables.keys() - {*TABLES})]
+    # the sort is stable, so that loss.0, loss.1, ... keep their order at the position of "loss"
     order.sort(key=lambda name: TABLES.index(_section(name)) if _section(name) in TABLES else len(TABLES))
     lines = [line for text in (title, *draft.notes) for line in _comment(text)]
     for name in order:
-        head = [] if not name else ["[[loss]]"] if _section(name) == "loss" != name else [f"[{name}]"]
-        lines += ["", *head, *tables[name]]
+        lines += ["", *_heading(name), *tables[name]]
     return "\n".join(_shortened(lines)) + "\n"
+
+
+def _heading(table: str) -> list[str]:
+    """Return the line above the settings of a table; none above those of the whole file."""
+    if not table:
+        return []
+    return ["[[loss]]"] if table.startswith("loss.") else [f"[{table}]"]
 
 
 def _section(table: str) -> str:
@@ -83,8 +91,8 @@ def _input_lines(inputs: Mapping[str, Entry]) -> Iterator[str]:
 
 def shown_choices(entry: Entry) -> str:
     """Return the choices of a question behind its words."""
-    given = [f"{as_toml(value)}{f' ({meaning})' if meaning else ''}" for value, meaning in entry.choices.items()]
-    return f": {' or '.join(given)}" if given else ""
+    choices = [f"{as_toml(value)}{f' ({meaning})' if meaning else ''}" for value, meaning in entry.choices.items()]
+    return f": {' or '.join(choices)}" if choices else ""
 
 
 def _with_reason(line: str, reason: str) -> Iterator[str]:
@@ -105,7 +113,9 @@ def _shortened(lines: list[str]) -> list[str]:
     """Return at most MOST_LINES lines: without blank lines, and then without the comments on settings' own lines."""
     if len(lines) > MOST_LINES:
         lines = [line for line in lines if line]
+    # from the end, because the settings that matter most come first; line 0 is the title
     for at in range(len(lines) - 1, 0, -1):
+        # the comment of a question has its choices, without which it could not be answered
         is_question = f'"{OPEN}"' in "".join(lines[at + 1 : at + 4])
         if len(lines) > MOST_LINES and lines[at].startswith("#") and not is_question:
             del lines[at]
@@ -114,13 +124,15 @@ def _shortened(lines: list[str]) -> list[str]:
 
 def _relative(key: str, value: Any, target: Path, urls: Mapping[str, str]) -> Any:
     """Return a path relative to the folder of the file, unless it is elsewhere; of a local copy its URL."""
-    if key not in PATHS or not isinstance(value, str | Path) or value in (OPEN, *BUNDLED_SOURCES) or url_of(str(value)):
+    is_path = key in PATHS and isinstance(value, str | Path)
+    if not is_path or value in (OPEN, *BUNDLED_SOURCES) or url_of(str(value)):
         return value
     for local, url in urls.items():
         if str(value) == local or str(value).startswith(f"{local}/"):
             return f"{url}{str(value).removeprefix(local)}"
     path = os.path.normpath(Path(value).expanduser().absolute())
     near = os.path.relpath(path, target.absolute().parent)
+    # two folders up or more is elsewhere: the two are hardly moved together
     return path if near.startswith("../..") else near
 
 

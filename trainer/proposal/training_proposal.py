@@ -46,32 +46,34 @@ def family_of(graph: onnx.GraphProto) -> Family:
 
 def trained_before(model: onnx.ModelProto, base: Path) -> tuple[bool | None, str]:
     """Return whether the weights were trained before, None if they do not say it, and how that was found."""
-    tensors = {
-        name: value.numpy()
-        for name, value in stored_tensors(model.graph, base).items()
-        if value.is_floating_point() and value.dtype.itemsize > 2
-    }
+    floats = {name: value for name, value in stored_tensors(model.graph, base).items() if value.is_floating_point()}
+    # numpy has no bfloat16, which `numpy()` refuses
+    tensors = {name: value.numpy() for name, value in floats.items() if value.dtype.itemsize > 2}
+    vectors = {name: value for name, value in tensors.items() if value.size > 1}
+    biases = [value for name, value in vectors.items() if _is_bias(model.graph, name)]
+    # the surest sign first: the first step of a training changes running means and scales
     for what, values, fresh in (
         ("running means", list(_operands(model.graph, tensors, "BatchNormalization", 3)), 0.0),
         ("scales of normalisations", list(_operands(model.graph, tensors, "LayerNormalization", 1)), 1.0),
-        ("biases", [value for name, value in tensors.items() if _is_bias(model.graph, name) and value.size > 1], 0.0),
+        ("biases", biases, 0.0),
     ):
         if values:
             if all((value == fresh).all() for value in values):
                 return False, f"all {what} are {fresh:g}"
+            # torch draws biases at random, so that others than 0 may be fresh, too
             if what != "biases":
                 return True, f"its {what} have seen data"
-    matrices = [value for value in tensors.values() if value.ndim > 1 and value.size >= LEAST_ELEMENTS]
+    large = [value for value in tensors.values() if value.size >= LEAST_ELEMENTS]
+    matrices = [value for value in large if value.ndim > 1]
     uniform = [value for value in matrices if _is_uniform(value)]
-    normal = [value for value in matrices if not _is_uniform(value) and _is_normal(value)]
+    others = [value for value in matrices if not _is_uniform(value)]
+    normal = [value for value in others if _is_normal(value)]
     if matrices and len(uniform) == len(matrices):
         return False, "its matrices are uniform in ±1/√fan_in, as torch initialises them"
     # one small matrix may look so by chance
     if len(normal) >= LEAST_NORMAL and len(uniform) + len(normal) == len(matrices):
-        return (
-            False,
-            f"{len(normal)} of its {len(matrices)} matrices are normal with a usual deviation, the rest uniform",
-        )
+        counted = f"{len(normal)} of its {len(matrices)} matrices"
+        return False, f"{counted} are normal with a usual deviation, the rest uniform"
     return None, "its weights do not look as if they were drawn at random"
 
 
@@ -82,22 +84,24 @@ def _operands(graph: onnx.GraphProto, tensors: dict[str, Array], operator: str, 
 
 
 def _is_bias(graph: onnx.GraphProto, name: str) -> bool:
-    return any(
-        name in node.input and (node.op_type == "Add" or list(node.input).index(name) == 2)
-        for node in graph.node
-        if node.op_type in ("Gemm", "Conv", "ConvTranspose", "Add")
-    )
+    for node in graph.node:
+        if node.op_type not in ("Gemm", "Conv", "ConvTranspose", "Add") or name not in node.input:
+            continue
+        # the bias of a layer is its third operand; exporters write that of a MatMul as an Add behind it
+        if node.op_type == "Add" or list(node.input).index(name) == 2:
+            return True
+    return False
 
 
 def _is_uniform(value: Array) -> bool:
     """Return whether a matrix is bounded by 1/√fan_in and fills the interval, for one of its two ways to be stored."""
     most = float(np.abs(value).max())
+    # [out, in, ...] of Conv and torch's Linear, [in, out] of MatMul
     fans = {math.prod(value.shape[1:]), math.prod(value.shape[:-1]), value.shape[0]}
     spread = float(value.std()) * math.sqrt(3)  # of a uniform distribution the bound
-    return (
-        any(0.9 / math.sqrt(fan) <= most <= 1.001 / math.sqrt(fan) for fan in fans)
-        and 0.85 * most <= spread <= 1.15 * most
-    )
+    fills_interval = 0.85 * most <= spread <= 1.15 * most
+    # of many random numbers the greatest comes near the bound; above it only rounding does
+    return fills_interval and any(0.9 / math.sqrt(fan) <= most <= 1.001 / math.sqrt(fan) for fan in fans)
 
 
 def _is_normal(value: Array) -> bool:
@@ -112,7 +116,7 @@ def _is_normal(value: Array) -> bool:
         of_both = math.sqrt(2 / (fan_in + fan_out))
         # three standard errors of a deviation, and of a kurtosis, which is 3 of a normal distribution
         near = 0.01 + 3 / math.sqrt(2 * numbers.size)
-        if any(abs(numbers.std() / each - 1) < near for each in (*deviations, of_both)):
+        if any(abs(numbers.std() / deviation - 1) < near for deviation in (*deviations, of_both)):
             kurtosis = float(((numbers - numbers.mean()) ** 4).mean() / numbers.var() ** 2)
             return abs(kurtosis - 3) < 0.1 + 3 * math.sqrt(24 / numbers.size)
     return False
@@ -127,27 +131,31 @@ def propose_training(
     pixels of a mask or the tokens of a text.
     """
     size, reason = (8, "each row has many targets") if is_dense else (32, "a usual size")
+    # an epoch has ten steps or more, unless that would need a batch of less than four rows
     while num_rows and size > 4 and num_rows < 10 * size:
         size = size // 2
         reason = f"small, because there are {num_rows} rows"
     draft.set("train.global_batch_size", size, reason)
     steps = STEPS_TRAINED if trained else STEPS_FRESH
     if not draft.is_given("train.num_steps"):
-        per_epoch = math.ceil(num_rows / size) if num_rows else 0
-        epochs = max(1, min(10 if trained else 50, round(steps / per_epoch))) if per_epoch else (1 if trained else 3)
-        about = f"about {epochs * per_epoch} steps" if per_epoch else "the rows were not all counted"
+        if num_rows:
+            per_epoch = math.ceil(num_rows / size)
+            most = 10 if trained else 50
+            epochs = max(1, min(most, round(steps / per_epoch)))
+            about = f"about {epochs * per_epoch} steps"
+        else:
+            epochs = 1 if trained else 3
+            about = "the rows were not all counted"
         draft.set("train.num_epochs", epochs, about)
     fresh_rate, trained_rate, rule = RATES[family]
-    what = {
+    network = {
         "transformer": "a transformer",
         "convolution": "a convolutional network",
         "layers": "a network of plain layers",
-    }
-    rate, how = (
-        (trained_rate, f"fine-tuning of {what[family]}: {rule}")
-        if trained
-        else (fresh_rate, f"fresh weights of {what[family]}")
-    )
+    }[family]
+    rate, how = fresh_rate, f"fresh weights of {network}"
+    if trained:
+        rate, how = trained_rate, f"fine-tuning of {network}: {rule}"
     draft.set("optimizer.learning_rate", rate, f"AdamW; {how}; {why}")
     draft.set("schedule.mode", "cosine", "falls to 0 at the last step")
     draft.set("schedule.warmup_ratio", 0.1 if family == "transformer" else 0.05, "")

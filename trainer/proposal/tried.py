@@ -16,22 +16,23 @@ def propose_tried(draft: Draft) -> bool | None:
 
     Return whether one is better than chance, None if nothing can be tried.
     """
+    # one step, because a configuration is complete only with a length of training, and none is proposed yet
     config = completed(load_config({**draft.settings(), "train": {"num_steps": 1}}))
     if len(config.losses) != 1 or config.losses[0].name not in MEASURED or config.model.num_classes:
         return None
     try:
-        found = try_preprocessings(config, ROWS)
+        tried = try_preprocessings(config, ROWS)
     except ConfigError as error:  # such as labels that are probabilities
         draft.notes.append(f"preprocessings were not tried: {error.problems[0]}")
         return None
-    best = found.trials[0]
-    number = len(found.trials)
-    value = f"{found.measure} {best.accuracy:.3f} on {best.rows} rows before any training"
-    if not found.better_than_chance and not found.other_order:
-        constant = "most frequent class" if found.measure == "accuracy" else "mean"
+    best = tried.trials[0]
+    number = len(tried.trials)
+    value = f"{tried.measure} {best.accuracy:.3f} on {best.rows} rows before any training"
+    if not tried.better_than_chance and not tried.other_order:
+        constant = "most frequent class" if tried.measure == "accuracy" else "mean"
         draft.notes.append(
             f"no preprocessing that was tried ({number}) makes the file better than always naming the {constant} of "
-            f"these labels ({found.measure} {found.chance:.3f}); the proposed one is a default, and may not be that "
+            f"these labels ({tried.measure} {tried.chance:.3f}); the proposed one is a default, and may not be that "
             "of its training"
         )
         return False
@@ -39,8 +40,9 @@ def propose_tried(draft: Draft) -> bool | None:
         draft.set(key, setting, f"best of {number} that were tried: {value}")
     if not best.settings:
         draft.notes.append(f"of {number} preprocessings that were tried the default is best: {value}")
-    names = {to: found.classes[label] for label, to in found.other_order.items() if label < len(found.classes)}
-    if found.classes and sorted(names) == list(range(len(found.classes))):
-        order = [names[place] for place in sorted(names)]
-        draft.set("data.classes", order, f"the order in which accuracy is {found.other_order_accuracy:.3f}")
+    names = {output: tried.classes[label] for label, output in tried.other_order.items() if label < len(tried.classes)}
+    # an order is proposed only if each class has an output of its own
+    if tried.classes and sorted(names) == list(range(len(tried.classes))):
+        order = [names[output] for output in sorted(names)]
+        draft.set("data.classes", order, f"the order in which accuracy is {tried.other_order_accuracy:.3f}")
     return True

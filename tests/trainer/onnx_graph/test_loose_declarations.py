@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 import onward
 from onward.trainer.data.schema.signature import read_signature
 from onward.trainer.errors import UnsupportedModel
+from onward.trainer.onnx_graph.files.index import known_types
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.onnx_import.tracing import shape_assumptions
@@ -126,3 +127,14 @@ def test_a_squeeze_with_axes_is_not_warned_of(tmp_path):
     module = onward.to_module(path)
     np.testing.assert_allclose(module(torch.from_numpy(x)).detach(), under_onnxruntime(path, x), rtol=1e-6)
     assert not [each for each in onward.doctor(path).warnings if each.key == "squeezed_batch"]
+
+
+@pytest.mark.timeout(60)
+def test_an_imputer_of_an_input_without_an_element_type_gets_no_type():
+    x = onnx.ValueInfoProto(name="x")
+    x.type.tensor_type.shape.dim.add().dim_param = "B"
+    imputer = helper.make_node("Imputer", ["x"], ["y"], domain="ai.onnx.ml")
+    graph = helper.make_graph([imputer], "g", [x], [onnx.ValueInfoProto(name="y")])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
+    types = known_types(helper.make_model(graph, opset_imports=opsets))
+    assert types["y"].type.WhichOneof("value") is None

@@ -379,6 +379,7 @@ def test_masks_of_255_mean_the_second_class_or_no_label(tmp_path: Path) -> None:
     for classes, values, wanted in (
         (2, (0, 255), ((0, 255), -100)),
         (3, (0, 1, 2, 255), ((), 255)),
+        (3, (255,), ((), 255)),
         (2, (0, 1, 2), ((), -100)),
     ):
         folder = tmp_path / f"{classes}-{len(values)}"

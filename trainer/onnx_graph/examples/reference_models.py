@@ -44,6 +44,7 @@ def build_squeezenet(
         else:
             squeeze, expand = FIRE[position]
             x = _fire(g, x, f"features.{position}", width=width, squeeze=squeeze, expand=expand)
+            # the results of both expand layers are concatenated
             width = 2 * expand
     x = _dropout(g, x, dropout)
     x = _conv(g, x, "classifier.1", g.normal(0.01, num_classes, width, 1, 1))
@@ -108,6 +109,7 @@ def build_gpt2(
     x = _dropout(g, x, dropout)
     for layer in range(num_layers):
         name = f"transformer.h.{layer}"
+        # each layer adds two branches to the residual stream
         depth = math.sqrt(2.0 * num_layers)
         h = layer_norm(g, x, f"{name}.ln_1", width)
         h = _attention(g, h, causal, f"{name}.attn", width=width, num_heads=num_heads, dropout=dropout)
@@ -119,6 +121,7 @@ def build_gpt2(
         h = linear(g, h, f"{name}.mlp.c_proj", g.normal(0.02 / depth, 4 * width, width))
         x = g.op("Add", x, _dropout(g, h, dropout))
     x = layer_norm(g, x, "transformer.ln_f", width)
+    # the token embedding again, transposed: one weight with two readers
     g.op("MatMul", x, g.op("Transpose", words, perm=[1, 0]), outputs="logits")
     g.output("logits", ("batch", "sequence", vocab_size))
     return g.model()
@@ -131,6 +134,7 @@ def _attention(g: GraphWriter, x: str, causal: str, name: str, *, width: int, nu
     g.op("Split", fused, outputs=split, axis=-1, num_outputs=3)
     heads = g.weight("split_heads", [0, 0, num_heads, width // num_heads])
     query, key, value = (g.op("Reshape", part, heads) for part in split)  # [batch, sequence, heads, width / heads]
+    # query and value [batch, heads, sequence, width / heads], key transposed for the product
     query = g.op("Transpose", query, perm=[0, 2, 1, 3])
     key = g.op("Transpose", key, perm=[0, 2, 3, 1])
     value = g.op("Transpose", value, perm=[0, 2, 1, 3])

@@ -29,6 +29,7 @@ def build_resnet18(*, num_classes: int, image_size: int, width: int = 64, seed: 
     channels = width
     for stage in range(4):
         for block in range(2):
+            # the first block of each stage but the first one halves height and width
             stride = 2 if stage and not block else 1
             x = _residual(g, x, f"layer{stage + 1}.{block}", channels, width << stage, stride)
             channels = width << stage
@@ -41,6 +42,7 @@ def _residual(g: GraphWriter, x: str, name: str, inputs: int, outputs: int, stri
     strides = [stride, stride]
     h = _conv_norm(g, x, f"{name}.conv1", f"{name}.bn1", (outputs, inputs, 3, 3), strides=strides)
     h = _conv_norm(g, g.op("Relu", h), f"{name}.conv2", f"{name}.bn2", (outputs, outputs, 3, 3))
+    # x itself can be added only where the block keeps its shape
     if stride > 1 or inputs != outputs:
         parts = f"{name}.downsample.0", f"{name}.downsample.1"
         x = _conv_norm(g, x, *parts, (outputs, inputs, 1, 1), strides=strides)
@@ -138,6 +140,7 @@ def build_bert(
         h = g.op("Gelu", linear(g, x, f"{name}.intermediate.dense", g.normal(0.02, width, 4 * width)))
         h = linear(g, h, f"{name}.output.dense", g.normal(0.02, 4 * width, width))
         x = layer_norm(g, g.op("Add", x, h), f"{name}.output.LayerNorm", width)
+    # the token [CLS] in front of each text, by which BERT classifies
     first = g.op("Gather", x, "zero", axis=1)
     pooled = g.op("Tanh", _gemm(g, first, "bert.pooler.dense", width, width))
     return _with_heads(g, pooled, width, {"logits": ("classifier", num_classes)})
@@ -158,6 +161,7 @@ def _self_attention(g: GraphWriter, x: str, kept: str, name: str, width: int, nu
     query = project("query", [0, 2, 1, 3])
     key = project("key", [0, 2, 3, 1])
     scores = g.op("Div", g.op("MatMul", query, key), g.weight("sqrt_head_width", math.sqrt(width / num_heads)))
+    # the least float, and not minus infinity: a row without any kept token would become NaN
     scores = g.op("Where", kept, scores, g.weight("masked", float(np.finfo(np.float32).min)))
     mixed = g.op("MatMul", g.op("Softmax", scores, axis=-1), project("value", [0, 2, 1, 3]))
     joined = g.op("Reshape", g.op("Transpose", mixed, perm=[0, 2, 1, 3]), g.weight("join_heads", [0, 0, width]))

@@ -89,15 +89,16 @@ def passed_attribute_problems(model: onnx.ModelProto) -> Iterator[str]:
 def _types(operator: str, domain: str, opset: int) -> Mapping[str, int]:
     """Return the type of each attribute of an operator; {} for one that ONNX does not define in this opset."""
     try:
-        known = defs.get_schema(operator, opset, domain)
+        schema = defs.get_schema(operator, opset, domain)
     except (defs.SchemaError, TypeError):  # a version beyond 32 bits is an error of its binding
         return {}
     # the stub of AttrType lacks `value`
-    return {name: getattr(each.type, "value", 0) for name, each in known.attributes.items()}
+    return {name: getattr(attribute.type, "value", 0) for name, attribute in schema.attributes.items()}
 
 
 def _problems_of(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[str]:
     for attribute in node.attribute:
+        # an attribute that ONNX does not define may have any type
         wanted = types.get(attribute.name, attribute.type)
         if attribute.type not in (wanted, AttributeProto.UNDEFINED):
             kinds = AttributeProto.AttributeType.Name
@@ -107,6 +108,7 @@ def _problems_of(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[str
         if bound is None or attribute.type not in (AttributeProto.INT, AttributeProto.INTS):
             continue
         values = [attribute.i] if attribute.type == AttributeProto.INT else attribute.ints
+        # a value that the call of a function gives is looked at by `passed_attribute_problems`
         if attribute.ref_attr_name or all(bound.least <= value <= bound.most for value in values):
             continue
         given = shown(values[0] if attribute.type == AttributeProto.INT else list(values))

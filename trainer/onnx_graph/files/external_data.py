@@ -42,7 +42,8 @@ UNALIGNED_MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
 
 
 def map_external(proto: TensorProto, base: Path, *, unaligned: bool = False) -> torch.Tensor:
-    """Return an external tensor with its file mapped copy-on-write: reads are deferred, and writes stay in memory.
+    """Return an external tensor, of the shape in its proto, with its file mapped copy-on-write: reads are deferred, and
+    writes stay in memory.
 
     Half-precision tensors are converted to fp32, which reads them at once. unaligned: map what lies at an odd offset,
     too, where the processor allows that. The caller looks at such a tensor and copies it (`own_copy`, `copy_bytes`)
@@ -52,6 +53,7 @@ def map_external(proto: TensorProto, base: Path, *, unaligned: bool = False) -> 
         return read_tensor(proto, base)
     where = byte_range(proto)
     dtype = BYTEWISE_DTYPES[proto.data_type]
+    # mmap refuses a length of 0
     if not where.length:
         return torch.empty(tuple(proto.dims), dtype=DTYPES[proto.data_type])
     # mode "c" is copy-on-write: training changes pages in memory and never the user's file
@@ -76,7 +78,8 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor of the same type, which may be unaligned, into another one."""
+    """Copy a tensor, which may be unaligned, into another one of the same type and shape."""
+    # as bytes, which are aligned anywhere; torch views only a last dimension without gaps so
     if source.ndim and source.stride(-1) == 1 == target.stride(-1) and source.dtype == target.dtype:
         target.view(torch.uint8).copy_(source.view(torch.uint8))
     else:
@@ -87,8 +90,9 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def bits_differ(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
-    """Return whether a tensor differs bitwise from the stored one, compared in the type in which it was read."""
+    """Return whether a tensor differs bitwise from the stored one of the same size, in the type that it was read in."""
     ours = tensor.detach().cpu().contiguous().reshape(-1)
+    # bytes and not numbers: NaN differs from itself, and -0 is equal to 0
     return not torch.equal(ours.view(torch.uint8), stored.to(ours.dtype).contiguous().reshape(-1).view(torch.uint8))
 
 
@@ -115,6 +119,7 @@ def write_external(
                 continue
             where = byte_range(proto)
             with files[where.location].open("r+b") as file:
+                # an unchanged tensor keeps its range, and so do the others that read these bytes
                 if alike or _changes(tensor, BYTEWISE_DTYPES[proto.data_type], where, file):
                     where = where if alike else _append_range(proto, where, file)
                     _write_changes(tensor, BYTEWISE_DTYPES[proto.data_type], where, file)
@@ -145,7 +150,9 @@ def _overlapping(destinations: Iterable[Destination]) -> Iterator[list[Destinati
 
 
 def _same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    return first is second or (first is not None and second is not None and torch.equal(first, second))
+    if first is None or second is None:
+        return first is second
+    return first is second or torch.equal(first, second)
 
 
 def _changes(tensor: torch.Tensor, dtype: torch.dtype, where: ByteRange, file: BinaryIO) -> bool:
@@ -154,6 +161,7 @@ def _changes(tensor: torch.Tensor, dtype: torch.dtype, where: ByteRange, file: B
 
 def _append_range(proto: TensorProto, where: ByteRange, file: BinaryIO) -> ByteRange:
     end = file.seek(0, os.SEEK_END)
+    # rounded up, by a floor division of the negative
     offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     # extends the file with zeros, which the caller then overwrites
     file.truncate(offset + where.length)
@@ -174,6 +182,7 @@ def _changed_chunks(
     tensor: torch.Tensor, dtype: torch.dtype, where: ByteRange, file: BinaryIO
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, new bytes) of each chunk whose bytes in the file differ from the tensor."""
+    # in chunks, so that a tensor of several GB is not copied as a whole; unchanged pages of the file are not written
     flat = tensor.detach().reshape(-1)
     step = CHUNK_BYTES // dtype.itemsize
     for start in range(0, flat.numel(), step):

@@ -83,11 +83,11 @@ def external_problems(model: onnx.ModelProto, base: Path, *, own: str = "") -> l
             problems.append(f"tensor {proto.name!r}: its place in another file cannot be read: {error}")
             continue
         file = base / where.location
-        size = (
-            BYTEWISE_SIZES[proto.data_type] * math.prod(proto.dims)
-            if proto.data_type in BYTEWISE_SIZES
-            else where.length
-        )
+        size = where.length
+        # types of less than a byte are packed, and strings have no fixed length: these are read by onnx
+        if proto.data_type in BYTEWISE_SIZES:
+            size = BYTEWISE_SIZES[proto.data_type] * math.prod(proto.dims)
+        # the place is checked first: no file outside of the directory is looked at, not even for its size
         if where.location != own and (why := _unsafe(where.location, base)):
             problems.append(f"tensor {proto.name!r}: {why}")
         elif not file.is_file():
@@ -127,7 +127,7 @@ def _is_in_cache(link: Path) -> bool:
         # the directory that the user named may be a link; what lies below it in the file's name is none
         folder = link.parent.resolve(strict=True)
         target = link.resolve(strict=True)
-        caches = [each.parent for each in folder.parents if each.name == "snapshots"]
+        caches = [parent.parent for parent in folder.parents if parent.name == "snapshots"]
         return any(_is_own_cache(cache, target) for cache in caches)
     except (OSError, RuntimeError):  # it leads nowhere, or in a circle
         return False
@@ -137,10 +137,12 @@ def _is_own_cache(cache: Path, blob: Path) -> bool:
     if blob.parent != cache / "blobs":
         return False
     # by lstat: a link in place of a directory would lead elsewhere
-    folders = [each.lstat() for each in (cache, cache / "snapshots", cache / "blobs")]
-    found = blob.lstat()
-    is_own = all(each.st_uid == os.geteuid() for each in (*folders, found))
-    return is_own and all(stat.S_ISDIR(each.st_mode) for each in folders) and stat.S_ISREG(found.st_mode)
+    folders = [folder.lstat() for folder in (cache, cache / "snapshots", cache / "blobs")]
+    file = blob.lstat()
+    # another user who owns one of them could exchange what is in it between the check and the reading
+    is_own = all(entry.st_uid == os.geteuid() for entry in (*folders, file))
+    are_folders = all(stat.S_ISDIR(folder.st_mode) for folder in folders)
+    return is_own and are_folders and stat.S_ISREG(file.st_mode)
 
 
 # -- reading
@@ -149,6 +151,7 @@ def _is_own_cache(cache: Path, blob: Path) -> bool:
 def load_external(tensors: Iterable[TensorProto], base: Path) -> None:
     """Read the values of those of the tensors that are external into them; `external_problems` has found none."""
     for tensor in filter(is_external, tensors):
+        # a link is checked again: it may lead elsewhere since `external_problems` looked
         where = byte_range(tensor)
         file = base / where.location
         if file.is_symlink() and not _unsafe(where.location, base):
@@ -162,7 +165,7 @@ def load_external(tensors: Iterable[TensorProto], base: Path) -> None:
 
 
 def array_of(tensor: TensorProto, base: Path) -> np.ndarray[Any, Any]:
-    """Return the values of a tensor, which may be in another file below `base`."""
+    """Return the values of a tensor, in its shape; they may be in another file below `base`."""
     if is_external(tensor):
         loaded = TensorProto()
         loaded.CopyFrom(tensor)

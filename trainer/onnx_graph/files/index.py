@@ -177,14 +177,20 @@ class Index:
     @property
     def computed(self) -> list[str]:
         """Return the names of the inputs and of all values computed from them."""
-        return [value.name for value in self.graph.input if value.name not in self.stored] + [
-            name for name in self.makers if name not in self.stored
-        ]
+        inputs = [value.name for value in self.graph.input if value.name not in self.stored]
+        # without Constant nodes, which are among `makers` as well
+        results = [name for name in self.makers if name not in self.stored]
+        return inputs + results
 
     def free_name(self, name: str) -> str:
         """Return the name, or the first of name_1, name_2, ... that the graph does not use."""
         taken = {*self.stored, *self.makers, *(value.name for value in self.graph.input)}
-        return next(n for n in (name, *(f"{name}_{i}" for i in range(1, len(taken) + 2))) if n not in taken)
+        free = name
+        number = 0
+        while free in taken:
+            number += 1
+            free = f"{name}_{number}"
+        return free
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -201,6 +207,7 @@ def integer_problems(graph: onnx.GraphProto, setting: str, patterns: Iterable[st
     """
     stored = Index(graph).stored
     for pattern in patterns:
+        # a pattern with wildcards may match other tensors as well, and is not refused
         if pattern in stored and stored[pattern].data_type in NEVER_TRAINED:
             name = str(TensorProto.DataType.Name(stored[pattern].data_type)).lower()
             yield f"{setting}: {pattern!r} is {name}; only tensors of floating-point numbers are trained"
@@ -226,9 +233,10 @@ def infer_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
     # onnx serializes the model, which fails at 2 GB
     light = without_large_tensors(model)
     added = dict[str, onnx.ValueInfoProto]()
+    # it ends: each round gives a type to results that had none
     while True:
-        found = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
-        types = {value.name: value for value in (*found.value_info, *found.output, *found.input)} | added
+        inferred = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+        types = {value.name: value for value in (*inferred.value_info, *inferred.output, *inferred.input)} | added
         # what follows an operator that ONNX does not know is inferred in the next round
         if not (further := {value.name: value for value in further_results(model.graph, types)}):
             return types

@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.trainer.onnx_graph.files.index import Index, graphs_of, known_types
+from onward.trainer.onnx_graph.files.index import Index, graphs_of, known_types, nodes_of
 
 DTYPES: Mapping[int, type[np.signedinteger[Any]]] = {TensorProto.INT32: np.int32, TensorProto.INT64: np.int64}
 """The types whose division can end the process; smaller ones are divided in int32."""
@@ -30,13 +30,14 @@ def guard_integer_divisions(model: onnx.ModelProto) -> onnx.ModelProto:
 
     Only nodes whose types are known are changed; those of the model's own functions are not.
     """
+    # without types, whose inference takes long: most files have no division by an unknown number
     if not any(map(_divides, graphs_of(model.graph))):
         return model
     types = {name: value.type.tensor_type.elem_type for name, value in known_types(model).items()}
+    # with the initializers of inner graphs, which `known_types` leaves out
     types |= {tensor.name: tensor.data_type for graph in graphs_of(model.graph) for tensor in graph.initializer}
-    if not any(
-        _kind(node, types) in DTYPES for graph in graphs_of(model.graph) for node in graph.node if _is_division(node)
-    ):
+    divisions = filter(_is_division, nodes_of(model.graph))
+    if not any(_kind(node, types) in DTYPES for node in divisions):
         return model  # of floats, as most are: no copy of the weights
     guarded = onnx.ModelProto()
     guarded.CopyFrom(model)
@@ -56,6 +57,7 @@ def guard_integer_divisions(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _kind(node: onnx.NodeProto, types: Mapping[str, int]) -> int:
     """Return the type of a node's operands; 0 if it is not known."""
+    # both operands and the result of a division have one type, so any of them says it
     return next((types[name] for name in (*node.input, *node.output) if types.get(name)), 0)
 
 
@@ -87,7 +89,8 @@ def _guarded(node: onnx.NodeProto, kind: int, names: Iterator[str]) -> Iterator[
         return helper.make_node("Constant", [], [f"{prefix}_{value}"], value=tensor)
 
     def call(operator: str, *operands: str, result: str, **attributes: Any) -> onnx.NodeProto:
-        inputs = [each if each in node.input else f"{prefix}_{each}" for each in operands]
+        # the dividend and the divisor have names of the file, all other operands are made here
+        inputs = [operand if operand in node.input else f"{prefix}_{operand}" for operand in operands]
         return helper.make_node(operator, inputs, [f"{prefix}_{result}"], **attributes)
 
     yield from map(number, (-1, 1, 2))

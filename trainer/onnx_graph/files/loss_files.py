@@ -61,6 +61,7 @@ def read_loss_file(path: Path, opset: int) -> onnx.ModelProto:
     except Exception as error:  # of onnx, of the file system, of external data: they share no base
         raise UnsupportedModel(f"loss.file {path} cannot be read: {error}") from error
     inputs = _inputs(model)
+    # the initializers that are listed as inputs would become operands of the loss
     del model.graph.input[:]
     model.graph.input.extend(inputs)
     if len(inputs) != 2 or len(model.graph.output) != 1:
@@ -83,6 +84,7 @@ def read_loss_file(path: Path, opset: int) -> onnx.ModelProto:
                 f"{', '.join(changed)}, to which it cannot be converted ({str(error).splitlines()[0]}); export the "
                 f"loss with opset {opset}"
             ) from error
+    # nothing changed between the two opsets, or the converter has adapted the nodes
     del model.opset_import[:]
     model.opset_import.append(helper.make_opsetid("", opset))
     return model
@@ -110,17 +112,18 @@ def label_dims(path: Path, output: Sequence[Dim]) -> list[Dim | int]:
     first, second = _inputs(read_model(path))
     names = [dim.dim_param for dim in first.type.tensor_type.shape.dim]
     known = {name: length for name, length in zip(names, output, strict=False) if name}
-    found: list[Dim | int] = []
+    lengths: list[Dim | int] = []
     for axis, dim in enumerate(second.type.tensor_type.shape.dim):
         if (length := length_of(dim)) is not None:
-            found.append(length)
+            lengths.append(length)
         elif dim.dim_param in known:
-            found.append(known[dim.dim_param])
+            lengths.append(known[dim.dim_param])
+        # axis 0 is the batch of both, whatever the file calls it
         elif axis < len(output) and (axis == 0 or not dim.dim_param):
-            found.append(output[axis])
+            lengths.append(output[axis])
         else:
             raise UnsupportedModel(
                 f"loss.file {path}: the length of axis {axis} of its input {second.name!r} is not known; declare it "
                 f"as a number, or with the name of a dimension of {first.name!r}"
             )
-    return found
+    return lengths

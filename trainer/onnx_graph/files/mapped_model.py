@@ -58,13 +58,13 @@ def read_mapped(path: Path) -> onnx.ModelProto | None:
     with path.open("rb") as file:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                found = _without_large(content, path.name)
+                light = _without_large(content, path.name)
         except (ValueError, IndexError):  # an empty file, or a field that ends behind the end
             return None
-    if found is None:
+    if light is None:
         return None
     try:
-        return onnx.load_model_from_string(found)
+        return onnx.load_model_from_string(light)
     except (DecodeError, ValueError):
         return None
 
@@ -73,13 +73,16 @@ def _without_large(content: mmap.mmap, location: str) -> bytes | None:
     """Return the bytes of the model without its large raw data; None if there are none, or if the file is unusual."""
     outer = list(_fields(content, 0, len(content)))
     graphs = [field for field in outer if field.number == GRAPH]
+    # protobuf merges a field that is written in several parts; no writer of ONNX does so
     if len(graphs) != 1:
         return None
     inner = list(_fields(content, graphs[0].value, graphs[0].end))
-    large = [field for field in inner if field.number == INITIALIZER and field.end - field.value > LARGE_BYTES]
+    initializers = [field for field in inner if field.number == INITIALIZER]
+    large = [field for field in initializers if field.end - field.value > LARGE_BYTES]
     replaced = {field: light for field in large if (light := _light(content, field, location)) is not None}
     if not replaced:
         return None
+    # all other fields are copied byte for byte, in their order
     graph = b"".join(
         _tagged(INITIALIZER, replaced[field]) if field in replaced else content[field.start : field.end]
         for field in inner
@@ -92,18 +95,22 @@ def _without_large(content: mmap.mmap, location: str) -> bytes | None:
 def _light(content: mmap.mmap, field: _Field, location: str) -> bytes | None:
     """Return a tensor without its values, with the place of these; None if it stays as it is."""
     fields = list(_fields(content, field.value, field.end))
-    raw = [each for each in fields if each.number == RAW_DATA]
+    raw = [tensor_field for tensor_field in fields if tensor_field.number == RAW_DATA]
     if len(raw) != 1 or raw[0].end - raw[0].value <= LARGE_BYTES:
         return None
-    tensor = TensorProto.FromString(b"".join(content[each.start : each.end] for each in fields if each not in raw))
-    length = raw[0].end - raw[0].value
+    (values,) = raw
+    others = [content[other.start : other.end] for other in fields if other != values]
+    tensor = TensorProto.FromString(b"".join(others))
+    length = values.end - values.value
     size = BYTEWISE_SIZES.get(tensor.data_type)
     is_plain = tensor.data_location == TensorProto.DEFAULT and not tensor.external_data
+    if size is None or not is_plain:
+        return None
     # what does not fit its shape is refused where the file is read as a whole, with what is wrong
-    if size is None or not is_plain or any(dim < 0 for dim in tensor.dims) or length != size * math.prod(tensor.dims):
+    if any(dim < 0 for dim in tensor.dims) or length != size * math.prod(tensor.dims):
         return None
     tensor.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", location), ("offset", str(raw[0].value)), ("length", str(length))):
+    for key, value in (("location", location), ("offset", str(values.value)), ("length", str(length))):
         tensor.external_data.add(key=key, value=value)
     light: bytes = tensor.SerializeToString()
     return light
@@ -116,6 +123,7 @@ def _fields(content: mmap.mmap, start: int, end: int) -> Iterator[_Field]:
     """Yield the fields of a message. Raises ValueError where it is none."""
     position = start
     while position < end:
+        # a tag has the type in its last three bits, and the number of the field before them
         tag, value = _varint(content, position)
         kind = tag & 7
         if kind == LENGTH:
@@ -126,6 +134,7 @@ def _fields(content: mmap.mmap, start: int, end: int) -> Iterator[_Field]:
         elif kind in (FIXED64, FIXED32):
             after = value + (8 if kind == FIXED64 else 4)
         else:
+            # groups (3 and 4), which ONNX does not use, or bytes that are no message
             raise ValueError(f"a field of type {kind}")
         if after > end:
             raise ValueError("a field ends behind its message")
@@ -140,6 +149,7 @@ def _varint(content: mmap.mmap, position: int) -> tuple[int, int]:
         byte = content[position]
         position += 1
         result |= (byte & 127) << shift
+        # the highest bit says that another byte follows
         if byte < 128:
             return result, position
         shift += 7

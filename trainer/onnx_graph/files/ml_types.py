@@ -17,8 +17,12 @@ def further_results(graph: onnx.GraphProto, known: Mapping[str, onnx.ValueInfoPr
         if node.domain not in (DOMAIN, "com.microsoft"):
             continue
         name = node.output[-1]  # of classifiers: the scores, after the labels
+        # a declared value may have a shape and no element type
         typed = name in known and known[name].type.tensor_type.elem_type
-        if not name or typed or not node.input or (operand := known.get(node.input[0])) is None:
+        if not name or typed or not node.input:
+            continue
+        operand = known.get(node.input[0])
+        if operand is None:
             continue
         kind = operand.type.tensor_type.elem_type
         dims = _dims(operand)
@@ -27,7 +31,8 @@ def further_results(graph: onnx.GraphProto, known: Mapping[str, onnx.ValueInfoPr
         if node.domain != DOMAIN:
             continue
         attributes = {attribute.name: attribute for attribute in node.attribute}
-        if node.op_type == "Imputer":
+        # an undefined type is no type: it would be asked for again without end
+        if node.op_type == "Imputer" and kind:
             yield helper.make_tensor_value_info(name, kind, dims)
         elif node.op_type in ("Scaler", "Normalizer"):
             yield helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
@@ -35,6 +40,7 @@ def further_results(graph: onnx.GraphProto, known: Mapping[str, onnx.ValueInfoPr
             targets = next((attributes[key].i for key in ("targets", "n_targets") if key in attributes), 1)
             yield _matrix(name, dims, targets)
         elif node.op_type in ("TreeEnsembleClassifier", "SVMClassifier"):
+            # one of the attributes for labels has them: as integers or as strings
             counts = (len(attributes[key].ints) + len(attributes[key].strings) for key in attributes if "label" in key)
             yield _matrix(name, dims, next(counts, None))
         elif node.op_type == "FeatureVectorizer":
@@ -46,9 +52,13 @@ def _dims(value: onnx.ValueInfoProto) -> Dims | None:
     kind = value.type.tensor_type
     if not kind.HasField("shape"):
         return None
-    known = [dim.HasField("dim_value") and dim.dim_value >= 0 for dim in kind.shape.dim]
-    dims = zip(kind.shape.dim, known, strict=True)
-    return [dim.dim_value if is_known else dim.dim_param or None for dim, is_known in dims]
+    return [_length_or_symbol(dim) for dim in kind.shape.dim]
+
+
+def _length_or_symbol(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    if dim.HasField("dim_value") and dim.dim_value >= 0:
+        return dim.dim_value
+    return dim.dim_param or None
 
 
 def _matrix(name: str, rows: Dims | None, columns: int | None) -> onnx.ValueInfoProto:

@@ -51,11 +51,12 @@ def read_model(path: Path) -> onnx.ModelProto:
     inside it: values that do not fit their shape, unknown types, names that are not UTF-8, more than the limits.
     """
     with opened(path) as file:
-        found = os.fstat(file.fileno())
-        if found.st_size > MODEL_BYTES.most:
-            size = MODEL_BYTES.exceeded(found.st_size)
+        # of the open file: another one may have its name by the time it is read
+        status = os.fstat(file.fileno())
+        if status.st_size > MODEL_BYTES.most:
+            size = MODEL_BYTES.exceeded(status.st_size)
             raise UnsupportedModel(f"{path} is not an ONNX file that can be read: it has {size}")
-        version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         content = file.read() or b""  # None: a file of the kernel that has nothing just now
     if not content:
         raise UnsupportedModel(f"{path} is an empty file, not an ONNX file")
@@ -63,6 +64,7 @@ def read_model(path: Path) -> onnx.ModelProto:
         model = onnx.load_model_from_string(content)
     except (DecodeError, ValueError) as error:
         raise UnsupportedModel(f"{path} is not an ONNX file: {other_kind(content) or _why(error)}") from None
+    # only good files are remembered: a bad one is refused each time, with its problems
     if version not in _CHECKED:
         if problems := model_problems(model):
             more = [f"... and {len(problems) - MAX_NAMED} more"] if len(problems) > MAX_NAMED else []
@@ -170,10 +172,11 @@ def _function_problems(model: onnx.ModelProto) -> Iterator[str]:
 
     A function that calls the next one twice, 29 times over, has 2^29 nodes and a file of some kilobytes.
     """
-    bodies = {(each.domain, each.name): each for each in model.functions}
+    bodies = {(function.domain, function.name): function for function in model.functions}
     calls = {key: _count(function.node, bodies) for key, function in bodies.items()}
     known: dict[tuple[str, str], tuple[int, int]] = {}
     """Function -> (nodes, how deep its calls go)."""
+    # depth first without recursion, which a chain of calls would exhaust: a function is counted after those it calls
     waiting = list(calls)
     inside = set[tuple[str, str]]()
     while waiting:
@@ -182,17 +185,18 @@ def _function_problems(model: onnx.ModelProto) -> Iterator[str]:
         if key in known:
             waiting.pop()
             inside.discard(key)
-        elif missing := [each for each in called if each not in known]:
+        elif missing := [callee for callee in called if callee not in known]:
+            # it waits further down already, for a function that calls it
             if key in inside:
                 yield f"function {key[1]!r} of domain {key[0]!r} calls itself"
                 return
             inside.add(key)
             waiting += missing
         else:
-            depth = 1 + max((known[each][1] for each in called), default=0)
-            known[key] = own + sum(known[each][0] * times for each, times in called.items()), depth
+            depth = 1 + max((known[callee][1] for callee in called), default=0)
+            known[key] = own + sum(known[callee][0] * times for callee, times in called.items()), depth
     own, called = _count(model.graph.node, bodies)
-    total = own + sum(known[each][0] * times for each, times in called.items())
+    total = own + sum(known[callee][0] * times for callee, times in called.items())
     if total > MODEL_NODES.most:
         yield f"it has {MODEL_NODES.exceeded(total)}"
     if (deepest := max((depth for _, depth in known.values()), default=0)) > FUNCTION_DEPTH.most:
@@ -266,6 +270,7 @@ def _num_values(tensor: TensorProto) -> float | None:
     kind = tensor.data_type
     if bits := PACKED_BITS.get(kind):
         wanted = math.prod(tensor.dims)
+        # without raw data an int32 holds one byte of packed elements
         held = len(tensor.raw_data) if tensor.HasField("raw_data") else len(tensor.int32_data)
         return wanted if held == -(-wanted * bits // 8) else held * 8 / bits
     if kind == TensorProto.STRING:
@@ -273,11 +278,12 @@ def _num_values(tensor: TensorProto) -> float | None:
     if tensor.HasField("raw_data"):
         return len(tensor.raw_data) / np.dtype(helper.tensor_dtype_to_np_dtype(kind)).itemsize
     count = len(getattr(tensor, helper.tensor_dtype_to_field(kind)))
+    # real and imaginary parts are two entries
     return count / 2 if kind in (TensorProto.COMPLEX64, TensorProto.COMPLEX128) else count
 
 
 def stored_array(tensor: TensorProto, base: Path | None = None) -> np.ndarray[Any, Any]:
-    """Return the values of a tensor. base: the directory of its external data; without it they are refused.
+    """Return the values of a tensor, in its shape. base: the directory of external data, which is refused without it.
 
     numpy_helper.to_array alone would look for the file in the working directory.
     """

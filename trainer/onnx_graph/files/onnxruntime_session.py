@@ -48,6 +48,7 @@ def open_session(
         options.graph_optimization_level = levels.ORT_ENABLE_BASIC if standard else levels.ORT_ENABLE_EXTENDED
         options.optimized_model_filepath = str(save)
     options.intra_op_num_threads = threads
+    # a file is opened by its name, unless its graph has to be changed
     if isinstance(model, Path):
         content: str | bytes = guarded_content(model) or str(model)
         base = base or model.parent

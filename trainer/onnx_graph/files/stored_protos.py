@@ -53,6 +53,7 @@ def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:
             for attribute in node.attribute:
                 if attribute.name == "value":
                     yield node.output[0], attribute.t
+    # `stored_tensors` refuses a file in which an initializer has the same name
     for name, node, attribute in held_attributes(graph):
         yield name, as_tensor_proto(node, attribute)
 
@@ -70,15 +71,15 @@ def dense_tensor(sparse: onnx.SparseTensorProto) -> TensorProto:
     if is_external(sparse.values) or is_external(sparse.indices):
         return sparse.values
     values = numpy_helper.to_array(sparse.values)
-    at = numpy_helper.to_array(sparse.indices)
+    indices = numpy_helper.to_array(sparse.indices)
     dense = np.zeros(tuple(sparse.dims), values.dtype)
-    # places: one number each, counted through the tensor, or a row of one number for each dimension
-    dense[np.unravel_index(at, dense.shape) if at.ndim == 1 else tuple(at.T)] = values
+    # indices [n]: one number each, counted through the tensor; [n, rank]: a number for each dimension
+    dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values
     return numpy_helper.from_array(dense, sparse.values.name)
 
 
 def read_chunks(proto: TensorProto, base: Path) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the values of a tensor of a type in BYTEWISE, flat and in this type, in chunks of CHUNK_BYTES."""
+    """Yield the values of a tensor of a type in BYTEWISE, flat [n] and in this type, in chunks of CHUNK_BYTES."""
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(proto.data_type))
     if is_external(proto):
         where = byte_range(proto)
@@ -107,10 +108,10 @@ def load_small_tensors(model: onnx.ModelProto, base: Path | None) -> onnx.ModelP
     if base is None or not any(map(is_external, all_tensors(model))):
         return model
     model = onnx.ModelProto.FromString(model.SerializeToString())
-    for place, proto in enumerate(all_tensors(model)):
+    for position, proto in enumerate(all_tensors(model)):
         # initializers of the main graph come first; in inner graphs all are loaded: nothing maps those, and lowering
         # reads them as constants
-        inner = place >= len(model.graph.initializer)
+        inner = position >= len(model.graph.initializer)
         if is_external(proto) and (inner or _is_small(proto)):
             # of a file that is searched before it is checked; external_problems says what is wrong with its place
             with contextlib.suppress(OSError, ValueError, ValidationError):

@@ -26,6 +26,7 @@ def mark_blocks(model: onnx.ModelProto, stored: Mapping[str, torch.Tensor]) -> o
     if not any(node.domain == DOMAIN for node in model.graph.node):
         return model
     size = block_size(model.graph, stored)
+    # in a copy, because onnxruntime's operators have no such attribute
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     for node in copy.graph.node:
@@ -52,8 +53,10 @@ def _shown_sizes(graph: onnx.GraphProto, stored: Mapping[str, torch.Tensor]) -> 
             continue
         if node.op_type == "Conv" and len(node.input) > 1 and node.input[1] in stored:
             outputs = padded[node.output[0]] = stored[node.input[1]].shape[0]
+            # stored outputs fill whole blocks: a number that is no multiple of 16 is of blocks of 8
             if outputs % 16:
                 yield 8
+        # a block of 8 is filled up with fewer than 8 outputs
         if node.op_type == "ReorderOutput" and node.input[0] in padded:
             channels = next(attribute.i for attribute in node.attribute if attribute.name == "channels")
             if padded[node.input[0]] - channels >= 8:

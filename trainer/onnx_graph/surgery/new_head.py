@@ -64,7 +64,9 @@ def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
     name = node.input[1]
     exclusive = True
     data_type = 0
-    first = node.op_type == "Conv" or any(a.name == "transB" and a.i for a in node.attribute)
+    # the outputs are the first dimension of a convolution, and of a Gemm that transposes its weight
+    transposing = [attribute.i for attribute in node.attribute if attribute.name == "transB"]
+    first = node.op_type == "Conv" or any(transposing)
     transposed = False
     while True:
         # along the whole path: a Transpose or a Cast between weight and node may have other readers, too
@@ -74,8 +76,10 @@ def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
         maker = index.makers.get(name)
         if maker is None or maker.op_type not in ("Identity", "Cast", "Transpose"):
             return None
-        if maker.op_type == "Cast":
-            data_type = data_type or next(a.i for a in maker.attribute if a.name == "to")
+        # the Cast nearest to the node gives the type that the node reads
+        if maker.op_type == "Cast" and not data_type:
+            data_type = next(attribute.i for attribute in maker.attribute if attribute.name == "to")
+        # two Transposes cancel each other
         transposed ^= maker.op_type == "Transpose"
         name = maker.input[0]
     tensor = index.stored[name]
@@ -87,7 +91,7 @@ def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
 
 def _last_layers_before(tensor: str, index: Index) -> list[_Layer]:
     """Return the last layers before a tensor; more than one if the graph branches between them."""
-    found = []
+    layers = []
     seen = set[str]()
     frontier = [tensor]
     while frontier:
@@ -96,13 +100,15 @@ def _last_layers_before(tensor: str, index: Index) -> list[_Layer]:
         if node is None or name in seen:
             continue
         seen.add(name)
+        # a layer ends the path: those before it compute features
         if layer := _layer(node, index):
-            found.append(layer)
+            layers.append(layer)
         elif node.op_type in PASS_THROUGH:
             frontier.append(node.input[0])
         elif node.op_type in ELEMENTWISE:
             frontier += [name for name in node.input if name not in index.stored]
-    return list({layer.node.output[0]: layer for layer in found}.values())
+    # several paths may lead to one layer
+    return list({layer.node.output[0]: layer for layer in layers}.values())
 
 
 def _chosen_layer(index: Index, config: ModelConfig, output: str) -> _Layer:
@@ -112,22 +118,20 @@ def _chosen_layer(index: Index, config: ModelConfig, output: str) -> _Layer:
         named = [layer for layer in layers if layer.weight == config.head]
         if len(named) == 1:
             return named[0]
-        known = dict.fromkeys(layer.weight for layer in layers)
+        if named:
+            raise ConfigError(f"model.head: {len(named)} layers use {config.head!r}; untie it, or name another")
+        nearest = did_you_mean(config.head, dict.fromkeys(layer.weight for layer in layers))
+        raise ConfigError(f"model.head {config.head!r} is not a weight of a MatMul, Gemm or Conv{nearest}")
+    candidates = _last_layers_before(output, index)
+    if len(candidates) != 1:
+        cause = "no MatMul, Gemm or Conv with a stored weight leads to it"
+        if candidates:
+            cause = f"{len(candidates)} layers lead to it: {', '.join(layer.weight for layer in candidates)}"
         raise ConfigError(
-            f"model.head: {len(named)} layers use {config.head!r}; untie it, or name another"
-            if named
-            else f"model.head {config.head!r} is not a weight of a MatMul, Gemm or Conv"
-            f"{did_you_mean(config.head, known)}"
-        )
-    found = _last_layers_before(output, index)
-    if len(found) != 1:
-        several = f"{len(found)} layers lead to it: {', '.join(layer.weight for layer in found)}"
-        raise ConfigError(
-            f"model.num_classes: the last layer before {output!r} was not found: "
-            f"{several if found else 'no MatMul, Gemm or Conv with a stored weight leads to it'}; name its weight as "
+            f"model.num_classes: the last layer before {output!r} was not found: {cause}; name its weight as "
             f"model.head (the graph's last ones: {last})"
         )
-    return found[0]
+    return candidates[0]
 
 
 def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> list[str]:
@@ -142,6 +146,7 @@ def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> l
         layer = _chosen_layer(index, config, output)
     except ConfigError as error:
         return list(error.problems)
+    # operators of ai.onnx.ml turn scores into these labels: there must be one for each new output
     names = class_labels(graph)
     if names and len(names) != config.num_classes:
         return [
@@ -151,14 +156,18 @@ def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> l
         ]
     old = index.stored[layer.weight].dims[layer.axis]
     # the number of groups would have to divide the new number of outputs
-    if group := next((a.i for a in layer.node.attribute if a.name == "group" and a.i != 1), 0):
-        return [f"model.head: {layer.weight!r} is a convolution of {group} groups, which cannot be given other outputs"]
+    groups = next((attribute.i for attribute in layer.node.attribute if attribute.name == "group"), 1)
+    if groups > 1:
+        return [
+            f"model.head: {layer.weight!r} is a convolution of {groups} groups, which cannot be given other outputs"
+        ]
     head = _Head(index, old=old, new=config.num_classes, seed=seed)
     head.replace_weight(layer)
     if problems := head.adapt_dependents(layer):
         return problems
+    # shapes that the file declares for values after the head are wrong now
     stale = [value for value in graph.value_info if value.name in head.dependents | head.changed]
-    for value in stale:  # shapes that the file declares for values after the head are wrong now
+    for value in stale:
         graph.value_info.remove(value)
     return _declare(model, head, layer, config)
 
@@ -182,9 +191,11 @@ class _Head:
         stored = self.index.stored[layer.weight]
         dims = list(stored.dims)
         dims[layer.axis] = self.new
+        # the fan-in: all elements of the new weight that one output reads
         self.bound = 1 / math.sqrt(math.prod(dims) / self.new)
         if layer.exclusive:
             self._replace(layer.weight, dims, stored.data_type)
+            # what is computed between weight and node has another shape now, too
             name = layer.node.input[1]
             while name not in self.index.stored:
                 self.changed.add(name)
@@ -240,13 +251,19 @@ class _Head:
     def _has_one_entry_per_output(self, name: str) -> bool:
         """Return whether a stored float tensor has a dimension as long as the old number of outputs."""
         tensor = self.index.stored.get(name)
+        # of one output nearly every tensor has a dimension as long
+        if tensor is None or self.old < 2:
+            return False
         floats = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-        return tensor is not None and tensor.data_type in floats and self.old > 1 and self.old in tensor.dims
+        return tensor.data_type in floats and self.old in tensor.dims
 
     def _replace_bias(self, node: onnx.NodeProto, slot: int, axis: int) -> bool:
         name = node.input[slot]
         tensor = self.index.stored.get(name)
-        if tensor is None or len(tensor.dims) < -axis or (tensor.dims[axis], math.prod(tensor.dims)) != (self.old,) * 2:
+        if tensor is None or len(tensor.dims) < -axis:
+            return False
+        # all elements are on that axis: a bias has one number for each output
+        if not tensor.dims[axis] == math.prod(tensor.dims) == self.old:
             return False
         dims = list(tensor.dims)
         dims[axis] = self.new
@@ -262,19 +279,20 @@ class _Head:
         maker = self.index.makers.get(node.input[slot])
         if tensor is None:
             if maker is not None and maker.op_type == "Concat":
-                for place in range(len(maker.input)):
-                    self._reshape(maker, place)
+                for part in range(len(maker.input)):
+                    self._reshape(maker, part)
             return
         if tensor.data_location == TensorProto.EXTERNAL:
             return
         lengths = numpy_helper.to_array(tensor).copy()
-        places = np.flatnonzero(lengths.reshape(-1) == self.old)
+        positions = np.flatnonzero(lengths.reshape(-1) == self.old)
         # 1 is in many shapes for other reasons; only as the last length it is taken for the number of outputs
-        if not len(places) or (self.old == 1 and places[-1] != lengths.size - 1):
+        if not len(positions) or (self.old == 1 and positions[-1] != lengths.size - 1):
             return
         # of several equal lengths the last one, because the classes are on the last axis
-        lengths.reshape(-1)[places[-1]] = self.new
+        lengths.reshape(-1)[positions[-1]] = self.new
         changed = numpy_helper.from_array(lengths, node.input[slot])
+        # a shape with other readers stays: Reshapes in front of the layer may have the same one
         if len(self.index.readers[node.input[slot]]) == 1:
             tensor.CopyFrom(changed)
         else:
@@ -298,11 +316,11 @@ def _declare(model: onnx.ModelProto, head: _Head, layer: _Layer, config: ModelCo
     """Correct the declared shapes of the graph's outputs; return a problem if the trained output did not change."""
     output = config.named_outputs(model.graph.output[0].name)[0]
     declared = [value for value in model.graph.output if value.name in head.dependents]
-    places = {value.name: [i for i, dim in enumerate(dims_of(value) or []) if dim == head.old] for value in declared}
+    axes = {value.name: _axes_of_length(dims_of(value) or [], head.old) for value in declared}
     # forget the declared lengths, so that inference may derive the new ones
     for value in declared:
-        for place in places[value.name]:
-            value.type.tensor_type.shape.dim[place].ClearField("dim_value")
+        for axis in axes[value.name]:
+            value.type.tensor_type.shape.dim[axis].ClearField("dim_value")
     try:
         after = infer_types(model)
     except onnx.shape_inference.InferenceError as error:
@@ -311,11 +329,12 @@ def _declare(model: onnx.ModelProto, head: _Head, layer: _Layer, config: ModelCo
             "another layer as model.head"
         ]
     for value in declared:
-        found = dims_of(after.get(value.name)) or []
-        follows = [place for place in places[value.name] if place < len(found) and found[place] == head.new]
-        for place in places[value.name]:
-            here = place in follows or (not follows and place == places[value.name][-1])
-            value.type.tensor_type.shape.dim[place].dim_value = head.new if here else head.old
+        inferred = _axes_of_length(dims_of(after.get(value.name)) or [], head.new)
+        follows = [axis for axis in axes[value.name] if axis in inferred]
+        for axis in axes[value.name]:
+            # where inference says nothing, the classes are on the last of the axes
+            is_new = axis in follows or (not follows and axis == axes[value.name][-1])
+            value.type.tensor_type.shape.dim[axis].dim_value = head.new if is_new else head.old
     now = dims_of(after.get(output)) or [None, None]
     # a graph that computes its own loss has a scalar output; a length that is not known may be right
     if LOSS_RULES[config.loss].by_graph or head.new in now or None in now[1:]:
@@ -324,3 +343,7 @@ def _declare(model: onnx.ModelProto, head: _Head, layer: _Layer, config: ModelCo
         f"model.num_classes: {output!r} is {shown_shape(now)}, also when the layer before it has {head.new} outputs: a "
         "node in between fixes its shape; name another layer as model.head, or an earlier tensor as model.output"
     ]
+
+
+def _axes_of_length(dims: Sequence[int | None], length: int) -> list[int]:
+    return [axis for axis, dim in enumerate(dims) if dim == length]

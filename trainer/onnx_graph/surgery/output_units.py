@@ -67,17 +67,19 @@ def _add_nodes(model: onnx.ModelProto, name: str, units: LabelUnits) -> None:
             f"loss.standardise_label: {name!r} is no output of the file that a node computes; let the loss read an "
             f"output ({', '.join(value.name for value in graph.output)})"
         )
+    # such a reader would get numbers in other units under the same name
     if any(name in node.input for inner in inner_graphs(graph.node) for node in inner.node):
         raise ConfigError(f"loss.standardise_label: output {name!r} is read inside a loop or a branch of the file")
+    # other nodes that read the output go on with the numbers that the graph computes
     inside = f"{name}.standardised"
     maker.output[list(maker.output).index(name)] = inside
     for reader in index.readers.get(name, ()):
-        for place in [place for place, value in enumerate(reader.input) if value == name]:
-            reader.input[place] = inside
+        reader.input[:] = [inside if value == name else value for value in reader.input]
     dtype = helper.tensor_dtype_to_np_dtype(output.type.tensor_type.elem_type)
     shape = _shape_of_constants(output, units)
-    for kind, numbers in ((SCALE, units.scale), (CENTER, units.center)):
-        graph.initializer.append(numpy_helper.from_array(np.reshape(numbers, shape).astype(dtype), f"{name}{kind}"))
+    for ending, numbers in ((SCALE, units.scale), (CENTER, units.center)):
+        graph.initializer.append(numpy_helper.from_array(np.reshape(numbers, shape).astype(dtype), f"{name}{ending}"))
+    # at the end: nothing reads the results of these nodes but the caller
     scaled = f"{name}.scaled"
     summed = f"{name}.log" if units.log else name
     nodes = [
@@ -101,6 +103,7 @@ def _shape_of_constants(output: onnx.ValueInfoProto, units: LabelUnits) -> tuple
     if number == 1:
         return (1,)
     lengths = [dim.dim_value for dim in output.type.tensor_type.shape.dim]
+    # axis 0 is the batch
     axis = next((axis for axis in range(1, len(lengths)) if lengths[axis] == number), None)
     if axis is None:
         raise ConfigError(

@@ -73,18 +73,20 @@ def begin_at_numbers(model: onnx.ModelProto, config: ModelConfig) -> ModelConfig
 
     A `model.start` that is given stays. Raises UnsupportedModel as `find_preprocessing` does.
     """
-    found = find_preprocessing(model, config)
-    if found is None:
+    preprocessing = find_preprocessing(model, config)
+    if preprocessing is None:
         return config
     # a weight that is frozen so that it may stay in front is no weight of the trained part, where patterns must match
-    elsewhere = Index(model.graph).stored.keys() - {name for node in found.nodes for name in names_read(node)}
-    ahead = _stored_inside(found.nodes)
-    freeze = [
-        pattern
-        for pattern in config.freeze
-        if any(fnmatchcase(name, pattern) for name in elsewhere) or not any(fnmatchcase(n, pattern) for n in ahead)
-    ]
-    return config.model_copy(update={"start": found.tensors, "freeze": tuple(freeze)})
+    read_in_front = {name for node in preprocessing.nodes for name in names_read(node)}
+    elsewhere = Index(model.graph).stored.keys() - read_in_front
+    ahead = _stored_inside(preprocessing.nodes)
+    freeze = []
+    for pattern in config.freeze:
+        matches_elsewhere = any(fnmatchcase(name, pattern) for name in elsewhere)
+        # a pattern without any match stays, and is refused where the weights are known
+        if matches_elsewhere or not any(fnmatchcase(name, pattern) for name in ahead):
+            freeze.append(pattern)
+    return config.model_copy(update={"start": preprocessing.tensors, "freeze": tuple(freeze)})
 
 
 def find_preprocessing(model: onnx.ModelProto, config: ModelConfig) -> Preprocessing | None:
@@ -100,7 +102,8 @@ def find_preprocessing(model: onnx.ModelProto, config: ModelConfig) -> Preproces
     graph = model.graph
     types = known_types(model)
     outputs = config.named_outputs(graph.output[0].name)
-    if texts := [name for name in outputs if name in types and _is_text(types[name])]:
+    typed = [name for name in outputs if name in types]
+    if texts := [name for name in typed if _is_text(types[name])]:
         raise UnsupportedModel(unreadable_output(model, name, types) for name in texts)
     between, _ = nodes_between(graph, outputs, set())
     front = _nodes_in_front(graph, between, types)
@@ -118,12 +121,12 @@ def find_preprocessing(model: onnx.ModelProto, config: ModelConfig) -> Preproces
             f"model.output {', '.join(outputs)} is computed by {', '.join(trees)}: trees and support vectors have no "
             "weights that a gradient changes, and nothing is left to train behind them; fit them with their library"
         )
-    read = set().union(*map(names_read, nodes))
-    return Preprocessing(
-        nodes=nodes,
-        inputs=tuple(value.name for value in graph.input if value.name in read and value.name not in _stored(graph)),
-        tensors=tuple(name for node in nodes for name in node.output if name in behind),
-    )
+    # initializers are operands but no inputs, also where an old file lists them as such
+    read = set().union(*map(names_read, nodes)) - _stored(graph)
+    results = [name for node in nodes for name in node.output]
+    inputs = tuple(value.name for value in graph.input if value.name in read)
+    tensors = tuple(name for name in results if name in behind)
+    return Preprocessing(nodes, inputs, tensors)
 
 
 def preprocessing_model(model: onnx.ModelProto, found: Preprocessing) -> onnx.ModelProto:
@@ -171,17 +174,20 @@ def label_of(node: onnx.NodeProto) -> str:
 
 def _may_have_any(graph: onnx.GraphProto) -> bool:
     """Return whether the graph can have pre-processing, without the inference of types, which takes long."""
+    if has_untrained(graph):
+        return True
     stored = _stored(graph)
-    return has_untrained(graph) or any(_is_text(value) for value in graph.input if value.name not in stored)
+    return any(_is_text(value) for value in graph.input if value.name not in stored)
 
 
 def has_untrained(graph: onnx.GraphProto) -> bool:
     """Return whether a graph computes with strings, maps, trees or support vectors, which stay in front."""
-    return (
-        any(_holds_strings(value.type) for value in graph.input)
-        or any(tensor.data_type == TensorProto.STRING for tensor in graph.initializer)
-        or any(node.op_type in IN_FRONT or _makes_strings(node) for node in nodes_inside(graph.node))
-    )
+    if any(_holds_strings(value.type) for value in graph.input):
+        return True
+    if any(tensor.data_type == TensorProto.STRING for tensor in graph.initializer):
+        return True
+    # operators on strings and trees, wherever their operands come from
+    return any(node.op_type in IN_FRONT or _makes_strings(node) for node in nodes_inside(graph.node))
 
 
 def _nodes_in_front(
@@ -191,28 +197,33 @@ def _nodes_in_front(
 
     A sequence of numbers that the graph itself makes is not meant: the network may contain it.
     """
+    typed_strings = {name for name, value in types.items() if _holds_strings(value.type)}
+    typed_texts = {name for name, value in types.items() if _is_text(value)}
     text = {value.name for value in graph.input if _is_text(value)}
     text |= {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.STRING}
+    # nodes are sorted, so that what a node makes of text is known before its readers are visited
     own = []
     for at, node in enumerate(nodes):
-        strings = {name for name in node.output if name in types and _holds_strings(types[name].type)}
-        by_name = any(each.op_type in IN_FRONT or _makes_strings(each) for each in nodes_inside([node]))
+        strings = typed_strings.intersection(node.output)
+        by_name = any(inner.op_type in IN_FRONT or _makes_strings(inner) for inner in nodes_inside([node]))
         if strings or by_name or names_read(node) & text:
             own.append(at)
-            text |= strings | {name for name in node.output if name in types and _is_text(types[name])}
+            # a sequence counts from here on, because this node makes it of text
+            text |= strings | typed_texts.intersection(node.output)
     # a Constant of strings is an operand; alone it is no pre-processing
     return _with_ancestors(own, nodes) if any(nodes[at].op_type != "Constant" for at in own) else set()
 
 
 def _with_ancestors(chosen: Iterable[int], nodes: list[onnx.NodeProto]) -> set[int]:
     """Return the chosen positions and those of all nodes that the chosen ones depend on."""
-    found = set(chosen)
+    positions = set(chosen)
     needed = set[str]()
+    # from the end: all readers of a result are visited before the node that computes it
     for at in reversed(range(len(nodes))):
-        if at in found or needed.intersection(nodes[at].output):
-            found.add(at)
+        if at in positions or needed.intersection(nodes[at].output):
+            positions.add(at)
             needed |= names_read(nodes[at])
-    return found
+    return positions
 
 
 def _tensors_behind(nodes: list[onnx.NodeProto], front: set[int], outputs: Sequence[str]) -> set[str]:
@@ -221,28 +232,32 @@ def _tensors_behind(nodes: list[onnx.NodeProto], front: set[int], outputs: Seque
     Constants are not counted: the trained part has them, too.
     """
     ahead = [nodes[at] for at in front if nodes[at].op_type != "Constant"]
-    made = {name for node in ahead for name in node.output if name}
+    made = {name for node in ahead for name in node.output} - {""}
     read = set().union(outputs, *(names_read(node) for at, node in enumerate(nodes) if at not in front))
     return made & read
 
 
 def _shape_values(nodes: list[onnx.NodeProto], front: set[int]) -> set[str]:
     """Return the results in front that are computed from shapes alone."""
-    found = set[str]()
-    computed = {name for node in nodes if node.op_type != "Constant" for name in node.output}
+    shapes = set[str]()
+    makers = [node for node in nodes if node.op_type != "Constant"]
+    computed = {name for node in makers for name in node.output}
     for at, node in enumerate(nodes):
+        # constants beside shapes, such as the 1 of `length - 1`, are no other source
         operands = names_read(node) & computed
-        from_shapes = node.op_type in SHAPE_ARITHMETIC and bool(operands) and operands <= found
+        from_shapes = node.op_type in SHAPE_ARITHMETIC and bool(operands) and operands <= shapes
         if at in front and (node.op_type in ("Shape", "Size") or from_shapes):
-            found.update(filter(None, node.output))
-    return found
+            shapes.update(filter(None, node.output))
+    return shapes
 
 
 # -- types
 
 
 def _makes_strings(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Cast" and any(a.name == "to" and a.i == TensorProto.STRING for a in node.attribute)
+    if node.op_type != "Cast":
+        return False
+    return any(attribute.name == "to" and attribute.i == TensorProto.STRING for attribute in node.attribute)
 
 
 def _is_text(value: onnx.ValueInfoProto) -> bool:
@@ -274,13 +289,14 @@ def _weights_in(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto], config:
     for node in nodes:
         stored = outer | {t.name: t for graph in _graphs_inside(node) for t in Index(graph).stored.values()}
         body = bodies.get((node.domain, node.op_type))
-        if body is not None and any(each.op_type in LAYERS for each in nodes_inside(body.node)):
+        if body is not None and any(inner.op_type in LAYERS for inner in nodes_inside(body.node)):
             layers = [node]  # its stored operands are operands of the body's layers
         else:
-            layers = [each for each in nodes_inside([node]) if each.op_type in LAYERS]
+            layers = [inner for inner in nodes_inside([node]) if inner.op_type in LAYERS]
         for layer in layers:
             for name in layer.input:
                 tensor = stored.get(name)
+                # a single number is a constant of the file's arithmetic
                 if tensor is None or tensor.data_type not in FLOAT_TYPES or math.prod(tensor.dims) < 2:
                     continue
                 if _is_trained(name, config):
@@ -293,8 +309,12 @@ def _weights_in(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto], config:
 
 def _stored_inside(nodes: Iterable[onnx.NodeProto]) -> set[str]:
     """Return the names that nodes read, and those of the tensors that graphs inside them store."""
-    inner = (name for node in nodes for graph in _graphs_inside(node) for name in Index(graph).stored)
-    return {name for node in nodes for name in names_read(node)}.union(inner)
+    names = set[str]()
+    for node in nodes:
+        names |= names_read(node)
+        for graph in _graphs_inside(node):
+            names.update(Index(graph).stored)
+    return names
 
 
 def _graphs_inside(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -303,6 +323,6 @@ def _graphs_inside(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def _is_trained(name: str, config: ModelConfig) -> bool:
-    return any(fnmatchcase(name, each) for each in config.train) and not any(
-        fnmatchcase(name, each) for each in config.freeze
-    )
+    if any(fnmatchcase(name, pattern) for pattern in config.freeze):
+        return False
+    return any(fnmatchcase(name, pattern) for pattern in config.train)

@@ -63,6 +63,7 @@ def add_quantized_adapters(model: onnx.ModelProto, config: LoraConfig, *, seed: 
             problems += _other_adapter(name, index, config)
             continue
         dtype = helper.tensor_dtype_to_np_dtype(product.element_type)
+        # seeded by the name, so that a factor does not depend on which others there are
         bound = 1 / math.sqrt(product.inputs)
         generator = np.random.default_rng(zlib.crc32(f"{seed} {a}".encode()))
         drawn = generator.uniform(-bound, bound, (product.inputs, config.rank))
@@ -77,7 +78,10 @@ def add_quantized_adapters(model: onnx.ModelProto, config: LoraConfig, *, seed: 
     if problems:
         raise ConfigError(problems)
     if added:
-        all_nodes = [each for node in model.graph.node for each in (node, *added.get(next(iter(node.output), ""), ()))]
+        # an adapter stands behind its product, whose result it reads: the order stays topological
+        all_nodes: list[onnx.NodeProto] = []
+        for node in model.graph.node:
+            all_nodes += (node, *added.get(next(iter(node.output), ""), ()))
         del model.graph.node[:]
         model.graph.node.extend(all_nodes)
     return tuple(factors)
@@ -85,12 +89,12 @@ def add_quantized_adapters(model: onnx.ModelProto, config: LoraConfig, *, seed: 
 
 def _quantized_products(index: Index) -> dict[str, _Product]:
     """Return, by the name of its weight, each product with a quantized weight that no other product reads."""
-    found: dict[str, list[_Product]] = {}
+    by_weight: dict[str, list[_Product]] = {}
     for node in index.graph.node:
         if (product := _product(node, index)) is not None:
             name, sizes = product
-            found.setdefault(name, []).append(_Product(node, *sizes))
-    return {name: products[0] for name, products in found.items() if len(products) == 1}
+            by_weight.setdefault(name, []).append(_Product(node, *sizes))
+    return {name: products[0] for name, products in by_weight.items() if len(products) == 1}
 
 
 def _product(node: onnx.NodeProto, index: Index) -> tuple[str, tuple[int, int, int]] | None:
@@ -102,8 +106,10 @@ def _product(node: onnx.NodeProto, index: Index) -> tuple[str, tuple[int, int, i
             return weight, (attributes["K"], attributes["N"], index.stored[scales].data_type)
     if domain_of(node) or node.op_type not in ("MatMul", "Gemm"):
         return None
+    # an adapter is added to x @ W itself, not to a multiple of it
     if node.op_type == "Gemm" and (attributes.get("transA", 0) or attributes.get("alpha", 1.0) != 1.0):
         return None
+    # the stored integers are [outputs, inputs] behind one transposition, by Gemm or by a node, and not behind two
     transposed = bool(attributes.get("transB", 0))
     maker = index.makers.get(node.input[1])
     if maker is not None and maker.op_type == "Transpose":
@@ -121,6 +127,7 @@ def _product(node: onnx.NodeProto, index: Index) -> tuple[str, tuple[int, int, i
 
 def _nodes_beside(product: onnx.NodeProto, name: str) -> list[onnx.NodeProto]:
     """Return the nodes of an adapter; the product's own result gets another name, and the sum the one it had."""
+    # the readers of the result need no change: the sum has its name
     x = product.input[0]
     y = product.output[0]
     narrow, scaled, wide, before = (f"{name}.lora_{part}" for part in ("x", "scaled", "y", "before"))
@@ -140,6 +147,7 @@ def _scale_of(name: str) -> str:
 def _other_adapter(name: str, index: Index, config: LoraConfig) -> Sequence[str]:
     """Return what of the adapter in the file is not what is configured."""
     rank = index.stored[f"{name}.lora_a"].dims[-1]
+    # the file has alpha / rank, in the type of the product: hence the tolerance below
     stored = index.stored.get(_scale_of(name))
     alpha = float(numpy_helper.to_array(stored)) * rank if stored is not None else config.alpha
     problems = []

@@ -31,10 +31,10 @@ def quantizing_problems(model: onnx.ModelProto, settings: QuantizeConfig, *, siz
 
     problems = []
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
-    if found := sum(node.op_type in ("QuantizeLinear", "DequantizeLinear") for node in model.graph.node):
+    if num_present := sum(node.op_type in ("QuantizeLinear", "DequantizeLinear") for node in model.graph.node):
         problems.append(
-            f"quantize.aware: the file has {found} QuantizeLinear and DequantizeLinear nodes already, and is trained "
-            "through them without this setting; set quantize.aware = false"
+            f"quantize.aware: the file has {num_present} QuantizeLinear and DequantizeLinear nodes already, and is "
+            "trained through them without this setting; set quantize.aware = false"
         )
     if opset < LEAST_OPSET:
         problems.append(
@@ -57,7 +57,8 @@ def quantizing_problems(model: onnx.ModelProto, settings: QuantizeConfig, *, siz
         if not any(fnmatchcase(name, pattern) for name in names):
             near = (difflib.get_close_matches(pattern, names, n=1) or names)[0]
             problems.append(f"quantize.exclude: no node is named {pattern!r}; there is {near!r}")
-    left = [node for node in model.graph.node if node.op_type in (settings.op_types or known)]
+    operators = settings.op_types or known
+    left = [node for node in model.graph.node if node.op_type in operators]
     if not problems and not [*without(left, settings.exclude)]:
         problems.append(
             "quantize.aware: nothing would be quantized: the graph has no operator that onnxruntime quantizes, or "
@@ -81,6 +82,7 @@ def output_steps(model: onnx.ModelProto) -> dict[str, float]:
     for node in model.graph.node:
         if node.op_type == "DequantizeLinear" and node.input[1] in stored:
             scale = stored_array(stored[node.input[1]])
+            # with a scale for each channel there is no one step of the output
             if scale.size == 1:
                 found[node.output[0]] = float(scale.reshape(()))
     return {value.name: found[value.name] for value in model.graph.output if value.name in found}
@@ -96,18 +98,23 @@ def store_integers(model: onnx.ModelProto) -> list[str]:
     stored = {tensor.name: tensor for tensor in graph.initializer}
     reads = Counter(name for node in graph.node for name in node.input)
     listed = {value.name for value in (*graph.input, *graph.output)}
+    # a list, because the loop removes nodes from the graph
     for node in [node for node in graph.node if node.op_type == "QuantizeLinear"]:
         weight = node.input[0]
         parameters = [stored.get(name) for name in node.input[1:]]
-        if weight not in stored or len(parameters) != 2 or None in parameters or reads[weight] > 1 or weight in listed:
+        is_constant = weight in stored and len(parameters) == 2 and None not in parameters
+        # under the weight's name others would read integers in place of floats
+        is_shared = reads[weight] > 1 or weight in listed
+        if not is_constant or is_shared:
             continue
-        scale, zero = (numpy_helper.to_array(each) for each in parameters if each is not None)
+        scale, zero = (numpy_helper.to_array(tensor) for tensor in parameters if tensor is not None)
         value = numpy_helper.to_array(stored[weight])
         axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
         shape = [1] * value.ndim
         if scale.size > 1:
             shape[axis] = scale.size
         limits = np.iinfo(zero.dtype)
+        # as ONNX defines QuantizeLinear: rounded half to even, then saturated
         nearest = np.rint(value / scale.reshape(shape)) + zero.reshape(shape).astype(np.float32)
         integers = np.clip(nearest, limits.min, limits.max).astype(zero.dtype)
         stored[weight].CopyFrom(numpy_helper.from_array(integers, weight))

@@ -43,7 +43,7 @@ class BoundInput:
     """None on the axis of the rows, if there is one."""
 
     def for_rows(self, rows: int) -> Array:
-        """Return what is fed for a batch of so many rows."""
+        """Return what is fed for a batch of so many rows: `shape`, with their number on its axis."""
         shape = [rows if length is None else length for length in self.shape]
         return np.ascontiguousarray(np.broadcast_to(self.value, shape)).reshape(shape)
 
@@ -61,7 +61,7 @@ class RowLayout:
         return np.moveaxis(rows, 0, self.axes[name]) if name in self.axes else rows
 
     def rows_first(self, name: str, value: Any) -> Any:
-        """Return an array of the file with its rows on axis 0."""
+        """Return an array of the file with its rows on axis 0: [B, ...]."""
         return np.moveaxis(value, self.axes[name], 0) if name in self.axes else value
 
 
@@ -73,25 +73,28 @@ def read_layout(graph: onnx.GraphProto, config: ModelConfig) -> RowLayout:
     problems = list[str]()
     inputs = _inputs(graph)
     outputs = {value.name: value for value in graph.output}
-    axes = {
-        name: axis
-        for name, given in config.batch_axes.items()
-        if name in inputs or name in outputs
-        for axis in _given_axis(name, given, {**outputs, **inputs}[name], problems)
-    }
+    values = {**outputs, **inputs}
+    axes = dict[str, int]()
+    for name, axis in config.batch_axes.items():
+        if name in values:
+            axes.update((name, at) for at in _given_axis(name, axis, values[name], problems))
+    # what the settings say goes before what the symbols say
     symbol = batch_symbol(graph, config)
     for name, value in (*inputs.items(), *outputs.items()):
-        if name not in axes and (found := _axis_of_symbol(name, value, symbol, name in outputs, problems)):
-            axes[name] = found
+        if name not in axes and (at := _axis_of_symbol(name, value, symbol, name in outputs, problems)):
+            axes[name] = at
     bound = dict[str, BoundInput]()
     for name in config.bind:
         if name in inputs:
             made = _bound(name, config.bind[name], inputs[name], axes.get(name, 0), symbol, name in config.batch_axes)
-            problems += [made] if isinstance(made, str) else []
-            bound |= {} if isinstance(made, str) else {name: made}
+            if isinstance(made, str):
+                problems.append(made)
+            else:
+                bound[name] = made
     if problems:
         raise ConfigError(problems)
-    return RowLayout(bound, {name: axis for name, axis in axes.items() if axis and name not in config.bind})
+    moved = {name: axis for name, axis in axes.items() if axis}
+    return RowLayout(bound, {name: axis for name, axis in moved.items() if name not in config.bind})
 
 
 def layout_problems(graph: onnx.GraphProto, config: ModelConfig) -> list[str]:
@@ -133,6 +136,7 @@ def rows_first(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
     changed = onnx.ModelProto()
     changed.CopyFrom(model)
     graph = changed.graph
+    # callers know the names of the file, so the tensors in the layout of the file get other ones
     own = {name: f"{OF_FILE}{name}" for name in layout.axes}
     inputs = [value for value in graph.input if value.name not in layout.bound]
     front = list[onnx.NodeProto]()
@@ -142,17 +146,22 @@ def rows_first(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
             axis = layout.axes[value.name]
             dims = value.type.tensor_type.shape.dim
             order = [axis, *(at for at in range(len(dims)) if at != axis)]
+            # copies, because `del` invalidates the dimensions
             moved = [onnx.TensorShapeProto.Dimension.FromString(dims[at].SerializeToString()) for at in order]
             del dims[:]
             dims.extend(moved)
-            if any(value is each for each in inputs):
+            # an input goes back into the order of the file in front of the nodes, an output comes from it behind them
+            if any(value is graph_input for graph_input in inputs):
                 back = [order.index(at) for at in range(len(order))]
                 front.append(helper.make_node("Transpose", [value.name], [own[value.name]], perm=back))
             else:
                 behind.append(helper.make_node("Transpose", [own[value.name]], [value.name], perm=order))
+    # before the new nodes are added, which have both names
     _rename(graph, own)
-    bound = [node for name, each in layout.bound.items() for node in _constant(name, each, _counted(inputs))]
-    nodes = [*front, *bound, *graph.node, *behind]
+    constants: list[onnx.NodeProto] = []
+    for name, bound in layout.bound.items():
+        constants += _constant(name, bound, _counted(inputs))
+    nodes = [*front, *constants, *graph.node, *behind]
     del graph.node[:], graph.input[:]
     graph.node.extend(nodes)
     graph.input.extend(inputs)
@@ -167,14 +176,18 @@ def batch_symbol(graph: onnx.GraphProto, config: ModelConfig) -> str:
         axis = config.batch_axes.get(name, 0)
         if name not in config.bind and -len(dims) <= axis < len(dims):
             found.add(dims[axis].dim_param)
+    # an open length without a symbol contradicts none
     found.discard("")
     return found.pop() if len(found) == 1 else ""
 
 
 def shown_shape(value: onnx.ValueInfoProto) -> str:
     """Return a declared shape for messages: `[1, batch, 8]`, a dynamic length without a name as `?`."""
-    dims = value.type.tensor_type.shape.dim
-    return f"[{', '.join(dim.dim_param or (str(dim.dim_value) if dim.dim_value > 0 else '?') for dim in dims)}]"
+    lengths = []
+    for dim in value.type.tensor_type.shape.dim:
+        number = str(dim.dim_value) if dim.dim_value > 0 else "?"
+        lengths.append(dim.dim_param or number)
+    return f"[{', '.join(lengths)}]"
 
 
 # -- axes
@@ -203,16 +216,20 @@ def _axis_of_symbol(
 
     An input whose axis 0 has a symbol of its own counts its rows by it, as files do that name each input's apart.
     """
-    dims = value.type.tensor_type.shape.dim
-    places = [at for at, dim in enumerate(dims) if symbol and dim.dim_param == symbol]
-    if not places or not places[0] or (dims[0].dim_value <= 0 and not is_output):
+    if not symbol:
         return None
-    if places[1:] and not is_output:
+    dims = value.type.tensor_type.shape.dim
+    axes = [axis for axis, dim in enumerate(dims) if dim.dim_param == symbol]
+    if not axes or axes[0] == 0:
+        return None
+    if dims[0].dim_value <= 0 and not is_output:
+        return None
+    if axes[1:] and not is_output:
         problems.append(
             f"input {name!r} {shown_shape(value)} has the length of the batch, {symbol!r}, on axes "
-            f"{' and '.join(map(str, places))}; say which one has the rows: model.batch_axes = {{{name} = {places[0]}}}"
+            f"{' and '.join(map(str, axes))}; say which one has the rows: model.batch_axes = {{{name} = {axes[0]}}}"
         )
-    return None if places[1:] else places[0]
+    return None if axes[1:] else axes[0]
 
 
 # -- bound inputs
@@ -228,6 +245,7 @@ def _bound(
         return f"{key}: input {name!r} is not a tensor of numbers, and only such a one can be given a value"
     value = np.array(given)
     dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+    # numpy warns of numbers that the type does not hold; `_holds` finds them
     with np.errstate(all="ignore"):
         cast = value.astype(dtype)
     if not _holds(tensor.elem_type, value, cast):
@@ -239,8 +257,10 @@ def _bound(
     declared = f"input {name!r} has shape {shown_shape(info)}"
     if value.ndim > len(shape):
         return f"{key} is a list of {value.ndim} levels, but {declared}"
+    # aligned at the end, as numpy broadcasts: leading axes that the value does not have are of length 1
     own = (1,) * (len(shape) - value.ndim) + value.shape
     has_rows = is_given or _has_rows(tensor.shape.dim, axis, symbol, own)
+    # an axis has the rows, is open and takes the length of the value, or has its declared length
     for at, length in enumerate(own):
         if has_rows and at == axis:
             if length != 1:
@@ -300,12 +320,17 @@ def _constant(name: str, bound: BoundInput, counted: str) -> Iterator[onnx.NodeP
         return
     axis = bound.shape.index(None)
     at = f"{BOUND}{name}."
-    parts = [stored(np.array(lengths[:axis], np.int64), ".before")] if axis else []
-    parts += [stored(np.array(lengths[axis + 1 :], np.int64), ".behind")] if lengths[axis + 1 :] else []
-    yield from (stored(np.array([0], np.int64), ".first"), *parts)
+    yield stored(np.array([0], np.int64), ".first")
+    # the shape is put together of the lengths before the rows, their number, and the lengths behind them
+    operands = [f"{at}rows"]
+    if before := lengths[:axis]:
+        yield stored(np.array(before, np.int64), ".before")
+        operands = [f"{at}before", *operands]
+    if behind := lengths[axis + 1 :]:
+        yield stored(np.array(behind, np.int64), ".behind")
+        operands.append(f"{at}behind")
     yield helper.make_node("Shape", [counted], [f"{at}shape"])
     yield helper.make_node("Gather", [f"{at}shape", f"{at}first"], [f"{at}rows"], axis=0)
-    operands = [f"{at}before"] * bool(axis) + [f"{at}rows"] + [f"{at}behind"] * bool(lengths[axis + 1 :])
     yield helper.make_node("Concat", operands, [f"{at}lengths"], axis=0)
     yield helper.make_node("Expand", [f"{BOUND}{name}", f"{at}lengths"], [name])
 

@@ -45,6 +45,7 @@ def selection_before(graph: onnx.GraphProto, output: str) -> Selection | None:
     """Return the choice after which an output comes; None if there is none between it and the last layers."""
     index = Index(graph)
     seen = set[str]()
+    # breadth first, so that of two choices the one nearest to the output is found
     names = [output]
     while names:
         name = names.pop(0)
@@ -63,6 +64,7 @@ def selection_before(graph: onnx.GraphProto, output: str) -> Selection | None:
 def _chosen_by_top_k(index: Index, indices: str) -> str:
     """Return the scores of which TopK gives these indices; "" if it does not."""
     for name, node in _path(index, indices):
+        # its outputs are the chosen scores and their indices
         if node.op_type == "TopK":
             return str(node.input[0]) if name == node.output[1] else ""
     return ""
@@ -70,14 +72,23 @@ def _chosen_by_top_k(index: Index, indices: str) -> str:
 
 def _tensors(index: Index, read: Sequence[str]) -> tuple[str, ...]:
     """Return the one tensor that holds both boxes and scores; else the tensors themselves, computed ones alone."""
-    paths = [[name, *(node.input[0] for _, node in _path(index, name) if node.op_type in KEEPS_BOXES)] for name in read]
-    common = next((name for name in paths[0] if name in index.makers and all(name in path for path in paths)), "")
-    return (common,) if common else tuple(dict.fromkeys(name for name in read if name in index.makers))
+    paths = [_kept_tensors(index, name) for name in read]
+    # from the operator backwards: the nearest tensor that is on all paths
+    computed = [name for name in paths[0] if name in index.makers]
+    for name in computed:
+        if all(name in path for path in paths):
+            return (name,)
+    return tuple(dict.fromkeys(name for name in read if name in index.makers))
+
+
+def _kept_tensors(index: Index, name: str) -> list[str]:
+    """Return a tensor and those before it that hold its boxes or scores, among others."""
+    return [name, *(node.input[0] for _, node in _path(index, name) if node.op_type in KEEPS_BOXES)]
 
 
 def _path(index: Index, name: str) -> Iterator[tuple[str, onnx.NodeProto]]:
     """Yield (tensor, its node) as far back as nodes keep boxes, the first other node included."""
-    seen = set[str]()
+    seen = set[str]()  # a damaged file may have a circle
     while name not in seen and (node := index.makers.get(name)) is not None:
         seen.add(name)
         yield name, node

@@ -101,30 +101,31 @@ def _is_ordered(graph: onnx.GraphProto) -> bool:
 
     A file is searched before it is checked: of one that is not, the check says what is wrong.
     """
-    known = {"", *(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)}
-    known |= {tensor.values.name for tensor in graph.sparse_initializer}
+    computed = {"", *(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)}
+    computed |= {tensor.values.name for tensor in graph.sparse_initializer}
     for node in graph.node:
         operands = len([name for name in node.input if name])
-        if not known.issuperset(node.input) or operands < OPERANDS.get(node.op_type, 0) or not node.output:
+        if not computed.issuperset(node.input) or operands < OPERANDS.get(node.op_type, 0) or not node.output:
             return False
-        known.update(node.output)
+        computed.update(node.output)
     return True
 
 
 def mark_branches(model: onnx.ModelProto, found: Iterable[Branch]) -> onnx.ModelProto:
     """Return a copy of the model with an OPERATOR node in place of the last node of each mask."""
-    places = {branch.result: branch for branch in found}
-    if not places:
+    by_result = {branch.result: branch for branch in found}
+    if not by_result:
         return model
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     copy.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    # the nodes of the mask stay in the copy, where nothing reads them
     for node in copy.graph.node:
-        if node.output and (branch := places.get(node.output[0])):
-            own = helper.make_node(OPERATOR, [branch.value], [branch.result], name=node.name, domain=DOMAIN)
-            own.attribute.append(helper.make_attribute("keep", branch.keep))
-            own.attribute.append(helper.make_attribute("mask_dims", branch.mask_dims))
-            node.CopyFrom(own)
+        if node.output and (branch := by_result.get(node.output[0])):
+            marked = helper.make_node(OPERATOR, [branch.value], [branch.result], name=node.name, domain=DOMAIN)
+            marked.attribute.append(helper.make_attribute("keep", branch.keep))
+            marked.attribute.append(helper.make_attribute("mask_dims", branch.mask_dims))
+            node.CopyFrom(marked)
     return copy
 
 
@@ -132,11 +133,9 @@ def random_nodes(model: onnx.ModelProto, found: Iterable[Branch] = ()) -> list[s
     """Return the names of all nodes that draw random numbers, except those of `found`; inner graphs included."""
     drawn = {branch.drawn for branch in found}
     nodes = (*model.graph.node, *(node for function in model.functions for node in function.node))
-    return [
-        node.name or next(iter(node.output), node.op_type)
-        for node in nodes_inside(nodes)
-        if _is(node, *RANDOM) and not drawn & set(node.output)
-    ]
+    drawing = [node for node in nodes_inside(nodes) if _is(node, *RANDOM)]
+    others = [node for node in drawing if not drawn & set(node.output)]
+    return [node.name or next(iter(node.output), node.op_type) for node in others]
 
 
 def draws_noise(model: onnx.ModelProto, base: Path | None) -> bool:
@@ -144,7 +143,8 @@ def draws_noise(model: onnx.ModelProto, base: Path | None) -> bool:
 
     base: the directory of external data. Without the nodes in bodies of If, Loop and Scan.
     """
-    drawn = {name for node in model.graph.node if _is(node, *RANDOM) for name in node.output}
+    drawing = [node for node in model.graph.node if _is(node, *RANDOM)]
+    drawn = {name for node in drawing for name in node.output}
     return bool(drawn) and bool(drawn - {branch.drawn for branch in find_branches(model, base)})
 
 
@@ -173,6 +173,7 @@ class _BranchFinder:
     def found(self) -> Iterator[Branch]:
         for node in self.graph.node:
             if _is(node, "Mul"):
+                # the mask may be either operand
                 for side in (0, 1):
                     if branch := self._match_product(node, node.input[side], node.input[1 - side]):
                         yield branch
@@ -201,8 +202,10 @@ class _BranchFinder:
         """Return Branch.mask_dims of a mask; None if its shape does not broadcast to that of the value."""
         lengths = self._drawn_lengths(draw)
         own = self.dims.get(value)
+        # masks of fewer dimensions are aligned at the end, so that they do not vary from sample to sample
         if lengths is None or own is None or len(lengths) != len(own):
             return None
+        # the trailing dimensions of length 1 are those over which the mask is broadcast
         mask_dims = len(lengths)
         while mask_dims and lengths[mask_dims - 1] == 1:
             mask_dims -= 1
@@ -266,15 +269,17 @@ class _BranchFinder:
             # uniform < p is 1 with probability p, and so is p > uniform; the other two orders give 1 - p
             below = node.op_type.startswith("Less") == (draw is not None and self._number(node.input[1]) is not None)
             inverted ^= not below
+        if draw is None or keep is None:
+            return None
         # with 0 or 1 nothing is random, and the division by k is impossible or the identity
-        if draw is None or keep is None or not self._uniform(draw) or not 0 < keep < 1:
+        if not self._uniform(draw) or not 0 < keep < 1:
             return None
         return draw, 1 - keep if inverted else keep
 
     def _drawn_and_number(self, node: onnx.NodeProto) -> tuple[onnx.NodeProto | None, float | None]:
-        for one, other in (node.input, reversed(node.input)):
+        for drawn, other in (node.input, reversed(node.input)):
             if (number := self._number(other)) is not None:
-                return self._through_casts(one), number
+                return self._through_casts(drawn), number
         return None, None
 
     def _through_casts(self, name: str) -> onnx.NodeProto | None:
@@ -288,8 +293,9 @@ class _BranchFinder:
         """Return whether a node draws uniformly from [0, 1) or from a Bernoulli distribution."""
         if _is(draw, "Bernoulli"):
             return True
-        own = attributes_of(draw)
-        return _is(draw, "RandomUniform", "RandomUniformLike") and (own.get("low", 0.0), own.get("high", 1.0)) == (0, 1)
+        attributes = attributes_of(draw)
+        limits = attributes.get("low", 0.0), attributes.get("high", 1.0)
+        return _is(draw, "RandomUniform", "RandomUniformLike") and limits == (0, 1)
 
     def _maker(self, name: str, *, alone: bool = True) -> onnx.NodeProto | None:
         """Return the node that computes a value; if `alone`, only when the value has exactly one reader."""
@@ -311,16 +317,26 @@ class _BranchFinder:
     def _number(self, name: str, *, single: bool = True) -> float | None:
         """Return the number in a constant of one element; if not `single`, that of all elements of a uniform one."""
         constant = self._constant(name)
-        node = self.makers.get(name)
-        if constant is None and node is not None and _is(node, *KEEPS_ELEMENTS if not single else IDENTITIES):
-            return self._number(node.input[0], single=single)
-        if constant is None and node is not None and _is(node, "ConstantOfShape") and not single:
-            fill = attributes_of(node).get("value")
-            return float(stored_array(fill).item()) if fill is not None else 0.0
-        if constant is None or constant.dtype.kind not in "fiu" or constant.size == 0 or (single and constant.size > 1):
+        if constant is None:
+            return self._computed_number(name, single=single)
+        most = 1 if single else constant.size
+        if constant.dtype.kind not in "fiu" or not 1 <= constant.size <= most:
             return None
         first = constant.reshape(-1)[0]
         return float(first) if np.all(constant == first) else None
+
+    def _computed_number(self, name: str, *, single: bool) -> float | None:
+        """Return the same of a value that nodes compute from constants alone, such as a number that is expanded."""
+        node = self.makers.get(name)
+        if node is None:
+            return None
+        if _is(node, *(IDENTITIES if single else KEEPS_ELEMENTS)):
+            return self._number(node.input[0], single=single)
+        # its shape may be that of an input: only the number in it is constant
+        if _is(node, "ConstantOfShape") and not single:
+            fill = attributes_of(node).get("value")
+            return float(stored_array(fill).item()) if fill is not None else 0.0
+        return None
 
     def _drawn_lengths(self, draw: onnx.NodeProto) -> list[int | None] | None:
         """Return the shape that a random node draws, with None for unknown lengths."""
@@ -340,8 +356,11 @@ class _BranchFinder:
         shape = node.input[-1]
         if (constant := self._constant(shape)) is not None:
             return [int(length) for length in constant.reshape(-1)]
+        # a length that is no constant, such as that of the batch, is unknown
         parts = self.makers.get(shape)
-        return [self._length(part) for part in parts.input] if parts is not None and _is(parts, "Concat") else None
+        if parts is None or not _is(parts, "Concat"):
+            return None
+        return [self._length(part) for part in parts.input]
 
     def _length(self, name: str) -> int | None:
         node = self.makers.get(name)
@@ -371,6 +390,7 @@ def _known_dims(model: onnx.ModelProto) -> dict[str, list[int | None]]:
         else:
             lean.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     values = [*model.graph.value_info, *model.graph.input]
+    # data_prop: shapes that the graph itself computes, as those of the masks, are followed
     try:
         graph = shape_inference.infer_shapes(lean, data_prop=True).graph
         values = [*graph.value_info, *graph.input, *graph.output]

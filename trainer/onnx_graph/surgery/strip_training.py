@@ -41,12 +41,16 @@ def training_form(model: onnx.ModelProto, base: Path | None = None) -> TrainingF
     dropouts = 0
     for body in (model.graph, *model.functions):
         nodes = list(nodes_inside(body.node))
-        off = {node.output[0] for node in nodes if node.op_type == "Constant" and _is_false(node)}
+        constants = [node for node in nodes if node.op_type == "Constant"]
+        # an absent operand is false, too
+        off = {"", *(node.output[0] for node in constants if _is_false(node))}
         if isinstance(body, onnx.GraphProto):
-            off |= {tensor.name for tensor in body.initializer if tensor.data_type == onnx.TensorProto.BOOL
-                    and not numpy_helper.to_array(tensor).any()}  # fmt: skip
+            booleans = [tensor for tensor in body.initializer if tensor.data_type == onnx.TensorProto.BOOL]
+            off |= {tensor.name for tensor in booleans if not numpy_helper.to_array(tensor).any()}
         drops = [node for node in nodes if _is(node, "Dropout")]
-        dropouts += sum(bool(node.input[2:] and node.input[2] and node.input[2] not in off) for node in drops)
+        # a training mode that is computed counts: it may be true
+        modes = [node.input[2] for node in drops if node.input[2:]]
+        dropouts += sum(mode not in off for mode in modes)
     return TrainingForm(norms, dropouts + len(list(find_branches(model, base))))
 
 
@@ -78,6 +82,7 @@ def strip_training(
     removed = _strip_stochastic_depth(model, {*keep, *(value.name for value in model.graph.output)}, base)
     for function in model.functions:
         own = running[function.domain, function.name, function.overload]
+        # the results of a function are read by its callers, so that no name may go
         removed += _strip_nodes(function.node, own, pinned=None)
         for graph in _innermost_first(function.node):
             removed += _strip_graph(graph, own, keep)
@@ -87,18 +92,20 @@ def strip_training(
 
 
 def _strip_stochastic_depth(model: onnx.ModelProto, keep: set[str], base: Path | None) -> Counter[str]:
-    if not (found := {branch.result: branch for branch in find_branches(model, base)}):
+    branches = {branch.result: branch for branch in find_branches(model, base)}
+    if not branches:
         return Counter()
     graph = model.graph
     read_before = _names_read_in(graph)
     pinned = keep | _names_read_inside(graph.node)
     renamed: dict[str, str] = {}
     for node in list(graph.node):
-        for place, name in enumerate(node.input):
-            node.input[place] = renamed.get(name, name)
-        if not node.output or node.output[0] not in found:
+        for slot, name in enumerate(node.input):
+            node.input[slot] = renamed.get(name, name)
+        if not node.output or node.output[0] not in branches:
             continue
-        value = found[node.output[0]].value
+        # the value may itself be the result of a mask before it
+        value = branches[node.output[0]].value
         value = renamed.get(value, value)
         # an inner graph or the caller refers to the value by this name
         if node.output[0] in pinned:
@@ -107,7 +114,7 @@ def _strip_stochastic_depth(model: onnx.ModelProto, keep: set[str], base: Path |
             renamed[node.output[0]] = value
             graph.node.remove(node)
     _prune(graph, read_before)
-    return Counter(branch.kind for branch in found.values())
+    return Counter(branch.kind for branch in branches.values())
 
 
 def _strip_graph(graph: onnx.GraphProto, norms: Mapping[str, TrainingNorm], keep: set[str]) -> Counter[str]:
@@ -129,11 +136,14 @@ def _strip_nodes(
     renamed: dict[str, str] = {}
     kept: list[onnx.NodeProto] = []
     for node in nodes:
-        for place, name in enumerate(node.input):
+        for slot, name in enumerate(node.input):
             # nodes are sorted topologically, so what a removed node computed has its new name before it is read
-            node.input[place] = renamed.get(name, name)
+            node.input[slot] = renamed.get(name, name)
         if _is(node, "Dropout"):
-            if pinned is not None and not pinned & set(node.output) and not (read or set()) & set(node.output[1:]):
+            is_free = pinned is not None and not pinned & set(node.output)
+            # its further output is the mask
+            is_mask_read = bool((read or set()) & set(node.output[1:]))
+            if is_free and not is_mask_read:
                 removed["Dropout"] += 1
                 renamed[node.output[0]] = node.input[0]
                 continue
@@ -144,6 +154,7 @@ def _strip_nodes(
         if _is(node, "BatchNormalization") and (norm := norms.get(node.output[0])) is not None:
             removed["BatchNormalization update"] += 1
             kept += _freeze_statistics(node, norm, set(node.output) if read is None else read)
+    # `+` leaves out the kinds of which there were none
     if removed := +removed:
         # `del nodes[:]` invalidates references to the nodes, so copy them before
         copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
@@ -164,7 +175,7 @@ def _freeze_statistics(node: onnx.NodeProto, norm: TrainingNorm, read: set[str])
             # in inference form the statistics are not updated: the outputs are the inputs
             yield helper.make_node("Identity", [statistic], [result])
     del node.output[1:]
-    for mode in [each for each in node.attribute if each.name in ("training_mode", "is_test")]:
+    for mode in [attribute for attribute in node.attribute if attribute.name in ("training_mode", "is_test")]:
         node.attribute.remove(mode)
     if norm.opset < 7:  # where the training form is the default
         node.attribute.append(helper.make_attribute("is_test", 1))

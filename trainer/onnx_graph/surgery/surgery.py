@@ -36,6 +36,7 @@ def apply_surgery(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> 
     """
     problems = [*layout_problems(model.graph, config), *_subgraph_problems(model, config)]
     problems += _untie(model.graph, config.untie)
+    # in a graph with other problems the head would only give further ones
     if config.num_classes and not problems:
         problems += replace_head(model, config, seed=seed)
     if problems:
@@ -55,11 +56,11 @@ def _untie(graph: onnx.GraphProto, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in shared):
             matching = [name for name in index.stored if fnmatchcase(name, pattern)]
-            problems.append(
-                f"model.untie: {matching[0]!r} is read by one node only; there is nothing to untie"
-                if matching
-                else f"model.untie: no initializer matches {pattern!r}{did_you_mean(pattern, shared or index.stored)}"
-            )
+            if matching:
+                problems.append(f"model.untie: {matching[0]!r} is read by one node only; there is nothing to untie")
+            else:
+                nearest = did_you_mean(pattern, shared or index.stored)
+                problems.append(f"model.untie: no initializer matches {pattern!r}{nearest}")
     declared = {value.name: value for value in graph.value_info}
     for name, groups in shared.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
@@ -118,14 +119,18 @@ def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelP
     part.graph.name = graph.name
     part.graph.node.extend(kept)
     for node in part.graph.node:  # a node may compute a start tensor and another one that is still read
-        for place, name in enumerate(node.output):
+        for position, name in enumerate(node.output):
             if name in config.start:
-                node.output[place] = f"{name}.before"
+                node.output[position] = f"{name}.before"
     own = [value for value in graph.input if value.name in needed]
-    part.graph.input.extend([*own, *(types[name] for name in config.start if name not in {v.name for v in own})])
+    # an input of the graph may be named as the start of the part
+    own_names = {value.name for value in own}
+    starts = [types[name] for name in config.start if name not in own_names]
+    part.graph.input.extend([*own, *starts])
     part.graph.output.extend(types[name] for name in outputs)
     part.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in needed)
     part.graph.sparse_initializer.extend(t for t in graph.sparse_initializer if t.values.name in needed)
+    # declared types of values that the part computes: inputs and outputs have theirs already
     inside = {name for node in kept for name in node.output} - {*outputs, *config.start}
     weights = {tensor.name for tensor in part.graph.initializer}  # what the exporter wrote about them is there, too
     part.graph.value_info.extend(value for value in graph.value_info if value.name in inside | weights)
@@ -148,11 +153,13 @@ def _subgraph_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]
                 problems.append(f"{key} {name!r} is a weight; name a tensor that is computed from the inputs")
             elif name not in known:
                 problems.append(f"{key} {name!r} is not a tensor of the model{did_you_mean(name, known)}")
+    # with what the file declares first: the inference of inner types takes long, and needs tensors that exist
     problems = problems or list(filter(None, [unreadable_output(model, output) for output in read]))
     if problems or not trains_subgraph(model, config):
         return problems
     _, needed = nodes_between(model.graph, read, set(config.start))
-    if ends := [output for output in read if output in config.start or output not in index.makers]:
+    computed_inside = index.makers.keys() - {*config.start}
+    if ends := [output for output in read if output not in computed_inside]:
         return [
             f"model.output {output!r} is where the trained part begins; no node is left to train; name a later tensor"
             for output in ends

@@ -88,11 +88,10 @@ def training_norms(model: onnx.ModelProto) -> list[TrainingNorm]:
     if not any(_in_training_form(node, version) for node, version in _norms_of(model)):
         return []  # the usual case, without inferring shapes
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    follower = _RowFollower(
-        {(each.domain, each.name, each.overload): each for each in model.functions},
-        {name: dims for name, value in known_types(model).items() if (dims := dims_of(value)) is not None},
-        stored,
-    )
+    functions = {(function.domain, function.name, function.overload): function for function in model.functions}
+    shapes = {name: dims for name, value in known_types(model).items() if (dims := dims_of(value)) is not None}
+    follower = _RowFollower(functions, shapes, stored)
+    # each input has its rows on axis 0, from where they are followed
     for value in model.graph.input:
         if value.name not in stored:
             dims = dims_of(value)
@@ -178,6 +177,7 @@ class _RowFollower:
             self.rows.update(dict.fromkeys(filter(None, results), moved))
 
     def _add(self, norm: TrainingNorm) -> None:
+        # of the calls of a function one that makes the norm a placeholder decides
         known = self.found.get((norm.scope, norm.result))
         if known is None or not known.placeholder:
             self.found[norm.scope, norm.result] = norm
@@ -186,8 +186,9 @@ class _RowFollower:
 
     def _visit_call(self, node: onnx.NodeProto, body: onnx.FunctionProto, opsets: Mapping[str, int]) -> None:
         outer = self.rows
-        given = zip(body.input, node.input, strict=False)
-        self.rows = {formal: outer[actual] for formal, actual in given if actual in outer}
+        # the body sees its formal inputs alone, under their names; operands at the end may be left out
+        operands = zip(body.input, node.input, strict=False)
+        self.rows = {formal: outer[actual] for formal, actual in operands if actual in outer}
         self.visit(body.node, {**opsets, **opsets_of(body)}, (body.domain, body.name, body.overload))
         results = [self.rows.get(name) for name in body.output]
         self.rows = outer
@@ -205,37 +206,41 @@ class _RowFollower:
             if node.op_type == "Loop":
                 operands = ["", *node.input[1:]]  # the iteration number, the condition, the state
             num_scanned = attributes_of(node).get("num_scan_inputs", 0)
-            for place, (value, name) in enumerate(zip(body.input, operands, strict=False)):
+            for slot, (value, name) in enumerate(zip(body.input, operands, strict=False)):
                 if (rows := self.rows.get(name)) is None:
                     continue
-                if rows.axis and place >= len(operands) - num_scanned:  # the body is given slices of the first axis
+                if rows.axis and slot >= len(operands) - num_scanned:  # the body is given slices of the first axis
                     rows = replace(rows, axis=rows.axis - 1)
                 self.rows[value.name] = rows
             self.visit(body.node, opsets, scope)
+            # the first output of a Loop's body is the condition, which is no result of the node
             own = body.output[1:] if node.op_type == "Loop" else body.output
-            for place, value in enumerate(own):
-                if (found := self.rows.get(value.name)) is not None:
-                    results.setdefault(place, found)
+            for position, value in enumerate(own):
+                # of several bodies, as of an If, the first one that has rows decides
+                if (rows := self.rows.get(value.name)) is not None:
+                    results.setdefault(position, rows)
             self.rows = outer
-        self.rows.update((name, results[place]) for place, name in enumerate(node.output) if place in results)
+        self.rows.update((name, results[position]) for position, name in enumerate(node.output) if position in results)
 
     # -- nodes
 
     def _moved(self, node: onnx.NodeProto) -> Rows | None:
         """Return the rows of the node's results; None if they hold none."""
-        given = [self.rows.get(name) for name in node.input]
-        place = next((place for place, rows in enumerate(given) if rows is not None), None)
-        if place is None or node.op_type in WITHOUT_ROWS:
+        operands = [self.rows.get(name) for name in node.input]
+        # the first operand that has rows stands for the others
+        slot = next((slot for slot, rows in enumerate(operands) if rows is not None), None)
+        if slot is None or node.op_type in WITHOUT_ROWS:
             return None
-        rows = given[place]
-        name = node.input[place]
+        rows = operands[slot]
+        name = node.input[slot]
         assert rows is not None
+        # only a Reshape can bring divided rows together again
         if rows.axis is None and node.op_type != "Reshape":
             return rows
         if node.op_type in ("Reshape", "Flatten"):
             return self._reshaped(node, rows)
         if node.op_type in ("Gather", "Transpose", "Unsqueeze", "Squeeze") or node.op_type.startswith("Reduce"):
-            return self._rearranged(node, rows, place)
+            return self._rearranged(node, rows, slot)
         if node.op_type in BROADCASTS:
             return self._broadcast(node, rows, name)
         return rows  # layers, and whatever else works on each row
@@ -244,11 +249,13 @@ class _RowFollower:
         before = self.dims.get(node.input[0])
         after = self.dims.get(node.output[0])
         if after is None and node.op_type == "Reshape":
+            # an attribute before opset 5; -1 and 0 stand for lengths that are not written
             lengths = self._constant(node.input[1]) if len(node.input) > 1 else attributes_of(node).get("shape")
-            after = None if lengths is None else [int(length) if length > 0 else None for length in lengths]
+            if lengths is not None:
+                after = [int(length) if length > 0 else None for length in lengths]
         return rows if after is None else replace(rows, axis=_axis_after(rows, before, after))
 
-    def _rearranged(self, node: onnx.NodeProto, rows: Rows, place: int) -> Rows | None:
+    def _rearranged(self, node: onnx.NodeProto, rows: Rows, slot: int) -> Rows | None:
         """Return the rows after axes were permuted, added or removed."""
         assert rows.axis is not None
         attributes = attributes_of(node)
@@ -257,15 +264,18 @@ class _RowFollower:
             order = list(attributes.get("perm") or reversed(range(rank)))
             return replace(rows, axis=order.index(rows.axis) if rows.axis in order else None)
         if node.op_type == "Gather":
-            return self._gathered(node, rows, place)
+            return self._gathered(node, rows, slot)
+        # an attribute before opset 13 (of reductions 18), an operand since
         axes = attributes.get("axes") or (self._constant(node.input[1]) if len(node.input) > 1 else None)
         if axes is None:
             if not node.op_type.startswith("Reduce") or (len(node.input) > 1 and node.input[1]):
                 return rows
             return rows if attributes.get("noop_with_empty_axes") else None  # all axes, that of the rows included
+        # negative axes count from the end: of the result for Unsqueeze, of the operand for the others
         final = len(self.dims.get(node.output[0], ())) or rank + len(axes)
         chosen = {int(axis) % (final if node.op_type == "Unsqueeze" else max(rank, 1)) for axis in axes}
         if node.op_type == "Unsqueeze":
+            # the axes of the operand take the places that the new ones leave, in their order
             free = [axis for axis in range(final) if axis not in chosen]
             return replace(rows, axis=free[rows.axis] if rows.axis < len(free) else None)
         if rows.axis in chosen:
@@ -274,11 +284,12 @@ class _RowFollower:
             return rows
         return replace(rows, axis=rows.axis - sum(axis < rows.axis for axis in chosen))
 
-    def _gathered(self, node: onnx.NodeProto, rows: Rows, place: int) -> Rows | None:
+    def _gathered(self, node: onnx.NodeProto, rows: Rows, slot: int) -> Rows | None:
         """Return the rows of what indices select: those of the indices, or of the data around the indexed axis."""
         assert rows.axis is not None
         axis = attributes_of(node).get("axis", 0)
-        if place == 1:
+        # the axes of the indices stand in place of the indexed axis
+        if slot == 1:
             return replace(rows, axis=rows.axis + max(axis, 0))
         axis %= max(len(self.dims.get(node.input[0], ())), 1)
         added = len(self.dims[node.input[1]]) - 1 if node.input[1] in self.dims else 0
@@ -318,10 +329,12 @@ def _axis_after(rows: Rows, before: Dims | None, after: Dims) -> int | None:
     before, after: the shapes, None for lengths that are not known (before: or the whole shape).
     """
     if rows.axis is None:
+        # a first axis of their number holds them together, as behind a norm of ghost batches
         return 0 if after and after[0] in (None, rows.number) else None
     if rows.number is None:
         return _axis_of_any_number(rows.axis, before, after)
-    if rows.number == 1 and before == after and rows.axis < 2 <= len(after) and after[0] == 1:
+    keeps_shape = before == after and len(after) > 1 and after[0] == 1
+    if rows.number == 1 and rows.axis < 2 and keeps_shape:
         # in a file of one row, a Reshape to the shape that the value has folds the row into the channels, or unfolds it
         return 1 - rows.axis
     leading = before[: rows.axis] if before is not None else [None] * rows.axis
@@ -341,12 +354,15 @@ def _axis_after(rows: Rows, before: Dims | None, after: Dims) -> int | None:
 
 def _axis_of_any_number(axis: int, before: Dims | None, after: Dims) -> int | None:
     """Return the same for a number of rows that the file leaves open: an axis of unknown length."""
-    row, own = (_product(dims[1:]) if dims else None for dims in (before, after))
-    if axis == 0 and after and after[0] is None and row and own and own > row:
+    size_before, size_after = (_product(dims[1:]) if dims else None for dims in (before, after))
+    holds_more = size_before and size_after and size_after > size_before
+    if axis == 0 and after[:1] == [None] and holds_more:
         return None  # one entry of the first axis holds several rows
-    free = [place for place, length in enumerate(after) if length is None]
+    free = [position for position, length in enumerate(after) if length is None]
     return axis if axis in free else next(iter(free), None)
 
 
 def _product(dims: Dims) -> int | None:
-    return None if None in dims else math.prod(length or 0 for length in dims)
+    if None in dims:
+        return None
+    return math.prod(length or 0 for length in dims)

@@ -9,8 +9,8 @@ import pytest
 from onnx import numpy_helper
 
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.examples import builder
 from onward.trainer.onnx_graph.examples.reference_models import build_gpt2, build_squeezenet
+from onward.trainer.onnx_graph.node_builder import SMALL_BYTES
 from tests.support.graphs import MODELS, feed
 
 
@@ -100,7 +100,7 @@ def test_a_model_is_checked_without_its_large_weights(
     (small,) = checked
     onnx.checker.check_model(model, full_check=True)
     onnx.checker.check_model(small, full_check=True)
-    assert max(len(tensor.raw_data) for tensor in small.graph.initializer) < builder.SMALL_BYTES
+    assert max(len(tensor.raw_data) for tensor in small.graph.initializer) < SMALL_BYTES
     assert len(small.graph.initializer) + len(small.graph.input) == len(model.graph.initializer) + 1
     del small.graph.input[-1]
     with pytest.raises(onnx.checker.ValidationError):

@@ -108,6 +108,7 @@ class CheckpointWriter:
         self._step = state.step
         self._in_flight = Future()
         self._began = time.monotonic()
+        # in this thread: the bytes come from the weights themselves, which do not change meanwhile
         if last or self._refuses(file.num_bytes):
             _settle(self._in_flight, partial(work, content=file.read(parts), beat=beat))
             self.poll()

@@ -45,6 +45,7 @@ def check_copies(parts: Mapping[str, TensorPart], mpi: MPIContext, *, step: int 
         for rank in piece.ranks:
             groups[next(found[rank])].append(rank)
         if len(groups) > 1:
+            # the smallest group is probably the one that is wrong, and is named first
             fewest_first = sorted(groups.values(), key=len)
             different.setdefault(piece.name, f"{piece.key} on {' is not that on '.join(map(shown, fewest_first))}")
     if different:

@@ -20,6 +20,7 @@ def differences(one: VerifiedCheckpoint, other: VerifiedCheckpoint) -> list[str]
         b = load(other, placement)[1][name]
         if a.dtype != b.dtype:
             found.append(f"{name} is {a.dtype} in one, {b.dtype} in the other")
+        # bits, not values: NaN differs from itself, and -0 equals 0
         elif a.contiguous().numpy(force=True).tobytes() != b.contiguous().numpy(force=True).tobytes():
             changed = int((a != b).sum())
             apart = f", by up to {float((a.double() - b.double()).abs().max()):.3g}" if changed else ""

@@ -61,6 +61,7 @@ class ParallelDims:
 
     def coordinate(self, rank: int) -> Coordinate:
         """Return the position of a rank in the mesh; `tensor` varies fastest, so that its ranks share a host."""
+        # the inverse of rank = (pipeline · data + d) · tensor + t
         outer, tensor = divmod(rank, self.tensor)
         pipeline, data = divmod(outer, self.data)
         return Coordinate(pipeline, data, tensor)

@@ -36,7 +36,8 @@ def learning_rate(step: int, *, optimizer: OptimizerConfig, schedule: ScheduleCo
     progress = min(step / num_steps, 1.0)
     warmup = schedule.warmup_ratio
     compatible = schedule.shape == "compatible"
-    if schedule.mode != "none" and (progress < warmup or (progress == warmup and not compatible)):
+    is_warming_up = progress < warmup or (progress == warmup and not compatible)
+    if schedule.mode != "none" and is_warming_up:
         return optimizer.learning_rate * progress / warmup
     if not compatible:
         progress = (progress - warmup) / (1.0 - warmup + 1.0 / num_steps)

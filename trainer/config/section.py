@@ -78,7 +78,9 @@ def choices_of(annotation: Hashable) -> tuple[str, ...]:
     if get_origin(annotation) is Literal:
         return tuple(each for each in get_args(annotation) if isinstance(each, str))
     inner = get_args(annotation)
-    if annotation is str or any(part is str or get_args(part)[:1] == (str,) for part in inner):
+    # any string fits where `str`, or a list or table of strings, is one of the types
+    has_free_text = any(part is str or get_args(part)[:1] == (str,) for part in inner)
+    if annotation is str or has_free_text:
         return ()
     return tuple(dict.fromkeys(each for part in inner for each in choices_of(part)))
 
@@ -91,6 +93,7 @@ def as_chosen(value: Any, choices: tuple[str, ...]) -> Any:
         return {key: as_chosen(each, choices) for key, each in value.items()} if choices else value
     if not isinstance(value, str) or value in choices:
         return value
+    # two choices may differ in case or hyphens alone: then it is not clear which is meant
     same = [choice for choice in choices if plain_word(choice) == plain_word(value)]
     return same[0] if len(same) == 1 else value
 

@@ -101,7 +101,9 @@ class DataConfig(Section):
     @field_validator("files_from", mode="before")
     @classmethod
     def _may_be_one_directory(cls, given: Any) -> Any:
-        return (given,) if isinstance(given, str) and given else given or ()
+        if isinstance(given, str) and given:
+            return (given,)
+        return given or ()
 
     @field_validator("files_from")
     @classmethod

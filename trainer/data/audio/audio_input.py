@@ -23,14 +23,16 @@ def with_audio_input(config: RunConfig, local: RunConfig | None = None) -> RunCo
     fed = read_training_signature((local or config).model).fed
     if any(info.name == data.audio.column for info in fed):
         return config
-    found = [
-        info.name
-        for info in fed
-        if info.name not in data.inputs and "float" in info.dtype and len(info.shape or ()) == 1 + _axes(data.audio)
-    ]
-    if len(found) != 1:
+    candidates = []
+    for info in fed:
+        is_float = "float" in info.dtype
+        has_axes_of_clips = len(info.shape or ()) == 1 + _axes(data.audio)
+        if is_float and has_axes_of_clips and info.name not in data.inputs:
+            candidates.append(info.name)
+    # of several candidates any choice would be a guess: the check of the columns asks the user
+    if len(candidates) != 1:
         return config
-    inputs = {**data.inputs, found[0]: data.audio.column}
+    inputs = {**data.inputs, candidates[0]: data.audio.column}
     return config.model_copy(update={"data": data.model_copy(update={"inputs": inputs})})
 
 

@@ -49,6 +49,7 @@ def check_sizes(path: Path, mapped: pa.MemoryMappedFile, *, has_footer: bool) ->
 
 def _messages_of_footer(mapped: pa.MemoryMappedFile) -> Iterator[Any]:
     size = mapped.size()
+    # the file ends with the length of the footer, 4 bytes, and the magic, 6 bytes
     mapped.seek(max(0, size - 10))
     (length,) = struct.unpack("<i", mapped.read(4))
     mapped.seek(max(0, size - 10 - length))
@@ -70,6 +71,7 @@ def _bytes_in_memory(message: Any) -> int:
     if not kind or not header or metadata[kind] not in (DICTIONARY_BATCH, RECORD_BATCH):
         return 0
     batch = header + _at("<I", metadata, header)
+    # a dictionary batch has its values as a record batch inside
     if metadata[kind] == DICTIONARY_BATCH:
         values = _field(metadata, batch, 1)
         batch = values + _at("<I", metadata, values)
@@ -79,6 +81,7 @@ def _bytes_in_memory(message: Any) -> int:
     total = 0
     for buffer in _vector(metadata, batch, BUFFERS, 16):
         start, length = struct.unpack_from("<qq", metadata, buffer)
+        # -1 marks a buffer that is stored as it is
         if length >= 8:
             total += max(0, _at("<q", content, start))
     return total
@@ -123,6 +126,7 @@ def dictionary_bytes(path: Path, group: Any) -> int:
                 continue
             file.seek(max(0, column.dictionary_page_offset))
             fields = HEADER.match(file.read(20))
+            # Thrift writes a signed integer n as 2n or -2n - 1 (zigzag): half of it is the size
             size = sum((byte & 127) << 7 * place for place, byte in enumerate(fields[1])) // 2 if fields else None
             most = max(most, column.total_uncompressed_size if size is None else size)
     return most

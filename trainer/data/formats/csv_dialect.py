@@ -88,6 +88,7 @@ def dialect_of(path: Path, table: TableConfig) -> Dialect:
     lines = lines[:-1] if len(sample) >= SAMPLE_BYTES // 4 and len(lines) > 1 else lines
     separator = table.separator or ("\t" if _suffix(path) in (".tsv", ".tab") else _found(path, lines, given))
     found = replace(given, separator=separator)
+    # with another separator 1,5 may be a number: the user has to say which
     if table.decimal == "auto" and separator != "," and not table.thousands:
         _refuse_commas(path, lines, found)
     return found
@@ -96,13 +97,19 @@ def dialect_of(path: Path, table: TableConfig) -> Dialect:
 def _found(path: Path, lines: Sequence[str], dialect: Dialect) -> str:
     if not lines:
         return ","
-    fields = {each: [len(row) for row in _rows(lines, replace(dialect, separator=each))] for each in SEPARATORS}
-    dividing = [each for each, counts in fields.items() if counts and counts[0] > 1]
+    fields: dict[str, list[int]] = {}
+    dividing = []
+    for mark in SEPARATORS:
+        fields[mark] = [len(row) for row in _rows(lines, replace(dialect, separator=mark))]
+        # a table of a single column has rows of one field, whatever the mark
+        if fields[mark] and fields[mark][0] > 1:
+            dividing.append(mark)
     if len(dividing) > 1:
-        even = [each for each in dividing if len(set(fields[each])) == 1]
+        # a mark inside the cells, such as a decimal comma, gives rows of different numbers of fields
+        even = [mark for mark in dividing if len(set(fields[mark])) == 1]
         dividing = even if len(even) == 1 else dividing
     if len(dividing) > 1:
-        choices = " or ".join(f"{each!r} ({SEPARATORS[each]}, {fields[each][0]} columns)" for each in dividing)
+        choices = " or ".join(f"{mark!r} ({SEPARATORS[mark]}, {fields[mark][0]} columns)" for mark in dividing)
         raise DataError(f"{path}: the separator may be {choices}; set data.table.separator")
     return dividing[0] if dividing else ","
 
@@ -134,6 +141,7 @@ def opened(path: Path, dialect: Dialect) -> Iterator[Bytes]:
     """Open a file as bytes of UTF-8, uncompressed. Raises DataError for a damaged file or another encoding."""
     try:
         with _uncompressed(path) as file:
+            # a byte order mark of UTF-16; a file of UTF-8 never begins with these bytes
             start = file.read(2)
             file.seek(0)
             if start in (b"\xff\xfe", b"\xfe\xff") and "16" not in dialect.encoding:

@@ -35,6 +35,8 @@ def held_out(file: str, index: Array, fraction: float) -> Array:
     share = round(fraction * (1 << RESOLUTION))
     if not share:
         return np.zeros(len(index), bool)
+    # row i is in group floor(i · fraction); a group is the rows between two steps of this function, ceil(g / fraction)
+    # onwards
     stretch = (index * share) >> RESOLUTION
     first = -(-(stretch << RESOLUTION) // share)
     size = -(-((stretch + 1) << RESOLUTION) // share) - first
@@ -70,6 +72,7 @@ def stratified(
         for name, rows in places.items():
             index = np.arange(seen[file, name], seen[file, name] + len(rows))
             seen[file, name] += len(rows)
+            # rows are numbered inside their class, and the hash has its name: each class is divided by itself
             held[rows] = held_out(f"{file}\0{name}", index, fraction)
         if names is not None and label not in names:
             block = replace(block, cells={key: each for key, each in block.cells.items() if key != label})
@@ -82,6 +85,7 @@ def _class_of(cell: Any) -> str:
         number = float(cell)
     except (TypeError, ValueError):
         return "" if cell is None else str(cell)
+    # NaN is a missing cell in a table of numbers, as "" is in one of texts
     return f"{number:.17g}" if number == number else ""
 
 

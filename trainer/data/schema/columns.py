@@ -166,7 +166,9 @@ def _fit_gaps(cells: Cells, column: Column) -> tuple[Values, dict[int, str]]:
         missing = np.isnan(cells)
         values, bad = fit(np.where(missing, 0.0, cells), plain)
     else:
+        # NaN is the only value that differs from itself
         missing = np.array([cell is None or cell != cell for cell in cells], bool)
+        # any number will do in place of a gap, which becomes NaN below
         there = [0.0 if gap else cell for cell, gap in zip(cells, missing, strict=True)]
         values, bad = fit(there, plain)
     array = np.asarray(values)
@@ -245,6 +247,7 @@ def _fit_bytes(cells: Cells, block: Block | None) -> tuple[Array, dict[int, str]
     folder = Path(block.file).parent if block else Path()
     allowed = block.allowed_files if block else AllowedFiles([folder])
     for at, cell in enumerate(cells):
+        # content counts before the path, which may be one of another machine
         given = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
         if name := named_path(cell):
             try:
@@ -281,6 +284,7 @@ def _fit_variable(cells: Cells, column: Column) -> tuple[list[Array], dict[int, 
         rows.append(array)
     lengths = [len(row) for row in rows]
     flat, wrong = _cast(np.concatenate(rows), column.dtype)
+    # the row that each value of the flat array belongs to
     for at in np.unique(np.repeat(np.arange(len(rows)), lengths)[wrong]).tolist():
         bad.setdefault(at, _why(cells[at], column.dtype))
     return np.split(flat, np.cumsum(lengths)[:-1]), bad
@@ -312,6 +316,7 @@ def _why(cell: Any, dtype: str, shape: tuple[int, ...] | None = None) -> str:
         return "is missing" if cell is None or array is not None else "is not a list of numbers of one shape"
     if shape is not None and array.shape[1:] != shape:
         return f"has shape {list(array.shape[1:])}, not " + ("a list" if shape == (-1,) else f"{list(shape)}")
+    # the first value that does not fit is named
     wrong = next(value for value in array.flat if _cast(np.asarray([value]), dtype)[1][0])
     if not np.isfinite(wrong):
         return f"holds {wrong}"
@@ -332,6 +337,7 @@ def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values
         values[column.name], wrong = fit(given, column, block) if len(block.index) else ([], {})
         for at, why in wrong.items():
             good[at] = False
+            # the first reason of a row is kept
             bad.setdefault(int(block.index[at]), f"{column.name} {why}")
     return values, good, bad
 
@@ -357,6 +363,11 @@ def select(values: Mapping[str, Values], chosen: Array) -> dict[str, Values]:
     if chosen.all():
         return dict(values)
     where = np.flatnonzero(chosen)
-    return {
-        name: [rows[at] for at in where] if isinstance(rows, list) else rows[where] for name, rows in values.items()
-    }
+    return {name: rows_at(rows, where) for name, rows in values.items()}
+
+
+def rows_at(rows: Values, where: Array) -> Values:
+    """Return the rows at positions, int64 [m], of which one may occur several times."""
+    if isinstance(rows, list):
+        return [rows[at] for at in where]
+    return rows[where]

@@ -29,6 +29,7 @@ def row_origins(
     """
     recipe = recipe_of(config, signature)
     drops_rows = bool(rows.manifest.skipped or rows.manifest.left_out)
+    # which rows a computer has refused is known only after computing all of them again
     if recipe.packer or (drops_rows and recipe.computers):
         return {}
     deadline = time.monotonic() + limit_s
@@ -41,6 +42,7 @@ def row_origins(
             for part, chosen in (("train", good & ~held_out), (source.held_split, good & held_out)):
                 index = block.index[chosen]
                 if part == split:
+                    # the rows of the block are these numbers of the split
                     for number in of_split.keys() & set(range(counts[part], counts[part] + len(index))):
                         found[of_split[number]] = block.where(int(index[number - counts[part]]))
                 counts[part] += len(index)

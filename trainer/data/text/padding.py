@@ -20,8 +20,9 @@ def pads_left(columns: TextColumns, tokenizer: OpenTokenizer, graph: onnx.GraphP
     Raises ConfigError where data.text.pad_side = "left" would change what the model computes of a text.
     """
     wanted = columns.config.pad_side
-    own = tokenizer.settings.get("padding")
-    is_left = wanted == "left" or (wanted == "auto" and isinstance(own, dict) and own.get("direction") == "Left")
+    padding = tokenizer.settings.get("padding")
+    tokenizer_pads_left = isinstance(padding, dict) and padding.get("direction") == "Left"
+    is_left = wanted == "left" or (wanted == "auto" and tokenizer_pads_left)
     if not is_left or columns.is_packed:
         return False, ""
     why = _hindrance(columns, graph)

@@ -47,6 +47,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
         tokenizer = open_tokenizer(columns.config.tokenizer)
         problems += _vocabulary_problems(columns, tokenizer, graph)
         if "input_ids" in columns.inputs:
+            # opened and dropped: what opening refuses belongs to this list
             _open(columns, tokenizer, limit, config.data, config.metrics, graph)
     except ConfigError as error:
         problems += error.problems
@@ -110,6 +111,7 @@ def _position_problem(columns: TextColumns, graph: onnx.GraphProto) -> str:
 def length_limit(columns: TextColumns, graph: onnx.GraphProto) -> tuple[int, str]:
     """Return the tokens that a sample may have, 0 for no limit, and what is wrong with data.text.max_length or ""."""
     most = columns.config.max_length
+    # with an input of positions the graph counts none itself: what limits them is the table that the input indexes
     tables = [position_rows(graph) if "position_ids" not in columns.inputs else None]
     if info := columns.inputs.get("position_ids"):
         tables.append(embedding_rows(graph, info.name))
@@ -124,16 +126,20 @@ def length_limit(columns: TextColumns, graph: onnx.GraphProto) -> tuple[int, str
 
 def _column_problems(columns: TextColumns, schema: Schema, *, has_types: bool) -> Iterator[str]:
     is_tokens = columns.config.task == "tokens"
-    is_pair = len(columns.sources) == 2
-    if len(columns.sources) != 1 and (is_tokens or not is_pair or columns.is_packed):
-        what = "one column" if is_tokens or columns.is_packed else "one text or a pair"
-        yield f"data.text.columns has {len(columns.sources)} entries; a sample of {columns.config.task} is {what}"
+    takes_pair = not is_tokens and not columns.is_packed
+    num_sources = len(columns.sources)
+    if num_sources != 1 and not (takes_pair and num_sources == 2):
+        sample = "one text or a pair" if takes_pair else "one column"
+        yield f"data.text.columns has {num_sources} entries; a sample of {columns.config.task} is {sample}"
     if is_tokens and columns.label_source not in schema:
         yield f"data.label names {columns.label_source!r}, which the data does not have; there is {', '.join(schema)}"
     for name in columns.sources:
         if name not in schema:
             yield f"data.text.columns names {name!r}, which the data does not have; there is {', '.join(schema)}"
-        elif not is_tokens and (schema[name].shape or (has_types and schema[name].holds_numbers)):
+            continue
+        # without types, as in a CSV file, a cell that looks like a number may be text
+        is_number = has_types and schema[name].holds_numbers
+        if not is_tokens and (schema[name].shape or is_number):
             yield f"data.text.columns names {name!r}, which holds {schema[name].kind}, not text"
 
 

@@ -42,6 +42,7 @@ def check_copies(parts: Mapping[str, TensorPart], mpi: MPIContext, *, step: int 
     different: dict[str, str] = {}
     for piece in copied:
         groups: dict[int, list[int]] = defaultdict(list)
+        # the iterators advance in step with `copied`, as the checksums were made
         for rank in piece.ranks:
             groups[next(found[rank])].append(rank)
         if len(groups) > 1:

@@ -122,6 +122,7 @@ class _Saving:
         # the error travels as its class and sentence: the others raise the same
         except OnwardError as error:
             answer = f"{type(error).__name__} {error}"
+        # every rank reaches this line, whatever its action did: otherwise the others would wait
         answers = [answer.partition(" ") for answer in gather(self.mpi, answer, self.group)]
         for kind, _, sentence in answers:
             if kind != "ok":

@@ -143,6 +143,7 @@ class _Tiling(NamedTuple):
 @functools.lru_cache(maxsize=4096)  # most tensors of a model are divided in the same way as others
 def _tiling(held: tuple[tuple[int, str], ...]) -> _Tiling:
     """Find the boxes of one tensor. held: (rank, dtype, shape and intervals as JSON), in the order of ranks."""
+    # replicas have the same text, which is parsed once
     parsed = {text: json.loads(text) for _, text in held}
     dtype, shape, _ = parsed[held[0][1]]
     full = TensorEntry(dtype=dtype, shape=shape)

@@ -219,6 +219,7 @@ def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
         if len(each.outputs) != wanted:
             found = len(each.outputs)
             yield f"{key('output')}: {each.name} reads {wanted} outputs of the graph, not {found}; name them"
+        # each yes-or-no label has classes of its own, whose balance is a weight of the positives
         if "positive_weights" in each.rule.takes and each.class_weights == "balanced":
             yield f"{key('class_weights')} 'balanced' is for cross_entropy; {each.name} has positive_weights"
         if each.soft_labels and each.class_weights == "balanced":
@@ -296,6 +297,7 @@ def unchosen_units(losses: Sequence[LossConfig], why: str) -> Iterable[str]:
 def contradictions(model: ModelConfig, data: DataConfig, loss: Sequence[LossConfig]) -> Iterable[str]:
     """Yield a sentence for each setting of a loss that the short form sets differently."""
     own = tuple(output for each in loss for output in each.outputs)
+    # a single loss may read several outputs, and several losses one each
     names_several = not isinstance(model.output, str) and len(loss) > 1
     if names_several and len(model.output) != len(loss) and model.output != own:
         yield f"model.output names {len(model.output)} tensors, but there are {len(loss)} [[loss]]; name one for each"

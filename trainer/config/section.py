@@ -28,6 +28,7 @@ COMMON: Any = Field(json_schema_extra={"common": True})
 def _in_the_order_of_the_form(schema: dict[str, Any]) -> None:
     """Give each setting of a JSON schema its place in Prefect's form: the common ones first, else as declared."""
     settings = schema.get("properties", {})
+    # sorting is stable: inside both groups the order stays as declared
     ordered = sorted(settings, key=lambda name: not settings[name].get("common", False))
     schema["properties"] = {
         # Prefect would call a setting of several types that has no title "Field"

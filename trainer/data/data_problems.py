@@ -75,6 +75,7 @@ def data_problems(
         problems += [_missing_column(feed, name, schema, signature) for name in missing]
         if missing:
             continue
+        # pixels of the final size may be stored in place of files: both are right
         if feed.image:
             problems += image_problems(feed, schema[feed.columns[0]], "uint8", feed.image.pixel_shape)
         elif feed.mask and schema[feed.columns[0]].dtype != MASK_TYPE:
@@ -202,6 +203,7 @@ def _balance_problems(config: RunConfig, signature: Signature, schema: Schema) -
 def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]) -> Iterator[str]:
     """Check that the ids of categories are rows of the embedding that an input indexes, where the graph shows it."""
     for feed in file_feeds(config.data, signature).values():
+        # a column without a vocabulary counts 0 categories
         found = {name: len(fitted[name].vocabulary) for name in feed.columns if name in fitted}
         if not any(found.values()):
             continue
@@ -219,6 +221,7 @@ def _declared_classes(loss: LossConfig, output: Dims, column: Column) -> int | N
     """Return the number of classes of an output; None where it is dynamic, or the axis of classes not known yet."""
     if not loss.has_class_axis:
         return output[-1]
+    # the rows, and of rows that vary their length, are not known yet
     labels = (None, None) if column.variable else (None, *column.shape)
     try:
         found = output[find_class_axis(output, labels, declared=output, given=loss.class_axis)]

@@ -38,6 +38,7 @@ def gather_lists(own: Sequence[Tensor]) -> list[Tensor]:
             padded[: len(each)] = each.reshape(len(each), -1)
         # only rank 0 needs the lists, so that only it takes memory for all of them
         parts = [torch.empty_like(padded) for _ in range(ranks)] if dist.get_rank() == 0 else None
+        # shorter lists are padded with rows that are cut off below
         dist.gather(padded, parts, dst=0)
         if parts is not None:
             together = torch.cat([part[:n] for part, (n, _, _) in zip(parts, found, strict=True)])

@@ -83,6 +83,7 @@ def make_mesh(mpi: MPIContext, dims: ParallelDims, *, timeout_s: float) -> Devic
     """
     dims.check(mpi.world_size)
     shard = dims.shard or dims.data
+    # outermost first, as in `coordinate`
     shape = (dims.pipeline, dims.data // shard, shard, dims.tensor)
     mesh = init_device_mesh(mpi.device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
     # the reducer needs all replicas as one group, FSDP the two axes

@@ -93,6 +93,7 @@ class Placement:
         # `offset` is where the interval begins in the local tensor: rows are counted there, and stored as rows of the
         # full one
         for first, last in self.intervals[dim]:
+            # the overlap of the asked rows with this interval, counted from its beginning
             low = max(start - offset, 0)
             high = min(stop - offset, last - first)
             if low < high:

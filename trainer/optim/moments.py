@@ -111,6 +111,7 @@ def in_fp32(batch: Sequence[Segment], *, seed: int, step: int) -> Iterator[list[
 
     seed, step: what the random bits of the rounding depend on, beside the position.
     """
+    # from moments by segment to segments by moment
     stored = [list(moment) for moment in zip(*(segment.moments for segment in batch), strict=True)]
     # nothing to convert and nothing to round: the optimizer changes the stored moments themselves
     if stored[0][0].dtype != torch.bfloat16:

@@ -43,5 +43,6 @@ def learning_rate(step: int, *, optimizer: OptimizerConfig, schedule: ScheduleCo
         progress = (progress - warmup) / (1.0 - warmup + 1.0 / num_steps)
     elif schedule.mode == "linear":
         progress = (progress - warmup) / (1.0 - warmup) if warmup < 1.0 else 1.0
+    # the decay goes from 1 to 0, the factor from 1 to `floor`
     factor = schedule.floor + (1.0 - schedule.floor) * DECAY[schedule.mode](progress)
     return optimizer.learning_rate * factor

@@ -19,6 +19,7 @@ from onward.trainer.data.schema.columns import Array
 
 def log_mel(wave: Array, *, sample_rate: int, window: int, hop: int, mel_bins: int, floor: float) -> Array:
     """Return the log-mel spectrogram of a waveform [T], T > window / 2: float32 [mel_bins, 1 + T // hop]."""
+    # half a window on either side, so that frame i is centred at sample i · hop
     padded = np.pad(wave.astype(np.float64), window // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop]
     power = np.abs(np.fft.rfft(frames * _hann(window), axis=1)) ** 2

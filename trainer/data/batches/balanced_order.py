@@ -76,6 +76,7 @@ class BalancedOrder:
         first = begin + -begin % self._step + window * WINDOW_STEPS * self._step
         members = np.arange(first, min(first + WINDOW_STEPS * self._step, begin + self.num_rows))
         members = members[np.argsort(self._lengths[self._stream.rows(members)], kind="stable")]
+        # only the last window of an epoch has a rest
         num, rest = divmod(len(members), self._step)
         hashes = keyed_hash(np.arange(num + 1), hash_key("balanced steps", self._seed, epoch, window))
         # the samples that fill no step come last; taken from a random place, so that they are not always the longest
@@ -87,6 +88,7 @@ class BalancedOrder:
     def dealt(self, positions: Array, sizes: Array) -> Array:
         """Return the positions of one step so that replica r, which takes the next `sizes[r]` of them, has as much work
         as the others in each of its micro-batches: sorted by length and dealt out in turn."""
+        # stable, so that samples of one length have one order on every machine
         by_length = positions[np.argsort(self._lengths[self.rows(positions)], kind="stable")]
         # turns[i] is when the replica that owns place i takes it: all first turns get the shortest samples
         turns = np.concatenate([np.arange(size) for size in sizes])

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.balanced_order import BalancedOrder, Stream
-from onward.trainer.data.batches.batch_computations import open_batch_transforms
+from onward.trainer.data.batches.batch_computations import noise_keys, open_batch_transforms
 from onward.trainer.data.batches.device_copies import DeviceCopies
-from onward.trainer.data.batches.noise_keys import noise_keys
 from onward.trainer.data.batches.row_lengths import RowLengths
 from onward.trainer.data.batches.row_padding import least_lengths, longest_row, padded_rows
 from onward.trainer.data.batches.sample_stream import sample_stream
@@ -177,6 +176,7 @@ class Batches:
 
     def example(self) -> Batch:
         """Return the first micro-batch of a stream of one replica: the same on every rank, used for its shapes."""
+        # without positions nothing random is drawn
         batch = self._collate(Samples(self.rows(0, self._micro_batch_size)))
         self._collate.finish([batch])
         return batch

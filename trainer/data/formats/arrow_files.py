@@ -185,8 +185,10 @@ def _plain_bytes(batch: pa.RecordBatch) -> int:
         if pa.types.is_dictionary(column.type):
             values = column.dictionary
             if any(test(values.type) for test in TEXTS):
+                # each row may have the longest text of the dictionary
                 total += len(column) * (pc.max(pc.binary_length(values)).as_py() or 0)
             else:
+                # numbers have one size: the dictionary's mean is that of each row
                 total += len(column) * values.nbytes // max(1, len(values))
     return total
 
@@ -283,6 +285,7 @@ def _lists(array: pa.Array) -> Cells:
     fixed = pa.types.is_fixed_size_list(array.type)
     # flatten() leaves out the values of a slice's neighbours, which .values would include
     lengths = np.full(len(array), array.type.list_size) if fixed else array.value_lengths().to_numpy()
+    # lists of lists are resolved from the inside
     inner: Any = _cells(array.flatten())
     if not isinstance(inner, np.ndarray):
         return list(array.to_pylist())

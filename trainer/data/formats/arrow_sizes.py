@@ -80,6 +80,7 @@ def _bytes_in_memory(message: Any) -> int:
     content = memoryview(body)
     total = 0
     for buffer in _vector(metadata, batch, BUFFERS, 16):
+        # a buffer of the message: where it begins in the body, and how long it is
         start, length = struct.unpack_from("<qq", metadata, buffer)
         # -1 marks a buffer that is stored as it is
         if length >= 8:
@@ -96,6 +97,7 @@ def _at(kind: str, content: Any, place: int) -> int:
 
 def _field(content: Any, table: int, number: int) -> int:
     """Return the place of a field of a table; 0 if the table lacks it."""
+    # a table begins with the distance back to its list of offsets, by which fields may be left out
     offsets = table - _at("<i", content, table)
     entry = 4 + 2 * number
     offset = _at("<H", content, offsets + entry) if entry < _at("<H", content, offsets) else 0

@@ -83,6 +83,7 @@ def dialect_of(path: Path, table: TableConfig) -> Dialect:
     given = Dialect(",", quote, decimal, table.thousands, table.encoding, table.header)
     with opened(path, given) as file:
         sample = file.read(SAMPLE_BYTES).removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace")
+    # the first lines suffice, and a separator is tried on each of them
     lines = [line for line in sample.splitlines() if line.strip()][:SAMPLE_LINES]
     # the last may be cut off
     lines = lines[:-1] if len(sample) >= SAMPLE_BYTES // 4 and len(lines) > 1 else lines
@@ -126,6 +127,7 @@ def _refuse_commas(path: Path, lines: Sequence[str], dialect: Dialect) -> None:
 
 def _rows(lines: Sequence[str], dialect: Dialect) -> list[list[str]]:
     try:
+        # parsed as CSV, because separators inside of quotes divide nothing
         return [row for row in dialect.rows("\n".join(lines)) if row]
     except csv.Error:  # a quote that is not closed, in another dialect
         return []

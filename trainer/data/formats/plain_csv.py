@@ -79,6 +79,7 @@ class PlainColumns:
         if b"\r" in piece and piece.count(b"\r") != piece.count(b"\r\n"):
             return None
         if not piece.endswith(b"\n"):
+            # the last line of a file may have no end
             piece = piece + b"\n"
             lines = lines + 1
         starts = _row_starts(piece, self.dialect) if quoted else np.arange(lines)
@@ -188,6 +189,7 @@ def _numbers(cells: pa.Array, *, gaps: bool) -> Array | None:
     if missing.any():
         if not gaps:
             return None
+        # an empty text is no number for Arrow's cast, a null stays one
         cells = pc.if_else(pa.array(missing), pa.scalar(None, pa.string()), cells)
     # pandas makes integers of a column only if no cell has a point or an exponent
     is_whole = not ((characters == ord(".")) | ((characters | LOWER) == EXPONENT)).any()
@@ -222,6 +224,7 @@ def _row_starts(piece: bytes, dialect: Dialect) -> Array | None:
     closing = places[1::2]
     # "" inside quotes: one closes and the next opens at once
     doubled = opening[1:] == closing[:-1] + 1
+    # the character in front of each opening quote, and below the one behind each closing quote
     before = data[np.maximum(opening - 1, 0)]
     starts = (before == separator) | (before == NEWLINE) | (opening == 0)
     starts[1:] |= doubled

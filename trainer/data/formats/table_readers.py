@@ -127,6 +127,7 @@ def _pieces(path: Path, file: Bytes, *, quote: str, limit: Limit) -> Iterator[tu
         if mark and (mark in data or mark in rest):
             data = rest + data
             rest = b""
+        # what follows the last complete row waits for more data
         end = _cut(data, mark)
         if len(data) - end + (0 if end else len(rest)) > limit.most:
             raise DataError(
@@ -231,10 +232,12 @@ def _plain(
 
     data = np.frombuffer(piece if piece.endswith(b"\n") else piece + b"\n", np.uint8)
     ends = np.flatnonzero(data == NEWLINE)
+    # the bytes of each line with its line end
     sizes = np.diff(ends, prepend=-1)
     # differences of cumulative counts at line ends: the separators of each line, without a loop in Python
     found = np.flatnonzero(data == ord(dialect.separator))
     commas = np.diff(np.searchsorted(found, ends), prepend=0)
+    # a line of nothing but its end, in Unix's or in Windows' form
     blank = (sizes == 1) | ((sizes == 2) & (data[ends - 1] == RETURN))
     ragged = ~blank & (commas != len(header) - 1)
     good = ~blank & ~ragged
@@ -256,6 +259,7 @@ def _plain(
         known = of_numbers(frame)
         cells |= {name: known[name] if name in known else cells_of(frame[name], dialect) for name in numeric}
     if texts := [name for name in names if name in text]:
+        # texts are read apart: spaces in front of them count
         frame = pd.read_csv(io.BytesIO(rows), usecols=texts, dtype=str, na_filter=False, **common)
         cells |= {name: texts_of(frame[name]) for name in texts}
     return cells, np.flatnonzero(good), bad

@@ -165,6 +165,7 @@ class ImageBatches:
         positions = np.stack([2 * pairs, 2 * pairs + 1], axis=1).ravel()
         read = self._read(values, samples, positions, (*names, label))
         labels = torch.from_numpy(np.asarray(read[label]).astype(np.int64))
+        # also the ignored label: probabilities have no class for it
         if ((labels < 0) | (labels >= num_classes)).any():
             raise DataError(
                 f"label {labels[(labels < 0) | (labels >= num_classes)][0]} in column {label!r} cannot be mixed: the "

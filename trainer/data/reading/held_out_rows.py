@@ -40,6 +40,7 @@ def held_out(file: str, index: Array, fraction: float) -> Array:
     stretch = (index * share) >> RESOLUTION
     first = -(-(stretch << RESOLUTION) // share)
     size = -(-((stretch + 1) << RESOLUTION) // share) - first
+    # the row of each group depends on the file's name and the group alone, not on what follows
     pick = keyed_hash(stretch, hash_key("held out", file)) % size.astype(np.uint64)
     return np.asarray(index - first == pick.astype(np.int64))
 

@@ -81,6 +81,7 @@ def windowed(
         kept = is_held | (starts + span <= first_held)
         starts = starts[kept]
         is_held = is_held[kept] if name not in held_series else np.ones(kept.sum(), bool)
+        # views: windows that overlap are copied a block at a time
         views = {each: sliding_window_view(columns[each][rows], span) for each in made} if len(starts) else {}
         row_bytes = sum(view.shape[1] * view.itemsize for view in views.values())
         step = max(1, BLOCK_BYTES // max(row_bytes, 1))
@@ -151,6 +152,7 @@ def _series(table: _Table, window: WindowConfig) -> dict[str, Array]:
     else:
         series = {}
         for row, name in enumerate(table.columns[window.by].tolist()):
+            # series may be interleaved in the file: each keeps its rows in their order
             series.setdefault(str(name), []).append(row)  # type: ignore[arg-type, attr-defined]
         series = {name: np.array(rows) for name, rows in series.items()}
     if window.time:

@@ -137,6 +137,7 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
         if len(known) > 1:
             counts = ", ".join(f"{count} {of_file}" for of_file, count in known.most_common())
             raise DataError(f"{source} holds files of several formats ({counts}); set data.format")
+        # files that no format claims are text
         wanted = "text" if not known else next(iter(known))
         formats = {name: of_file for name, of_file in formats.items() if of_file == wanted}
     names = sorted(formats)

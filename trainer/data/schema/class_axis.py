@@ -67,6 +67,7 @@ def find_class_axis(
 
 def _advice(output: Dims, labels: Dims) -> str:
     """Return what to do with labels that fit no axis: transpose them, where that makes them fit."""
+    # from the last axis on, where classes usually are
     for axis in range(len(output) - 1, 0, -1):
         if advice := remedy(_without(output, axis)[1:], labels[1:]):
             return advice
@@ -99,6 +100,7 @@ def _fits(output: Dims, labels: Dims, axis: int) -> bool:
     rest = _without(output, axis)
     if same_lengths(rest, labels):
         return True
+    # lengths that are not known may be products of each other
     if None in rest or None in labels:
         return len(labels) < len(rest)
     squeezed = _squeezed(rest)

@@ -136,12 +136,14 @@ def computed_chunks(
         return
     describe_all(computers, rows)
     row_bytes = sum(column.row_bytes for each in computers for column in each.columns)
+    # results may be far larger than what they are computed from
     step = max(1, min(MAX_ROWS, BLOCK_BYTES // max(row_bytes, 1)))
     for first in range(0, len(held), step):
         part = rows_between(rows, first, first + step)
         places = np.arange(first, min(first + step, len(held)))
         for each in computers:
             results, failed = each.compute(part, len(places))
+            # the index of the row in its file, by which it is reported
             bad |= {int(index[places[at]]): why for at, why in failed.items()}
             of_row = np.arange(len(places))
             if isinstance(each, RowDivider) and each.window_column:

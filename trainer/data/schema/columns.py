@@ -139,6 +139,7 @@ def fit(cells: Cells, column: Column, block: Block | None = None) -> tuple[Value
     refused as well. Text is read exactly as it is. Of a column of bytes a cell may be the path of a file, relative to
     that of its `block`.
     """
+    # missing cells are taken out before the conversion, which would report them
     if column.gaps:
         return _fit_gaps(cells, column)
     if column.dtype == TEXT:
@@ -282,6 +283,7 @@ def _fit_variable(cells: Cells, column: Column) -> tuple[list[Array], dict[int, 
             # a placeholder, so that the following cells keep their positions
             array = np.zeros(1, column.dtype)
         rows.append(array)
+    # all rows are converted in one call, and divided again afterwards
     lengths = [len(row) for row in rows]
     flat, wrong = _cast(np.concatenate(rows), column.dtype)
     # the row that each value of the flat array belongs to
@@ -296,6 +298,7 @@ def _cast(array: Array, dtype: str) -> tuple[Array, Array]:
     with np.errstate(all="ignore"):
         values = array.astype(target, copy=False)
         if target.kind == "f":
+            # also values that are finite in the source, and too large for the target
             wrong = ~np.isfinite(values)
         elif array.dtype == target or np.can_cast(array.dtype, target):
             return values, np.zeros(len(array), bool)

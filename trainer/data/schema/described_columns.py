@@ -22,6 +22,7 @@ def infer(name: str, cells: Cells) -> Column:
     # cells of mixed kinds or lengths, one by one
     there = [cell for cell in cells if cell is not None]
     rows = [row[0] for cell in there if (row := numbers([cell])) is not None]
+    # a column of text may have cells that look like numbers
     if not rows or len(rows) * 2 < len(there):
         encoded = sum(map(_is_encoded, cells))
         return Column(name=name, dtype=BYTES if encoded * 2 > len(cells) else TEXT)

@@ -32,6 +32,7 @@ def row_origins(
     # which rows a computer has refused is known only after computing all of them again
     if recipe.packer or (drops_rows and recipe.computers):
         return {}
+    # a large source takes long to read: what is found by then is enough for a message
     deadline = time.monotonic() + limit_s
     of_split = dict(zip(rows.numbers(np.array(sorted(wanted))).tolist(), sorted(wanted), strict=True))
     found: dict[int, str] = {}

@@ -157,12 +157,14 @@ def cache_key(recipe: Recipe) -> str:
     # what follows is added only where it is set, so that the keys of earlier versions stay as they are
     content = [SHARD_VERSION, settings, files, [column.model_dump() for column in recipe.columns]]
     content += [computer.digest for computer in recipe.computers]
+    # how a CSV file is written decides its rows
     if reading := data.table.reading_settings():
         content.append(reading)
     if data.split != "random" and not data.evaluation_source:
         content.append([data.split, data.label])
     if data.sources or data.test_source:
         content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])
+    # files that cells name are content, too, and may change while the table does not
     if named := naming_columns(data, recipe.columns):
         content.append(digests_of_named_files(data, named))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

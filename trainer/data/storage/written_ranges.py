@@ -66,6 +66,7 @@ class RangeRows:
 
 
 def _refused_rows(block: Block, reasons: Mapping[int, str]) -> RangeRows:
+    # rows that the settings leave out are counted, and are no errors
     bad = sorted(row for row, why in reasons.items() if not isinstance(why, LeftOut))
     named = tuple(f"{block.where(row)}: {reasons[row]}" for row in bad[:MAX_NAMED_ROWS])
     missing = {reasons[row].removesuffix(MISSING_CELL) for row in bad if reasons[row].endswith(MISSING_CELL)}

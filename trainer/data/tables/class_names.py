@@ -134,6 +134,7 @@ class ClassNames(FittedComputer):
             kind = "booleans, named false and true" if self._is_boolean else "integers"
             raise ConfigError(f"column {self._name!r} holds {kind}, but data.classes is {_listed(names)}") from None
         self._order = np.argsort(values)
+        # sorted, so that a binary search finds the class of each integer
         self._sorted = values[self._order]
 
     # -- ids

@@ -42,6 +42,7 @@ class Moments:
 
     def __add__(self, other: Moments) -> Moments:
         count = self.count + other.count
+        # NaN is no value, so that each column has a count of its own
         share = other.count / np.maximum(count, 1)
         apart = other.mean - self.mean
         # a side without values has no say in the mean
@@ -85,6 +86,7 @@ class ColumnStatistics:
             if self._file is None:
                 self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
                 weakref.finalize(self, self._file.close)
+            # quantiles take all values, which may be more than the memory holds
             self._file.write(np.ascontiguousarray(values).tobytes())
 
     @property

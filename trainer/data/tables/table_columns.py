@@ -223,6 +223,7 @@ class NumberColumns(FittedComputer):
                 scale=tuple(scale.tolist()),
             )
         self.fitted = found
+        # they hold temporary files
         self._statistics = {}
 
     # -- computing
@@ -243,6 +244,7 @@ class NumberColumns(FittedComputer):
         for name, plan in self._plans.items():
             found = self.fitted[name]
             values: Array = _flat(rows[name])
+            # before anything is filled: an indicator says what was missing in the source
             missing = np.isnan(values)
             if plan.indicator:
                 results[name + INDICATOR] = np.asarray(missing.any(axis=1), np.float32)

@@ -55,6 +55,7 @@ class SeparateTexts(PackedTexts):
                     windows.append(open_window)
                     open_window = []
                 open_window.append(piece)
+        # the window stays open for the texts of the next block
         self._open[split] = open_window
         return self._columns_of(windows)
 
@@ -68,6 +69,7 @@ class SeparateTexts(PackedTexts):
         # text 0 is padding
         ids, texts, places, words = (np.zeros(shape, np.int64) for _ in range(4))
         ids += self._special.pad
+        # everything is ignored but what a text fills in below
         labels = np.full(shape, self._ignore_index, np.int64)
         is_causal = self._config.task == "causal"
         sizes = np.zeros(len(windows), np.int64)

@@ -15,7 +15,6 @@ from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.text.byte_counts import counts_bytes
 from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
 from onward.trainer.data.text.packing import PackedTexts
-from onward.trainer.data.text.padding import pads_left
 from onward.trainer.data.text.separate_packing import SeparateTexts
 from onward.trainer.data.text.text_columns import TextColumns, input_problems, text_columns
 from onward.trainer.data.text.tokenized_rows import Storage, TokenizedRows
@@ -83,6 +82,41 @@ def _open(
         return WordLabels(columns, tokenizer, limit, storage, classes=data.classes)
     kinds = {"none": TokenizedRows, "joined": PackedTexts, "separate": SeparateTexts}
     return kinds[columns.packing](columns, tokenizer, limit, storage)
+
+
+def pads_left(columns: TextColumns, tokenizer: OpenTokenizer, graph: onnx.GraphProto) -> tuple[bool, str]:
+    """Return whether rows are padded in front, and why they are not although the tokenizer says so, or "".
+
+        right   a  b  c        left   a  b  c        positions  0  1  2
+                d  -  -               -  -  d                   -  -  0        - = padding, which the mask hides
+
+    Raises ConfigError where data.text.pad_side = "left" would change what the model computes of a text.
+    """
+    wanted = columns.config.pad_side
+    padding = tokenizer.settings.get("padding")
+    tokenizer_pads_left = isinstance(padding, dict) and padding.get("direction") == "Left"
+    is_left = wanted == "left" or (wanted == "auto" and tokenizer_pads_left)
+    if not is_left or columns.is_packed:
+        return False, ""
+    why = _hindrance_of_padding(columns, graph)
+    if why and wanted == "left":
+        raise ConfigError(f"data.text.pad_side 'left': {why}; use pad_side = 'right'")
+    return not why, why
+
+
+def _hindrance_of_padding(columns: TextColumns, graph: onnx.GraphProto) -> str:
+    """Return why padding in front would change what the model computes of a text, or ""."""
+    if columns.config.task == "causal" and "attention_mask" not in columns.inputs:
+        return "the model has no input attention_mask, so that each token would attend to the padding in front of it"
+    counts_places = "position_ids" not in columns.inputs and not columns.fixed_length
+    # positions that are the running sum of the mask do not count the padding
+    table = position_rows(graph, with_masks=False) if counts_places else None
+    if table is None:
+        return ""
+    return (
+        f"the model counts positions through the row (embedding {table[1]}) and has no input position_ids, so that the "
+        "positions of a text would depend on the longest text of its batch"
+    )
 
 
 def _byte_problems(columns: TextColumns, config: RunConfig) -> Iterator[str]:

@@ -299,6 +299,7 @@ class TokenizedRows(FittedComputer, RowDivider):
         try:
             encodings = encode(given, add_special_tokens=self._config.special_tokens)
         except Exception:  # the library raises no other class, such as for a word of no token
+            # one text fails the whole call: each by itself shows which
             encodings, failed = self._encoded_alone(given)
         for at, encoding in enumerate(encodings):
             if at in failed:

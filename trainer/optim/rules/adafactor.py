@@ -88,6 +88,7 @@ class Adafactor(NormedRule):
             sums = self._sum(updates, [square.sum(dim) for square in squares], field)
             for update, total in zip(updates, sums, strict=True):
                 total /= update.of.placement.shape[dim]
+                # lerp by 1 - β̂: β̂ · old + (1 - β̂) · new
                 update.state[field].lerp_(total, self._new_share(update.group))
 
     def _means_of_rows(self, updates: Sequence[_Update]) -> dict[int, Tensor]:

@@ -153,6 +153,7 @@ class NormedRule(Rule):
             if norms := [torch.stack(torch._foreach_norm(tensors)) for tensors in lists if tensors]:
                 # the norms are group by group; the sum over the ranks needs one order on all of them
                 row[self.places] = torch.cat([norm.double() for norm in norms]).square()
+        # squares add up over the parts of a weight, norms do not
         lengths, sizes = self._context.parts.squares(squares).sqrt()
         return lengths, sizes
 

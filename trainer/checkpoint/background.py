@@ -75,6 +75,7 @@ class CheckpointWriter:
         self._group: dist.ProcessGroup | None = None
         if mpi.world_size > 1:
             timeout = datetime.timedelta(seconds=config.collective_timeout_s)
+            # a group of its own: the thread's collectives must not meet those of the training
             self._group = dist.new_group(timeout=timeout, backend="gloo")
 
     def is_due(self) -> bool:

@@ -87,6 +87,7 @@ def write_bundle(run: RunDir, checkpoint: VerifiedCheckpoint, target: Path) -> B
     # only an earlier bundle is replaced, never a file of another kind
     if target.exists() and not is_bundle(target):
         raise ConfigError(f"{target} exists and is no bundle; name another file")
+    # files that were fetched from a URL may have been deleted since
     restore_copies(run)
     sources, settings = _collected(run, checkpoint)
     identity = read_record(run.identity, RunIdentity)
@@ -99,12 +100,14 @@ def write_bundle(run: RunDir, checkpoint: VerifiedCheckpoint, target: Path) -> B
     try:
         with durable_file(target) as unfinished, zipfile.ZipFile(unfinished, "x", zipfile.ZIP_STORED) as archive:
             files = {name: _add(archive, name, content) for name, content in texts.items()}
+            # in a fixed order, so that equal checkpoints give equal bundles
             files |= {name: _add_file(archive, name, path) for name, path in sorted(sources.items())}
             listing = Bundle(
                 run=run.root.name,
                 step=checkpoint.info.step,
                 files=files,
             )
+            # the list comes last, because it has the digests of the files before it
             _add(archive, LISTING, listing.model_dump_json(indent=1).encode())
     except OSError as error:
         why = f"the bundle {target} cannot be written: {error.strerror or error}"

@@ -176,6 +176,7 @@ def parse_manifest(path: Path) -> tuple[Manifest, bytes]:
     Raises CheckpointError when it is missing, not a file, not valid, or not of the digest that it contains. Symbolic
     links are not followed: they may lead out of the run directory.
     """
+    # before anything is opened: a link may lead out of the run directory
     if path.is_symlink():
         raise CheckpointError(f"{path} is a symbolic link, not a checkpoint: put the directory itself there")
     if not path.is_dir():

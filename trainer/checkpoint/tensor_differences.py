@@ -15,6 +15,7 @@ def differences(one: VerifiedCheckpoint, other: VerifiedCheckpoint) -> list[str]
         if shapes.get(name) != other.shapes.get(name):
             found.append(f"{name} has the shape {shapes.get(name)} in one, {other.shapes.get(name)} in the other")
             continue
+        # one tensor at a time, so that two models need not fit into memory
         placement = {name: Placement.full(shapes[name])}
         a = load(one, placement)[1][name]
         b = load(other, placement)[1][name]

@@ -74,6 +74,7 @@ def soft_losses(teacher: TeacherConfig, model: ModelConfig, losses: Sequence[Los
 
 
 def _soft_loss(place: int, student: str, wanted: str, teacher: TeacherConfig, losses: Sequence[LossConfig]) -> SoftLoss:
+    # the hard loss on the same output says how it is compared, unless teacher.loss does
     beside = _loss_of(student, losses)
     hard = None if beside is None else losses[beside]
     kind: Kind = "mse"

@@ -80,12 +80,14 @@ def read_layers(source: Source, profile: str = "") -> Layered:
     found = Layered(texts={layer.where: layer.text for layer in layers.values() if layer.text})
     for layer in layers.values():
         found.merge(layer.settings, layer.where)
+    # a profile lies over all files, also over those behind the one that has it
     chosen = [(layer, layer.profiles[profile]) for layer in layers.values() if profile in layer.profiles]
     if profile and not chosen:
         raise ConfigError(_unknown_profile(profile, layers.values()))
     for layer, settings in chosen:
         found.merge(settings, layer.where, table=f"{PROFILES}.{profile}")
     first = sources[0] if sources else {}
+    # a run is named after its first file, in letters that a directory may have
     if isinstance(first, Path) and "name" not in found.settings:
         found.settings["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", first.stem)[: NAME_LETTERS.most]
         found.origins["name"] = "name of the file"

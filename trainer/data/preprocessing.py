@@ -139,6 +139,7 @@ class Preprocessor:
                     "one row for each; name a later tensor in model.start, with columns of its values"
                 )
         shapes = sorted({result.shape[1:] for result in alone})
+        # numpy has no bfloat16
         dtype = {"bfloat16": "float32"}.get(info.dtype, info.dtype)
         # lists of different lengths, or of one length that the graph leaves open: later rows may be longer
         if len(shapes[0]) == 1 and (len(shapes) > 1 or _is_dynamic(info.shape)):
@@ -207,6 +208,7 @@ class Preprocessor:
                 # a bad row keeps its place until it is left out
                 computed = [np.zeros((1, *column.shape), column.dtype) for column in self.columns]
             for column, result, kept in zip(self.columns, computed, results, strict=True):
+                # a row that varies is a list of any length; others have the shape of the first rows
                 fits = result.ndim == len(column.shape) + 1 if column.variable else result.shape[1:] == column.shape
                 if not fits or not result.size:
                     found = f"is {list(result.shape)}" if result.size else "is empty"

@@ -150,6 +150,7 @@ class Batches:
         self._same_length = config.parallel.pipeline > 1
         # one worker: batches are made in the order of the steps
         self._worker = ThreadPoolExecutor(max_workers=1, initializer=_set_device, initargs=(device,))
+        # (position, count) of what is prepared, and the batches
         self._next: tuple[tuple[int, int], Future[list[Batch]]] | None = None
         self.wait_s = 0.0
         """Seconds that the last `take` waited for its micro-batches."""
@@ -362,7 +363,9 @@ class _Collate:
             counters = zip(self._counters, labels, strict=True)
             counts = [float(counter(label, len(rows))) for counter, label in counters]
             counts += [float(len(rows) if mask is None else mask.sum()) for mask in counted]
+        # noise keys and a teacher's outputs stand behind the inputs, as the training graph has them
         others = [torch.from_numpy(np.asarray(columns[name])) for name in self._others]
+        # a graph of fixed batch gets more rows than the samples are
         filled_to = len(tensors[0]) if len(tensors[0]) > len(rows) else 0
         num_counted = 0 if is_padding else len(rows)
         inputs_on_device = tuple(self._copies.start(tensor) for tensor in (*tensors, *others))

@@ -82,7 +82,7 @@ def _bytes_in_memory(message: Any) -> int:
     for buffer in _vector(metadata, batch, BUFFERS, 16):
         # a buffer of the message: where it begins in the body, and how long it is
         start, length = struct.unpack_from("<qq", metadata, buffer)
-        # -1 marks a buffer that is stored as it is
+        # a buffer begins with its size in memory; -1 marks one that is stored as it is
         if length >= 8:
             total += max(0, _at("<q", content, start))
     return total

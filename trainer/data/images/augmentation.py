@@ -69,6 +69,7 @@ class Augmentation:
         from torchvision.transforms import v2
 
         augment = config.augment
+        # pixels that a crop adds have no class, and are black
         borders = {tv_tensors.Mask: ignore_index, "others": 0}
         # the order decides what is drawn from the generator of a sample, and so the results of a seed
         self.before = _resized_crop(config, size)

@@ -112,6 +112,7 @@ class ImageComputer:
                     stored[name] = pixels_of(fitted_image(image, info.size, self._config))
             for name, label in self._masks.items():
                 mask = decode_mask(cells[name], self._config.mask_values, label.ignore_index)
+                # pixel by pixel, the mask says the class of the image
                 if mask.shape != size:
                     return (
                         f"{name} is a mask of {mask.shape[0]} x {mask.shape[1]} pixels, but its image is "

@@ -138,6 +138,7 @@ def _image_input(info: TensorInfo, column: str, config: ImageConfig) -> ImageInp
         raise ConfigError(
             f"data.image.mean and std have {len(mean)} values, but input {info.name} takes {channels} channels"
         )
+    # the two dimensions beside batch and channels
     size = _size(info.name, dims, (dims[1:3] if nhwc else dims[2:4]), config)
     return ImageInput(info.name, column, size, channels, bgr, nhwc, takes_integers, config.scale, mean, std)
 
@@ -231,6 +232,7 @@ def masks(config: RunConfig, signature: Signature) -> list[Mask]:
                     f"loss {loss.name} ignores no targets, but data.image.resize 'pad' and augment.crop_padding add "
                     f"borders to the masks in column {name!r}; use another resize and random_resized_crop"
                 )
+            # masks are stored in 16 bits
             if abs(loss.ignored) > 32767:
                 problems.append(f"ignore_index {loss.ignored} does not fit masks, which hold -32768..32767")
     if not found:
@@ -280,6 +282,7 @@ def mixed_labels(config: RunConfig, signature: Signature) -> MixedLabels | None:
     if takes_them != [True]:
         names = ", ".join(each.name for each in config.losses) or config.model.loss
         problems.append(f"{what}, which one cross-entropy on class numbers takes, not {names}")
+    # a teacher alone: there are no labels to mix
     if not config.losses:
         raise ConfigError(problems)
     loss = config.losses[0]

@@ -83,6 +83,7 @@ def mask_files(files: Files, mask_folder: str, *, skips_rows: bool = False) -> l
     names = [name for name, _ in files]
     without = [name for name, each in zip(names, masks, strict=True) if not each]
     several = [name for name, each in zip(names, masks, strict=True) if len(each) > 1]
+    # if no image has a mask, the folder is probably another one
     left_out = skips_rows and len(without) < len(files)
     for wrong, what in (([] if left_out else without, "no mask"), (several, "several masks")):
         if wrong:

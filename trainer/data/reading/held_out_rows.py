@@ -75,6 +75,7 @@ def stratified(
             seen[file, name] += len(rows)
             # rows are numbered inside their class, and the hash has its name: each class is divided by itself
             held[rows] = held_out(f"{file}\0{name}", index, fraction)
+        # the label was read for the split alone
         if names is not None and label not in names:
             block = replace(block, cells={key: each for key, each in block.cells.items() if key != label})
         yield block, held

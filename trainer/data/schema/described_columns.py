@@ -139,10 +139,12 @@ def stored_column(column: Column, kind: ColumnType | None, *, ragged: bool) -> C
     ragged: rows of the source are lists, so
     that later rows may be longer than those seen, which is allowed where the reader does not fix the length.
     """
+    # without a reader, such as for columns that are only looked at, nothing is converted
     if kind is None:
         return column.model_copy(update={"extremes": ()})
     if kind.dtype in (TEXT, WORDS, BYTES):
         return Column(name=column.name, dtype=kind.dtype, gaps=kind.gaps)
+    # NaN marks a missing number, so that the type is the reader's, which has one
     if kind.gaps:
         return Column(name=column.name, dtype=kind.dtype, shape=column.shape, gaps=True)
     shape = column.shape

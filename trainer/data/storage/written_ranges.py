@@ -95,6 +95,7 @@ def write_shards(
             written.append(write_range(rows, recipe, writers, progress, is_counted=total.bad > 0))
             total = total.with_later(written[-1])
         files = {split: tuple(writer.close()) for split, writer in writers.items()}
+    # raised after all ranges, so that the message counts all bad rows
     if total.bad and data.bad_rows == "fail":
         raise DataError(_bad_row_problems(total, recipe, labels))
     _refuse_empty_split(recipe, {split: writer.num_rows for split, writer in writers.items()}, total)
@@ -102,7 +103,9 @@ def write_shards(
     sizes = [rows.trained for rows in written[: len(data.mixture)]]
     if 0 in sizes:
         raise DataError(f"{data.mixture[sizes.index(0)].source} holds no row to train on")
+    # what only the whole file reads, such as text, is stored for evaluation only
     file_columns = [column for column in recipe.source_columns if column not in recipe.trained_columns]
+    # a packer's windows replace the rows of the source
     stored = [*([] if recipe.packer else recipe.trained_columns), *stored_of(recipe.computers)]
     summaries = [computer.summary for computer in recipe.computers]
     if total.left_out:

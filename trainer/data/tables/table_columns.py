@@ -295,6 +295,7 @@ class Categories(FittedComputer):
         self._name = column.name
         chosen = table.missing
         if isinstance(chosen, dict):
+            # the last pattern that matches decides, as for numbers
             kinds = [kind for each, kind in chosen.items() if matching([each], [column.name]) == (column.name,)]
             chosen = kinds[-1] if kinds else "fail"
         self._gaps = chosen != "fail"

@@ -69,6 +69,7 @@ class TokenizedRows(FittedComputer, RowDivider):
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._ignore_index = columns.ignore_index
+        # rows that are packed keep the lengths of their texts until then
         self._length = 0 if columns.is_packed else columns.fixed_length
         self.types = {role: STORED_AS[role] for role in columns.inputs}
         """What is fed -> numpy's name of the type that it is stored in."""

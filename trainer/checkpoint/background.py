@@ -75,6 +75,7 @@ class CheckpointWriter:
         self._group: dist.ProcessGroup | None = None
         if mpi.world_size > 1:
             timeout = datetime.timedelta(seconds=config.collective_timeout_s)
+            # a group of its own: the thread's collectives must not meet those of the training
             self._group = dist.new_group(timeout=timeout, backend="gloo")
 
     def is_due(self) -> bool:
@@ -108,6 +109,7 @@ class CheckpointWriter:
         self._step = state.step
         self._in_flight = Future()
         self._began = time.monotonic()
+        # in this thread: the bytes come from the weights themselves, which do not change meanwhile
         if last or self._refuses(file.num_bytes):
             _settle(self._in_flight, partial(work, content=file.read(parts), beat=beat))
             self.poll()

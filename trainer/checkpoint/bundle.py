@@ -84,11 +84,14 @@ def write_bundle(run: RunDir, checkpoint: VerifiedCheckpoint, target: Path) -> B
     Raises ConfigError when `target` is another file or something is missing, RuntimeUnavailable when it cannot be
     written.
     """
+    # only an earlier bundle is replaced, never a file of another kind
     if target.exists() and not is_bundle(target):
         raise ConfigError(f"{target} exists and is no bundle; name another file")
+    # files that were fetched from a URL may have been deleted since
     restore_copies(run)
     sources, settings = _collected(run, checkpoint)
     identity = read_record(run.identity, RunIdentity)
+    # a bundle may go to other machines: addresses of servers stay here
     nowhere = {"mlflow_run_id": "", "mlflow_url": "", "prefect_url": "", "tracking_uri": ""}
     texts = {
         "run/config.json": settings,
@@ -97,12 +100,14 @@ def write_bundle(run: RunDir, checkpoint: VerifiedCheckpoint, target: Path) -> B
     try:
         with durable_file(target) as unfinished, zipfile.ZipFile(unfinished, "x", zipfile.ZIP_STORED) as archive:
             files = {name: _add(archive, name, content) for name, content in texts.items()}
+            # in a fixed order, so that equal checkpoints give equal bundles
             files |= {name: _add_file(archive, name, path) for name, path in sorted(sources.items())}
             listing = Bundle(
                 run=run.root.name,
                 step=checkpoint.info.step,
                 files=files,
             )
+            # the list comes last, because it has the digests of the files before it
             _add(archive, LISTING, listing.model_dump_json(indent=1).encode())
     except OSError as error:
         why = f"the bundle {target} cannot be written: {error.strerror or error}"
@@ -121,11 +126,13 @@ def _collected(run: RunDir, checkpoint: VerifiedCheckpoint) -> tuple[dict[str, P
     for number, (setting, text) in enumerate(named):
         found = named_file(setting, text)
         file = Path(found.location)
+        # a folder for each: files of different folders may have one name
         sources |= _below(f"code/{number}", file.parent, [file] if found.is_code else model_files(file))
         code[text] = found.at(f"code/{number}/{file.name}")
     if config.data.text and config.data.text.tokenizer:
         sources["tokenizer/tokenizer.json"] = tokenizer_file(Path(config.data.text.tokenizer))
     shards = read_record(run.shards / "manifest.json", ShardManifest)
+    # the rows to train on stay where they are: an export evaluates and tests only
     rows = [
         run.shards / name for name in ("manifest.json", *(each.name for each in (*shards.evaluation, *shards.test)))
     ]
@@ -227,6 +234,7 @@ def unpack(path: Path, folder: Path, *, run_code: bool = False) -> tuple[RunDir,
         ) from None
     run = RunDir(folder / "run")
     settings = _absolute_settings(run, folder, path)
+    # the settings decide what is executed, and not the folder that a file lies in
     code = [str(Path(file.location).relative_to(folder)) for _, file in named_files(settings) if file.is_code]
     if code and not run_code:
         names = ", ".join(code[:5])
@@ -239,8 +247,10 @@ def unpack(path: Path, folder: Path, *, run_code: bool = False) -> tuple[RunDir,
     permitted = {str(folder / name): listing.files[name].sha256 for name in code if name in listing.files}
     write_record(run.code, AllowedCode(files=permitted))
     shards = read_record(run.shards / "manifest.json", ShardManifest)
-    rows = [each.name for each in (*shards.train, *shards.evaluation, *shards.test)]
-    if outside := [name for name in rows if Path(name).name != name or name == ".."]:
+    shard_names = [shard.name for shard in (*shards.train, *shards.evaluation, *shards.test)]
+    # shards are opened by these names: one with a folder in it could lead out of the bundle
+    plain = {name for name in shard_names if Path(name).name == name} - {".."}
+    if outside := [name for name in shard_names if name not in plain]:
         raise CheckpointError(f"{path} is refused: the rows in '{shown(outside[0])}' are not in it")
     return run, run.checkpoint(listing.step)
 
@@ -248,8 +258,10 @@ def unpack(path: Path, folder: Path, *, run_code: bool = False) -> tuple[RunDir,
 def _checked(archive: zipfile.ZipFile, path: Path) -> Bundle:
     """Return the list of a bundle. Raises CheckpointError unless the entries are those of the list, in its folders."""
     entries = {entry.filename: entry for entry in archive.infolist()}
+    # a dict has one entry of a name: with two, one would be compared and the other extracted
     if LISTING not in entries or len(entries) != len(archive.infolist()):
         raise CheckpointError(f"{path} is not a bundle: it has no {LISTING}, or two files of one name")
+    # before anything is read: a packed list of a few bytes may unfold to gigabytes
     if entries[LISTING].file_size > MAX_LISTING_BYTES or entries[LISTING].compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(
             f"{path} is not a bundle: {LISTING} has {entries[LISTING].file_size:,} bytes, or is packed"
@@ -258,20 +270,18 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> Bundle:
         listing = Bundle.model_validate_json(archive.read(LISTING))
     except ValidationError as error:
         raise CheckpointError(f"{path} is not a bundle: {LISTING}: {first_problem(error)}") from None
-    if strange := [name for name in (*entries, *listing.files) if name != LISTING and not _is_inside(name, _FILE)]:
+    names = [name for name in (*entries, *listing.files) if name != LISTING]
+    if strange := [name for name in names if not _is_inside(name, _FILE)]:
         raise CheckpointError(
             f"{path} is refused: '{shown(strange[0])}' would be written outside of {', '.join((*RECORDS, *FOLDERS))}"
         )
-    problems = [
-        *(f"{name} is missing" for name in listing.files if name not in entries),
-        *(f"{name} does not belong to it" for name in entries if name != LISTING and name not in listing.files),
-        *(f"{name} is packed" for name, entry in entries.items() if entry.compress_type != zipfile.ZIP_STORED),
-        *(
-            f"{name} has {entries[name].file_size:,} bytes, not {file.bytes:,}"
-            for name, file in listing.files.items()
-            if name in entries and entries[name].file_size != file.bytes
-        ),
-    ]
+    belonging = {LISTING, *listing.files}
+    problems = [f"{name} is missing" for name in listing.files if name not in entries]
+    problems += [f"{name} does not belong to it" for name in entries if name not in belonging]
+    problems += [f"{name} is packed" for name, entry in entries.items() if entry.compress_type != zipfile.ZIP_STORED]
+    for name, file in listing.files.items():
+        if name in entries and entries[name].file_size != file.bytes:
+            problems.append(f"{name} has {entries[name].file_size:,} bytes, not {file.bytes:,}")
     # entries may overlap: a small archive would fill the disk
     if (total := sum(file.bytes for file in listing.files.values())) > path.stat().st_size:
         problems.append(f"its files have {total:,} bytes, more than itself")

@@ -42,9 +42,11 @@ def check_copies(parts: Mapping[str, TensorPart], mpi: MPIContext, *, step: int 
     different: dict[str, str] = {}
     for piece in copied:
         groups: dict[int, list[int]] = defaultdict(list)
+        # the iterators advance in step with `copied`, as the checksums were made
         for rank in piece.ranks:
             groups[next(found[rank])].append(rank)
         if len(groups) > 1:
+            # the smallest group is probably the one that is wrong, and is named first
             fewest_first = sorted(groups.values(), key=len)
             different.setdefault(piece.name, f"{piece.key} on {' is not that on '.join(map(shown, fewest_first))}")
     if different:

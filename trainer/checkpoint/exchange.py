@@ -17,6 +17,7 @@ TEXT_BYTES = 1024
 
 def gather(mpi: MPIContext, text: str, group: ProcessGroup | None = None) -> list[str]:
     """Return every rank's text, cut off at TEXT_BYTES. group: all ranks; None = the world. Collective: every rank."""
+    # all-gather takes tensors of one size
     mine = bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
     texts = _all_gather(mpi, torch.frombuffer(mine, dtype=torch.uint8), group)
     return [text.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for text in texts]

@@ -57,6 +57,7 @@ def verify_together(
     def work() -> Iterator[str]:
         """Yield "" now and then, at last "ok" and the digest of the manifest, or what is wrong."""
         try:
+            # an error is a result as well: raised here, it would leave the other ranks waiting in their exchange
             for number, checkpoint in enumerate(verifying(path, rank=rank, world_size=world_size), 1):
                 beat()
                 if checkpoint:
@@ -99,11 +100,13 @@ def load(
     if wanted is None:
         wanted = {key: Placement.full(entry.shape) for key, entry in full.items()}
     expected = {key: placement.shape for key, placement in wanted.items()}
+    # a checkpoint may have more than is wanted, such as an optimizer's state for an export
     check_fit(f"checkpoint {path}", checkpoint.shapes, expected, partial=True)
     reads = {key: list(_reads(placement, stored[key])) for key, placement in wanted.items()}
     tensors: dict[str, Tensor] = {}
     with contextlib.ExitStack() as opened:
         files: dict[str, Any] = {}
+        # only the files that have a wanted piece are opened
         for file in {read.file for each in reads.values() for read in each}:
             try:
                 files[file] = opened.enter_context(safe_open(path / file, "pt"))
@@ -129,6 +132,7 @@ class _Read(NamedTuple):
 def _reads(placement: Placement, stored: Iterable[StoredPiece]) -> Iterator[_Read]:
     """Yield the intersections of a wanted part with the stored pieces."""
     for (local, box), piece in itertools.product(placement.boxes(), stored):
+        # boxes are those of the full tensor, and are moved to where the piece and the part have them
         common = overlap(box, piece.box)
         if common is not None:
             source = _moved(common, (-start for start, _ in piece.box))

@@ -146,9 +146,10 @@ def find_untiled(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> tuple[Box, i
     """
     if not shape:
         return None if len(boxes) == 1 else ((), len(boxes))
+    # the set of boxes changes only at an edge, so that one look between two edges is enough
     edges = {edge for box in boxes for edge in box[0]}
     for start, stop in itertools.pairwise(sorted({0, shape[0], *edges})):
-        present = tuple(box[1:] for box in boxes if box[0][0] <= start and stop <= box[0][1])
+        present = tuple(box[1:] for box in boxes if box[0][0] <= start < stop <= box[0][1])
         if found := find_untiled(present, shape[1:]):
             return ((start, stop), *found[0]), found[1]
     return None
@@ -175,6 +176,7 @@ def parse_manifest(path: Path) -> tuple[Manifest, bytes]:
     Raises CheckpointError when it is missing, not a file, not valid, or not of the digest that it contains. Symbolic
     links are not followed: they may lead out of the run directory.
     """
+    # before anything is opened: a link may lead out of the run directory
     if path.is_symlink():
         raise CheckpointError(f"{path} is a symbolic link, not a checkpoint: put the directory itself there")
     if not path.is_dir():
@@ -186,6 +188,7 @@ def parse_manifest(path: Path) -> tuple[Manifest, bytes]:
         raise CheckpointError(f"checkpoint {path} is damaged: manifest.json {error}") from None
     except ValidationError as error:
         raise CheckpointError(f"checkpoint {path} is damaged: manifest.json: {first_problem(error)}") from None
+    # the content as it was when its digest was computed
     digest = hashlib.sha256(content.replace(manifest.sha256.encode(), NO_DIGEST.encode(), 1)).hexdigest()
     if digest != manifest.sha256:
         raise CheckpointError(

@@ -53,7 +53,7 @@ class RankFile:
             yield from chunks(piece.content(parts).cpu().contiguous().reshape(-1).view(torch.uint8))
 
     def copy(self, parts: Mapping[str, TensorPart], target: Tensor) -> None:
-        """Copy all pieces into `target`, `num_bytes` bytes on the host; from a GPU to pinned memory it only starts."""
+        """Copy all pieces into `target`, uint8 [num_bytes] on the host; from a GPU to pinned memory it only starts."""
         end = 0
         for piece in self.pieces:
             start = end
@@ -87,7 +87,7 @@ class RankFile:
 
 
 def chunks(flat: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a flat uint8 tensor in the host's memory, CHUNK_BYTES at a time."""
+    """Yield the bytes of a uint8 tensor [n] in the host's memory, CHUNK_BYTES at a time."""
     content = flat.numpy().data
     for start in range(0, len(content), CHUNK_BYTES):
         yield content[start : start + CHUNK_BYTES]

@@ -54,6 +54,7 @@ def find_resume_point(run: RunDir, *, mpi: MPIContext, step_before: int = 0, bea
     damaged = tuple(sorted((name for name in everywhere if step_in(name) > step), key=_age, reverse=True))
     if damaged and checkpoint is None:
         raise all_damaged(run, damaged, next(iter(refused.values()), ""))
+    # heartbeat, record and log may each be behind the others
     reached = max(step_before, _last_step(run))
     return ResumePoint(checkpoint, damaged, _sentence(run, checkpoint, damaged, reached))
 
@@ -81,6 +82,7 @@ def newest_complete(
 
 
 def _age(name: str) -> tuple[int, str]:
+    # names of ten digits are newer than names of nine; "" is older than any
     return len(name), name
 
 

@@ -96,6 +96,7 @@ def set_aside(path: Path) -> Path:
 
 def discard(run: RunDir) -> list[Path]:
     """Rename every checkpoint of a run that has damaged ones only, which then begins again at step 0."""
+    # those that were set aside before are discarded together with these
     for path in list_checkpoints(run):
         set_aside(path)
     return [_renamed(path, f"{path.name.removesuffix('.damaged')}.discarded") for path in list_damaged(run)]

@@ -79,6 +79,7 @@ def write(
     """
     saving = _Saving(run, attempt, state, plan, file, content, mpi, beat, group)
     try:
+        # rank 0 alone looks, and all learn it: a network file system may show others something else
         if "exists" in saving.together(saving.look_for_existing) and saving.is_complete():
             return saving.final
         saving.together(saving.make_directory)
@@ -118,8 +119,10 @@ class _Saving:
         """Run an action and return what it returned on every rank. If it raised on one, all ranks raise its error."""
         try:
             answer = f"ok {self._with_explained_errors(action)}"
+        # the error travels as its class and sentence: the others raise the same
         except OnwardError as error:
             answer = f"{type(error).__name__} {error}"
+        # every rank reaches this line, whatever its action did: otherwise the others would wait
         answers = [answer.partition(" ") for answer in gather(self.mpi, answer, self.group)]
         for kind, _, sentence in answers:
             if kind != "ok":

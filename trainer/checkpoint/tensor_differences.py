@@ -15,11 +15,13 @@ def differences(one: VerifiedCheckpoint, other: VerifiedCheckpoint) -> list[str]
         if shapes.get(name) != other.shapes.get(name):
             found.append(f"{name} has the shape {shapes.get(name)} in one, {other.shapes.get(name)} in the other")
             continue
+        # one tensor at a time, so that two models need not fit into memory
         placement = {name: Placement.full(shapes[name])}
         a = load(one, placement)[1][name]
         b = load(other, placement)[1][name]
         if a.dtype != b.dtype:
             found.append(f"{name} is {a.dtype} in one, {b.dtype} in the other")
+        # bits, not values: NaN differs from itself, and -0 equals 0
         elif a.contiguous().numpy(force=True).tobytes() != b.contiguous().numpy(force=True).tobytes():
             changed = int((a != b).sum())
             apart = f", by up to {float((a.double() - b.double()).abs().max()):.3g}" if changed else ""

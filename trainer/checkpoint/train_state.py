@@ -52,6 +52,7 @@ class TrainState(Record):
         rank = config.rank_of(metrics)
         if self.step == 0 or math.isnan(rank):  # at step 0 the file is as it came in, and is never saved
             return evaluated
+        # of equal values the first one stays the best
         if self.best is None or rank < config.rank_of({config.best_metric: self.best}):
             return evaluated.model_copy(update={"best": metrics[config.best_metric], "best_at": self.step})
         return evaluated

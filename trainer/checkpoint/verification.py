@@ -154,13 +154,15 @@ def all_damaged(run: RunDir, damaged: Sequence[str], problem: str = "") -> Check
     many = "the only checkpoint" if len(damaged) == 1 else f"all {len(damaged)} checkpoints"
     named = ", ".join(damaged[:NUM_NAMED]) + (" ..." if len(damaged) > NUM_NAMED else "")
     trial = membership(run)
-    what = f"trial {trial.number} of its sweep" if trial else "it"
-    command = f"sweep --resume {trial.sweep_id}" if trial else f"resume {run.root.name}"
+    began, command, new = "it", f"resume {run.root.name}", "run"
+    if trial:
+        began, command, new = f"trial {trial.number} of its sweep", f"sweep --resume {trial.sweep_id}", "sweep"
+    are = "is" if len(damaged) == 1 else "are"
+    reason = f"; {problem}" if problem else ""
     return CheckpointError(
-        f"{many} of run {run.root.name} {'is' if len(damaged) == 1 else 'are'} damaged ({named}), so there is nothing "
-        f"to go on from{f'; {problem}' if problem else ''}; put an undamaged copy back as "
-        f"{run.checkpoints / damaged[0]}, or begin {what} again at step 0 with `onward {command} --from-start`, "
-        f"which keeps the damaged ones in {run.checkpoints}, or start a new {'sweep' if trial else 'run'}"
+        f"{many} of run {run.root.name} {are} damaged ({named}), so there is nothing to go on from{reason}; put an "
+        f"undamaged copy back as {run.checkpoints / damaged[0]}, or begin {began} again at step 0 with "
+        f"`onward {command} --from-start`, which keeps the damaged ones in {run.checkpoints}, or start a new {new}"
     )
 
 
@@ -174,6 +176,7 @@ def _file_problems(path: Path, file: FileEntry, *, read: bool) -> Iterator[str]:
     if (size := place.stat().st_size) != file.bytes:
         yield f"{file.name} has {size:,} bytes, not {file.bytes:,}"
         return
+    # another rank reads the bytes of this file
     if not read:
         return
     digest = hashlib.sha256()
@@ -183,6 +186,7 @@ def _file_problems(path: Path, file: FileEntry, *, read: bool) -> Iterator[str]:
             yield ""
     if digest.hexdigest() != file.sha256:
         yield f"{file.name} has SHA-256 {digest.hexdigest()}, not {file.sha256}"
+    # the digest is right, but the manifest may have been made for other content
     elif _header(place) != file.tensors:
         yield f"{file.name} holds other tensors than manifest.json says"
 
@@ -207,6 +211,7 @@ def _tiling_problems(manifest: Manifest) -> Iterator[str]:
         yield f"{pieces[name][0].file} holds {pieces[name][0].key}, which is not a tensor of it"
     for name, tensor in tensors.items():
         found = pieces.get(name, [])
+        # boxes are compared only once they lie in the tensor
         unfit = [piece for piece in found if not _fits(piece, tensor)]
         for piece in unfit:
             stored = f"{piece.entry.dtype} {list(piece.entry.shape)}"
@@ -220,6 +225,7 @@ def _tiling_problems(manifest: Manifest) -> Iterator[str]:
 
 def _fits(piece: StoredPiece, tensor: TensorEntry) -> bool:
     """Return whether a piece has the tensor's dtype, lies inside of it, and has the shape that its key says."""
+    # the key of a piece comes from the file, and may name a box of anything
     inside = len(piece.box) == len(tensor.shape) and all(
         0 <= start <= stop <= length for (start, stop), length in zip(piece.box, tensor.shape, strict=True)
     )

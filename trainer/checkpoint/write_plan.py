@@ -65,7 +65,7 @@ class Piece(NamedTuple):
         return math.prod(self.entry.shape) * self.itemsize
 
     def content(self, parts: Mapping[str, TensorPart]) -> Tensor:
-        """Return the piece as a view of this rank's part."""
+        """Return the piece, [*entry.shape], as a view of this rank's part."""
         tensor, placement = parts[self.name]
         assert tensor.shape == placement.local_shape, (self.name, tensor.shape, placement)
         local = next(local for local, box in placement.boxes() if box == self.box)
@@ -110,6 +110,7 @@ def _plan(listings: tuple[bytes, ...]) -> WritePlan:
     holders: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for rank, listing in enumerate(listings):
         for name, held in parsed[listing].items():
+            # in the order of ranks, so that equal placements give equal keys of the cache in `_tiling`
             holders[name].append((rank, held))
     tensors: dict[str, TensorEntry] = {}
     pieces: list[Piece] = []
@@ -142,12 +143,14 @@ class _Tiling(NamedTuple):
 @functools.lru_cache(maxsize=4096)  # most tensors of a model are divided in the same way as others
 def _tiling(held: tuple[tuple[int, str], ...]) -> _Tiling:
     """Find the boxes of one tensor. held: (rank, dtype, shape and intervals as JSON), in the order of ranks."""
+    # replicas have the same text, which is parsed once
     parsed = {text: json.loads(text) for _, text in held}
     dtype, shape, _ = parsed[held[0][1]]
     full = TensorEntry(dtype=dtype, shape=shape)
     ranks: dict[Box, list[int]] = defaultdict(list)
     problem = ""
     for rank, text in held:
+        # intervals may differ between ranks, dtype and full shape may not
         if parsed[text][:2] != [dtype, shape]:
             problem = "is {} {} on rank {}, ".format(*parsed[text][:2], rank) + f"{dtype} {shape} on rank {held[0][0]}"
         intervals = tuple(tuple((start, stop) for start, stop in each) for each in parsed[text][2])
@@ -155,6 +158,7 @@ def _tiling(held: tuple[tuple[int, str], ...]) -> _Tiling:
             ranks[box].append(rank)
     if not problem and (untiled := find_untiled(tuple(ranks), full.shape)):
         box, _ = untiled
+        # pieces that overlap without being equal, or none at all
         holders = [f"{_slice(each)} on {shown(on)}" for each, on in ranks.items() if overlap(each, box) is not None]
         found = f"in different pieces, {' and '.join(holders)}" if holders else "on no rank"
         problem = f"{_slice(box)} is {found}"

@@ -65,18 +65,28 @@ def soft_losses(teacher: TeacherConfig, model: ModelConfig, losses: Sequence[Los
         return ()
     pairs = dict(teacher.outputs)
     if list(pairs) == [""]:  # the outputs that the losses read
-        read = [output for each in losses for output in each.outputs] or list(model.outputs) or [""]
-        pairs = dict.fromkeys(read, pairs[""])
-    found = [_soft_loss(place, *pair, teacher, losses) for place, pair in enumerate(pairs.items())]
-    for each in teacher.match:
-        found.append(SoftLoss(len(found), each.student, each.teacher, "mse", each.weight, 1.0, matched=True))
-    return tuple(found)
+        read = [output for loss in losses for output in loss.outputs]
+        pairs = dict.fromkeys(read or list(model.outputs) or [""], pairs[""])
+    soft = [_soft_loss(place, *pair, teacher, losses) for place, pair in enumerate(pairs.items())]
+    for match in teacher.match:
+        soft.append(SoftLoss(len(soft), match.student, match.teacher, "mse", match.weight, 1.0, matched=True))
+    return tuple(soft)
 
 
 def _soft_loss(place: int, student: str, wanted: str, teacher: TeacherConfig, losses: Sequence[LossConfig]) -> SoftLoss:
+    # the hard loss on the same output says how it is compared, unless teacher.loss does
     beside = _loss_of(student, losses)
     hard = None if beside is None else losses[beside]
-    kind = teacher.loss if teacher.loss != "auto" else (hard.rule.teacher if hard else "") or "mse"
+    kind: Kind = "mse"
+    if teacher.loss != "auto":
+        kind = teacher.loss
+    elif hard and hard.rule.teacher:
+        kind = hard.rule.teacher
+    # the labels of the hard loss say which targets count, and its axis has the classes of the teacher, too
+    labels_of = beside if hard and hard.has_class_axis else None
+    class_axis = teacher.class_axis
+    if hard and hard.class_axis is not None:
+        class_axis = hard.class_axis
     return SoftLoss(
         place,
         student,
@@ -85,10 +95,10 @@ def _soft_loss(place: int, student: str, wanted: str, teacher: TeacherConfig, lo
         teacher.weight,
         teacher.temperature,
         matched=False,
-        labels_of=beside if hard and hard.has_class_axis else None,
+        labels_of=labels_of,
         unlabelled=teacher.unlabelled,
         mask=teacher.mask,
-        class_axis=hard.class_axis if hard and hard.class_axis is not None else teacher.class_axis,
+        class_axis=class_axis,
     )
 
 
@@ -136,6 +146,7 @@ def teacher_problems(teacher: TeacherConfig, model: ModelConfig, losses: Sequenc
     if not teacher.path:
         if alone:
             yield 'model.loss "teacher" learns from a teacher alone, but teacher.path is empty; set it'
+        # a setting that was written down as its default does no harm
         for name in sorted(teacher.model_fields_set - {"path"}):
             if getattr(teacher, name) != TeacherConfig.model_fields[name].default:
                 yield f"teacher.{name} has no effect without teacher.path; name the teacher's file"

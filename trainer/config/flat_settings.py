@@ -26,7 +26,11 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
         optional = {key: field.default for key, field in type(table).model_fields.items() if not field.is_required()}
         plain = type(table).model_construct(**optional).model_dump(mode="json", include=keys & optional.keys())
         defaults |= {f"{prefix}{key}": plain[key] for key in plain}
-    return {key: value for key, value in flat_settings(config).items() if key not in defaults or defaults[key] != value}
+    changed = {}
+    for key, value in flat_settings(config).items():
+        if key not in defaults or defaults[key] != value:
+            changed[key] = value
+    return changed
 
 
 def _tables(table: Section, prefix: str = "") -> Iterator[tuple[str, Section, set[str]]]:

@@ -75,16 +75,19 @@ def read_layers(source: Source, profile: str = "") -> Layered:
     layers: dict[Any, _Layer] = {}
     for each in sources:
         for key, layer in _layers_of(each, ()):
+            # the first place of a file that is reached twice is kept
             layers.setdefault(key, layer)
     found = Layered(texts={layer.where: layer.text for layer in layers.values() if layer.text})
     for layer in layers.values():
         found.merge(layer.settings, layer.where)
+    # a profile lies over all files, also over those behind the one that has it
     chosen = [(layer, layer.profiles[profile]) for layer in layers.values() if profile in layer.profiles]
     if profile and not chosen:
         raise ConfigError(_unknown_profile(profile, layers.values()))
     for layer, settings in chosen:
         found.merge(settings, layer.where, table=f"{PROFILES}.{profile}")
     first = sources[0] if sources else {}
+    # a run is named after its first file, in letters that a directory may have
     if isinstance(first, Path) and "name" not in found.settings:
         found.settings["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", first.stem)[: NAME_LETTERS.most]
         found.origins["name"] = "name of the file"
@@ -120,6 +123,7 @@ def _layers_of(source: RunConfig | Mapping[str, Any] | Path, within: tuple[Path,
             )
         raw, text = _read_toml(source)
         within = (*within, identity)
+    # bases come before the file, which lies over them
     for base in _bases(raw.pop(BASE, ()), where):
         named = Path(base).expanduser() if base.startswith("~") else Path(base)
         beside = source.parent if isinstance(source, Path) else Path()
@@ -155,8 +159,10 @@ def _merge(
         full = f"{key}{name}"
         if full == "parallel":
             value = {"sizes": value} if is_auto(value) and isinstance(value, str) else value
+            # "auto" is short for a table: a table that is laid over it keeps what it does not set
             if is_auto(into.get(name)):
                 into[name] = {"sizes": "auto"}
+        # "auto" replaces the sizes that were set, as a table would not
         whole = not isinstance(value, dict) or (full == "parallel" and is_auto(later[name]))
         if whole or not isinstance(into.get(name), dict):
             _forget(origins, full, into.get(name))
@@ -234,5 +240,6 @@ def depth_of(settings: Any) -> int:
     level = [settings]
     while level := [each for each in level if isinstance(each, dict | list)]:
         depth += 1
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+        contents = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [inner for content in contents for inner in content]
     return depth

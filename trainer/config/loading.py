@@ -100,6 +100,8 @@ def build_config(
     for name in ENTRIES:
         read |= _read_entries(name, raw.get(name, ()), found)
     config = None
+    # RunConfig checks the rules by itself once all sections are valid; else those rules run whose sections could be
+    # read
     if read.keys() == {*SECTIONS, *ENTRIES}:
         try:
             name = raw.get("name", _name_of_model(read["model"]))
@@ -118,6 +120,7 @@ def build_config(
 
 def _name_of_model(model: ModelConfig) -> str:
     """Return the name of a configuration that has none: that of its model's file, so that two models have two."""
+    # the suffix, a version of MLflow, the query of a URL
     stem = re.split(r"[.@?]", str(model.path).rstrip("/").rpartition("/")[2])[0]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:100] or "onward"
 
@@ -136,7 +139,9 @@ def _read_entries(name: str, given: Any, problems: list[str]) -> dict[str, tuple
         problems.append(f"{name}: {CONFIG_ENTRIES.exceeded(len(entries))}")
         return {}
     for place, entry in enumerate(entries):
+        # the place is named only where it tells entries apart
         where = name if len(entries) == 1 or isinstance(entry, str) else f"{name}.{place}"
+        # a bare word is short for a table with this name
         value = {"name": entry} if isinstance(entry, str) else entry
         if isinstance(value, kind):
             read.append(value)
@@ -171,6 +176,7 @@ def settings_in(override: Override) -> Iterable[tuple[str, Any]]:
     else:
         key = override[0]
         value = plain(override[1])
+        # a whole section is laid over the former one setting by setting
         is_section = isinstance(value, dict) and "." not in key
     if (depth := key.count(".") + 1 + depth_of(value)) > CONFIG_DEPTH.most:
         raise ConfigError(f"override {shown(key)} has {CONFIG_DEPTH.exceeded(depth)}")
@@ -186,6 +192,7 @@ def _override(raw: dict[str, Any], key: str, value: Any) -> Any:
         parts = _of_one_table(raw[parts[0]], parts)
     if parts[0] == "loss" and parts[-1] == "file" and value != OPEN:
         value = str(expanded(str(value)).absolute())
+    # the value inside of its tables, as a file has it: paths are found by their keys
     patch: dict[str, Any] = {parts[-1]: value}
     for part in reversed(parts[:-1]):
         patch = {part: patch}

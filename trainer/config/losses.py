@@ -189,9 +189,9 @@ def export_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
 
 def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
     """Yield what is wrong with the settings of single losses, which are filled in."""
-    takers = {
-        name: [loss for loss, rule in LOSS_RULES.items() if name in rule.takes] for name in LossConfig.model_fields
-    }
+    takers = {}
+    for name in LossConfig.model_fields:
+        takers[name] = [loss for loss, rule in LOSS_RULES.items() if name in rule.takes]
     for place, each in enumerate(losses):
         key = functools.partial(key_of, losses, place)
         for name, allowed in takers.items():
@@ -219,6 +219,7 @@ def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
         if len(each.outputs) != wanted:
             found = len(each.outputs)
             yield f"{key('output')}: {each.name} reads {wanted} outputs of the graph, not {found}; name them"
+        # each yes-or-no label has classes of its own, whose balance is a weight of the positives
         if "positive_weights" in each.rule.takes and each.class_weights == "balanced":
             yield f"{key('class_weights')} 'balanced' is for cross_entropy; {each.name} has positive_weights"
         if each.soft_labels and each.class_weights == "balanced":
@@ -233,17 +234,20 @@ def filled(model: ModelConfig, data: DataConfig, loss: Sequence[LossConfig]) -> 
     outputs: Sequence[str | tuple[str, ...]] = (model.output,) * len(entries)
     if not isinstance(model.output, str) and len(entries) > 1:
         outputs = model.output
-    return tuple(
-        each.model_copy(
-            update={
-                "name": each.name or ("file" if each.file else model.loss),
-                "output": each.output or output,
-                "label": each.label or data.label,
-                "ignore_index": model.ignore_index if each.ignore_index is None else each.ignore_index,
-            }
-        )
-        for each, output in zip(entries, (*outputs, *("",) * len(entries)), strict=False)
-    )
+    # model.output may name fewer tensors than there are losses, which `contradictions` reports later
+    outputs = (*outputs, *("",) * len(entries))
+    losses = []
+    for entry, output in zip(entries, outputs, strict=False):
+        name = entry.name or ("file" if entry.file else model.loss)
+        ignored = model.ignore_index if entry.ignore_index is None else entry.ignore_index
+        update = {
+            "name": name,
+            "output": entry.output or output,
+            "label": entry.label or data.label,
+            "ignore_index": ignored,
+        }
+        losses.append(entry.model_copy(update=update))
+    return tuple(losses)
 
 
 def with_outputs(model: ModelConfig, losses: Sequence[LossConfig]) -> ModelConfig:
@@ -263,11 +267,14 @@ def titles(losses: Sequence[LossConfig], output_names: Sequence[str] = ()) -> li
     output_names: those of the graph, for a loss that reads the first one without naming it.
     """
     first = output_names[0] if output_names else "first"
-    outputs = ["+".join(output or first for output in each.outputs) for each in losses]
+    outputs = []
+    for loss in losses:
+        outputs.append("+".join(output or first for output in loss.outputs))
     names = [
-        output if outputs.count(output) == 1 else f"{output}/{each.name}"
-        for output, each in zip(outputs, losses, strict=True)
+        output if outputs.count(output) == 1 else f"{output}/{loss.name}"
+        for output, loss in zip(outputs, losses, strict=True)
     ]
+    # losses of one name on one output are told apart by their number alone
     return [name if names.count(name) == 1 else f"{name}/{place}" for place, name in enumerate(names)]
 
 
@@ -290,7 +297,9 @@ def unchosen_units(losses: Sequence[LossConfig], why: str) -> Iterable[str]:
 def contradictions(model: ModelConfig, data: DataConfig, loss: Sequence[LossConfig]) -> Iterable[str]:
     """Yield a sentence for each setting of a loss that the short form sets differently."""
     own = tuple(output for each in loss for output in each.outputs)
-    if not isinstance(model.output, str) and len(loss) > 1 and len(model.output) != len(loss) and model.output != own:
+    # a single loss may read several outputs, and several losses one each
+    names_several = not isinstance(model.output, str) and len(loss) > 1
+    if names_several and len(model.output) != len(loss) and model.output != own:
         yield f"model.output names {len(model.output)} tensors, but there are {len(loss)} [[loss]]; name one for each"
         return
     shorts: list[tuple[str, str, object, object]] = [
@@ -306,6 +315,7 @@ def contradictions(model: ModelConfig, data: DataConfig, loss: Sequence[LossConf
             output = model.output[place]
         for setting, short, value, default in (*shorts, ("output", "model.output", output, "")):
             given = getattr(each, setting)
+            # an entry that says the same as the short form, or nothing, contradicts nothing
             if given not in ("", None, value) and value != default:
                 yield (
                     f"{key_of(loss, place, setting)} is {given!r}, but its short form {short} is {value!r}; set one "

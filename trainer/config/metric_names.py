@@ -195,6 +195,7 @@ def parse(text: str) -> dict[str, Any]:
     """
     if text in ALIASES:
         return dict(ALIASES[text])
+    # k is a part of the name, so that top_1 and top_5 are two metrics
     if found := re.fullmatch(r"(|retrieval_accuracy_)top_(\d+)", text):
         return {"name": found[1].rstrip("_") or "top_k", "k": int(found[2])}
     stem, _, average = text.rpartition("_")
@@ -235,5 +236,6 @@ def has_no_direction(name: str) -> bool:
 
 
 def _measured_as(name: str) -> Metric | None:
+    # the name that an evaluation gives is stem, number, average or class: what follows the stem is taken off
     last = re.sub(r"^(f_beta|pinball|coverage)_[\d.e-]+", r"\1", name.rpartition("/")[2])
     return METRICS.get(parse(re.sub(r"_class_\d+$", "", last))["name"])

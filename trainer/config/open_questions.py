@@ -29,6 +29,7 @@ def open_questions(settings: Mapping[str, Any], texts: Mapping[str, str] = Mappi
     win; the comments above a setting have its choices.
     """
     places = {
+        # a profile's settings are merged into the tables that they replace
         re.sub(r"^profiles\.[^.]+\.", "", key): (file, line, choices)
         for file, text in texts.items()
         for key, line, choices in _lines_of(text)
@@ -73,6 +74,8 @@ def _lines_of(text: str) -> Iterator[tuple[str, int, str]]:
         outer = _OUTER_KEY.match(line)
         for each in _OPEN_KEY.finditer(line):
             inside = [outer[1]] if outer and outer.end() <= each.start() else []
+            # table, key of an inline table, key
             parts = ".".join(filter(None, (table, *inside, each[1])))
             yield re.sub(r"""["'\s]""", "", parts), number, " ".join(comment)
+        # a comment belongs to the line below it
         comment = []

@@ -154,9 +154,14 @@ class RunConfig(Section):
         return math.ceil(self.total_samples(num_rows) / self.train.global_batch_size)
 
 
-SECTIONS: Mapping[str, type[Section]] = {
-    name: field.annotation
-    for name, field in RunConfig.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-}
+def _sections() -> Mapping[str, type[Section]]:
+    sections: dict[str, type[Section]] = {}
+    for name, field in RunConfig.model_fields.items():
+        # [[loss]] is a list of tables, whose annotation is no class
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            sections[name] = field.annotation
+    return sections
+
+
+SECTIONS = _sections()
 """Section name -> its type, in the order of the settings reference: the one list of sections."""

@@ -28,6 +28,7 @@ COMMON: Any = Field(json_schema_extra={"common": True})
 def _in_the_order_of_the_form(schema: dict[str, Any]) -> None:
     """Give each setting of a JSON schema its place in Prefect's form: the common ones first, else as declared."""
     settings = schema.get("properties", {})
+    # sorting is stable: inside both groups the order stays as declared
     ordered = sorted(settings, key=lambda name: not settings[name].get("common", False))
     schema["properties"] = {
         # Prefect would call a setting of several types that has no title "Field"
@@ -78,7 +79,9 @@ def choices_of(annotation: Hashable) -> tuple[str, ...]:
     if get_origin(annotation) is Literal:
         return tuple(each for each in get_args(annotation) if isinstance(each, str))
     inner = get_args(annotation)
-    if annotation is str or any(part is str or get_args(part)[:1] == (str,) for part in inner):
+    # any string fits where `str`, or a list or table of strings, is one of the types
+    has_free_text = any(part is str or get_args(part)[:1] == (str,) for part in inner)
+    if annotation is str or has_free_text:
         return ()
     return tuple(dict.fromkeys(each for part in inner for each in choices_of(part)))
 
@@ -91,6 +94,7 @@ def as_chosen(value: Any, choices: tuple[str, ...]) -> Any:
         return {key: as_chosen(each, choices) for key, each in value.items()} if choices else value
     if not isinstance(value, str) or value in choices:
         return value
+    # two choices may differ in case or hyphens alone: then it is not clear which is meant
     same = [choice for choice in choices if plain_word(choice) == plain_word(value)]
     return same[0] if len(same) == 1 else value
 

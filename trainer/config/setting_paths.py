@@ -34,6 +34,7 @@ def anchor(raw: dict[str, Any], base: Path) -> None:
     def anchored(value: Any) -> Any:
         if not isinstance(value, str) or value in ("", OPEN):
             return value
+        # a URL stays; an absolute path replaces `base`
         return url_of(value) or str(base / expanded(value))
 
     def anchored_source(value: Any) -> Any:
@@ -66,6 +67,7 @@ def values_at(settings: Any, keys: Sequence[str]) -> list[Any]:
 def replaced(settings: Any, keys: Sequence[str], change: Callable[[Any], Any]) -> Any:
     """Return nested settings with `change` applied to the setting at `keys`, to each element where that is a list."""
     if isinstance(settings, list | tuple):
+        # the keys go on inside of each element
         return type(settings)(replaced(item, keys, change) for item in settings)
     if not keys:
         return change(settings)

@@ -99,10 +99,12 @@ def explained(error: ValidationError, section: str, model: type[Section], root: 
     """Return pydantic's findings as sentences. section: the table that `model` was read from; root: all settings."""
     sentences = []
     findings = error.errors(include_url=False)
+    # wrong values come first: one of them may be hidden behind many unknown keys
     strange = [finding for finding in findings if finding["type"] == "extra_forbidden"]
     others = [finding for finding in findings if finding["type"] != "extra_forbidden"]
     for finding in [*others[:MOST_UNKNOWN], *strange[:MOST_UNKNOWN]]:
         where = shown(".".join(str(part) for part in (section, *finding["loc"]) if part != ""))
+        # the tables around the key; a finding of a whole table has no key
         *outer, _ = (section, *finding["loc"]) if finding["loc"] else ("", "")
         table = section_at(model, finding["loc"])
         if finding["type"] == "extra_forbidden" and (len(outer) == 1 or table is not model):
@@ -149,6 +151,7 @@ def unknown(key: str, known: Iterable[str], kind: str, root: type[Section]) -> s
     word = plain_word(key.rpartition(".")[2])[:MAX_SHOWN]
     by_word = {plain_word(name): name for name in names}
     meant: list[str] = []
+    # the same word but for case, dashes or underscores
     if word in by_word:
         meant = [names[by_word[word]]]
     elif named := [setting for setting, words in SYNONYMS.items() if word in words]:
@@ -156,6 +159,7 @@ def unknown(key: str, known: Iterable[str], kind: str, root: type[Section]) -> s
     elif near := difflib.get_close_matches(word, by_word, n=1):
         meant = [names[by_word[near[0]]]]
     else:
+        # a setting of this name in another table; a name that many tables have says nothing
         elsewhere = [setting for setting in _settings(root, "") if setting.rpartition(".")[2] == word]
         meant = elsewhere if len(elsewhere) <= MOST_SUGGESTED else []
     hint = f"did you mean {' or '.join(meant)}?" if meant else f"known: {', '.join(names.values())}"
@@ -178,6 +182,7 @@ def _settings(section: type[Section], name: str) -> Iterator[str]:
 
 def _meant_choice(given: str, message: str) -> str:
     """Return which of the choices that pydantic's message lists was probably meant, as a question; "" for none."""
+    # pydantic quotes each choice: every second part is one
     choices = message.split("'")[1::2]
     synonym = OF_CHOICES.get(plain_word(given))
     word = plain_word(given)[:MAX_SHOWN]  # which would be compared letter by letter

@@ -61,9 +61,12 @@ UPDATE_RULES: dict[str, UpdateRule] = {
     "sgd": UpdateRule(("momentum", "nesterov"), ignores=(*ADAM, *RATIOS), in_onnx=True),
     "nadam": UpdateRule(("alpha", "beta", "epsilon", "moments"), rates=BELOW_1),
     "radam": UpdateRule(("alpha", "beta", "epsilon", "moments"), rates=BELOW_1),
+    # the defaults of torch's optimizers of these names
     "rmsprop": UpdateRule(("beta", "epsilon", "moments"), defaults={"beta": 0.99}, rates=BELOW_1),
     "adagrad": UpdateRule(("epsilon",), defaults={"epsilon": 1e-10}),
+    # a step of Lion has size η in each element: the usual rate is a tenth of Adam's
     "lion": UpdateRule(("alpha", "beta", "moments"), defaults={"beta": 0.99}, rates=(0.0, 4e-4)),
+    # the rate is relative to the size of the weight
     "adafactor": UpdateRule(("epsilon", "adafactor"), defaults={"epsilon": 2.0**-23}, rates=(2.5e-3, math.inf)),
     "muon": UpdateRule(
         (*ADAM, "momentum", "nesterov", "muon", "rule"),

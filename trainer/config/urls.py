@@ -57,8 +57,10 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?:/|(?!/))(.*)", re.DOTALL)
 def url_of(location: str | PurePath) -> str:
     """Return the URL that a setting names, also one that pathlib has shortened; "" for a local path."""
     found = _URL.fullmatch(str(location))
+    # MLflow writes one slash behind the scheme
     if found and found[1] in REGISTRIES:
         return f"{found[1]}:/{found[2].lstrip('/')}"
+    # a file may have a colon in its name: without two slashes only schemes that are known count
     if not found or (found[1].lower() not in PACKAGES and "://" not in str(location)):
         return ""
     return f"{found[1].lower()}://{found[2].lstrip('/')}"

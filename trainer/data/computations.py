@@ -59,8 +59,10 @@ def read_and_computed(
     """Return the columns of the source to read, and what computes further ones. Raises as `open_computers`."""
     columns = columns_to_read(config, signature)
     computers = open_computers(config, signature, schema)
-    fitted = [each for each in computers if isinstance(each, FittedComputer)]
-    columns = {name: kind for name, kind in columns.items() if not any(name in each.makes for each in fitted)}
-    for each in fitted:
-        columns |= each.reads
+    fitted = [computer for computer in computers if isinstance(computer, FittedComputer)]
+    # a fitted computer may replace a column under its own name, and then reads it in a type of its own
+    for computer in fitted:
+        columns = {name: column_type for name, column_type in columns.items() if name not in computer.makes}
+    for computer in fitted:
+        columns |= computer.reads
     return columns, computers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -13,8 +12,8 @@ import numpy as np
 
 from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data import misfits
+from onward.trainer.data.feed_problems import NUMERIC, image_problems, shown_sample, text_problems, type_problems
 from onward.trainer.data.images.image_decoding import MASK_TYPE
 from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
 from onward.trainer.data.input_columns import (
@@ -26,24 +25,15 @@ from onward.trainer.data.input_columns import (
     file_feeds,
     labels,
 )
-from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.class_axis import find_class_axis
-from onward.trainer.data.schema.columns import BYTES, TEXT, Column, Schema
+from onward.trainer.data.schema.columns import TEXT, Column, Schema
 from onward.trainer.data.schema.fitted import Fitted
-from onward.trainer.data.schema.label_axes import fits
-from onward.trainer.data.schema.label_axes import remedy as remedy_of_axes
 from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.data.tables.class_names import class_problems
 from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.files.model_files import read_model
-from onward.trainer.quantities import shown_shape
-
-NUMERIC = {"bool", "float16", "bfloat16", "float32", "float64", "uint8", "uint16", "uint32", "uint64"} | {
-    f"int{bits}" for bits in (8, 16, 32, 64)
-}
-"""Types that columns of numbers can be converted to."""
 
 
 def data_problems(
@@ -85,12 +75,13 @@ def data_problems(
         problems += [_missing_column(feed, name, schema, signature) for name in missing]
         if missing:
             continue
+        # pixels of the final size may be stored in place of files: both are right
         if feed.image:
-            problems += _image_problems(feed, schema[feed.columns[0]], "uint8", feed.image.pixel_shape)
+            problems += image_problems(feed, schema[feed.columns[0]], "uint8", feed.image.pixel_shape)
         elif feed.mask and schema[feed.columns[0]].dtype != MASK_TYPE:
-            problems += _image_problems(feed, schema[feed.columns[0]], MASK_TYPE, feed.mask)
+            problems += image_problems(feed, schema[feed.columns[0]], MASK_TYPE, feed.mask)
         elif feed.dtype == "string" and signature.computed:
-            problems += _text_problems(config.data, feed, [schema[name] for name in feed.columns])
+            problems += text_problems(config.data, feed, [schema[name] for name in feed.columns])
         else:
             problems += type_problems(feed, [schema[name] for name in feed.columns])
     problems += _doubly_read(config, signature)
@@ -99,9 +90,11 @@ def data_problems(
     problems += _balance_problems(config, signature, schema)
     problems += _vocabulary_problems(config, signature, fitted)
     mask_names = config.data.image.mask_columns if config.data.image else ()
+    # files of masks have no classes yet: their pixels are read while the data is sharded
+    encoded = {name for name in schema.keys() & set(mask_names) if schema[name].dtype != MASK_TYPE}
+    checked = schema.keys() - {*made, *encoded}
     for loss in config.losses:
-        encoded = {name for name, column in schema.items() if name in mask_names and column.dtype != MASK_TYPE}
-        if loss.has_classes and isinstance(loss.label, str) and loss.label in schema.keys() - {*made, *encoded}:
+        if loss.has_classes and isinstance(loss.label, str) and loss.label in checked:
             problems += _label_range_problems(config, loss, signature, schema[loss.label], fitted)
     return list(dict.fromkeys(problems))
 
@@ -136,8 +129,11 @@ def _missing_column(feed: Feed, name: str, schema: Schema, signature: Signature)
         return f"{missing} to {numbers}"
     if not feed.is_label and (found := misfits.remedy_of_absence(feed, schema.values())):
         return f"{missing}, or: {found}"
-    # the only input of a model is what the samples are fed to
-    if feed.is_label or feed.stacked or feed.image or feed.dtype not in NUMERIC or not signature.fed[1:]:
+    # the only input of a model is what the samples are fed to, so that it has no constant value
+    is_only_input = not signature.fed[1:]
+    if feed.is_label or feed.stacked or is_only_input:
+        return missing
+    if feed.image or feed.dtype not in NUMERIC:
         return missing
     info = feed.target.removeprefix("input ")
     return f"{missing}, or, if no column is meant, {_bind(info, feed.sample_shape, 'for each row')}"
@@ -145,19 +141,26 @@ def _missing_column(feed: Feed, name: str, schema: Schema, signature: Signature)
 
 def _has_rows(info: TensorInfo, signature: Signature) -> bool:
     """Return whether axis 0 of an input can be the rows: no scalar, nor of a fixed length beside dynamic ones."""
-    is_dynamic = any(each.shape and each.shape[0] is None for each in signature.fed if not each.sequence)
-    return info.sequence or info.shape is None or (bool(info.shape) and not (is_dynamic and info.shape[0] is not None))
+    if info.sequence or info.shape is None:
+        return True
+    if not info.shape:
+        return False
+    tensors = [other for other in signature.fed if not other.sequence]
+    is_dynamic = any(other.shape and other.shape[0] is None for other in tensors)
+    return info.shape[0] is None or not is_dynamic
 
 
 def _without_rows(signature: Signature) -> Iterator[str]:
     """Yield the inputs of which no axis has the rows of a batch, so that no column can feed them."""
     for info in signature.fed:
         if not _has_rows(info, signature):
-            shape = "a single number" if info.shape == () else f"of shape {_shown(info.shape or ())}"
-            axis = next((at for at, length in enumerate(info.shape or ()) if length is None), None)
-            which = (
-                f"; or say which axis has the rows: model.batch_axes = {{{_key(info.name)} = {axis}}}" if axis else ""
-            )
+            dims = info.shape or ()
+            shape = "a single number" if info.shape == () else f"of shape {shown_sample(dims)}"
+            # a dynamic axis that is not the first is probably that of the rows
+            axis = next((at for at, length in enumerate(dims) if length is None), None)
+            which = ""
+            if axis:
+                which = f"; or say which axis has the rows: model.batch_axes = {{{_key(info.name)} = {axis}}}"
             yield (
                 f"input {info.name} is {shape}, no axis of which is known to have the rows of the batch: "
                 f"{_bind(info.name, info.shape, 'for all rows')}{which}"
@@ -166,86 +169,13 @@ def _without_rows(signature: Signature) -> Iterator[str]:
 
 def _bind(name: str, shape: Dims | None, of: str) -> str:
     """Return how to give an input a value. shape: that of the value `of` which rows."""
-    lists = f", or a list of shape {_shown(shape)} {of}" if shape else ""
+    lists = f", or a list of shape {shown_sample(shape)} {of}" if shape else ""
     return f"give it a value: model.bind = {{{_key(name)} = 0}} (a number{lists})"
 
 
 def _key(name: str) -> str:
     """Return a name as a key of TOML."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
-
-
-def type_problems(feed: Feed, columns: list[Column]) -> Iterator[str]:
-    """Yield what is wrong with the types and shapes of the columns of one feed."""
-    if feed.dtype not in NUMERIC:
-        yield f"{feed.target} takes {feed.dtype}, which cannot be fed from columns of numbers"
-        return
-    if feed.sequence and feed.stacked:
-        yield f"{feed.target} is a sequence with one tensor a sample; it cannot be stacked from columns"
-        return
-    for column in columns:
-        if column.dtype == TEXT:
-            how = "number the classes from 0 on, in the model's order"
-            of_names = 'only a cross-entropy takes class names (model.loss = "cross_entropy")'
-            how = how if feed.dtype == "int64" else of_names
-            how = f"; {how}" if feed.is_label else _advice(feed, column)
-            yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds text{how}"
-        elif column.dtype == BYTES:
-            yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds bytes{_advice(feed, column)}"
-        elif not _castable(column.dtype, feed.dtype):
-            numbers = feed.target.endswith("label") and feed.dtype == "int64"
-            key = "model.loss" if feed.target == "data.label" else feed.target.replace(".label", ".name")
-            hint = f": the loss compares with classes 0, 1, 2, ...; {misfits.loss_of_numbers(key)}" if numbers else ""
-            yield f"{feed.target} takes {feed.dtype}, but column {column.name!r} holds {column.dtype}{hint}"
-        elif feed.stacked and len(feed.sample_shape or ()) == 2 and not column.variable:
-            if column.shape != columns[0].shape:
-                yield f"{feed.target} stacks columns of one length, but column {column.name!r} is {column.kind}"
-        elif feed.stacked and (column.shape or column.variable):
-            yield f"{feed.target} stacks single numbers, but column {column.name!r} is {column.kind}"
-    shape = feed.sample_shape
-    if feed.stacked:
-        found = (*columns[0].shape, len(columns))  # series are stacked on the last axis: [length, columns]
-        pairs = zip(shape or (), found, strict=False)
-        wrong = shape is not None and (len(shape) != len(found) or any(dim not in (None, size) for dim, size in pairs))
-        if feed.is_label:
-            wrong = shape is not None and not fits(shape, found)
-        if wrong:
-            what = f" of {_shown(found[:-1])}" if found[:-1] else ""
-            by = "it" if feed.is_label else "data.inputs"
-            yield (
-                f"{feed.target} takes shape {_shown(shape or ())} per sample, but {by} stacks {len(columns)} columns"
-                f"{what}{_advice(feed, columns[0])}"
-            )
-    elif columns[0].holds_numbers and (problem := _shape_problem(feed, columns[0])):
-        yield problem
-
-
-def _image_problems(feed: Feed, column: Column, dtype: str, shape: tuple[int, ...]) -> Iterator[str]:
-    """Yield what is wrong with a column of encoded images or paths; after sharding it may hold pixels."""
-    if column.holds_numbers and (column.dtype, column.shape) != (dtype, shape):
-        what, setting = ("masks", "data.image.masks") if feed.is_label else ("images", "[data.image]")
-        yield (
-            f"{feed.target} takes encoded {what} or paths, but column {column.name!r} holds {column.kind}; leave "
-            f"{setting} out to feed numbers as they are"
-        )
-
-
-def _text_problems(data: DataConfig, feed: Feed, columns: list[Column]) -> Iterator[str]:
-    """Yield what is wrong with the columns of a feed of strings."""
-    for column in columns:
-        # the cells of a CSV file are text, also those that look like numbers
-        if column.dtype != TEXT and sources.locate(data.source, data).data_format.has_types:
-            yield f"{feed.target} takes strings, but column {column.name!r} holds {column.kind}, not text"
-    shape = feed.sample_shape
-    if feed.sequence and feed.stacked:
-        yield f"{feed.target} is a sequence with one tensor a sample; it cannot be stacked from columns"
-    elif feed.stacked and shape is not None and (len(shape) != 1 or shape[0] not in (None, len(columns))):
-        yield f"{feed.target} takes shape {_shown(shape)} per sample, but data.inputs stacks {len(columns)} columns"
-    elif not feed.stacked and shape not in (None, (), (1,), (None,)):
-        yield (
-            f"{feed.target} takes {_shown(shape)} strings a sample, but column {columns[0].name!r} holds one; stack "
-            f"several columns: data.inputs.{feed.target.removeprefix('input ')} = [...]"
-        )
 
 
 def _doubly_read(config: RunConfig, signature: Signature) -> Iterator[str]:
@@ -259,83 +189,13 @@ def _doubly_read(config: RunConfig, signature: Signature) -> Iterator[str]:
             yield f"column {name!r} has the name of a tensor that the pre-processing computes; rename the column"
 
 
-def _advice(feed: Feed, column: Column) -> str:
-    """Return, behind a semicolon, the setting that makes a column fit; "" if there is none."""
-    found = misfits.remedy(feed, column)
-    return f"; {found}" if found else ""
-
-
-def _castable(source: str, target: str) -> bool:
-    """Return whether a column may be converted: integers and booleans to floats, but not the reverse."""
-    # floats as labels or ids would be cut off
-    return np.dtype(source).kind in "biu" or "float" in target
-
-
-def _class_axis_problem(feed: Feed, column: Column) -> str:
-    """Return what is wrong with labels beside scores of three or more axes: no axis of classes fits, or several do."""
-    assert feed.scores is not None
-    labels = (None, *column.shape)
-    try:
-        find_class_axis(feed.scores, labels, declared=feed.scores, given=feed.class_axis)
-    except ConfigError as error:
-        # lengths that are not known yet fit any axis: the rehearsal sees the real ones
-        known = None not in (*feed.scores[1:], *labels[1:])
-        return "" if not known else (_last_axis_problem(feed, column) or "; ".join(error.problems))
-    return ""
-
-
-def _last_axis_problem(feed: Feed, column: Column) -> str:
-    """Return a sentence that is easier to read, where labels fit no axis in number."""
-    assert feed.scores is not None
-    sample = feed.scores[1:]
-    sizes = {math.prod(dim or 0 for at, dim in enumerate(sample) if at != axis) for axis in range(len(sample))}
-    if math.prod(column.shape) in sizes or feed.class_axis is not None:
-        return ""
-    takes = f"{feed.target} must be {_shown(sample[:-1])} a sample to fit the output"
-    return f"{takes}, but column {column.name!r} is {column.kind}"
-
-
-def _shape_problem(feed: Feed, column: Column) -> str:
-    shape = feed.sample_shape
-    if feed.scores is not None and len(feed.scores) > 2 and not column.variable:
-        return _class_axis_problem(feed, column)
-    if shape is None:
-        return ""
-    if feed.is_label:
-        wrong = not _labels_fit(shape, column)
-        takes = f"{feed.target} must be {_shown(shape)} a sample to fit the output"
-    elif column.variable:
-        wrong = len(shape) != 1 or (shape[0] or 0) > column.shape[0]
-        takes = f"{feed.target} takes {_shown(shape)} a sample"
-    else:
-        found = (1,) if feed.is_one_column and not column.shape else column.shape
-        pairs = zip(shape, found, strict=False)
-        wrong = len(shape) != len(found) or any(dim is not None and dim != size for dim, size in pairs)
-        takes = f"{feed.target} takes {_shown(shape)} a sample"
-    is_vector = shape == (None,) and not column.shape
-    hint = f"; ['{column.name}'] makes a vector of one" if is_vector else _advice(feed, column)
-    if feed.is_label and (advice := remedy_of_axes(shape, column.shape, column.name)):
-        hint = f": {advice}"
-    return f"{takes}, but column {column.name!r} is {column.kind}{hint}" if wrong else ""
-
-
-def _labels_fit(shape: Dims, column: Column) -> bool:
-    """Return whether the rows of a column pair with an output whose labels have this shape."""
-    if not column.variable:
-        return fits(shape, column.shape)
-    # rows of varying length are padded to the longest of a batch, on their one axis
-    size = math.prod(dim or 0 for dim in shape)
-    return fits(shape, (None,)) and (None in shape or column.shape[0] >= size)
-
-
-def _shown(dims: Dims) -> str:
-    return shown_shape(dims) if dims else "one number"
-
-
 def _balance_problems(config: RunConfig, signature: Signature, schema: Schema) -> Iterator[str]:
-    columns = [name for feed in feeds(config, signature) if not feed.is_label for name in feed.columns]
-    known = all(name in schema for name in columns)  # else they are computed later
-    if config.data.balance == "length" and known and not any(schema[name].variable for name in columns):
+    inputs = [feed for feed in feeds(config, signature) if not feed.is_label]
+    columns = [name for feed in inputs for name in feed.columns]
+    # the lengths of columns that are computed later are not known yet
+    if config.data.balance != "length" or any(name not in schema for name in columns):
+        return
+    if not any(schema[name].variable for name in columns):
         kinds = ", ".join(f"{name} {schema[name].kind}" for name in columns[:5])
         yield f"data.balance is 'length', but every sample has one length ({kinds}); remove it"
 
@@ -343,6 +203,7 @@ def _balance_problems(config: RunConfig, signature: Signature, schema: Schema) -
 def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]) -> Iterator[str]:
     """Check that the ids of categories are rows of the embedding that an input indexes, where the graph shows it."""
     for feed in file_feeds(config.data, signature).values():
+        # a column without a vocabulary counts 0 categories
         found = {name: len(fitted[name].vocabulary) for name in feed.columns if name in fitted}
         if not any(found.values()):
             continue
@@ -360,6 +221,7 @@ def _declared_classes(loss: LossConfig, output: Dims, column: Column) -> int | N
     """Return the number of classes of an output; None where it is dynamic, or the axis of classes not known yet."""
     if not loss.has_class_axis:
         return output[-1]
+    # the rows, and of rows that vary their length, are not known yet
     labels = (None, None) if column.variable else (None, *column.shape)
     try:
         found = output[find_class_axis(output, labels, declared=output, given=loss.class_axis)]
@@ -377,10 +239,12 @@ def _label_range_problems(
     if column.name in fitted and fitted[column.name].classes:
         yield from class_problems(column.name, fitted[column.name], num_classes, output.name if output else "")
         return
+    # the two outermost values on either side are known, so that one is left if the other is ignored
     values = [value for value in column.extremes if value != loss.ignored]
     if not values or column.dtype == TEXT or np.dtype(column.dtype).kind == "f":
         return
-    if num_classes == 1 and output and loss.rule.needs_two_scores and values[-1] != values[0]:
+    has_one_score = num_classes == 1 and loss.rule.needs_two_scores
+    if output and has_one_score and values[-1] != values[0]:
         key = key_of(config.losses, config.losses.index(loss), "name") if config.loss else "model.loss"
         classes = f'for two classes set {key} = "bce_with_logits"; ' if values == [0, 1] else ""
         yield (

@@ -39,10 +39,11 @@ class EmptyTargets:
         )
         bad: dict[int, str] = {}
         for name in self._loss.columns:
-            found = rows.get(name)
+            labels = rows.get(name)
             # an array has rows of one length
-            empty = [at for at, row in enumerate(found) if not len(row)] if isinstance(found, list) else []
-            bad |= dict.fromkeys(empty, f"{name} {why}")
+            if isinstance(labels, list):
+                empty = [at for at, row in enumerate(labels) if not len(row)]
+                bad |= dict.fromkeys(empty, f"{name} {why}")
         return {}, bad
 
 
@@ -50,6 +51,7 @@ def open_empty_targets(losses: Sequence[LossConfig], schema: Schema) -> Iterator
     """Yield what refuses rows without labels, for each loss that needs them and whose columns hold lists of numbers."""
     for loss in losses:
         columns = [schema[name] for name in loss.columns if name in schema]
-        is_list = any(column.holds_numbers and (column.variable or len(column.shape) == 1) for column in columns)
-        if loss.rule.labels not in TAKES_NONE and is_list:
+        numbers = [column for column in columns if column.holds_numbers]
+        has_lists = any(column.variable or len(column.shape) == 1 for column in numbers)
+        if loss.rule.labels not in TAKES_NONE and has_lists:
             yield EmptyTargets(loss)

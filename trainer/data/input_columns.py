@@ -124,6 +124,7 @@ def label_feeds(config: RunConfig, signature: Signature) -> Iterator[Feed]:
         if not loss.takes_labels:
             continue
         output = signature.output(loss.outputs[0])
+        # messages name the setting that the user has written
         own = bool(config.loss and config.loss[place].label)
         key = key_of(losses, place, "label") if own else "data.label"
         stacked = not isinstance(loss.label, str)
@@ -166,6 +167,7 @@ def columns_to_read(config: RunConfig, signature: Signature) -> dict[str, Column
                 found[name] = ColumnType(TEXT if TEXT in (before.dtype, kind.dtype) else BYTES)
                 continue
             if before:
+                # one type that holds the values of both readers
                 kind = ColumnType(np.promote_types(before.dtype, kind.dtype).name, before.shape)
             found[name] = kind
     return found

@@ -26,13 +26,16 @@ MOST_DEVIATION = 10.0
 
 def standardised_columns(losses: Sequence[LossConfig]) -> dict[str, str]:
     """Return column of labels -> how it is standardised, of the losses whose units are still to be found."""
-    waiting = [loss for loss in losses if isinstance(loss.standardise_label, str)]
-    return {
-        name: str(loss.standardise_label)
-        for loss in waiting
-        if loss.standardise_label != "none"
-        for name in loss.columns
-    }
+    columns: dict[str, str] = {}
+    for loss in losses:
+        if _awaits_units(loss):
+            columns |= dict.fromkeys(loss.columns, str(loss.standardise_label))
+    return columns
+
+
+def _awaits_units(loss: LossConfig) -> bool:
+    """Return whether the labels are standardised by numbers that the data has yet to give."""
+    return isinstance(loss.standardise_label, str) and loss.standardise_label != "none"
 
 
 def units_of_column(rows: LabelledRows, name: str, kind: str) -> LabelUnits:
@@ -47,6 +50,7 @@ def units_of_column(rows: LabelledRows, name: str, kind: str) -> LabelUnits:
             f"loss.standardise_label takes labels that are numbers, and column {name!r} is {column.kind}; remove it"
         )
     statistics = ColumnStatistics(log1p=kind == "log", keeps_values=kind == "robust")
+    # images and the like have one unit for all of their numbers
     width = column.shape[0] if len(column.shape) == 1 else 1
     for first in range(0, rows.num_rows, ROWS_AT_ONCE):
         values = rows.read(np.arange(first, min(first + ROWS_AT_ONCE, rows.num_rows)))[name]
@@ -70,6 +74,7 @@ def are_far(labels: Array) -> bool:
         return False
     mean = abs(float(known.mean()))
     deviation = float(known.std())
+    # a mean far from 0, or a spread far from 1, takes an untrained output many steps to reach
     return deviation > 0 and (mean > 3 * deviation or not LEAST_DEVIATION <= deviation <= MOST_DEVIATION)
 
 
@@ -80,9 +85,7 @@ def with_label_units(losses: Sequence[LossConfig], rows: LabelledRows) -> tuple[
     their units are known. Raises the errors of `units_of_column`.
     """
     return tuple(
-        loss.model_copy(update={"standardise_label": _units(loss, rows)})
-        if isinstance(loss.standardise_label, str) and loss.standardise_label != "none"
-        else loss
+        loss.model_copy(update={"standardise_label": _units(loss, rows)}) if _awaits_units(loss) else loss
         for loss in losses
     )
 
@@ -98,6 +101,7 @@ def _units(loss: LossConfig, rows: LabelledRows) -> LabelUnits:
             f"loss.standardise_label takes columns of single numbers or one column of vectors as labels, not "
             f"{', '.join(loss.columns)}; give each its own [[loss]]"
         )
+    # stacked columns are a vector: one number for each, in their order
     center = tuple(value for each in found for value in each.center)
     scale = tuple(value for each in found for value in each.scale)
     return LabelUnits(center=center, scale=scale, log=kind == "log")

@@ -58,9 +58,11 @@ def with_class_axes(config: RunConfig, columns: Schema, signature: Signature) ->
     found = []
     for loss in config.losses:
         output = signature.output(loss.outputs[0])
-        column = columns.get(loss.columns[0]) if loss.has_class_axis else None
-        if column is not None and output is not None and output.shape and loss.class_axis is None:
+        is_open = loss.has_class_axis and loss.class_axis is None
+        column = columns.get(loss.columns[0]) if is_open else None
+        if column is not None and output is not None and output.shape:
             stacked = () if isinstance(loss.label, str) else (len(loss.columns),)
+            # the number of rows is not known, nor the length of rows that vary
             labels = (None, *(((None,) if column.variable else column.shape) + stacked))
             axis = find_class_axis(output.shape, labels, declared=output.shape, name=output.name)
             loss = loss.model_copy(update={"class_axis": axis})
@@ -70,7 +72,8 @@ def with_class_axes(config: RunConfig, columns: Schema, signature: Signature) ->
 
 def counted_columns(losses: Sequence[LossConfig]) -> tuple[str, ...]:
     """Return the columns whose classes are counted while the data is sharded."""
-    return tuple(dict.fromkeys(name for loss in losses if loss.class_weights == "balanced" for name in loss.columns))
+    balanced = [loss for loss in losses if loss.class_weights == "balanced"]
+    return tuple(dict.fromkeys(name for loss in balanced for name in loss.columns))
 
 
 def count_classes(
@@ -116,16 +119,20 @@ def _weights(loss: LossConfig, rows: LabelledRows, config: RunConfig, signature:
     counts = _sum([np.array(known[name], np.int64) for name in loss.columns])
     if 0 <= loss.ignored < len(counts):
         counts[loss.ignored] = 0
+    # classes behind the last one that occurs are padded to the width of the output below
     counts = np.trim_zeros(counts, "b")
     if not counts.sum():
         raise ConfigError("loss.class_weights 'balanced': the training data has no label that counts")
     output = signature.output(loss.outputs[0])
     shape = output.shape if output and output.shape else ()
     # classes that never occur need a weight, too: labels of later data may have them
-    declared = [dim for dim in shape[1:] if dim is not None and dim >= len(counts)]
+    fixed = [dim for dim in shape[1:] if dim is not None]
+    declared = [dim for dim in fixed if dim >= len(counts)]
     axis = loss.class_axis
+    # without an axis the narrowest dimension that can hold the classes is taken for theirs
     length = shape[axis] if axis is not None and -len(shape) <= axis < len(shape) else min(declared, default=None)
     counts = np.pad(counts, (0, max((length or 0) - len(counts), 0)))
     present = counts > 0
+    # N / (number of present classes x count): scikit-learn's "balanced"; the sum of the weights over the rows stays N
     weights = np.where(present, counts.sum() / (present.sum() * np.maximum(counts, 1)), 0.0)
     return tuple(weights.tolist())

@@ -54,7 +54,33 @@ def _takes_single(feed: Feed) -> bool:
     return feed.stacked or feed.sample_shape in ((), (1,))
 
 
-def _is_sound(feed: Feed) -> bool:
+def _takes_sequence(feed: Feed) -> bool:
+    return _rank(feed) == 1 and not feed.stacked
+
+
+def _takes_numbers(feed: Feed) -> bool:
+    return _takes_single(feed) or _rank(feed) == 1
+
+
+def _takes_window(feed: Feed) -> bool:
+    """Return whether a sample is a series, [length] or [length, columns], of more than one row."""
+    if feed.stacked or _rank(feed) not in (1, 2):
+        return False
+    return (feed.sample_shape or (0,))[0] not in (None, 1)
+
+
+def _stacks_classes(feed: Feed) -> bool:
+    return feed.is_label and feed.stacked and feed.dtype == "int64"
+
+
+def _is_number(column: Column) -> bool:
+    return column.holds_numbers and not column.shape
+
+
+def _takes_sound(feed: Feed) -> bool:
+    """Return whether a sample may be a waveform, [T] or [channels, T], or a spectrogram, [M, F] or [1, M, F]."""
+    if feed.stacked or not _is_float(feed):
+        return False
     shape = feed.sample_shape or ()
     is_wave = len(shape) in (1, 2) and (shape[-1] is None or shape[-1] >= LONG)
     is_spectrogram = len(shape) == 2 or (len(shape) == 3 and shape[0] == 1)
@@ -73,7 +99,7 @@ AUDIO = Misfit(
     "audio files, their paths or their bytes",
     "[data.audio]",
     "makes Onward decode audio files to waveforms or log-mel spectrograms",
-    lambda feed, column: _is_float(feed) and not feed.stacked and _is_sound(feed) and _is_encoded(column),
+    lambda feed, column: _takes_sound(feed) and _is_encoded(column),
 )
 CATEGORIES = Misfit(
     "single integers `[?]`",
@@ -87,7 +113,7 @@ TOKENS = Misfit(
     "texts",
     '[data.text] tokenizer = "tokenizer.json"',
     "makes token ids of texts; data.text.columns names their column",
-    lambda feed, column: _is_integer(feed) and _rank(feed) == 1 and not feed.stacked and column.dtype == TEXT,
+    lambda feed, column: _is_integer(feed) and _takes_sequence(feed) and column.dtype == TEXT,
 )
 ONE_HOT = Misfit(
     "single floats, or a vector of them",
@@ -95,28 +121,21 @@ ONE_HOT = Misfit(
     "no setting: write a column of 0 and 1 for each text",
     "(pandas.get_dummies does) and of dates their numbers, or give the model an input of integers for "
     "data.table.categories",
-    lambda feed, column: _is_float(feed) and (_takes_single(feed) or _rank(feed) == 1) and column.dtype == TEXT,
+    lambda feed, column: _is_float(feed) and _takes_numbers(feed) and column.dtype == TEXT,
 )
 WINDOW = Misfit(
     "floats `[?, L]` or `[?, L, C]`",
     "one number in a row, and rows that follow each other in time",
     "[data.table.window] length = L",
     "makes windows of L rows; horizon = H the labels NAME_ahead, [H]",
-    lambda feed, column: (
-        _is_float(feed)
-        and not feed.stacked
-        and _rank(feed) in (1, 2)
-        and (feed.sample_shape or (0,))[0] not in (None, 1)
-        and column.holds_numbers
-        and not column.shape
-    ),
+    lambda feed, column: _is_float(feed) and _takes_window(feed) and _is_number(column),
 )
 SEVERAL_LABELS = Misfit(
     "labels: one class for each row",
     "several columns of 0 and 1, of which a row may have more than one",
     'model.loss = "bce_with_logits"',
     "compares each column with a score of its own; model.num_classes makes a head for as many",
-    lambda feed, column: feed.is_label and feed.stacked and feed.dtype == "int64" and column.holds_numbers,
+    lambda feed, column: _stacks_classes(feed) and column.holds_numbers,
 )
 MISSING = Misfit(
     "numbers, or categories",
@@ -136,16 +155,18 @@ MISFITS = (IMAGE, AUDIO, CATEGORIES, TOKENS, ONE_HOT, WINDOW, SEVERAL_LABELS, MI
 
 def remedy(feed: Feed, column: Column) -> str:
     """Return the setting that makes a column fit a feed, and what it does; "" if the table has none."""
-    for each in MISFITS:
-        if each.applies is None or not each.applies(feed, column):
+    for misfit in MISFITS:
+        if misfit.applies is None or not misfit.applies(feed, column):
             continue
-        if each is IMAGE or each is AUDIO:
-            return f"a table {each.setting} {each.why}"
-        setting = each.setting.replace("COLUMN", column.name)
-        if each is WINDOW:
+        # these two settings are tables, not a line to copy
+        if misfit is IMAGE or misfit is AUDIO:
+            return f"a table {misfit.setting} {misfit.why}"
+        setting = misfit.setting.replace("COLUMN", column.name)
+        if misfit is WINDOW:
+            # a number in a row feeds a series only if the rows are in the order of time, which no type shows
             setting = setting.replace("L", str((feed.sample_shape or (0,))[0]))
-            return f"if the rows follow each other in time, {setting} {each.why.replace(' L ', ' so many ')}"
-        return f"{setting} {each.why}"
+            return f"if the rows follow each other in time, {setting} {misfit.why.replace(' L ', ' so many ')}"
+        return f"{setting} {misfit.why}"
     return ""
 
 
@@ -163,9 +184,10 @@ def remedy_of_absence(feed: Feed, columns: Iterable[Column]) -> str:
 def numbers_for(feed: Feed, columns: Iterable[Column]) -> str:
     """Return the columns of numbers that a vector input may stack, in words; "" where they are too few."""
     shape = feed.sample_shape or ()
-    if not _is_float(feed) or feed.stacked or len(shape) != 1 or shape[0] in (None, 1):
+    is_vector = len(shape) == 1 and shape[0] not in (None, 1)
+    if not _is_float(feed) or feed.stacked or not is_vector:
         return ""
-    numbers = [column.name for column in columns if column.holds_numbers and not column.shape]
+    numbers = [column.name for column in columns if _is_number(column)]
     shown = ", ".join(numbers[:MAX_NAMED]) + (", ..." if len(numbers) > MAX_NAMED else "")
     return f"a list of {shape[0]} columns of numbers ({shown})" if len(numbers) >= (shape[0] or 0) else ""
 

@@ -28,7 +28,7 @@ import onnx
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed, feeds, file_feeds
 from onward.trainer.data.schema.column_computers import rows_between
-from onward.trainer.data.schema.columns import Array, Column, Values
+from onward.trainer.data.schema.columns import Array, Column, Values, rows_at
 from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo, read_preprocessing
 from onward.trainer.errors import DataError, UnsupportedModel
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import describe
@@ -124,13 +124,14 @@ class Preprocessor:
                 problem = problem or str(error)
         if not good:
             raise DataError(f"{problem} (and for all of the first rows)")
-        together = self._compute({name: _chosen(rows, good) for name, rows in values.items()})
+        together = self._compute({name: rows_at(rows, np.array(good)) for name, rows in values.items()})
         self.columns = tuple(
             self._column(info, together[place], [row[place] for row in alone])
             for place, info in enumerate(self._results)
         )
 
     def _column(self, info: TensorInfo, together: Array, alone: list[Array]) -> Column:
+        # both calls must give a row for each row: a result for the whole batch could not be stored by row
         for rows, result in ((len(alone), together), *((1, result) for result in alone)):
             if not result.ndim or len(result) != rows:
                 raise DataError(
@@ -138,7 +139,9 @@ class Preprocessor:
                     "one row for each; name a later tensor in model.start, with columns of its values"
                 )
         shapes = sorted({result.shape[1:] for result in alone})
+        # numpy has no bfloat16
         dtype = {"bfloat16": "float32"}.get(info.dtype, info.dtype)
+        # lists of different lengths, or of one length that the graph leaves open: later rows may be longer
         if len(shapes[0]) == 1 and (len(shapes) > 1 or _is_dynamic(info.shape)):
             self._learn_padding(info.name, together, alone)
             return Column(name=info.name, dtype=dtype, shape=shapes[-1], variable=True)
@@ -154,6 +157,7 @@ class Preprocessor:
         """Check that rows together are the rows alone with one value behind them, and remember the value."""
         found = {self.pad_values[name]} if name in self.pad_values else set()
         for whole, row in zip(together, alone, strict=True):
+            # in front of the padding, the row must be what it is alone
             _check_equal(name, whole[: row.shape[1]], row[0])
             found |= set(whole[row.shape[1] :].tolist())
         if len(found) > 1:
@@ -168,6 +172,7 @@ class Preprocessor:
     def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
         """Return the results of `count` rows, and row -> why it has none. Raises DataError for results that cannot be
         stored."""
+        # one call for all rows is fast, but fails as a whole: then each row is computed by itself
         results, failed = self._together(rows, count) or self._row_by_row(rows, count)
         for column, result in zip(self.columns, results, strict=True):
             for at, row in enumerate(result):
@@ -200,8 +205,10 @@ class Preprocessor:
                 computed = self._compute(rows_between(rows, at, at + 1))
             except DataError as error:
                 failed[at] = str(error)
+                # a bad row keeps its place until it is left out
                 computed = [np.zeros((1, *column.shape), column.dtype) for column in self.columns]
             for column, result, kept in zip(self.columns, computed, results, strict=True):
+                # a row that varies is a list of any length; others have the shape of the first rows
                 fits = result.ndim == len(column.shape) + 1 if column.variable else result.shape[1:] == column.shape
                 if not fits or not result.size:
                     found = f"is {list(result.shape)}" if result.size else "is empty"
@@ -221,9 +228,10 @@ class Preprocessor:
                 continue
             lengths = sorted((len(row), at) for at, row in enumerate(kept) if at not in failed)
             if lengths and lengths[0][0] < lengths[-1][0]:
-                ends = [lengths[0][1], lengths[-1][1]]
-                together = self._compute({name: _chosen(cells, ends) for name, cells in rows.items()})[place]
-                self._learn_padding(column.name, together, [kept[at][None] for at in ends])
+                # the shorter of two rows is padded, which shows the value
+                ends = np.array([lengths[0][1], lengths[-1][1]])
+                together = self._compute({name: rows_at(cells, ends) for name, cells in rows.items()})[place]
+                self._learn_padding(column.name, together, [kept[at][None] for at in ends.tolist()])
 
     def _compute(self, rows: Mapping[str, Values]) -> list[Array]:
         """Return the results for some rows. Raises DataError when onnxruntime refuses them."""
@@ -234,15 +242,12 @@ class Preprocessor:
         return [np.asarray(result) for result in found]
 
 
-def _chosen(values: Values, rows: Sequence[int]) -> Values:
-    return [values[at] for at in rows] if isinstance(values, list) else values[list(rows)]
-
-
 def _is_dynamic(shape: Dims | None) -> bool:
     return shape is None or None in shape[1:]
 
 
 def _check_equal(name: str, together: Array, alone: Array) -> None:
+    # a batch of another size may be summed in another order; integers are equal or not
     relative, absolute = (1e-4, 1e-5) if alone.dtype.kind == "f" else (0.0, 0.0)
     if together.shape != alone.shape or not np.allclose(together, alone, relative, absolute):
         raise DataError(

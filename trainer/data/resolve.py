@@ -51,6 +51,7 @@ def resolve(
     if counts_bytes(config.data, config.metrics):
         metrics = metrics_from_data(config, rows if evaluated is None else evaluated, signature)
         completed = completed.model_copy(update={"metrics": metrics})
+        # a sample may have no such rows, the evaluated rows must
         if evaluated is not None and counts_bytes(completed.data, completed.metrics):
             raise ConfigError("metrics: bits_per_byte: the tokens of the evaluation data stand for no byte of text")
     return completed
@@ -81,6 +82,7 @@ def read_resolved(run: RunDir, split: Split = "evaluation") -> RunConfig:
         return config
     manifest = read_record(run.shards / "manifest.json", ShardManifest)
     settings = read_record(run.resolved, ResolvedSettings) if run.resolved.exists() else None
+    # absent or stale: the same numbers are computed here, for the asked split alone
     if settings is None or settings.made_from != _digest(config, manifest):
         settings = _resolved(run, config, manifest, (split,))
     return config.model_copy(update={"loss": settings.loss, "metrics": settings.metrics[split]})
@@ -92,6 +94,7 @@ def _resolved(run: RunDir, config: RunConfig, manifest: ShardManifest, splits: I
     metrics = {}
     completed = config
     for split in splits:
+        # the losses are those of the training rows in each pass; the metrics count the rows of the split
         completed = resolve(config, rows, signature, evaluated=open_evaluated(run.shards, config.data, split))
         metrics[split] = completed.metrics
     kept = config.model_copy(update={"loss": completed.loss, "metrics": completed.metrics})

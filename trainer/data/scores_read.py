@@ -72,6 +72,7 @@ def scores_said(before: RunConfig, after: RunConfig, local: RunConfig | None = N
     first = _outputs((local or after).model.path)[0]
     assert first.found is not None
     for place, ((name, given), (_, read)) in enumerate(zip(_read_by(before), _read_by(after), strict=True)):
+        # only what is read now and was not before is worth a sentence
         if given == read or read != first.found.scores:
             continue
         key = key_of(before.losses, place, "output") if len(before.losses) > 1 else "model.output"
@@ -116,13 +117,18 @@ def _named(config: RunConfig, first: _Output, teacher: Path | None) -> RunConfig
     assert first.found is not None
     scores = first.found.scores
     losses = config.losses
-    # beside a loss that names its output, "" would no longer be the first one
-    read = [each.output or (scores if _fits(first, each.name, each.class_axis) else first.name) for each in losses]
-    named = dict.fromkeys(new for new, each in zip(read, losses, strict=True) if not each.output) or {scores: None}
+    read = []
+    for loss in losses:
+        # beside a loss that names its output, "" would no longer be the first one
+        default = scores if _fits(first, loss.name, loss.class_axis) else first.name
+        read.append(loss.output or default)
+    newly_named = [str(output) for output, loss in zip(read, losses, strict=True) if not loss.output]
+    named = list(dict.fromkeys(newly_named)) or [scores]
     changed: dict[str, object] = {}
     if teacher is not None:
-        output = _of_teacher(config.soft_losses, first, [str(name) for name in named], teacher)
+        output = _of_teacher(config.soft_losses, first, named, teacher)
         changed["teacher"] = config.teacher.model_copy(update={"output": output})
+    # a single loss is written in the short form, model.output
     if len(losses) < 2:
         changed["model"] = config.model.model_copy(update={"output": scores})
     changed["loss"] = tuple(
@@ -146,10 +152,12 @@ def _of_teacher(
         if soft.matched:
             continue
         own = theirs[teacher_output(soft, first.name, list(theirs))]
+        # the teacher's scores stand for the model's only where both become probabilities in the same way
         is_alike = own.found is not None and (own.found.kind == "sigmoid") == (first.found.kind == "sigmoid")
         for student in [soft.student] if soft.student else named:
-            is_scores = student == first.found.scores
-            pairs[student] = own.found.scores if own.found and is_alike and is_scores else own.name
+            pairs[student] = own.name
+            if own.found and is_alike and student == first.found.scores:
+                pairs[student] = own.found.scores
     return next(iter(pairs.values())) if len(pairs) == 1 else pairs
 
 
@@ -165,7 +173,9 @@ def _fits(output: _Output, loss: str, class_axis: int | None) -> bool:
     if found.kind == "sigmoid" or output.dims is None:
         return class_axis is None or found.kind == "sigmoid"
     rank = len(output.dims)
+    # a CTC has its symbols on the last axis
     wanted = rank - 1 if rule and rule.labels == "sequences" else class_axis
+    # a softmax over the rows is none over classes
     return output.axis != 0 and (wanted is None or wanted % rank == output.axis)
 
 
@@ -183,6 +193,7 @@ def _read(path: Path, version: tuple[int, ...]) -> Sequence[_Output]:
 def _outputs_of(model: onnx.ModelProto) -> Sequence[_Output]:
     index = Index(model.graph)
     found = {value.name: activation_of(index, value.name) for value in model.graph.output}
+    # inferring types takes time, and only scores need it
     types = known_types(model) if any(found.values()) else {}
     return [_output(model, index, name, each, types) for name, each in found.items()]
 
@@ -204,6 +215,7 @@ def _output(
     if found.kind == "sigmoid" or dims is None:
         return _Output(name, found, None, tuple(dims) if dims else None)
     flattens = opsets_of(model).get("", 13) < 13 and not found.written_out
+    # the default of Softmax was axis 1 before opset 13, and is the last one since
     axis = (found.axis if found.axis is not None else 1 if flattens else -1) % len(dims)
     if flattens and any(dim != 1 for dim in dims[axis + 1 :]):
         return _Output(name)  # until opset 13 one softmax is over all axes from this one on

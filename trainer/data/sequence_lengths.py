@@ -27,7 +27,9 @@ def sequence_problems(labels: Array, lengths: Array | None, loss: LossConfig, *,
     """
     counted = labels != loss.ignored
     numbers = counted.sum(1)
+    # equal neighbours need a blank between them, which takes a time step of its own
     repetitions = (counted[:, 1:] & (labels[:, 1:] == labels[:, :-1])).sum(1)
+    # a label behind an ignored one: not padding, then
     has_gap = (counted[:, 1:] & ~counted[:, :-1]).any(1)
     has_blank = (counted & (labels == loss.blank)).any(1)
     found: dict[int, str] = {}

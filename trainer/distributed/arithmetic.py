@@ -84,6 +84,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 def _least_capability(mpi: MPIContext) -> tuple[int, int]:
     """Return the lowest compute capability among the job's GPUs. Collective: every rank of the world."""
     major, minor = capability_of(mpi.device)
+    # one number, so that one minimum compares major and minor together
     least = torch.tensor(1000 * major + minor)
     if mpi.world_size > 1 and mpi.device.type == "cuda":
         dist.all_reduce(least, op=dist.ReduceOp.MIN)

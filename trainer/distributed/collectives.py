@@ -33,17 +33,17 @@ from onward.trainer.errors import ConfigError
 
 
 def copy_to_region(x: Tensor, group: str) -> Tensor:
-    """Return `x` itself, and sum its gradient over the group. Collective in the backward pass."""
+    """Return `x` [...] itself, and sum its gradient over the group. Collective in the backward pass."""
     return _CopyToRegion.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_from_region(x: Tensor, group: str) -> Tensor:
-    """Sum the partial results of all ranks of the group. Collective in the forward pass."""
+    """Sum the partial results [...] of all ranks of the group. Collective in the forward pass."""
     return _ReduceFromRegion.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def all_reduce(x: Tensor, group: str, op: Literal["sum", "max", "min"]) -> Tensor:
-    """Reduce `x` over the group into a new tensor without a gradient. Collective.
+    """Reduce `x` [...] over the group into a new tensor of its shape, without a gradient. Collective.
 
     The maximum of values among which there is a NaN may be NaN or not; it is the same on every rank.
     """
@@ -69,31 +69,43 @@ def gather_from_sequence(
 ) -> Tensor:
     """Return the rows of all ranks. Collective in the forward pass, and with "sum" in the backward pass.
 
+    Along `dim`, [..., n, ...] becomes [..., n * size, ...].
     gradient: "sum" where each rank computes a part of the gradient of the result, "same" where all compute all of it.
     """
     return _GatherFromSequence.apply(x, SequencePart(dim, rank, size, group), gradient)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_scatter_to_sequence(x: Tensor, dim: int, rank: int, size: int, group: str) -> Tensor:
-    """Sum the partial results of all ranks, and return this rank's rows of the sum. Collective in both passes."""
+    """Sum the partial results of all ranks, and return this rank's rows of the sum. Collective in both passes.
+
+    Along `dim`, [..., n * size, ...] becomes [..., n, ...].
+    """
     return _ReduceScatterToSequence.apply(x, SequencePart(dim, rank, size, group))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def take_from_sequence(x: Tensor, dim: int, rank: int, size: int, group: str) -> Tensor:
-    """Return this rank's rows of a value that all ranks have. Collective in the backward pass."""
+    """Return this rank's rows of a value that all ranks have. Collective in the backward pass.
+
+    Along `dim`, [..., n * size, ...] becomes [..., n, ...].
+    """
     return _TakeFromSequence.apply(x, SequencePart(dim, rank, size, group))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def all_gather_rows(x: Tensor, part: SequencePart) -> Tensor:
-    """Return the rows of all ranks, without a gradient. Collective."""
+    """Return the rows of all ranks, without a gradient: [..., n, ...] -> [..., n * size, ...]. Collective."""
     operators = torch.ops._c10d_functional
+    # the operator stacks the parts along dimension 0, whatever dimension the sequence is
     stacked = operators.all_gather_into_tensor(x.detach().contiguous(), part.size, part.group)
     return torch.cat(operators.wait_tensor(stacked).chunk(part.size), part.dim)
 
 
 def reduce_scatter_rows(x: Tensor, part: SequencePart) -> Tensor:
-    """Return this rank's rows of the sum over the ranks, without a gradient. Collective."""
+    """Return this rank's rows of the sum over the ranks, without a gradient. Collective.
+
+    Along the dimension of `part`, [..., n * size, ...] becomes [..., n, ...].
+    """
     operators = torch.ops._c10d_functional
+    # the operator divides dimension 0: the parts of the sequence are put one after the other there
     rows = torch.cat(x.detach().chunk(part.size, part.dim))
     if x.device.type != "cpu":
         reduced = operators.reduce_scatter_tensor(rows, "sum", part.size, part.group)
@@ -101,11 +113,15 @@ def reduce_scatter_rows(x: Tensor, part: SequencePart) -> Tensor:
     # gloo's reduce-scatter is an all-reduce, of twice the bytes
     lengths = [rows.shape[0] // part.size] * part.size
     received = operators.wait_tensor(operators.all_to_all_single(rows, lengths, lengths, part.group))
+    # each rank sums the parts that it received, in the order of ranks, so that the bits do not depend on timing
     return received.unflatten(0, (part.size, -1)).sum(0)  # type: ignore[no-any-return]
 
 
 def own_rows(x: Tensor, part: SequencePart) -> Tensor:
-    """Return this rank's rows. Raises ConfigError if the ranks cannot have equally many."""
+    """Return this rank's rows, a view: [..., n * size, ...] -> [..., n, ...].
+
+    Raises ConfigError if the ranks cannot have equally many.
+    """
     length = x.shape[part.dim]
     if length % part.size:
         raise ConfigError(
@@ -156,6 +172,7 @@ class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, group: str) -> Tensor:
         context.group = group
+        # autograd needs another tensor than the input, and a view costs no copy
         return x.view_as(x)
 
     @staticmethod

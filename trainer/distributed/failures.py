@@ -70,6 +70,7 @@ def install_excepthook(run: RunDir, *, attempt: int, step: Callable[[], int] = l
     def leave(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         error = error or kind()
         text = "".join(traceback.format_exception(kind, error, trace))
+        # decided on torch's error, which the next line may replace
         secondary = lost_a_peer(error)
         error = own_error_of(error, run)
         try:

@@ -28,13 +28,17 @@ def gather_lists(own: Sequence[Tensor]) -> list[Tensor]:
     dist.all_gather(table, shapes)
     gathered = []
     for place, each in enumerate(own):
+        # (n, width, whether integers) of each rank
         found = [tuple(rows[place].tolist()) for rows in table]
         length = max(n for n, _, _ in found)
         width, is_integer = max(((width, is_integer) for n, width, is_integer in found if n), default=(0, 0))
+        # fp64 holds every fp32, and every int64 up to 2^53
         padded = torch.zeros(length, max(width, 1), dtype=torch.float64, device=device)
         if len(each):
             padded[: len(each)] = each.reshape(len(each), -1)
+        # only rank 0 needs the lists, so that only it takes memory for all of them
         parts = [torch.empty_like(padded) for _ in range(ranks)] if dist.get_rank() == 0 else None
+        # shorter lists are padded with rows that are cut off below
         dist.gather(padded, parts, dst=0)
         if parts is not None:
             together = torch.cat([part[:n] for part, (n, _, _) in zip(parts, found, strict=True)])

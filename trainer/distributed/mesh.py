@@ -61,6 +61,7 @@ class ParallelDims:
 
     def coordinate(self, rank: int) -> Coordinate:
         """Return the position of a rank in the mesh; `tensor` varies fastest, so that its ranks share a host."""
+        # the inverse of rank = (pipeline · data + d) · tensor + t
         outer, tensor = divmod(rank, self.tensor)
         pipeline, data = divmod(outer, self.data)
         return Coordinate(pipeline, data, tensor)
@@ -82,6 +83,7 @@ def make_mesh(mpi: MPIContext, dims: ParallelDims, *, timeout_s: float) -> Devic
     """
     dims.check(mpi.world_size)
     shard = dims.shard or dims.data
+    # outermost first, as in `coordinate`
     shape = (dims.pipeline, dims.data // shard, shard, dims.tensor)
     mesh = init_device_mesh(mpi.device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
     # the reducer needs all replicas as one group, FSDP the two axes

@@ -124,6 +124,7 @@ def _places(world: MPI.Comm, num_gpus: int, visible: int) -> tuple[Place, ...]:
 
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
     try:
+        # the first rank of the host names it: unlike a host name, it is a number and unique
         first = np.array([world.rank], dtype=np.int64)
         host.Bcast(first)
         own = np.array([host.rank, host.size, first[0], num_gpus, visible], dtype=np.int64)
@@ -140,4 +141,5 @@ def _other_host(world: MPI.Comm) -> str:
     names = np.empty((world.size, 256), dtype=np.uint8)
     world.Allgather(np.frombuffer(mine, dtype=np.uint8), names)
     hosts = [name.tobytes().rstrip(b"\0").decode() for name in names]
+    # any other host will do: the route to it says which address of this host the others reach
     return next((host for host in hosts if host != hosts[0]), hosts[0])

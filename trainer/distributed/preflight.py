@@ -35,6 +35,7 @@ def run_preflight(run: RunDir) -> None:
     report = preflight(mpi, config.world_size)
     write_record(run.root / "preflight" / f"rank-{mpi.rank:05d}.json", report)
     disconnect()
+    # the space for an error record is not needed any more
     run.reserved_for(0, mpi.rank).unlink(missing_ok=True)
 
 

@@ -61,6 +61,7 @@ def connect(
     if launched_rank() is not None:
         die_with_parent()
     num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    # ranks exchange integers when they join: a checksum says whether two see the same GPUs
     visible = zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "").encode())
     world = mpi_world.join(expected_world_size=expected_world_size, num_gpus=num_gpus, visible=visible)
     chosen = _choose_device(world, device, ranks_per_gpu=ranks_per_gpu)
@@ -110,8 +111,10 @@ def disconnect() -> None:
 
 def _choose_device(world: World, wanted: str, *, ranks_per_gpu: int) -> torch.device:
     """Return a GPU for each rank, or the CPU for all. Every rank decides, and fails, alike."""
-    if wanted == "cpu" or (wanted == "auto" and not any(place.num_gpus for place in world.places)):
+    has_gpus = any(place.num_gpus for place in world.places)
+    if wanted == "cpu" or (wanted == "auto" and not has_gpus):
         return torch.device("cpu")
+    # every rank computes the GPUs of all, so that a lack of one is the same error everywhere
     return torch.device("cuda", assign_gpus(world.places, ranks_per_gpu=ranks_per_gpu)[world.rank])
 
 

@@ -90,7 +90,10 @@ class Placement:
         """Return the placement of rows `start` to `stop` of the local tensor along `dim`."""
         held = []
         offset = 0
+        # `offset` is where the interval begins in the local tensor: rows are counted there, and stored as rows of the
+        # full one
         for first, last in self.intervals[dim]:
+            # the overlap of the asked rows with this interval, counted from its beginning
             low = max(start - offset, 0)
             high = min(stop - offset, last - first)
             if low < high:
@@ -107,6 +110,7 @@ class Placement:
         held: list[Interval] = []
         offset = 0
         for length in blocks:
+            # each block is divided by itself, such as the queries, keys and values of a fused weight
             start, stop = share(length, rank, size)
             held += self.narrow(dim, offset + start, offset + stop).intervals[dim]
             offset += length
@@ -127,6 +131,7 @@ class Placement:
             pairs = zip(held, ends, strict=True)
             # in the local tensor the intervals follow each other without gaps
             dims.append([((end - (stop - start), end), (start, stop)) for (start, stop), end in pairs])
+        # a piece is one interval of each dimension
         for choice in itertools.product(*dims):
             yield tuple(local for local, _ in choice), tuple(box for _, box in choice)
 
@@ -205,12 +210,14 @@ def average_key(name: str, kind: str) -> str:
 
 def averages_in(tensors: Mapping[str, T], kind: str) -> dict[str, T]:
     """Return the moving averages of a kind among the tensors of a checkpoint, by initializer name; no projection's."""
+    # no initializer name has a NUL, so that it marks where the name stands
     before, _, after = average_key("\0", kind).partition("\0")
-    return {
-        key.removeprefix(before).removesuffix(after): tensor
-        for key, tensor in tensors.items()
-        if key.startswith(before) and key.endswith(after) and not key.startswith(before + PROJECTION)
-    }
+    averages = {}
+    for key, tensor in tensors.items():
+        is_average = key.startswith(before) and key.endswith(after)
+        if is_average and not key.startswith(before + PROJECTION):
+            averages[key.removeprefix(before).removesuffix(after)] = tensor
+    return averages
 
 
 def weights_in(tensors: Mapping[str, T]) -> dict[str, T]:
@@ -231,15 +238,13 @@ def check_fit(
 
     The error counts and names what is missing, unexpected or of another shape. partial: allow further tensors.
     """
-    problems = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "unexpected": [] if partial else sorted(found.keys() - expected.keys()),
-        "of another shape": [
-            f"{name} is {list(found[name])}, the model's is {list(expected[name])}"
-            for name in sorted(expected.keys() & found.keys())
-            if tuple(found[name]) != tuple(expected[name])
-        ],
-    }
+    problems = {"missing": sorted(expected.keys() - found.keys())}
+    problems["unexpected"] = [] if partial else sorted(found.keys() - expected.keys())
+    problems["of another shape"] = [
+        f"{name} is {list(found[name])}, the model's is {list(expected[name])}"
+        for name in sorted(expected.keys() & found.keys())
+        if tuple(found[name]) != tuple(expected[name])
+    ]
     if any(problems.values()):
         listed = (f"{len(names)} {kind}: {_first(names)}" for kind, names in problems.items() if names)
         raise CheckpointError(

@@ -63,8 +63,11 @@ def use_interface_of(address: str) -> None:
 
     A docker bridge has the same address on all hosts.
     """
-    owners = (name for name, entries in psutil.net_if_addrs().items() for entry in entries if entry.address == address)
-    interface = next(owners, "lo")
+    interface = "lo"
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            interface = name
+            break
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if interface != "lo":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

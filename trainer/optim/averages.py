@@ -61,6 +61,7 @@ class Averages:
             raise ConfigError(
                 f"average.start: step {self._first} would be the first of the average, but there are {num_steps} steps"
             )
+        # without an average the lists stay empty, so that no memory is taken and every loop over them does nothing
         self._of = list(weights) if config.kind != "none" else []
         self._weights = [weight.tensor.detach() for weight in self._of]
         self._averages = [tensor.clone() for tensor in self._weights]
@@ -75,6 +76,7 @@ class Averages:
         if self._config.kind == "none":
             return
         enters = step >= self._first and (step - self._first) % self._config.period == 0
+        # until the first step of the average it follows the weights, and the first one enters as it is
         if self._of and self.count == 0:
             torch._foreach_copy_(self._averages, self._weights)
         elif self._of and enters:
@@ -87,6 +89,7 @@ class Averages:
         """Return torch's function of (averages, weights, how many weights have entered the averages)."""
         if self._config.kind == "swa":
             return get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+        # early weights are far from the final ones: a small cap lets the average forget them sooner
         most = (1 + self.count) / (10 + self.count) if self._config.warmup else 1.0
         return get_ema_multi_avg_fn(min(self._config.decay, most))  # type: ignore[no-untyped-call]
 
@@ -120,6 +123,7 @@ class Averages:
         kind = self._config.kind
         parts = dict[str, tuple[Tensor, Placement]]()
         for weight, average in zip(self._of, self._averages, strict=True):
+            # interleaved stages of one rank may hold copies of a weight, whose averages are equal
             parts.setdefault(average_key(weight.name, kind), (average, weight.placement))
         return parts if kind == "none" else parts | {_count_key(kind): (self._saved_count, Placement.full(()))}
 
@@ -131,6 +135,7 @@ class Averages:
         self._saved_count.fill_(self.count)
         for weight, average in zip(self._of, self._averages, strict=True):
             key = average_key(weight.name, self._config.kind)
+            # a checkpoint of another kind, or of none, has no count: the average begins as the weights now are
             average.copy_(weight.tensor if count is None else tensors[key])
 
 
@@ -147,6 +152,7 @@ def average_shapes(
     others = {key: shape for key, shape in stored.items() if not key.startswith(PREFIXES)}
     if config.kind != "none" and _count_key(config.kind) in stored:
         return others | {key: stored[key] for key in wanted if key in stored}, wanted
+    # the key of the count names the kind of the average
     held = sorted(key.removeprefix("averages/") for key in stored if key.startswith("averages/"))
     if config.kind != "none" and not config.begin_anew:
         found = f"an average of kind {held[0]!r}" if held else "no average of the weights"

@@ -54,6 +54,7 @@ class LossScaler:
         if self._dynamic and self.scale > 1.0:
             self.scale = max(0.5 * self.scale, 1.0)
             return "again"
+        # a user's static scale is not changed: an overflow now and then is normal, many in a row are not
         return "skip" if self._static and self._skipped < MOST_SKIPS else "none"
 
     def state(self) -> dict[str, float]:
@@ -62,6 +63,8 @@ class LossScaler:
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Continue from a saved state, at max_scale at most; ignore the state of a constant scale."""
+        # a state at its least values is that of a constant scale: a run that now needs a dynamic one begins with its
+        # own
         if self._dynamic and any(state.get(key, 0.0) > least for key, least in CONSTANT_STATE.items()):
             self.scale = min(state["scale"], self._config.max_scale)
             self._finite_updates = int(state["finite_updates"])

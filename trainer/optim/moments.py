@@ -83,6 +83,7 @@ def segments(optimizer: torch.optim.Optimizer, group: Group, gradients: Sequence
         full = Segment(of.tensor.detach(), gradient, moments, state["step"], of, 0)
         for segment in _split(full):
             length = segment.weight.numel()
+            # the batch is closed before it grows beyond the cache; a segment alone is never larger than CHUNK
             if size + length > CHUNK[gradient.device.type] and batch:
                 yield batch
                 batch = []
@@ -96,6 +97,7 @@ def segments(optimizer: torch.optim.Optimizer, group: Group, gradients: Sequence
 
 def _split(whole: Segment) -> Iterator[Segment]:
     """Yield the segments of a weight."""
+    # the starts are multiples of CHUNK, whatever other weights share the batch: equal copies get equal segments
     length = CHUNK[whole.weight.device.type]
     weight, gradient, *moments = (x.view(-1) for x in (whole.weight, whole.gradient, *whole.moments))
     for start in range(0, len(weight), length):
@@ -109,6 +111,7 @@ def in_fp32(batch: Sequence[Segment], *, seed: int, step: int) -> Iterator[list[
 
     seed, step: what the random bits of the rounding depend on, beside the position.
     """
+    # from moments by segment to segments by moment
     stored = [list(moment) for moment in zip(*(segment.moments for segment in batch), strict=True)]
     # nothing to convert and nothing to round: the optimizer changes the stored moments themselves
     if stored[0][0].dtype != torch.bfloat16:
@@ -140,7 +143,7 @@ def hash_offset(seed: int, step: int, name: str) -> int:
 
 
 def put_positions(out: Tensor, placement: Placement, start: int, first: int) -> None:
-    """Fill `out` (int32, flat) with `first` + the positions in the full weight of the part's elements from `start` on.
+    """Fill `out`, int32 [n], with `first` + the positions in the full weight of the part's elements from `start` on.
 
     Positions are row-major, of the part and of the full weight, modulo 2^32.
     """
@@ -150,10 +153,13 @@ def put_positions(out: Tensor, placement: Placement, start: int, first: int) -> 
         torch.arange(out.numel(), out=out)
         out += _signed(first + rows * math.prod(placement.shape[1:]) + start)
         return
+    # a part with gaps: each element's index along every dimension, from the last one, which varies fastest, to the
+    # first
     local = torch.arange(start, stop, device=out.device)
     place = torch.full_like(local, first)
     stride = 1
     for length, intervals in reversed(list(zip(placement.shape, placement.intervals, strict=True))):
+        # the intervals follow each other in the local tensor: `indices` maps a local index to one in the full weight
         indices = torch.cat([torch.arange(low, high, device=out.device) for low, high in intervals])
         place += indices[local % len(indices)] * stride
         local //= len(indices)
@@ -162,13 +168,14 @@ def put_positions(out: Tensor, placement: Placement, start: int, first: int) -> 
 
 
 def noise(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two random integers below 2^16 for each position (int32, overwritten)."""
+    """Return two random integers below 2^16 for each position: int32 [n] each; the positions are overwritten."""
     shifted = torch.empty_like(positions)
     for shift, odd in MIXING:
         torch.bitwise_right_shift(positions, shift, out=shifted)
         shifted &= (1 << (32 - shift)) - 1  # torch shifts arithmetically, so clear the sign bits
         positions ^= shifted
         positions *= _signed(odd)
+    # the hash has 32 bits and a rounding needs 16: two moments share one hash
     torch.bitwise_right_shift(positions, 16, out=shifted)
     shifted &= 0xFFFF
     positions &= 0xFFFF
@@ -176,7 +183,7 @@ def noise(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_(values: Tensor, random: Tensor) -> None:
-    """Round fp32 values in place to bf16 values. random: from `noise`, one for each value.
+    """Round fp32 values [n] in place to bf16 values. random: from `noise`, int32 [n].
 
     fp32     s eeeeeeee mmmmmmm | mmmmmmmmmmmmmmmm        bf16 keeps the bits left of |
     random                    + | rrrrrrrrrrrrrrrr        carries into the kept bits with the right probability

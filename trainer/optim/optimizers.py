@@ -58,6 +58,7 @@ def build_optimizer(
         settings = settings.scaled(layer_scales.get(weight.name, 1.0))
         # also by type, because torch's foreach and fused kernels take lists of one type
         group = groups.setdefault((settings, weight.tensor.dtype), _group(settings))
+        # the three lists of a group stay parallel
         for key, value in (("params", weight.tensor), ("weights", weight), ("numbers", number)):
             group[key].append(value)
     if problems := list(settings_problems(config, {*elsewhere, *shapes}, shapes)):
@@ -74,7 +75,10 @@ def settings_problems(
     config: OptimizerConfig, names: Collection[str], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[str]:
     """Yield what is wrong with `optimizer.weights`, given the names of all trained weights and the shapes of some."""
-    unused = {each.pattern for each in config.weights if not any(fnmatchcase(name, each.pattern) for name in names)}
+    unused = set()
+    for settings in config.weights:
+        if not any(fnmatchcase(name, settings.pattern) for name in names):
+            unused.add(settings.pattern)
     for pattern in sorted(unused):
         yield f"optimizer.weights: pattern {pattern!r} matches no weight that is trained"
     for name, shape in shapes.items():

@@ -36,11 +36,13 @@ def learning_rate(step: int, *, optimizer: OptimizerConfig, schedule: ScheduleCo
     progress = min(step / num_steps, 1.0)
     warmup = schedule.warmup_ratio
     compatible = schedule.shape == "compatible"
-    if schedule.mode != "none" and (progress < warmup or (progress == warmup and not compatible)):
+    is_warming_up = progress < warmup or (progress == warmup and not compatible)
+    if schedule.mode != "none" and is_warming_up:
         return optimizer.learning_rate * progress / warmup
     if not compatible:
         progress = (progress - warmup) / (1.0 - warmup + 1.0 / num_steps)
     elif schedule.mode == "linear":
         progress = (progress - warmup) / (1.0 - warmup) if warmup < 1.0 else 1.0
+    # the decay goes from 1 to 0, the factor from 1 to `floor`
     factor = schedule.floor + (1.0 - schedule.floor) * DECAY[schedule.mode](progress)
     return optimizer.learning_rate * factor

@@ -24,11 +24,12 @@ def optimizer_shapes(
     matrices: name -> dimension of the output features, of the weights that Muon takes by default.
     """
     outputs = matrices or {}
-    return {
-        optimizer_key(name, field): tuple(shape[dim] for dim in dims_of(field, len(shape)))
-        for name, shape in shapes.items()
-        for field in _fields(config, name, outputs.get(name), len(shape))
-    }
+    state_shapes = {}
+    for name, shape in shapes.items():
+        for field in _fields(config, name, outputs.get(name), len(shape)):
+            # a factored moment has only some dimensions of its weight
+            state_shapes[optimizer_key(name, field)] = tuple(shape[dim] for dim in dims_of(field, len(shape)))
+    return state_shapes
 
 
 def state_bytes(config: OptimizerConfig, weights: Weights) -> int:

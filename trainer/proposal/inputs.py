@@ -21,7 +21,7 @@ from pathlib import Path
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES
-from onward.trainer.data.data_problems import type_problems
+from onward.trainer.data.feed_problems import type_problems
 from onward.trainer.data.formats.format_table import holds_images
 from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES
 from onward.trainer.data.input_columns import Feed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches.batches import micro_batch_sizes
+from onward.trainer.data.batches.step_shares import micro_batch_sizes
 
 Kind = Literal["training", "evaluation", "padding"]
 

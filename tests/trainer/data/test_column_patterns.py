@@ -9,7 +9,7 @@ import pytest
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.tables.chosen_columns import with_columns
+from onward.trainer.data.completed_settings import with_columns
 from onward.trainer.data.tables.column_patterns import expanded, matching
 from onward.trainer.errors import ConfigError
 

@@ -16,6 +16,7 @@ from sklearn.preprocessing import FunctionTransformer, MinMaxScaler, RobustScale
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.completed_settings import with_columns
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.formats import table_readers as tables
 from onward.trainer.data.schema import columns as columns_module
@@ -23,7 +24,6 @@ from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
-from onward.trainer.data.tables.chosen_columns import with_columns
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
 

@@ -55,6 +55,7 @@ def check_cross_section_rules(sections: Sections) -> list[str]:
     """Return one sentence for each contradiction; a rule is skipped if a section that it reads is absent."""
     problems: list[str] = []
     for rule in CROSS_SECTION_RULES:
+        # the parameters of a rule name the sections that it reads
         reads = inspect.signature(rule).parameters
         if reads.keys() <= sections.keys():
             problems += rule(**{name: sections[name] for name in reads})

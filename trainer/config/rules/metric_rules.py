@@ -39,6 +39,7 @@ def losses(
     yield from contradictions(model, data, loss)
     losses = filled(model, data, loss)
     yield from setting_problems(losses)
+    # the rehearsal tries which units fit the untrained output
     if launch.rehearsal == "off":
         yield from unchosen_units(losses, "launch.rehearsal is 'off'")
     if any(each.standardise_label != "none" for each in losses):
@@ -51,6 +52,7 @@ def losses(
             yield "loss.standardise_label: the teacher's outputs are in units of their own; remove one of both"
     for place, each in enumerate(losses):
         key = key_of(losses, place, "name")
+        # the samples have to be in one pass, which accumulation and a pipeline divide
         if each.rule.compares_samples and (train.gradient_accumulation_steps > 1 or parallel.pipeline > 1):
             yield (
                 f"{key} {each.name!r} compares all samples of a step at once, but train.gradient_accumulation_steps is "
@@ -109,6 +111,7 @@ def metrics(
             "first and the last step; set train.evaluation_period"
         )
     for name in ("metric", "minimum_gain"):
+        # `metric` serves patience and target, `minimum_gain` only patience
         unused = (name == "minimum_gain" and not stop.patience) or not ends
         if unused and getattr(stop, name) != StopConfig.model_fields[name].default:
             yield f"stop.{name} {getattr(stop, name)!r} has no effect without stop.patience"

@@ -60,6 +60,7 @@ def pipeline(parallel: ParallelConfig, train: TrainConfig) -> Iterable[str]:
             f"train.gradient_accumulation_steps is {num_micro_batches}; {4 * parallel.pipeline} is a good value"
         )
     has_equal_rounds = parallel.pipeline_size(num_micro_batches).has_equal_rounds
+    # fewer micro-batches than ranks are refused above
     if looped and num_micro_batches >= parallel.pipeline and not has_equal_rounds:
         yield (
             f"schedule {parallel.schedule!r} cannot run {num_micro_batches} micro-batches in equal rounds on "
@@ -82,6 +83,7 @@ def replicas(parallel: ParallelConfig) -> Iterable[str]:
         yield f"parallel.shard {parallel.shard} needs parallel.zero 1, 2 or 3: ZeRO 0 divides nothing"
     if parallel.adasum_ranks and parallel.reduction != "adasum":
         yield f"parallel.adasum_ranks {parallel.adasum_ranks} needs parallel.reduction 'adasum'"
+    # each group of the hybrid sharding has equally many replicas
     if parallel.shard and parallel.data % parallel.shard:
         yield f"parallel.shard {parallel.shard} does not divide parallel.data {parallel.data}; choose a divisor of it"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from onward.trainer.config.loss_rules import LossRule
 from onward.trainer.config.losses import LossConfig, filled
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import MetricConfig, evaluation_names, is_library
@@ -12,6 +13,11 @@ from onward.trainer.config.sections.results import CheckpointConfig, ExportConfi
 from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.config.urls import redacted, url_of
+
+
+def _needs_whole_batches(rule: LossRule) -> bool:
+    """Return whether a loss has no value for a single row."""
+    return rule.by_graph or rule.compares_samples
 
 
 def export(model: ModelConfig, export: ExportConfig) -> Iterable[str]:
@@ -32,6 +38,7 @@ def promotion(
     given = export.promote_if
     losses = filled(model, data, loss)
     known = evaluation_names(losses, metrics)
+    # the test rows are evaluated by the same metrics
     known += [f"test/{name.removeprefix('evaluation/')}" for name in known] if data.test_source else []
     if given.metric and given.metric not in known:
         yield (
@@ -40,7 +47,8 @@ def promotion(
             + ("" if data.test_source else "; test/... needs data.test_source")
         )
     compares = given.when == "better" and export.alias and not given.metric
-    if compares and teacher.path and (not losses or checkpoint.best_metric.endswith("/distillation")):
+    needs_teacher = not losses or checkpoint.best_metric.endswith("/distillation")
+    if compares and teacher.path and needs_teacher:
         yield (
             "export.promote_if: no evaluation of the exported file measures checkpoint.best_metric "
             f"{checkpoint.best_metric!r}, because no teacher is beside it; set export.promote_if to 'always' or 'never'"
@@ -55,18 +63,21 @@ def promotion(
                 )
     if given.when == "never" and given.approval_hours:
         yield "export.promote_if.approval_hours has no effect with when = 'never': nothing is promoted"
+    # the last part is the key of the metric, behind the evaluation and the output
     metric = (given.metric or checkpoint.best_metric).rpartition("/")[2]
-    if given.confidence and any(
-        each.key == metric and (is_library(each) or each.name == "retrieval_accuracy") for each in metrics
-    ):
+    measured = [each for each in metrics if each.key == metric]
+    is_no_sum = any(is_library(each) or each.name == "retrieval_accuracy" for each in measured)
+    if given.confidence and is_no_sum:
         yield (
             f"export.promote_if.confidence {given.confidence:g} resamples rows, but {metric} is no sum over targets; "
             "set export.promote_if.metric to the loss or accuracy, or confidence = 0"
         )
-    if given.confidence and (whole := [each for each in losses if each.rule.by_graph or each.rule.compares_samples]):
+    of_batches = [loss for loss in losses if _needs_whole_batches(loss.rule)]
+    if given.confidence and of_batches:
+        name = "" if of_batches[0].rule.by_graph else f"{of_batches[0].name} "
         yield (
             f"export.promote_if.confidence {given.confidence:g} needs the loss of single rows, and a loss "
-            f"{'' if whole[0].rule.by_graph else f'{whole[0].name} '}of whole batches has none; set confidence = 0"
+            f"{name}of whole batches has none; set confidence = 0"
         )
     if not export.alias and given != type(given)():
         yield "export.promote_if has no effect without export.alias, the alias that moves"

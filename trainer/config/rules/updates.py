@@ -64,6 +64,7 @@ def optimizer(optimizer: OptimizerConfig) -> Iterable[str]:
         value = getattr(optimizer, setting)
         default = OptimizerConfig.model_fields[setting].default
         shown = f"{setting} {value!r}" if not isinstance(value, Section) else setting
+        # a value that is the default of the section or of the rule may have been filled in
         if setting not in (*rule.takes, *rule.ignores) and value not in (default, rule.defaults.get(setting)):
             yield f"optimizer.{shown} is for {rules_that_take(setting)}, not for {name}"
     for each in optimizer.weights:
@@ -96,7 +97,8 @@ def average(
     export: ExportConfig,
 ) -> Iterable[str]:
     if average.kind == "none":
-        if given := [name for name in sorted(average.model_fields_set) if name != "kind" and _differs(average, name)]:
+        names = sorted(average.model_fields_set - {"kind"})
+        if given := [name for name in names if _differs(average, name)]:
             yield f"{' and '.join(f'average.{name}' for name in given)} needs average.kind 'ema' or 'swa'"
         if export.weights == "average":
             yield "export.weights 'average' needs average.kind 'ema' or 'swa': without it there is no average"
@@ -116,6 +118,7 @@ def average(
             "the output 'average' of a loss and the moving average would both have the metrics evaluation/average/...; "
             "rename the output, or set average.kind = 'none'"
         )
+    # the checkpoint that is best for one set of weights need not be best for the other
     of_average = checkpoint.best_metric.startswith(f"{AVERAGE_METRICS}/")
     if export.checkpoint == "best" and export.weights in (("trained",) if of_average else ("average",)):
         wanted = checkpoint.best_metric.replace(AVERAGE_METRICS, WEIGHTS_METRICS)

@@ -101,7 +101,9 @@ class DataConfig(Section):
     @field_validator("files_from", mode="before")
     @classmethod
     def _may_be_one_directory(cls, given: Any) -> Any:
-        return (given,) if isinstance(given, str) and given else given or ()
+        if isinstance(given, str) and given:
+            return (given,)
+        return given or ()
 
     @field_validator("files_from")
     @classmethod
@@ -124,6 +126,7 @@ class DataConfig(Section):
         """Let `source` be the first of `sources`, by which formats and columns are found."""
         if not isinstance(settings, Mapping) or not settings.get("sources"):
             return settings
+        # runs before the fields are validated: anything may be there
         first = settings["sources"][0] if isinstance(settings["sources"], list | tuple) else None
         if not isinstance(first, Mapping | SourceConfig):
             return settings  # which the field `sources` refuses

@@ -118,6 +118,7 @@ class ImageConfig(Section):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> ImageConfig:
+        # a random crop of another size each time needs pixels that `cache` has cut off
         if self.cache == "decoded" and self.augment.random_resized_crop:
             raise ValueError(
                 f"cache 'decoded' keeps {self.resize!r} of each image only, but augment.random_resized_crop "

@@ -64,10 +64,12 @@ class MetricConfig(Section):
         table = {"name": given} if isinstance(given, str) else given
         if not isinstance(table, Mapping) or not isinstance(name := table.get("name"), str):
             return given
+        # else without case and hyphens, so that F1-Macro is read, too
         short = parse(name if parse(name)["name"] in METRICS else plain_word(name))
         if short["name"] not in METRICS:
             raise ValueError(unknown(name))
-        if twice := sorted(key for key in short if key != "name" and table.get(key) not in (None, short[key])):
+        settings = short.keys() - {"name"}
+        if twice := sorted(key for key in settings if table.get(key) not in (None, short[key])):
             raise ValueError(f"{name!r} says {twice[0]} already; leave out {twice[0]} = {table[twice[0]]!r}")
         return {**table, **short}
 
@@ -87,6 +89,7 @@ class MetricConfig(Section):
     @property
     def key(self) -> str:
         """What the evaluation names its value, such as "f1_macro", "top_5" or "recall_class_3"."""
+        # top_k is named by its k: "top_5"
         parts = [self.name] if self.name != "top_k" else []
         parts += [f"top_{self.k}"] if self.k else []
         parts += [f"{number:g}" for number in (self.beta, self.quantile) if number]
@@ -104,7 +107,8 @@ def metrics_of(loss: LossConfig, metrics: Sequence[MetricConfig]) -> list[Metric
     """Return the metrics that are measured of one loss."""
     if not metrics:
         return [MetricConfig(name=name) for name in loss.rule.metrics]
-    return [each for each in metrics if each.output in ("", *loss.outputs) and task_of(each, loss)]
+    of_output = [metric for metric in metrics if metric.output in ("", *loss.outputs)]
+    return [metric for metric in of_output if task_of(metric, loss)]
 
 
 def tasks_of(loss: LossConfig) -> tuple[Task, ...]:

@@ -89,6 +89,7 @@ class TableConfig(Section):
 
     @model_validator(mode="after")
     def _marks_differ(self) -> TableConfig:
+        # equal marks would make a cell two cells, or a group a fraction
         marks = [mark for mark in (self.separator, self.decimal.replace("auto", "."), self.thousands) if mark]
         if len(set(marks)) < len(marks):
             raise ValueError("separator, decimal and thousands must be different characters")

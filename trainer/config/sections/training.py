@@ -186,6 +186,7 @@ class OptimizerConfig(Section):
     @classmethod
     def _fill_in_the_defaults_of_the_rule(cls, values: Any) -> Any:
         name = values.get("name") if isinstance(values, dict) else None
+        # the name may be written in any case here: fields are validated later
         rule = UPDATE_RULES.get(plain_word(name)) if isinstance(name, str) else None
         return {**rule.defaults, **values} if rule else values
 
@@ -224,5 +225,6 @@ class AverageConfig(Section):
 
     def first_step(self, num_steps: int) -> int:
         """Return the first step whose weights enter the average, in a training of `num_steps` steps."""
+        # SWA averages what follows the descent, EMA forgets the beginning by itself
         start = self.start if self.start is not None else {"none": 0.0, "ema": 0.0, "swa": 0.75}[self.kind]
         return max(1, math.ceil(start * num_steps) if start < 1.0 else math.ceil(start))

@@ -98,6 +98,7 @@ class AudioClips(FittedComputer):
                 found.append(self._clip(content))
             except NotAudio as error:
                 failed[at] = f"{self._name} {error}"
+                # a bad row keeps its place until it is left out
                 found.append(self._features(np.zeros(self._config.length or 1, np.float32)))
         return {self._name: np.stack(found) if self._config.seconds else found}, failed
 

@@ -49,6 +49,7 @@ def decode_audio(content: bytes, sample_rate: int) -> Array:
                 raise NotAudio(f"states {AUDIO_RATE.exceeded(rate)}")
             if (resampled := count * sample_rate // rate) > AUDIO_SAMPLES.most:
                 raise NotAudio(f"has, at {sample_rate} Hz, {AUDIO_SAMPLES.exceeded(resampled)}")
+            # one channel in one array: a list of blocks would take the memory twice when it is joined
             wave: Array = np.empty(count, np.float32)
             read = 0
             is_finite = True
@@ -59,6 +60,7 @@ def decode_audio(content: bytes, sample_rate: int) -> Array:
                 read += len(block)
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError, MemoryError) as error:
         raise NotAudio(f"is no audio that libsndfile reads: {error}") from None
+    # a damaged file may have fewer samples than its header states
     wave = wave[:read]
     if not len(wave):
         raise NotAudio("holds no sample")
@@ -67,6 +69,7 @@ def decode_audio(content: bytes, sample_rate: int) -> Array:
     if rate != sample_rate:
         from scipy.signal import resample_poly  # imported here: it takes a second
 
+        # a polyphase filter takes a ratio in lowest terms
         common = math.gcd(rate, sample_rate)
         wave = resample_poly(wave, sample_rate // common, rate // common).astype(np.float32)
     return wave

@@ -19,6 +19,7 @@ from onward.trainer.data.schema.columns import Array
 
 def log_mel(wave: Array, *, sample_rate: int, window: int, hop: int, mel_bins: int, floor: float) -> Array:
     """Return the log-mel spectrogram of a waveform [T], T > window / 2: float32 [mel_bins, 1 + T // hop]."""
+    # half a window on either side, so that frame i is centred at sample i · hop
     padded = np.pad(wave.astype(np.float64), window // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop]
     power = np.abs(np.fft.rfft(frames * _hann(window), axis=1)) ** 2
@@ -39,6 +40,7 @@ def mel_filters(sample_rate: int, window: int, mel_bins: int) -> Array:
     frequencies = np.linspace(0.0, sample_rate // 2, window // 2 + 1)
     highest = 2595.0 * np.log10(1.0 + (sample_rate // 2) / 700.0)
     points = 700.0 * (10.0 ** (np.linspace(0.0, highest, mel_bins + 2) / 2595.0) - 1.0)
+    # each triangle is the lower of two lines, from its left point up and to its right point down
     rising = (frequencies[:, None] - points[None, :-2]) / np.diff(points)[None, :-1]
     falling = (points[None, 2:] - frequencies[:, None]) / np.diff(points)[None, 1:]
     return np.maximum(0.0, np.minimum(rising, falling))

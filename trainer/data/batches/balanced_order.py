@@ -60,6 +60,7 @@ class BalancedOrder:
         epochs = positions // self.num_rows
         heads = -epochs * self.num_rows % self._step  # samples that complete the last step of the epoch before
         places = positions - epochs * self.num_rows - heads
+        # -1: the head of an epoch, whose samples are taken in the order of the stream
         windows = np.where(places < 0, -1, places // (WINDOW_STEPS * self._step))
         found = np.array(positions)
         for epoch, window in set(zip(epochs.tolist(), windows.tolist(), strict=True)):
@@ -71,9 +72,11 @@ class BalancedOrder:
     def _sorted_window(self, epoch: int, window: int) -> Array:
         """Return the positions of a window in their new order: int64 [up to WINDOW_STEPS * step]."""
         begin = epoch * self.num_rows
+        # the first window begins at the first step that begins in this epoch
         first = begin + -begin % self._step + window * WINDOW_STEPS * self._step
         members = np.arange(first, min(first + WINDOW_STEPS * self._step, begin + self.num_rows))
         members = members[np.argsort(self._lengths[self._stream.rows(members)], kind="stable")]
+        # only the last window of an epoch has a rest
         num, rest = divmod(len(members), self._step)
         hashes = keyed_hash(np.arange(num + 1), hash_key("balanced steps", self._seed, epoch, window))
         # the samples that fill no step come last; taken from a random place, so that they are not always the longest
@@ -85,7 +88,9 @@ class BalancedOrder:
     def dealt(self, positions: Array, sizes: Array) -> Array:
         """Return the positions of one step so that replica r, which takes the next `sizes[r]` of them, has as much work
         as the others in each of its micro-batches: sorted by length and dealt out in turn."""
+        # stable, so that samples of one length have one order on every machine
         by_length = positions[np.argsort(self._lengths[self.rows(positions)], kind="stable")]
+        # turns[i] is when the replica that owns place i takes it: all first turns get the shortest samples
         turns = np.concatenate([np.arange(size) for size in sizes])
         arranged = np.empty_like(positions)
         arranged[np.argsort(turns, kind="stable")] = by_length

@@ -24,12 +24,9 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.data.batches.balanced_order import BalancedOrder, Stream
-from onward.trainer.data.batches.batch_computations import open_batch_transforms
+from onward.trainer.data.batches.batch_computations import noise_keys, open_batch_transforms
 from onward.trainer.data.batches.device_copies import DeviceCopies
-from onward.trainer.data.batches.noise_keys import noise_keys
 from onward.trainer.data.batches.row_lengths import RowLengths
 from onward.trainer.data.batches.row_padding import least_lengths, longest_row, padded_rows
 from onward.trainer.data.batches.sample_stream import sample_stream
@@ -108,7 +105,9 @@ class Rows(Protocol):
         """Columns with outputs of a teacher, which are inputs of the graph that is trained."""
         ...
 
-    def read(self, rows: Array) -> dict[str, Values]: ...
+    def read(self, rows: Array) -> dict[str, Values]:
+        """Return rows by number, int64 [n]: column -> array [n, *shape], or a list of n arrays."""
+        ...
 
 
 class Batches:
@@ -149,7 +148,9 @@ class Batches:
         self._replica = replica
         self._num_replicas = num_replicas
         self._same_length = config.parallel.pipeline > 1
+        # one worker: batches are made in the order of the steps
         self._worker = ThreadPoolExecutor(max_workers=1, initializer=_set_device, initargs=(device,))
+        # (position, count) of what is prepared, and the batches
         self._next: tuple[tuple[int, int], Future[list[Batch]]] | None = None
         self.wait_s = 0.0
         """Seconds that the last `take` waited for its micro-batches."""
@@ -176,6 +177,7 @@ class Batches:
 
     def example(self) -> Batch:
         """Return the first micro-batch of a stream of one replica: the same on every rank, used for its shapes."""
+        # without positions nothing random is drawn
         batch = self._collate(Samples(self.rows(0, self._micro_batch_size)))
         self._collate.finish([batch])
         return batch
@@ -205,6 +207,7 @@ class Batches:
         size = self._micro_batch_size
         num = self._num_replicas
         fill = self._collate.full
+        # a balanced stream deals the samples of the step out to the replicas, which needs the size of each share
         ends = [end_of_share(count, size, replica, num, full=fill) for replica in range(num)]
         positions = self._stream.dealt(np.arange(position, position + count), np.diff(ends, prepend=0))
         share = divide(positions, size, self._replica, num, full=fill)
@@ -235,10 +238,12 @@ def evaluation_batches(
     collate = _Collate(shards, config, signature, device)
     rows = np.arange(shards.num_rows)
     if config.model.fixed_batch == "joint":
+        # a row computed beside repeated ones would have another result: incomplete batches are left out
         rows = rows[: len(rows) // config.evaluation_batch_size * config.evaluation_batch_size]
     share = divide(rows, config.evaluation_batch_size, replica, num_replicas, full=collate.full)
     num_stages = config.parallel.pipeline
     together = PIPELINED_EVALUATION_BATCHES * num_stages if num_stages > 1 else 1
+    # the last micro-batch differs between replicas, and so has a group of its own
     num_full = len(share.micro_batches) - (not share.full_everywhere)
     for first in range(0, num_full, together):
         now = [Samples(rows) for rows in share.micro_batches[first : min(first + together, num_full)]]
@@ -254,19 +259,6 @@ def one_batch(rows: Rows, config: RunConfig, signature: Signature, numbers: Arra
     """
     samples = Samples(numbers, numbers, rows.read) if training else Samples(numbers)
     return _Collate(rows, config, signature, torch.device("cpu"))(samples)
-
-
-def micro_batch_sizes(model: ModelConfig, parallel: ParallelConfig, num_rows: int, size: int) -> list[tuple[int, bool]]:
-    """Return each (rows, whether it is padding) that occurs when `num_rows` rows are divided, the greatest first."""
-    full = model.fixed_batch in ("own", "joint")
-    replicas = parallel.data
-    shares = [divide(np.arange(num_rows), size, replica, replicas, full=full) for replica in range(replicas)]
-    found = {
-        (len(part), share.last_is_padding and number == len(share.micro_batches))
-        for share in shares
-        for number, part in enumerate(share.micro_batches, start=1)
-    }
-    return sorted(found, reverse=True)
 
 
 def _set_device(device: torch.device) -> None:
@@ -303,7 +295,8 @@ class _Collate:
             )
         self._num_inputs = len(signature.inputs)
         inputs = self._feeds[: self._num_inputs]
-        self.varying = [name for feed in inputs for name in feed.columns if shards.columns[name].variable]
+        read = [name for feed in inputs for name in feed.columns]
+        self.varying = [name for name in read if shards.columns[name].variable]
         """The columns of inputs whose rows have lengths of their own."""
         self.one_shape = not self.varying
         # padded labels are ignored by cross-entropy, and what pre-processing computes is padded as it pads itself;
@@ -314,7 +307,7 @@ class _Collate:
                 self._pad_values |= dict.fromkeys(loss.columns, loss.ignored)
         self._pad_values |= {**shards.pad_values, **config.data.pad_values}
         self._least = least_lengths(columns, self._losses, inputs)
-        self._pad_left = {name for name, found in shards.fitted.items() if found.pad_left}
+        self._pad_left = {name for name, fitted in shards.fitted.items() if fitted.pad_left}
         self.counts = RowLengths(inputs, shards.columns, config, signature, shards.pad_values)
 
     def __call__(self, samples: Samples, *, is_padding: bool = False, group: int = 0) -> Batch:
@@ -361,26 +354,33 @@ class _Collate:
     ) -> Batch:
         tensors = [self._tensor(feed, columns, lengths) for feed in self._feeds]
         labels = labels_of(self._losses, (tensor[: len(rows)] for tensor in tensors[self._num_inputs :]))
-        # here and not on the device, where reading a count would wait for all that was computed before
-        counters = zip(self._counters, labels, strict=True)
-        counts = [0.0 if is_padding else float(counter(each, len(rows))) for counter, each in counters]
         tensors = tensors[: self._num_inputs]
         inputs = dict(zip(self._input_names, tensors, strict=True))
-        counted = [counted_targets(each, self._losses, labels, inputs.get(each.mask)) for each in self._soft_losses]
-        counts += [0.0 if is_padding else float(len(rows) if each is None else each.sum()) for each in counted]
+        counted = [counted_targets(soft, self._losses, labels, inputs.get(soft.mask)) for soft in self._soft_losses]
+        # targets are counted here and not on the device, where reading a count would wait for all computed before
+        counts = [0.0] * (len(labels) + len(counted))
+        if not is_padding:
+            counters = zip(self._counters, labels, strict=True)
+            counts = [float(counter(label, len(rows))) for counter, label in counters]
+            counts += [float(len(rows) if mask is None else mask.sum()) for mask in counted]
+        # noise keys and a teacher's outputs stand behind the inputs, as the training graph has them
         others = [torch.from_numpy(np.asarray(columns[name])) for name in self._others]
+        # a graph of fixed batch gets more rows than the samples are
+        filled_to = len(tensors[0]) if len(tensors[0]) > len(rows) else 0
+        num_counted = 0 if is_padding else len(rows)
+        inputs_on_device = tuple(self._copies.start(tensor) for tensor in (*tensors, *others))
         return Batch(
-            inputs=tuple(self._copies.start(tensor) for tensor in (*tensors, *others)),
-            labels=tuple(None if each is None else self._copies.start(each) for each in (*labels, *counted)),
+            inputs=inputs_on_device,
+            labels=tuple(None if target is None else self._copies.start(target) for target in (*labels, *counted)),
             size=len(rows),
             num_targets=tuple(counts),
             label_ranges=tuple(map(label_range, labels, self._losses)),
             rows=rows,
             is_padding=is_padding,
-            filled_to=len(tensors[0]) if len(tensors[0]) > len(rows) else 0,
+            filled_to=filled_to,
             group=group,
-            lengths=self.counts.lengths(columns, 0 if is_padding else len(rows)),
-            num_tokens=self.counts.tokens(columns, 0 if is_padding else len(rows)),
+            lengths=self.counts.lengths(columns, num_counted),
+            num_tokens=self.counts.tokens(columns, num_counted),
         )
 
     def _tensor(self, feed: Feed, columns: Mapping[str, Values], lengths: Mapping[str, int]) -> Tensor:

@@ -21,7 +21,7 @@ class DeviceCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def start(self, tensor: Tensor) -> Tensor:
-        """Return the copy of a tensor of the host, which must not be used before `finish`. From any thread."""
+        """Return the copy of a tensor [...] of the host, which must not be used before `finish`. From any thread."""
         if self._stream is None:
             return tensor.to(self._device)
         with torch.cuda.stream(self._stream):

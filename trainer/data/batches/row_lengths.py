@@ -71,5 +71,6 @@ class RowLengths:
             return ids.size
         # of the length that the graph declares: padded when the shards were made
         mask = columns.get(self._mask)
+        # without a mask the padding id says it
         padded = ids == self._pad_values.get(name, 0) if mask is None else np.asarray(mask[:num_rows]) == 0
         return int(ids.size - padded.sum())

@@ -26,9 +26,11 @@ def least_lengths(columns: Iterable[str], losses: Sequence[LossConfig], inputs: 
     Rows that are all empty get one value of padding. The labels of a loss of a file stay without values: only the user
     knows how many belong to a target.
     """
-    own = {name for loss in losses if loss.is_own for name in loss.columns}
-    own -= {name for feed in inputs for name in feed.columns}
-    return {name: int(name not in own) for name in columns}
+    of_own_losses = [loss for loss in losses if loss.is_own]
+    may_be_empty = {name for loss in of_own_losses for name in loss.columns}
+    # a column that feeds an input, too, must not be empty: the graph gets at least one value of it
+    may_be_empty -= {name for feed in inputs for name in feed.columns}
+    return {name: int(name not in may_be_empty) for name in columns}
 
 
 def padded_rows(values: Values, pad_value: float, least: int, *, left: bool) -> Array:

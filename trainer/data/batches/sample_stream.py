@@ -53,6 +53,7 @@ class SampleStream:
         """Return the row numbers at these positions of the stream, each int64 [n]."""
         # a step may reach into the next epoch: no samples are dropped at the end of one
         epochs = positions // self.num_rows
+        # the slots of each source are a range, in the order of the sources
         slots = positions % self.num_rows
         if self._shuffle:
             for epoch in np.unique(epochs).tolist():
@@ -62,6 +63,7 @@ class SampleStream:
         rows = np.empty_like(slots)
         for number, (size, share) in enumerate(zip(self._sizes, self.shares, strict=True)):
             mine = (slots >= first_slot) & (slots < first_slot + share)
+            # counts on over the epochs, so that a source of more rows than its share goes through all of them
             samples = epochs[mine] * share + slots[mine] - first_slot
             rows[mine] = first_row + self._rows_of(number, samples)
             first_row = first_row + size
@@ -69,7 +71,7 @@ class SampleStream:
         return rows
 
     def dealt(self, positions: Array, sizes: Array) -> Array:
-        """Return the positions of one step in the order in which the replicas take them: as they are."""
+        """Return the positions of one step, int64 [n], in the order in which the replicas take them: as they are."""
         return positions
 
     def _rows_of(self, number: int, samples: Array) -> Array:
@@ -95,6 +97,7 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     """Divide `total` in proportion to the weights, so that the parts add up: the largest remainders are rounded up."""
     exact = [total * weight / sum(weights) for weight in weights]
     parts = [int(each) for each in exact]
+    # the most negative difference is the largest remainder; of equal ones the first source gets the sample
     by_remainder = sorted(range(len(parts)), key=lambda number: (parts[number] - exact[number], number))
     for number in by_remainder[: total - sum(parts)]:
         parts[number] += 1

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import ConfigError
 
@@ -26,6 +30,7 @@ def divide(samples: Array, size: int, replica: int, num_replicas: int, *, full: 
     samples: int64 [n], rows or positions. full: let at most one micro-batch of all replicas have fewer samples, for a
     graph that takes no other number.
     """
+    # a replica's samples are a range: it begins where that of the replica before ends
     first = end_of_share(len(samples), size, replica - 1, num_replicas, full=full)
     mine = samples[first : end_of_share(len(samples), size, replica, num_replicas, full=full)]
     num = -(-len(samples) // (num_replicas * size))  # what the largest share, of ceil(n / replicas) samples, needs
@@ -43,6 +48,19 @@ def end_of_share(count: int, size: int, replica: int, num_replicas: int, *, full
     unit = size if full else 1
     units = -(-count // unit)
     return min(units * (replica + 1) // num_replicas * unit, count)
+
+
+def micro_batch_sizes(model: ModelConfig, parallel: ParallelConfig, num_rows: int, size: int) -> list[tuple[int, bool]]:
+    """Return each (rows, whether it is padding) that occurs when `num_rows` rows are divided, the greatest first."""
+    full = model.fixed_batch in ("own", "joint")
+    sizes = set[tuple[int, bool]]()
+    # only the number of rows counts, so that the rows of a run need not exist yet
+    for replica in range(parallel.data):
+        share = divide(np.arange(num_rows), size, replica, parallel.data, full=full)
+        for number, part in enumerate(share.micro_batches, start=1):
+            is_last = number == len(share.micro_batches)
+            sizes.add((len(part), share.last_is_padding and is_last))
+    return sorted(sizes, reverse=True)
 
 
 def check_last_samples(config: RunConfig, num_rows: int) -> None:

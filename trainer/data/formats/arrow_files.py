@@ -77,11 +77,13 @@ class ArrowReader:
 
     def read(self, rows: Array) -> dict[str, Values]:
         """Return the rows [n] with these numbers, in this order: arrays [n, *shape], or lists of n arrays."""
+        # the batch that each row is in, and its place there
         batches = np.searchsorted(self._starts, rows, side="right") - 1
         offsets = rows - self._starts[batches]
         each = list(zip(range(len(rows)), batches.tolist(), offsets.tolist(), strict=True))
         parts: list[tuple[Any, int, Any]] = list(each)
         found = {batch for _, batch, _ in each}
+        # one copy for each batch, in place of one for each row
         if are_many := len(rows) >= FEW_ROWS * len(found):
             parts = [(places := np.flatnonzero(batches == batch), batch, offsets[places]) for batch in found]
         result: dict[str, Values] = {}
@@ -170,6 +172,7 @@ def arrow_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
 
 def _blocks(path: Path, batch: pa.RecordBatch, first: int) -> Iterator[Block]:
     """Yield the rows of a record batch, which may be as large as its file: those of nulls take no bytes in it."""
+    # as many rows as make about BLOCK_BYTES once decoded
     rows = max(1, min(MOST_ROWS, batch.num_rows * BLOCK_BYTES // max(_plain_bytes(batch), 1)))
     for start in range(0, batch.num_rows, rows):
         yield _block(path, batch.slice(start, rows), first + start)
@@ -182,8 +185,10 @@ def _plain_bytes(batch: pa.RecordBatch) -> int:
         if pa.types.is_dictionary(column.type):
             values = column.dictionary
             if any(test(values.type) for test in TEXTS):
+                # each row may have the longest text of the dictionary
                 total += len(column) * (pc.max(pc.binary_length(values)).as_py() or 0)
             else:
+                # numbers have one size: the dictionary's mean is that of each row
                 total += len(column) * values.nbytes // max(1, len(values))
     return total
 
@@ -226,8 +231,10 @@ def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
             raise DataError(f"{path}: a row has about {ROW_BYTES.exceeded(row_bytes)}")
         texts = max(1, max((dictionary_bytes(path, group) for group in groups), default=0))
         rows = max(1, min(MOST_ROWS, BLOCK_BYTES // row_bytes, MOST_TEXTS // texts))
-        known = set(file.schema_arrow.names)
-        columns = None if names is None else [name for name in names if name in known]
+        columns = None
+        if names is not None:
+            stored = set(file.schema_arrow.names)
+            columns = [name for name in names if name in stored]
         first = 0
         for batch in file.iter_batches(rows, columns=columns, use_threads=False):
             yield from _blocks(path, batch, first)
@@ -237,6 +244,7 @@ def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
 def _row_bytes(group: Any) -> int:
     """Return about how many bytes a row of a row group takes in memory."""
     columns = [group.column(number) for number in range(group.num_columns)]
+    # more values than rows: a column of lists, whose values take up to 8 bytes each, however few the file needs
     values = sum(column.num_values for column in columns if column.num_values > group.num_rows)
     return int(max(group.total_byte_size, 8 * values) // max(1, group.num_rows))
 
@@ -277,9 +285,11 @@ def _lists(array: pa.Array) -> Cells:
     fixed = pa.types.is_fixed_size_list(array.type)
     # flatten() leaves out the values of a slice's neighbours, which .values would include
     lengths = np.full(len(array), array.type.list_size) if fixed else array.value_lengths().to_numpy()
+    # lists of lists are resolved from the inside
     inner: Any = _cells(array.flatten())
     if not isinstance(inner, np.ndarray):
         return list(array.to_pylist())
+    # rows of one length are one array; without rows there is no length to take
     if len(lengths) and (lengths == lengths[0]).all():
         return inner.reshape(len(lengths), lengths[0], *inner.shape[1:])
     return np.split(inner, np.cumsum(lengths)[:-1])

@@ -49,6 +49,7 @@ def check_sizes(path: Path, mapped: pa.MemoryMappedFile, *, has_footer: bool) ->
 
 def _messages_of_footer(mapped: pa.MemoryMappedFile) -> Iterator[Any]:
     size = mapped.size()
+    # the file ends with the length of the footer, 4 bytes, and the magic, 6 bytes
     mapped.seek(max(0, size - 10))
     (length,) = struct.unpack("<i", mapped.read(4))
     mapped.seek(max(0, size - 10 - length))
@@ -70,6 +71,7 @@ def _bytes_in_memory(message: Any) -> int:
     if not kind or not header or metadata[kind] not in (DICTIONARY_BATCH, RECORD_BATCH):
         return 0
     batch = header + _at("<I", metadata, header)
+    # a dictionary batch has its values as a record batch inside
     if metadata[kind] == DICTIONARY_BATCH:
         values = _field(metadata, batch, 1)
         batch = values + _at("<I", metadata, values)
@@ -78,7 +80,9 @@ def _bytes_in_memory(message: Any) -> int:
     content = memoryview(body)
     total = 0
     for buffer in _vector(metadata, batch, BUFFERS, 16):
+        # a buffer of the message: where it begins in the body, and how long it is
         start, length = struct.unpack_from("<qq", metadata, buffer)
+        # a buffer begins with its size in memory; -1 marks one that is stored as it is
         if length >= 8:
             total += max(0, _at("<q", content, start))
     return total
@@ -93,6 +97,7 @@ def _at(kind: str, content: Any, place: int) -> int:
 
 def _field(content: Any, table: int, number: int) -> int:
     """Return the place of a field of a table; 0 if the table lacks it."""
+    # a table begins with the distance back to its list of offsets, by which fields may be left out
     offsets = table - _at("<i", content, table)
     entry = 4 + 2 * number
     offset = _at("<H", content, offsets + entry) if entry < _at("<H", content, offsets) else 0
@@ -123,6 +128,7 @@ def dictionary_bytes(path: Path, group: Any) -> int:
                 continue
             file.seek(max(0, column.dictionary_page_offset))
             fields = HEADER.match(file.read(20))
+            # Thrift writes a signed integer n as 2n or -2n - 1 (zigzag): half of it is the size
             size = sum((byte & 127) << 7 * place for place, byte in enumerate(fields[1])) // 2 if fields else None
             most = max(most, column.total_uncompressed_size if size is None else size)
     return most

@@ -16,7 +16,7 @@ def texts_of(series: Any) -> Cells:
 
 
 def of_numbers(frame: Any) -> dict[str, Array]:
-    """Return the columns of a pandas frame that hold numbers only.
+    """Return the columns of a pandas frame that hold numbers only: name -> array [rows].
 
     Those of one type are taken out together: taken one by one, 20,000 columns of one row take a second.
     """
@@ -42,9 +42,8 @@ def cells_of(series: Any, dialect: Dialect) -> Cells:
         return np.asarray(parsed)
     # numbers stay numbers; the text of other cells is kept, for messages
     cells = found.astype(object)
-    cells[wrong] = [
-        text if isinstance(text, str) and text.strip() not in MISSING else None for text in _objects(series.iloc[wrong])
-    ]
+    texts = [cell if isinstance(cell, str) else "" for cell in _objects(series.iloc[wrong])]
+    cells[wrong] = [None if text.strip() in MISSING else text for text in texts]
     return list(cells)
 
 

@@ -83,11 +83,13 @@ def dialect_of(path: Path, table: TableConfig) -> Dialect:
     given = Dialect(",", quote, decimal, table.thousands, table.encoding, table.header)
     with opened(path, given) as file:
         sample = file.read(SAMPLE_BYTES).removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace")
+    # the first lines suffice, and a separator is tried on each of them
     lines = [line for line in sample.splitlines() if line.strip()][:SAMPLE_LINES]
     # the last may be cut off
     lines = lines[:-1] if len(sample) >= SAMPLE_BYTES // 4 and len(lines) > 1 else lines
     separator = table.separator or ("\t" if _suffix(path) in (".tsv", ".tab") else _found(path, lines, given))
     found = replace(given, separator=separator)
+    # with another separator 1,5 may be a number: the user has to say which
     if table.decimal == "auto" and separator != "," and not table.thousands:
         _refuse_commas(path, lines, found)
     return found
@@ -96,13 +98,19 @@ def dialect_of(path: Path, table: TableConfig) -> Dialect:
 def _found(path: Path, lines: Sequence[str], dialect: Dialect) -> str:
     if not lines:
         return ","
-    fields = {each: [len(row) for row in _rows(lines, replace(dialect, separator=each))] for each in SEPARATORS}
-    dividing = [each for each, counts in fields.items() if counts and counts[0] > 1]
+    fields: dict[str, list[int]] = {}
+    dividing = []
+    for mark in SEPARATORS:
+        fields[mark] = [len(row) for row in _rows(lines, replace(dialect, separator=mark))]
+        # a table of a single column has rows of one field, whatever the mark
+        if fields[mark] and fields[mark][0] > 1:
+            dividing.append(mark)
     if len(dividing) > 1:
-        even = [each for each in dividing if len(set(fields[each])) == 1]
+        # a mark inside the cells, such as a decimal comma, gives rows of different numbers of fields
+        even = [mark for mark in dividing if len(set(fields[mark])) == 1]
         dividing = even if len(even) == 1 else dividing
     if len(dividing) > 1:
-        choices = " or ".join(f"{each!r} ({SEPARATORS[each]}, {fields[each][0]} columns)" for each in dividing)
+        choices = " or ".join(f"{mark!r} ({SEPARATORS[mark]}, {fields[mark][0]} columns)" for mark in dividing)
         raise DataError(f"{path}: the separator may be {choices}; set data.table.separator")
     return dividing[0] if dividing else ","
 
@@ -119,6 +127,7 @@ def _refuse_commas(path: Path, lines: Sequence[str], dialect: Dialect) -> None:
 
 def _rows(lines: Sequence[str], dialect: Dialect) -> list[list[str]]:
     try:
+        # parsed as CSV, because separators inside of quotes divide nothing
         return [row for row in dialect.rows("\n".join(lines)) if row]
     except csv.Error:  # a quote that is not closed, in another dialect
         return []
@@ -134,6 +143,7 @@ def opened(path: Path, dialect: Dialect) -> Iterator[Bytes]:
     """Open a file as bytes of UTF-8, uncompressed. Raises DataError for a damaged file or another encoding."""
     try:
         with _uncompressed(path) as file:
+            # a byte order mark of UTF-16; a file of UTF-8 never begins with these bytes
             start = file.read(2)
             file.seek(0)
             if start in (b"\xff\xfe", b"\xfe\xff") and "16" not in dialect.encoding:

@@ -148,7 +148,8 @@ FORMATS: Mapping[str, DataFormat] = {
 }
 
 
-COMPRESSED = frozenset(suffix for each in FORMATS.values() if each.may_be_compressed for suffix in each.suffixes)
+_COMPRESSIBLE = [data_format for data_format in FORMATS.values() if data_format.may_be_compressed]
+COMPRESSED = frozenset(suffix for data_format in _COMPRESSIBLE for suffix in data_format.suffixes)
 """Suffixes that may stand before .gz."""
 
 

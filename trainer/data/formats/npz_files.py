@@ -44,7 +44,9 @@ def npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
     try:
         with opened(path) as content, zipfile.ZipFile(content) as archive, contextlib.ExitStack() as members_open:
             members = {name.removesuffix(".npy"): name for name in archive.namelist() if name.endswith(".npy")}
-            chosen = [name for name in members if names is None or name in names]
+            chosen = list(members)
+            if names is not None:
+                chosen = [name for name in members if name in names]
             files = {name: members_open.enter_context(archive.open(members[name])) for name in chosen}
             sizes_of = {name: _member_bytes(f"{path}: {name}", archive.getinfo(members[name])) for name in chosen}
             arrays = {name: _Stream(f"{path}: {name}", file, sizes_of[name]) for name, file in files.items()}
@@ -83,6 +85,7 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 def _member_bytes(name: str, member: zipfile.ZipInfo) -> int:
     """Return the size of a member of an archive. Raises DataError for a size that its compressed bytes cannot have."""
+    # other compressions have no known limit: their size is believed
     most = member.compress_size * {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: MOST_DEFLATED}.get(
         member.compress_type, member.file_size + 1
     )
@@ -98,12 +101,20 @@ class _Stream:
         self._file = file
         self._name = name
         shape, column_major, self._dtype = _header(self._file)
-        if self._dtype.hasobject or not shape or (column_major and len(shape) > 1):
-            what = "Python objects" if self._dtype.hasobject else "in column order" if shape else "a single number"
-            raise DataError(f"{name} is {what}; save it as a plain array with a row for each sample")
+        refused = ""
+        if self._dtype.hasobject:
+            refused = "Python objects"
+        elif not shape:
+            refused = "a single number"
+        elif column_major and len(shape) > 1:
+            # the values of a row are not beside each other, so that a stream cannot give rows
+            refused = "in column order"
+        if refused:
+            raise DataError(f"{name} is {refused}; save it as a plain array with a row for each sample")
         self.num_rows, *row = shape
         self._row = tuple(row)
         self.row_bytes = math.prod(row) * self._dtype.itemsize
+        # the header comes from the file, and may state anything
         if min(shape) < 0 or self._dtype.kind not in "biufSUmM" or len(shape) > TENSOR_DIMS.most:
             raise DataError(f"{name} is an array {list(shape)} of {self._dtype}, which is none of numbers")
         if self.num_rows and not self.row_bytes:

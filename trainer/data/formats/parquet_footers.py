@@ -51,5 +51,6 @@ def _fatal(states: tuple[tuple[str, int, int], ...]) -> str:
         look = subprocess.run(looker, input=paths, capture_output=True, timeout=LOOK_S)
     except subprocess.TimeoutExpired:
         return ""
+    # the name that was written last is that of the file whose footer ended the process
     *_, last = [b"", *look.stdout.split(b"\0")[:-1]]
     return os.fsdecode(last) if look.returncode == -signal.SIGABRT else ""

@@ -61,25 +61,33 @@ class PlainColumns:
 
         piece: complete rows, without the header. lines: the line ends in it. quoted: whether there are quotes in it.
         """
-        wanted = [name for name in self.names if quoted or name not in self.doubtful]
+        wanted = list(self.names)
+        if not quoted:
+            wanted = [name for name in self.names if name not in self.doubtful]
         separator = self.dialect.separator
-        is_usual = len(separator) == 1 and separator.isascii() and not (separator.isalnum() or separator in "-./+ \r\n")
-        if not wanted or not is_usual or self.dialect.is_localised or len(self.header) > MOST_COLUMNS:
+        # a character that may be part of a number, or ends a row, needs the reader that takes care
+        in_numbers = separator.isalnum() or separator in "-./+ \r\n"
+        is_usual = len(separator) == 1 and separator.isascii() and not in_numbers
+        if not wanted or not is_usual or self.dialect.is_localised:
             return None
-        if len(piece) > MOST_BYTES or b"\0" in piece:
+        if len(self.header) > MOST_COLUMNS or len(piece) > MOST_BYTES or b"\0" in piece:
             return None
+        # pandas and pyarrow read these texts differently
         if not piece.isascii() and (piece.startswith(BYTE_ORDER_MARK) or REPLACEMENT in piece):
             return None
+        # a carriage return alone is part of a cell for one reader, and a line end for the other
         if b"\r" in piece and piece.count(b"\r") != piece.count(b"\r\n"):
             return None
         if not piece.endswith(b"\n"):
+            # the last line of a file may have no end
             piece = piece + b"\n"
             lines = lines + 1
         starts = _row_starts(piece, self.dialect) if quoted else np.arange(lines)
         if starts is None:
             return None
         cells = None
-        if not quoted and not self.doubtful and not any(name in self.text for name in wanted):
+        has_text = any(name in self.text for name in wanted)
+        if not quoted and not self.doubtful and not has_text:
             cells = self._numbers_only(piece, lines, wanted)
         if cells is None:
             cells = self._by_column(piece, len(starts), wanted, quoted=quoted)
@@ -87,6 +95,7 @@ class PlainColumns:
 
     def _numbers_only(self, piece: bytes, rows: int, names: Sequence[str]) -> dict[str, Cells] | None:
         """Read a piece of which every cell, also of other columns, is a number or empty."""
+        # in a piece of numbers only, all other characters are separators and line ends: one behind each cell
         between = rows * len(self.header) + (piece.count(b"\r") if b"\r" in piece else 0)
         if _count_others(piece) != between or (table := self._table(piece, names, {})) is None:
             return None
@@ -95,6 +104,7 @@ class PlainColumns:
         found: dict[str, Cells] = {}
         for name, column in zip(names, table.columns, strict=True):
             numbers = _as_pandas(column.chunk(0))
+            # may be an integer that pandas reads as uint64: its column is looked at by itself
             if numbers.dtype.kind == "f" and (abs(numbers) >= NO_INTEGER).any():
                 return None
             found[name] = numbers
@@ -115,6 +125,7 @@ class PlainColumns:
             elif quoted:
                 found[name] = cells_of(column.to_pandas(), self.dialect)
             else:
+                # the column is left to the slower reader in this piece, and in those that follow
                 self.doubtful.add(name)
         return found
 
@@ -170,6 +181,7 @@ def _numbers(cells: pa.Array, *, gaps: bool) -> Array | None:
     offsets = np.frombuffer(cells.buffers()[1], np.int32)[: len(cells) + 1]
     characters = np.frombuffer(cells.buffers()[2] or b"", np.uint8)[: offsets[-1]]
     missing = np.diff(offsets) == 0
+    # a plus sign behind an exponent is the only other character that a number may have
     others = np.flatnonzero(_are_others(characters))
     signs = characters[others] == ord("+")
     if others.size and not (signs & ((characters[others - 1] | LOWER) == EXPONENT) & (others > 0)).all():
@@ -177,7 +189,9 @@ def _numbers(cells: pa.Array, *, gaps: bool) -> Array | None:
     if missing.any():
         if not gaps:
             return None
+        # an empty text is no number for Arrow's cast, a null stays one
         cells = pc.if_else(pa.array(missing), pa.scalar(None, pa.string()), cells)
+    # pandas makes integers of a column only if no cell has a point or an exponent
     is_whole = not ((characters == ord(".")) | ((characters | LOWER) == EXPONENT)).any()
     try:
         return _as_pandas(cells.cast(pa.int64() if is_whole else pa.float64()))
@@ -203,11 +217,14 @@ def _row_starts(piece: bytes, dialect: Dialect) -> Array | None:
     quote = ord(dialect.quote)
     separator = ord(dialect.separator)
     places = np.flatnonzero(data == quote)
+    # the piece ends inside of a quoted cell, or has a stray quote
     if len(places) % 2:
         return None
     opening = places[::2]
     closing = places[1::2]
+    # "" inside quotes: one closes and the next opens at once
     doubled = opening[1:] == closing[:-1] + 1
+    # the character in front of each opening quote, and below the one behind each closing quote
     before = data[np.maximum(opening - 1, 0)]
     starts = (before == separator) | (before == NEWLINE) | (opening == 0)
     starts[1:] |= doubled

@@ -55,8 +55,11 @@ def csv_blocks(
             if not header:
                 first, _, rest = rows.partition(b"\n")
                 header = _header(path, first, dialect)
+                # without a header line the first line is a row
                 rows, before = (rest, line + 1) if dialect.header else (rows, line)
-                chosen = header if wanted is None else [name for name in header if name in wanted]
+                chosen = header
+                if wanted is not None:
+                    chosen = [name for name in header if name in wanted]
                 plain = PlainColumns(header, chosen, text, dialect)
             block = _csv_block(path, rows, before, lines - (before - line), plain) if rows and plain else None
             # else the text would be in memory as long as its rows
@@ -99,8 +102,11 @@ def _json_blocks(path: Path, file: Bytes, names: Sequence[str] | None) -> Iterat
                 index.append(number)
             else:
                 bad[number] = f"is not a JSON object but {str(row)[:40]!r}"
+        # an ordered set: columns are in the order in which their keys appear
         keys = dict.fromkeys(key for row in rows for key in row)
-        chosen = list(keys) if names is None else [name for name in names if name in keys]
+        chosen = list(keys)
+        if names is not None:
+            chosen = [name for name in names if name in keys]
         if (number := len(chosen) * len(rows)) > JSON_CELLS.most:  # each row may have keys of its own
             raise DataError(
                 f"{path}, lines {index[0] + 1} to {index[-1] + 1}: {len(rows):,} rows have {len(chosen):,} different "
@@ -117,9 +123,11 @@ def _pieces(path: Path, file: Bytes, *, quote: str, limit: Limit) -> Iterator[tu
     rest = b""
     mark = quote.encode()
     while data := file.read(BLOCK_BYTES):
+        # whether a line end is inside quotes depends on all quotes of the row, so that its beginning is needed, too
         if mark and (mark in data or mark in rest):
             data = rest + data
             rest = b""
+        # what follows the last complete row waits for more data
         end = _cut(data, mark)
         if len(data) - end + (0 if end else len(rest)) > limit.most:
             raise DataError(
@@ -164,6 +172,7 @@ def _header(path: Path, line: bytes, dialect: Dialect) -> list[str]:
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
         shown = f"{', '.join(map(repr, repeated[:MAX_NAMED]))}{', ...' if len(repeated) > MAX_NAMED else ''}"
         raise DataError(f"{path}, line 1: column {shown} is there more than once")
+    # a first line of numbers is probably a row, which would be lost as names
     if not names or all(_is_number(name) for name in names):
         raise DataError(
             f"{path}, line 1: {','.join(names)[:60]!r} are not column names; add a header line, or set "
@@ -188,13 +197,15 @@ def _csv_block(path: Path, piece: bytes, line: int, lines: int, plain: PlainColu
     cells = dict[str, Cells]()
     index = np.empty(0, np.int64)
     bad = dict[int, str]()
-    if found := plain.read(piece, lines, quoted=quoted):
-        cells, index = found
+    left = plain.names
+    if rows_read := plain.read(piece, lines, quoted=quoted):
+        cells, index = rows_read
+        left = [name for name in plain.names if name not in cells]
     try:
-        if not found or (left := [name for name in plain.names if name not in cells]):
+        if not rows_read or left:
             # with care, and why a row or a cell is wrong
             reader = _quoted if quoted else _plain
-            more, index, bad = reader(piece, header, left if found else plain.names, plain.text, dialect)
+            more, index, bad = reader(piece, header, left, plain.text, dialect)
             cells = {name: more[name] if name in more else cells[name] for name in plain.names}
     except ValueError as error:  # pandas' own, such as of control characters that it takes for line ends
         raise DataError(f"{path}, after line {line}: the rows cannot be read as CSV: {error}") from error
@@ -221,10 +232,12 @@ def _plain(
 
     data = np.frombuffer(piece if piece.endswith(b"\n") else piece + b"\n", np.uint8)
     ends = np.flatnonzero(data == NEWLINE)
+    # the bytes of each line with its line end
     sizes = np.diff(ends, prepend=-1)
     # differences of cumulative counts at line ends: the separators of each line, without a loop in Python
     found = np.flatnonzero(data == ord(dialect.separator))
     commas = np.diff(np.searchsorted(found, ends), prepend=0)
+    # a line of nothing but its end, in Unix's or in Windows' form
     blank = (sizes == 1) | ((sizes == 2) & (data[ends - 1] == RETURN))
     ragged = ~blank & (commas != len(header) - 1)
     good = ~blank & ~ragged
@@ -246,6 +259,7 @@ def _plain(
         known = of_numbers(frame)
         cells |= {name: known[name] if name in known else cells_of(frame[name], dialect) for name in numeric}
     if texts := [name for name in names if name in text]:
+        # texts are read apart: spaces in front of them count
         frame = pd.read_csv(io.BytesIO(rows), usecols=texts, dtype=str, na_filter=False, **common)
         cells |= {name: texts_of(frame[name]) for name in texts}
     return cells, np.flatnonzero(good), bad
@@ -263,6 +277,7 @@ def _quoted(
     index = []
     bad = dict[int, str]()
     line = 0
+    # an error of csv ends the piece: where the next row begins is not known
     for row in _rows_until_error(reader, bad):
         if row and len(row) == len(header):
             rows.append(row)

@@ -85,8 +85,11 @@ def proto_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
 
 
 def _block(path: Path, samples: list[dict[str, Array]], first: int, names: Sequence[str] | None) -> Block:
-    found = dict.fromkeys(name for sample in samples for name in sample)
-    cells = {name: [sample.get(name) for sample in samples] for name in found if names is None or name in names}
+    # not every sample has every tensor: the block has a column for each name that occurs
+    chosen = list(dict.fromkeys(name for sample in samples for name in sample))
+    if names is not None:
+        chosen = [name for name in chosen if name in names]
+    cells = {name: [sample.get(name) for sample in samples] for name in chosen}
     return Block(str(path), np.arange(first, first + len(samples)), cells, unit="sample")
 
 
@@ -103,6 +106,7 @@ def _walk(path: Path, data: mmap.mmap | bytes) -> Iterator[int]:
     at = 0
     end = len(data)
     while at < end:
+        # a prefix that is cut off counts as 0 bytes, which the next line refuses as well
         size = PREFIX.unpack_from(data, at)[0] if at + 4 <= end else 0
         if at + 4 + size > end:
             wanted = f"its {size} bytes end at byte {at + 4 + size}" if at + 4 <= end else "its length takes 4 bytes"
@@ -117,6 +121,7 @@ def _parse(path: Path, data: mmap.mmap | bytes, start: int) -> dict[str, Array]:
     at = start + 4
     end = start + 4 + PREFIX.unpack_from(data, start)[0]
     while at < end:
+        # a prefix that is cut off counts as too large, and is refused below
         size = PREFIX.unpack_from(data, at)[0] if at + 4 <= end else end
         if at + 4 + size > end:
             raise DataError(f"{path}: the tensor at byte {at} reaches beyond its sample, which ends at byte {end}")

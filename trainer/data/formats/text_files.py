@@ -56,6 +56,7 @@ def _pieces(path: Path, unit: str) -> Iterator[tuple[int, bytes]]:
         # with a limit, because a file may have no line end
         for number, line in enumerate(iter(lambda: file.readline(TEXT_BYTES.most + 1), b"")):
             if line.strip():
+                # a text has the number of its first line
                 first, size = (first, size + len(line)) if lines else (number, len(line))
                 if size > TEXT_BYTES.most:
                     raise DataError(f"{path}, line {number + 1}: a text has {TEXT_BYTES.exceeded(size)}")
@@ -100,6 +101,7 @@ def window_blocks(paths: Sequence[Path], length: int) -> Iterator[Block]:
     step = max(1, BLOCK_BYTES // length)
     for piece in _joined(paths):
         data = np.concatenate([rest, piece])
+        # the last label is the byte behind the last window: one more byte is needed
         count = (len(data) - 1) // length
         inputs = data[: count * length].reshape(count, length)
         labels = data[1 : count * length + 1].reshape(count, length)
@@ -125,5 +127,6 @@ def _joined(paths: Sequence[Path]) -> Iterator[Array]:
                     yield np.frombuffer(b"".join(pieces), np.uint8)
                     pieces = []
                     size = 0
+        # files are told apart by a byte that text does not have
         pieces.append(b"\0")
     yield np.frombuffer(b"".join(pieces), np.uint8)

@@ -52,7 +52,7 @@ class OwnGenerator(TorchFunctionMode):
 
 
 def seeds(positions: Array, *, seed: int, purpose: str) -> list[int]:
-    """Return a seed for each position of the stream."""
+    """Return a seed for each position of the stream, int64 [n]."""
     return [int(each) for each in keyed_hash(positions.astype(np.uint64), hash_key(purpose, seed))]
 
 
@@ -69,15 +69,20 @@ class Augmentation:
         from torchvision.transforms import v2
 
         augment = config.augment
+        # pixels that a crop adds have no class, and are black
         borders = {tv_tensors.Mask: ignore_index, "others": 0}
-        self.before = [
-            *_resized_crop(config, size),
-            *([v2.RandomCrop(size, augment.crop_padding, fill=borders)] if augment.crop_padding else []),
-            *([v2.RandomHorizontalFlip(augment.flip)] if augment.flip else []),
-            *([v2.RandomVerticalFlip(augment.vertical_flip)] if augment.vertical_flip else []),
-            *([v2.RandAugment(magnitude=augment.rand_augment)] if augment.rand_augment else []),
-            *([_color_jitter(augment.color_jitter)] if augment.color_jitter else []),
-        ]
+        # the order decides what is drawn from the generator of a sample, and so the results of a seed
+        self.before = _resized_crop(config, size)
+        if augment.crop_padding:
+            self.before.append(v2.RandomCrop(size, augment.crop_padding, fill=borders))
+        if augment.flip:
+            self.before.append(v2.RandomHorizontalFlip(augment.flip))
+        if augment.vertical_flip:
+            self.before.append(v2.RandomVerticalFlip(augment.vertical_flip))
+        if augment.rand_augment:
+            self.before.append(v2.RandAugment(magnitude=augment.rand_augment))
+        if augment.color_jitter:
+            self.before.append(_color_jitter(augment.color_jitter))
         self.after = [v2.RandomErasing(augment.erasing)] if augment.erasing else []
 
     def change_image(
@@ -129,11 +134,13 @@ class Mixing:
         import_torchvision()
         from torchvision.transforms import v2
 
-        kinds = [
-            *([v2.MixUp(alpha=config.mixup, num_classes=num_classes)] if config.mixup else []),
-            *([v2.CutMix(alpha=config.cutmix, num_classes=num_classes)] if config.cutmix else []),
-        ]
-        self.mix = kinds[0] if len(kinds) == 1 else v2.RandomChoice(kinds)
+        mixers: list[Any] = []
+        if config.mixup:
+            mixers.append(v2.MixUp(alpha=config.mixup, num_classes=num_classes))
+        if config.cutmix:
+            mixers.append(v2.CutMix(alpha=config.cutmix, num_classes=num_classes))
+        # a choice of one would still draw a number, and change the results of a seed
+        self.mix = mixers[0] if len(mixers) == 1 else v2.RandomChoice(mixers)
 
     def __call__(self, images: Sequence[Tensor], labels: Tensor, seed: int) -> tuple[list[Tensor], Tensor]:
         """Return mixed images, each [2, channels, height, width], and probabilities [2, C] of int64 labels [2]."""

@@ -78,6 +78,7 @@ def _steps(old: Size, size: Size, config: ImageConfig) -> tuple[Size, tuple[int,
     if config.resize == "stretch":
         return size, (0, 0)
     if config.resize == "pad":
+        # the side that would reach beyond decides; the other one gets borders
         factor = min(rows / height, columns / width)
         resized = max(1, min(rows, round(height * factor))), max(1, min(columns, round(width * factor)))
     elif rows == columns:
@@ -85,6 +86,7 @@ def _steps(old: Size, size: Size, config: ImageConfig) -> tuple[Size, tuple[int,
         short = int(rows / config.crop_ratio)
         resized = (short, int(short * width / height)) if height <= width else (int(short * height / width), short)
     else:
+        # the side that would be too short decides; the other one is cropped
         factor = max(rows / height, columns / width) / config.crop_ratio
         resized = max(rows, round(height * factor)), max(columns, round(width * factor))
     offsets: Any = [round((had - has) / 2.0) for had, has in zip(resized, size, strict=True)]

@@ -77,6 +77,7 @@ class ImageBatches:
         for place, (name, info) in enumerate(self._images.items()):
             # masks have the size of the first image
             masks = list(self._masks) if place == 0 else []
+            # a new generator for each image: several images of a sample are augmented alike
             generators = [None if seed is None else torch.Generator().manual_seed(seed) for seed in drawn]
             rows = [
                 (name, {column: values[column][at] for column in (name, *masks)}, generator)
@@ -95,6 +96,7 @@ class ImageBatches:
     def _sample_in_turn(
         self, given: tuple[str, Mapping[str, Any], torch.Generator | None]
     ) -> tuple[Array, list[Array]]:
+        # pixels are decoded already, and take no more memory
         with room_for(() if self._config.stores_pixels else given[1].values()):
             return self._sample(given)
 
@@ -106,6 +108,7 @@ class ImageBatches:
         labels = [self._masks[column] for column in cells if column != name]
         masks = [cells[each.column] for each in labels]
         if config.stores_pixels:
+            # stored pixels have the size of the model already
             if generator is None or not self._augmentations[name].before:
                 return cells[name], masks
             image = image_of(cells[name])
@@ -144,6 +147,7 @@ class ImageBatches:
             tensor = torch.stack(
                 [augmentation.change_tensor(each, own) for each, own in zip(tensor, generators, strict=True) if own]
             )
+        # after the normalisation, whose means are in the order red, green, blue
         if info.bgr:
             tensor = tensor.flip(1)
         return tensor.permute(0, 2, 3, 1).contiguous() if info.nhwc else tensor
@@ -156,10 +160,12 @@ class ImageBatches:
         label = self._mixed.column
         num_classes = self._mixed.num_classes
         self._mixing = self._mixing or Mixing(self._config.augment, num_classes)
+        # position p has the partner p XOR 1: both have the same p >> 1
         pairs = np.unique(samples.positions >> 1)
         positions = np.stack([2 * pairs, 2 * pairs + 1], axis=1).ravel()
         read = self._read(values, samples, positions, (*names, label))
         labels = torch.from_numpy(np.asarray(read[label]).astype(np.int64))
+        # also the ignored label: probabilities have no class for it
         if ((labels < 0) | (labels >= num_classes)).any():
             raise DataError(
                 f"label {labels[(labels < 0) | (labels >= num_classes)][0]} in column {label!r} cannot be mixed: the "
@@ -174,6 +180,7 @@ class ImageBatches:
             mixed, soft[pair] = self._mixing([each[pair].contiguous() for each in images], labels[pair], seed)
             for each, found in zip(images, mixed, strict=True):
                 each[pair] = found
+        # `positions` is sorted and has both samples of each pair; the micro-batch takes its own ones, in its order
         chosen = np.searchsorted(positions, samples.positions)
         return {**values, **{name: computed[name][chosen] for name in names}, label: soft.numpy()[chosen]}
 
@@ -182,15 +189,17 @@ class ImageBatches:
         """Return columns at `positions`, int64 [n]: those of the micro-batch, and others of the stream."""
         assert samples.positions is not None
         assert samples.read is not None
+        # partners that are in another micro-batch, or on another replica, are read as well
         others = np.setdiff1d(positions, samples.positions)
         more = samples.read(others) if len(others) else {}
         known = np.concatenate([samples.positions, others])
         order = np.argsort(known, kind="stable")
         places = order[np.searchsorted(known[order], positions)]
-        return {
-            name: np.concatenate([np.asarray(part[name]) for part in (values, more) if name in part])[places]
-            for name in names
-        }
+        columns = {}
+        for name in names:
+            parts = [np.asarray(part[name]) for part in (values, more) if name in part]
+            columns[name] = np.concatenate(parts)[places]
+        return columns
 
 
 def _channels_first(images: Tensor, info: ImageInput) -> Tensor:

@@ -84,9 +84,11 @@ class ImageComputer:
             each = [None if isinstance(found, str) else found[name] for found in computed]
             if self._config.stores_pixels:
                 shape = self._images[name].pixel_shape if name in self._images else self._masks[name].size
+                # a bad row keeps its place until it is left out
                 empty: Array = np.zeros(shape, "uint8" if name in self._images else MASK_TYPE)
                 results[name] = np.stack([empty if value is None else value for value in each])
             else:
+                # an array made of the list would be one of numpy's own bytes, without the zeros at their ends
                 contents = np.empty(count, object)
                 contents[:] = [b"" if value is None else value for value in each]
                 results[name] = contents
@@ -103,12 +105,14 @@ class ImageComputer:
         try:
             for name, info in self._images.items():
                 image = decode_image(cells[name], grey=info.channels == 1)
+                # masks belong to the first image
                 size = size if any(size) else (image.height, image.width)
                 stored[name] = cells[name]
                 if self._config.stores_pixels:
                     stored[name] = pixels_of(fitted_image(image, info.size, self._config))
             for name, label in self._masks.items():
                 mask = decode_mask(cells[name], self._config.mask_values, label.ignore_index)
+                # pixel by pixel, the mask says the class of the image
                 if mask.shape != size:
                     return (
                         f"{name} is a mask of {mask.shape[0]} x {mask.shape[1]} pixels, but its image is "

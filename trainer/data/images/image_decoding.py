@@ -68,10 +68,12 @@ def _classes(found: Array, values: Sequence[int], ignore_index: int) -> Array:
     if not values:
         return found
     known = np.array(sorted(values), MASK_TYPE)
+    # a value above all known ones is sought behind the last one, and found wrong there
     places = np.minimum(np.searchsorted(known, found), len(known) - 1)
     ignored = found == ignore_index
     if (wrong := (known[places] != found) & ~ignored).any():
         raise ValueError(f"holds the value {found[wrong][0]}, which is not in data.image.mask_values {list(values)}")
+    # the classes are in the order of the setting, the search is in that of the values
     classes = np.array([values.index(value) for value in known.tolist()], MASK_TYPE)[places]
     return np.where(ignored, found, classes).astype(MASK_TYPE)
 

@@ -104,7 +104,9 @@ def _chosen(config: ImageConfig, inputs: Sequence[TensorInfo]) -> list[TensorInf
         if unknown := [name for name in config.inputs if name not in known]:
             raise ConfigError(f"data.image.inputs names {', '.join(unknown)}; the model's inputs are {shown}")
         return [known[name] for name in config.inputs]
-    of_four = [info for info in inputs if info.shape is not None and len(info.shape) == 4]
+    # a shape that is not known may have any number of dimensions
+    ranks = [None if info.shape is None else len(info.shape) for info in inputs]
+    of_four = [info for info, rank in zip(inputs, ranks, strict=True) if rank == 4]
     if len(of_four) != 1:
         number = "none of the model's inputs has" if not of_four else f"{len(of_four)} of the model's inputs have"
         raise ConfigError(f"{number} four dimensions ({shown}); name those that are images in data.image.inputs")
@@ -123,6 +125,7 @@ def _image_input(info: TensorInfo, column: str, config: ImageConfig) -> ImageInp
     declared = dims[3] if nhwc else dims[1]
     channels, bgr = _channels(info.name, dims, declared, config)
     takes_integers = info.dtype.startswith(("int", "uint"))
+    # means and scales would make fractions, which integers cannot hold
     if takes_integers and (config.mean or config.scale != ImageConfig().scale):
         raise ConfigError(
             f"input {info.name} takes {info.dtype}, which are pixels 0..255 as they are; leave out data.image.scale, "
@@ -135,6 +138,7 @@ def _image_input(info: TensorInfo, column: str, config: ImageConfig) -> ImageInp
         raise ConfigError(
             f"data.image.mean and std have {len(mean)} values, but input {info.name} takes {channels} channels"
         )
+    # the two dimensions beside batch and channels
     size = _size(info.name, dims, (dims[1:3] if nhwc else dims[2:4]), config)
     return ImageInput(info.name, column, size, channels, bgr, nhwc, takes_integers, config.scale, mean, std)
 
@@ -144,6 +148,7 @@ def _is_nhwc(name: str, dims: Dims, config: ImageConfig) -> bool:
         return config.layout == "nhwc"
     first = dims[1] in (1, 3)
     last = dims[3] in (1, 3)
+    # exactly one of the two dimensions can be that of the channels
     if first != last:
         return last
     why = "both the second and the last dimension could be" if first else "neither the second nor the last dimension is"
@@ -217,6 +222,7 @@ def masks(config: RunConfig, signature: Signature) -> list[Mask]:
     images = image_inputs(config.data, signature)
     found = dict[str, Mask]()
     problems = list[str]()
+    # pixels of a mask that are outside of its image have no class
     has_borders = image.resize == "pad" or image.augment.crop_padding > 0
     for loss in config.losses:
         for name in set(loss.columns) & set(image.mask_columns):
@@ -226,6 +232,7 @@ def masks(config: RunConfig, signature: Signature) -> list[Mask]:
                     f"loss {loss.name} ignores no targets, but data.image.resize 'pad' and augment.crop_padding add "
                     f"borders to the masks in column {name!r}; use another resize and random_resized_crop"
                 )
+            # masks are stored in 16 bits
             if abs(loss.ignored) > 32767:
                 problems.append(f"ignore_index {loss.ignored} does not fit masks, which hold -32768..32767")
     if not found:
@@ -270,10 +277,12 @@ def mixed_labels(config: RunConfig, signature: Signature) -> MixedLabels | None:
         return None
     what = "data.image.augment.mixup and cutmix make labels probabilities of classes"
     problems = []
+    # one list for all losses: exactly one, which takes probabilities, is allowed
     takes_them = [loss.has_class_axis and "soft_labels" in loss.rule.takes for loss in config.losses]
     if takes_them != [True]:
         names = ", ".join(each.name for each in config.losses) or config.model.loss
         problems.append(f"{what}, which one cross-entropy on class numbers takes, not {names}")
+    # a teacher alone: there are no labels to mix
     if not config.losses:
         raise ConfigError(problems)
     loss = config.losses[0]
@@ -291,7 +300,8 @@ def mixed_labels(config: RunConfig, signature: Signature) -> MixedLabels | None:
         )
     output = signature.output(loss.outputs[0])
     shape = output.shape if output else None
-    if shape is None or len(shape) != 2 or shape[1] is None or not isinstance(loss.label, str):
+    is_matrix = shape is not None and len(shape) == 2 and shape[1] is not None
+    if not is_matrix or not isinstance(loss.label, str):
         name = output.name if output else loss.outputs[0]
         problems.append(
             f"{what}, so that the output must be [batch, classes] and the label one column, but output {name} is "

@@ -49,17 +49,19 @@ def folder_blocks(
     classes = set[str]() if masks else _classes(files)
     for first in range(0, len(files), PART_ROWS):
         part = files[first : first + PART_ROWS]
-        found: Sequence[Path | None] = masks[first : first + PART_ROWS] or [path for _, path in part]
-        good = [at for at, mask in enumerate(found) if mask is not None]
+        # without masks each row has its image, so that no row is bad
+        needed: Sequence[Path | None] = masks[first : first + PART_ROWS] or [path for _, path in part]
+        good = [at for at, file in enumerate(needed) if file is not None]
         cells: dict[str, Cells] = {column: [str(part[at][1].absolute()) for at in good]}
         if masks:
-            cells["mask"] = [str(found[at]) for at in good]
+            cells["mask"] = [str(needed[at]) for at in good]
         if classes:
             cells["label"] = [PurePosixPath(name).parts[0] for name, _ in part]
-        bad = {first + at: f"has no mask in {mask_folder}" for at, mask in enumerate(found) if mask is None}
+        bad = {first + at: f"has no mask in {mask_folder}" for at, file in enumerate(needed) if file is None}
         shown = {first + at: str(path) for at, (_, path) in enumerate(part)}
-        chosen = {name: column for name, column in cells.items() if names is None or name in names}
-        yield Block(column, first + np.array(good, np.int64), chosen, bad, names=shown)
+        if names is not None:
+            cells = {name: cells[name] for name in cells if name in names}
+        yield Block(column, first + np.array(good, np.int64), cells, bad, names=shown)
 
 
 def mask_files(files: Files, mask_folder: str, *, skips_rows: bool = False) -> list[Path | None]:
@@ -75,11 +77,13 @@ def mask_files(files: Files, mask_folder: str, *, skips_rows: bool = False) -> l
     found: dict[PurePosixPath, list[Path]] = {}
     for mask in sorted(folder.rglob("*")):
         if mask.suffix.lower() in IMAGE_SUFFIXES:
+            # by the name without its suffix: masks are often .png beside images in .jpg
             found.setdefault(PurePosixPath(mask.relative_to(folder)).with_suffix(""), []).append(mask)
     masks = [found.get(PurePosixPath(name).with_suffix(""), []) for name, _ in files]
     names = [name for name, _ in files]
     without = [name for name, each in zip(names, masks, strict=True) if not each]
     several = [name for name, each in zip(names, masks, strict=True) if len(each) > 1]
+    # if no image has a mask, the folder is probably another one
     left_out = skips_rows and len(without) < len(files)
     for wrong, what in (([] if left_out else without, "no mask"), (several, "several masks")):
         if wrong:
@@ -89,6 +93,7 @@ def mask_files(files: Files, mask_folder: str, *, skips_rows: bool = False) -> l
 
 def held_out_names(block: Block, fraction: float) -> Array:
     """Return which image files are for evaluation: bool [n]. The name of a file alone decides, inside its folder."""
+    # folder and name: a source that is moved keeps its split
     names = ["/".join(Path(block.names[at]).parts[-2:]) for at in block.index.tolist()]
     hashes = np.array([hash_key("held out", name) for name in names], np.uint64)
     return hashes.astype(np.float64) < fraction * 2.0**64
@@ -112,8 +117,9 @@ def refuse_empty_classes(source: Path, files: Files) -> None:
     classes = _classes(files)
     if not classes or not source.is_dir():
         return
-    folders = {each.name for each in source.iterdir() if each.is_dir() and not each.name.startswith(".")}
-    if empty := sorted(folders - classes):
+    folders = {path.name for path in source.iterdir() if path.is_dir()}
+    visible = {name for name in folders if not name.startswith(".")}
+    if empty := sorted(visible - classes):
         raise DataError(f"{source}: {len(empty)} class folders hold no image: {_few(empty)}; remove or fill them")
 
 
@@ -149,10 +155,11 @@ def tar_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
     count = 0
 
     def block() -> Block:
-        keys = dict.fromkeys(key for row in rows for key in row)
-        cells: Mapping[str, Cells] = {
-            key: [row.get(key) for row in rows] for key in keys if names is None or key in names
-        }
+        # not every sample has every extension: the block has a column for each that occurs
+        keys = list(dict.fromkeys(key for row in rows for key in row))
+        if names is not None:
+            keys = [key for key in keys if key in names]
+        cells: Mapping[str, Cells] = {key: [row.get(key) for row in rows] for key in keys}
         named = {count - len(shown) + at: name for at, name in enumerate(shown)}
         return Block(str(path), np.array(index, np.int64), cells, dict(bad), names=named)
 
@@ -161,6 +168,7 @@ def tar_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
             raise DataError(f"{path} is empty (0 bytes)")
         with tarfile.open(path, mode="r|*", tarinfo=_Member) as archive:
             members = (member for member in archive if member.isfile())
+            # WebDataset writes the files of a sample one after the other: neighbours of one key are a sample
             for key, group in groupby(members, key=lambda member: _split(member.name)[0]):
                 contents = {_split(member.name)[1]: _content(archive, member) for member in group}
                 shown.append(f"{path}, sample {key}")
@@ -223,6 +231,7 @@ def _row(contents: Mapping[str, bytes]) -> dict[str, Any]:
                 raise ValueError(f"{extension} is {content[:20]!r}, not {wanted}") from None
         else:
             row[extension] = content
+    # of several images it is not clear which one `image` would be
     images = [extension for extension in contents if f".{extension}" in IMAGE_SUFFIXES]
     if len(images) == 1:
         row.setdefault("image", row[images[0]])

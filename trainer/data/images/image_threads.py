@@ -43,6 +43,7 @@ def room_for(contents: Iterable[bytes]) -> Iterator[None]:
     """Wait until encoded images fit beside those that other threads decode; together they take IMAGE_BYTES at most."""
     size = sum(map(memory_of, contents))
     with _change:
+        # an image above the limit waits until no other is decoded, and then goes alone
         _change.wait_for(lambda: not _used[0] or _used[0] + size <= IMAGE_BYTES.most)
         _used[0] += size
     try:

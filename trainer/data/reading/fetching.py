@@ -72,6 +72,7 @@ def _kept(copy: LocalCopy) -> LocalCopy:
         raise ConfigError(f"the local copy {copy.path} of {copy.url} is gone; `onward resume` downloads it again")
     is_model = copy.path.suffix == ".onnx"
     found = _model(copy.url) if is_model else _several(copy.url)
+    # other content would train on other data than the steps before
     if found.key != copy.key:
         raise ConfigError(
             f"{redacted(copy.url)} changed since the run began, and its local copy {copy.path} is gone; put the former "
@@ -98,6 +99,7 @@ def _several(url: str) -> LocalCopy:
     files = list_files(url)
     fetched = download(files, download_cache(), redacted(url))
     key = key_of([file for file, _ in fetched])
+    # a directory with one file is still a directory
     is_one = len(fetched) == 1 and url.partition("?")[0].endswith("/" + fetched[0][0].name)
     path = fetched[0][1] if is_one else joined_directory(fetched, download_cache(), _name(url), links=True)
     return _copy(url, path, key, files)
@@ -117,6 +119,7 @@ def _model(url: str) -> LocalCopy:
         return _copy(url, path, file.key, [file])
     files = [file, *(file_beside(url, name) for name in names)]
     place = download_cache() / key_of(files) / _name(url)
+    # without a version the server does not say whether a file has changed: it is fetched again
     if not (place.is_dir() and all(each.version for each in files)):
         fetched = download(files, download_cache(), redacted(url))
         files = [each for each, _ in fetched]
@@ -132,5 +135,7 @@ def _copy(url: str, path: Path, key: str, files: list[RemoteFile]) -> LocalCopy:
 
 def _name(url: str) -> str:
     """Return the last part of a URL without wildcards, as the name of a directory."""
-    parts = [part for part in urlsplit(url.replace("?", "*")).path.split("/") if part and not set("*[") & set(part)]
-    return parts[-1] if parts else "files"
+    # "?" is a wildcard here, but would begin the query of a URL and end its path
+    path = urlsplit(url.replace("?", "*")).path
+    literal = [part for part in path.split("/") if not set("*[") & set(part)]
+    return next((part for part in reversed(literal) if part), "files")

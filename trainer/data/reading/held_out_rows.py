@@ -35,9 +35,12 @@ def held_out(file: str, index: Array, fraction: float) -> Array:
     share = round(fraction * (1 << RESOLUTION))
     if not share:
         return np.zeros(len(index), bool)
+    # row i is in group floor(i · fraction); a group is the rows between two steps of this function, ceil(g / fraction)
+    # onwards
     stretch = (index * share) >> RESOLUTION
     first = -(-(stretch << RESOLUTION) // share)
     size = -(-((stretch + 1) << RESOLUTION) // share) - first
+    # the row of each group depends on the file's name and the group alone, not on what follows
     pick = keyed_hash(stretch, hash_key("held out", file)) % size.astype(np.uint64)
     return np.asarray(index - first == pick.astype(np.int64))
 
@@ -70,7 +73,9 @@ def stratified(
         for name, rows in places.items():
             index = np.arange(seen[file, name], seen[file, name] + len(rows))
             seen[file, name] += len(rows)
+            # rows are numbered inside their class, and the hash has its name: each class is divided by itself
             held[rows] = held_out(f"{file}\0{name}", index, fraction)
+        # the label was read for the split alone
         if names is not None and label not in names:
             block = replace(block, cells={key: each for key, each in block.cells.items() if key != label})
         yield block, held
@@ -82,6 +87,7 @@ def _class_of(cell: Any) -> str:
         number = float(cell)
     except (TypeError, ValueError):
         return "" if cell is None else str(cell)
+    # NaN is a missing cell in a table of numbers, as "" is in one of texts
     return f"{number:.17g}" if number == number else ""
 
 

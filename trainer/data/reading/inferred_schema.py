@@ -17,6 +17,7 @@ def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
     schemas = [_infer_schema(data, number, max_rows) for number in range(len(data.mixture))]
     found = schemas[0]
     for number, other in enumerate(schemas[1:], start=1):
+        # rows of all sources are stored in the same columns
         if different := sorted(found.keys() ^ other.keys()):
             names = [data.mixture[0].source, data.mixture[number].source]
             raise DataError(f"{names[0]} and {names[1]} do not both have column {', '.join(different)}")
@@ -39,6 +40,7 @@ def _infer_schema(data: DataConfig, number: int, max_rows: int) -> dict[str, Col
                 column = infer(name, cells[: max_rows - rows])
                 found[name] = merge(found[name], column) if name in found else column
         rows += len(block.index)
+        # rows may be large images of numbers: bytes are a limit, too
         size += len(block.index) * sum(column.row_bytes for column in found.values())
         if rows >= max_rows or size >= SAMPLE_BYTES:
             break

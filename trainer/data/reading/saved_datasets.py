@@ -40,14 +40,21 @@ def saved_dataset(directory: Path) -> dict[str, Path]:
             "dataset.flatten_indices()"
         )
     entries = state["_data_files"]
-    if not (isinstance(entries, list) and all(isinstance(each, dict) and "filename" in each for each in entries)):
+    if not isinstance(entries, list) or not all(map(_names_a_file, entries)):
         raise DataError(f"{directory}/state.json does not list its files under _data_files, as `datasets` writes them")
     files = {str(entry["filename"]): directory / str(entry["filename"]) for entry in entries}
-    if absent := [name for name, path in files.items() if not path.is_file() or path.parent != directory]:
+    # a name with a folder in it would be a file of another dataset
+    inside = {name for name, path in files.items() if path.parent == directory}
+    present = {name for name in inside if files[name].is_file()}
+    if absent := [name for name in files if name not in present]:
         raise DataError(f"{directory}/state.json names files that are not there: {', '.join(absent)}")
     if not files:
         raise DataError(f"{directory} is a Hugging Face dataset without rows")
     return files
+
+
+def _names_a_file(entry: Any) -> bool:
+    return isinstance(entry, dict) and "filename" in entry
 
 
 def _read(path: Path) -> dict[str, Any]:

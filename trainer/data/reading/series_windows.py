@@ -65,7 +65,11 @@ def windowed(
     held_series = _held_series(series, window, fraction)
     cut = _cut(table, series, window, fraction)
     columns = {name: values for name, values in table.columns.items() if values.dtype.kind in "biuf"}
-    made = list(columns) if names is None else [n for n in columns if n in names or n + AHEAD in names]
+    made = list(columns)
+    if names is not None:
+        # the labels NAME_ahead are made of the column NAME
+        asked = {*names, *(name.removesuffix(AHEAD) for name in names)}
+        made = [name for name in columns if name in asked]
     span = window.length + window.horizon
     index = 0
     for name, rows in series.items():
@@ -73,9 +77,11 @@ def windowed(
         # position in the series of the first row that training must not see
         first_held = cut.get(name, len(rows))
         is_held = starts + window.length >= first_held
+        # a window whose horizon begins before the first held row and ends behind it belongs to neither side
         kept = is_held | (starts + span <= first_held)
         starts = starts[kept]
         is_held = is_held[kept] if name not in held_series else np.ones(kept.sum(), bool)
+        # views: windows that overlap are copied a block at a time
         views = {each: sliding_window_view(columns[each][rows], span) for each in made} if len(starts) else {}
         row_bytes = sum(view.shape[1] * view.itemsize for view in views.values())
         step = max(1, BLOCK_BYTES // max(row_bytes, 1))
@@ -111,11 +117,10 @@ def _read(blocks: Iterable[Block], window: WindowConfig) -> _Table:
         columns[name] = _column(cells)
         if len(columns[name]) != len(where):
             raise DataError(f"{file}: column {name!r} is not in every file")
-        texts = (
-            [row for row, cell in enumerate(columns[name]) if isinstance(cell, str)]
-            if columns[name].dtype == object
-            else []
-        )
+        texts: list[int] = []
+        if columns[name].dtype == object:
+            texts = [row for row, cell in enumerate(columns[name]) if isinstance(cell, str)]
+        # a few texts are errors in a column of numbers; mostly texts are another column, such as the names of series
         if 0 < len(texts) < len(where) / 2:
             cell = columns[name][texts[0]]
             raise DataError(f"{where[texts[0]]}: {name} is {cell[:40]!r}, not a number; a time series needs each value")
@@ -135,6 +140,7 @@ def _column(parts: list[Any]) -> Array:
     if found is not None and found.ndim == 1:
         return found
     column = np.empty(sum(map(len, parts)), object)
+    # filled, because numpy would make further axes of cells that are lists
     column[:] = [cell for part in parts for cell in part]
     return column
 
@@ -146,11 +152,13 @@ def _series(table: _Table, window: WindowConfig) -> dict[str, Array]:
     else:
         series = {}
         for row, name in enumerate(table.columns[window.by].tolist()):
+            # series may be interleaved in the file: each keeps its rows in their order
             series.setdefault(str(name), []).append(row)  # type: ignore[arg-type, attr-defined]
         series = {name: np.array(rows) for name, rows in series.items()}
     if window.time:
         times = _times(table, window.time)
         for name, rows in series.items():
+            # also equal times: a row that is there twice would be two steps
             wrong = np.flatnonzero(np.diff(times[rows]) <= 0)
             if wrong.size:
                 row = rows[wrong[0] + 1]
@@ -184,6 +192,7 @@ def _held_series(series: Mapping[str, Array], window: WindowConfig, fraction: fl
             f"data.table.window.split is 'series', but there is {len(series)} series (by {window.by!r}); set by, or "
             "split = 'time'"
         )
+    # at least one series on either side
     count = min(len(series) - 1, max(1, round(fraction * len(series))))
     return set(sorted(series, key=lambda name: (hash_key("held out", name), name))[:count])
 
@@ -195,5 +204,6 @@ def _cut(table: _Table, series: Mapping[str, Array], window: WindowConfig, fract
     if not window.time:
         return {name: round((1 - fraction) * len(rows)) for name, rows in series.items()}
     times = _times(table, window.time)
+    # one moment for all series, so that training sees nothing of the time that is held out
     moment = np.sort(times)[min(len(times) - 1, round((1 - fraction) * len(times)))]
     return {name: int(np.searchsorted(times[rows], moment)) for name, rows in series.items()}

@@ -88,6 +88,7 @@ def kinds_found(files: Mapping[str, Path]) -> str:
     counts = Counter(path.suffix.lower() for path in files.values())
     by_suffix = {suffix: kind for kind in KINDS for suffix in kind.suffixes}
     order = {suffix: at for at, suffix in enumerate(by_suffix)}
+    # kinds that are known first, then the most frequent, then the order of the table
     ranked = sorted(counts, key=lambda suffix: (suffix not in order, -counts[suffix], order.get(suffix, 0)))
     texts = []
     for suffix in ranked[:MOST_NAMED]:

@@ -71,6 +71,7 @@ def locate(source: str, data: DataConfig) -> Source:
         _refuse_root(source, path)
         found = {name: path / name for name in _walk(path, "*", set())}
     else:
+        # a glob begins at its last folder without a wildcard
         base = folder_of(source)
         pattern = str(path.relative_to(base))
         if "**" in pattern:
@@ -100,9 +101,12 @@ def _walk(directory: Path, pattern: str, pruned: set[str]) -> list[str]:
     """Return the sorted relative names of matching files, without hidden ones and pruned directories."""
     names = []
     for folder, folders, files in os.walk(directory):
-        folders[:] = [name for name in folders if name not in pruned and not name.startswith(".")]
+        visible = [name for name in folders if not name.startswith(".")]
+        # os.walk enters only the folders that are left in its own list
+        folders[:] = [name for name in visible if name not in pruned]
         inside = Path(folder).relative_to(directory)
-        names += [str(inside / name) for name in files if fnmatch(name, pattern) and not name.startswith(".")]
+        visible = [name for name in files if not name.startswith(".")]
+        names += [str(inside / name) for name in visible if fnmatch(name, pattern)]
         if len(names) > SOURCE_FILES.most:
             break
     return sorted(names)
@@ -123,22 +127,28 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
     formats = {name: by_suffix.get(_suffix(path), "text") for name, path in found.items() if path.is_file()}
     if data.format != "auto":
         wanted: str = data.format
-        # of a directory or a glob, only files of this format are read
-        if len(formats) > 1 or FORMATS[wanted].path_column:
-            formats = {name: kind for name, kind in formats.items() if kind == wanted or wanted == "text"}
+        # of a directory or a glob, only files of this format are read; any file can be read as text
+        is_several = len(formats) > 1 or FORMATS[wanted].path_column
+        if is_several and wanted != "text":
+            formats = {name: of_file for name, of_file in formats.items() if of_file == wanted}
     else:
-        known = Counter(kind for kind in formats.values() if kind != "text")
+        known = Counter(of_file for of_file in formats.values() if of_file != "text")
         # a choice would silently leave out files
         if len(known) > 1:
-            counts = ", ".join(f"{count} {kind}" for kind, count in known.most_common())
+            counts = ", ".join(f"{count} {of_file}" for of_file, count in known.most_common())
             raise DataError(f"{source} holds files of several formats ({counts}); set data.format")
+        # files that no format claims are text
         wanted = "text" if not known else next(iter(known))
-        formats = {name: kind for name, kind in formats.items() if kind == wanted}
+        formats = {name: of_file for name, of_file in formats.items() if of_file == wanted}
     names = sorted(formats)
-    if wanted == "text" and not (names and len(found) == 1 and (data.format == "text" or names[0].endswith(".txt"))):
-        matching = [name for name in names if fnmatch(Path(name).name, data.text_files)]
+    texts = [name for name in names if name.endswith(".txt")]
+    # a single file is read whatever its name, once its format is certain; of several, data.text_files chooses
+    is_text_file = len(found) == 1 and (data.format == "text" or bool(texts))
+    if wanted == "text" and not is_text_file:
+        names = [name for name in names if fnmatch(Path(name).name, data.text_files)]
         # data.text_files is by default for code; texts to tokenize usually end in .txt
-        names = matching or [name for name in names if data.text and name.endswith(".txt")]
+        if not names and data.text:
+            names = texts
     if not names:
         raise DataError(_nothing_to_read(source, found, wanted, data))
     files = tuple((name, found[name]) for name in names)
@@ -214,7 +224,8 @@ def read(data: DataConfig, names: Sequence[str] | None, text: Collection[str] = 
 def _check_image_classes(data: DataConfig) -> None:
     """Raise DataError if images to evaluate on are in folders of classes that no source to train on has."""
     located = [locate(each.source, data) for each in data.mixture]
-    training = [file for source in located if source.data_format.path_column for file in source.files]
+    of_images = [source for source in located if source.data_format.path_column]
+    training = [file for source in of_images for file in source.files]
     for key in ("evaluation_source", "test_source"):
         name = getattr(data, key)
         if training and name and (held_out := locate(name, data)).data_format.path_column:
@@ -230,10 +241,13 @@ def _divided(source: Source, request: Request) -> Iterator[tuple[Block, Array]]:
         blocks = _blocks(source, replace(request, names=source_columns(names, window)))
         yield from windowed((block for _, block in blocks), window, names, fraction)
     elif data.split == "stratified" and isinstance(data.label, str):
+        # the label decides the split, also if it is not asked for
         read = names if names is None or data.label in names else [*names, data.label]
         yield from stratified(_blocks(source, replace(request, names=read)), data.label, fraction, names)
+    # a file of text is held out as a whole: windows of one file on both sides would share their text
     elif source.format == "text" and _text_unit(data) in ("", "file"):
         chosen = held_out_files([name for name, _ in source.files], fraction)
+        # all files to train on come first, because texts are packed across files
         for held in (False, True):
             files = tuple(file for file in source.files if (file[0] in chosen) == held)
             for _, block in _blocks(Source("text", files), request):

@@ -37,6 +37,8 @@ class AllowedFiles:
     def refusal(self, path: Path) -> str:
         """Return where a file is that must not be read, and what to do; "" if it may be read."""
         folder, name = os.path.split(path)
+        # following all links of a path takes a system call for each of its parts: a folder is followed once, its files
+        # are only looked at
         if folder not in self._known:
             self._known[folder] = os.path.realpath(folder)
         real = f"{self._known[folder].rstrip(os.sep)}{os.sep}{name}"
@@ -44,6 +46,7 @@ class AllowedFiles:
         is_own = name not in ("", ".", "..") and any(_is_below(real, each) for each in self._downloaded)
         if not is_own and (name in ("", ".", "..") or Path(real).is_symlink()):
             real = os.path.realpath(real)
+        # real paths on either side, so that no link leads out
         if any(_is_below(real, each) for each in self._folders):
             return ""
         inside = ", ".join(self._folders)
@@ -71,7 +74,10 @@ def folder_of(source: str) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
-    return next(parent for parent in path.parents if path.is_file() or not set("*?[") & set(str(parent)))
+    # a file may have these characters in its name, too
+    if path.is_file():
+        return path.parent
+    return next(parent for parent in path.parents if not set("*?[") & set(str(parent)))
 
 
 def named_path(cell: Any) -> str:

@@ -16,7 +16,7 @@ import math
 import operator
 from collections.abc import Sequence
 
-from onward.trainer.data.schema.label_axes import remedy, rows_problem
+from onward.trainer.data.schema.label_axes import num_elements, remedy, rows_problem
 from onward.trainer.errors import ConfigError
 from onward.trainer.quantities import shown_shape
 
@@ -32,7 +32,7 @@ def find_class_axis(
     of the output in the file. given: `loss.class_axis`. name: of the output, for messages. Raises ConfigError if no
     axis fits, or several do.
     """
-    found = _fitting(output, labels)
+    axes = _fitting(output, labels)
     what = f"output {name!r} is {shown_shape(output)} and the labels are {shown_shape(labels)}"
     if not _positions_agree(output, labels):
         raise ConfigError(f"the loss cannot be computed: {what}: {rows_problem(output, labels)}")
@@ -42,32 +42,35 @@ def find_class_axis(
                 f"loss.class_axis {given} is not an axis of output {name!r}, which is {shown_shape(output)}"
             )
         axis = given % len(output)
-        if axis in found or (len(output) < 3 and axis == len(output) - 1) or _fits(output, labels, axis):
+        # an axis that is set may fit less closely than others: the user has decided
+        if axis in axes or _fits(output, labels, axis):
             return axis
         raise ConfigError(f"the loss cannot be computed: {what}, which do not go with loss.class_axis {given}")
-    if len(found) > 1 and declared is not None and len(declared) == len(output):
-        fixed = [axis for axis in found if declared[axis] is not None]
-        found = fixed if len(fixed) == 1 else found
-    if len(found) > 1:
+    if len(axes) > 1 and declared is not None and len(declared) == len(output):
+        # the number of classes is fixed by weights, lengths and sizes often are not
+        fixed = [axis for axis in axes if declared[axis] is not None]
+        axes = fixed if len(fixed) == 1 else axes
+    if len(axes) > 1:
         raise ConfigError(
-            f"{what}: the classes may be on axis {', '.join(map(str, found[:-1]))} or {found[-1]}; say which: "
-            + " or ".join(f"loss.class_axis = {axis}" for axis in found)
+            f"{what}: the classes may be on axis {', '.join(map(str, axes[:-1]))} or {axes[-1]}; say which: "
+            + " or ".join(f"loss.class_axis = {axis}" for axis in axes)
         )
-    if not found:
+    if not axes:
         if output[:1] != labels[:1] and None not in (*output[:1], *labels[:1]):
             raise ConfigError(f"the loss cannot be computed: {what}: {rows_problem(output, labels)}")
         raise ConfigError(
             f"the loss cannot be computed: {what}, whose shape is not that of the output without one axis; "
             f"{_advice(output, labels)}"
         )
-    return found[0]
+    return axes[0]
 
 
 def _advice(output: Dims, labels: Dims) -> str:
     """Return what to do with labels that fit no axis: transpose them, where that makes them fit."""
+    # from the last axis on, where classes usually are
     for axis in range(len(output) - 1, 0, -1):
-        if found := remedy(_without(output, axis)[1:], labels[1:]):
-            return found
+        if advice := remedy(_without(output, axis)[1:], labels[1:]):
+            return advice
     return "name another column (data.label) or another output (model.output)"
 
 
@@ -76,7 +79,7 @@ def _positions_agree(output: Dims, labels: Dims) -> bool:
     rows = output[:-1]
     if len(output) > 2 or None in rows or None in labels:
         return True
-    return math.prod(dim or 0 for dim in rows) == math.prod(dim or 0 for dim in labels)
+    return num_elements(rows) == num_elements(labels)
 
 
 def _fitting(output: Dims, labels: Dims) -> list[int]:
@@ -84,13 +87,12 @@ def _fitting(output: Dims, labels: Dims) -> list[int]:
     if len(output) < 3:
         return [len(output) - 1]
     axes = range(1, len(output))
-    exact = [axis for axis in axes if same_lengths(_without(output, axis), labels)]
+    if exact := [axis for axis in axes if same_lengths(_without(output, axis), labels)]:
+        return exact
     # labels with an axis of one in place of the classes, such as masks [B, 1, H, W]
-    return (
-        exact
-        or [axis for axis in axes if same_lengths((*output[:axis], 1, *output[axis + 1 :]), labels)]
-        or [axis for axis in axes if _fits(output, labels, axis)]
-    )
+    if kept := [axis for axis in axes if same_lengths((*output[:axis], 1, *output[axis + 1 :]), labels)]:
+        return kept
+    return [axis for axis in axes if _fits(output, labels, axis)]
 
 
 def _fits(output: Dims, labels: Dims, axis: int) -> bool:
@@ -98,14 +100,26 @@ def _fits(output: Dims, labels: Dims, axis: int) -> bool:
     rest = _without(output, axis)
     if same_lengths(rest, labels):
         return True
+    # lengths that are not known may be products of each other
     if None in rest or None in labels:
         return len(labels) < len(rest)
-    squeezed, own = ([dim or 0 for dim in dims if dim != 1] for dims in (rest, labels))
-    if math.prod(squeezed) != math.prod(own):
+    squeezed = _squeezed(rest)
+    squeezed_labels = _squeezed(labels)
+    if math.prod(squeezed) != math.prod(squeezed_labels):
         return False
-    # [7, 6] may be [42], and [7, 6, 3] may be [42, 3], but not [21, 6], whose axes would not be neighbours
-    ends = (set(itertools.accumulate(dims, operator.mul)) for dims in (own, squeezed))
-    return squeezed == own or (len(own) < len(squeezed) and operator.le(*ends))
+    if squeezed == squeezed_labels:
+        return True
+    # [7, 6] may be [42], and [7, 6, 3] may be [42, 3], but not [21, 6], whose axes would not be neighbours:
+    # the running products of merged axes are among those of the axes that they are merged from
+    products = set(itertools.accumulate(squeezed, operator.mul))
+    label_products = set(itertools.accumulate(squeezed_labels, operator.mul))
+    return len(squeezed_labels) < len(squeezed) and label_products <= products
+
+
+def _squeezed(dims: Dims) -> list[int]:
+    """Return the lengths of a shape that are not 1."""
+    lengths = [dim or 0 for dim in dims]
+    return [length for length in lengths if length != 1]
 
 
 def _without(dims: Dims, axis: int) -> Dims:
@@ -114,4 +128,6 @@ def _without(dims: Dims, axis: int) -> Dims:
 
 def same_lengths(one: Sequence[int | None], other: Sequence[int | None]) -> bool:
     """Return whether two shapes may be the same, None being any length."""
-    return len(one) == len(other) and all(None in pair or pair[0] == pair[1] for pair in zip(one, other, strict=True))
+    if len(one) != len(other):
+        return False
+    return all(None in pair or pair[0] == pair[1] for pair in zip(one, other, strict=True))

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block, Column, Values, select
+from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block, Column, Values, rows_at, select
 
 MAX_ROWS = 4096
 """Rows that are computed in one call, at most."""
@@ -96,7 +96,9 @@ class RowDivider(ABC):
 
 def divider_of(computers: Sequence[object]) -> RowDivider | None:
     """Return the computer that divides rows, or None."""
-    return next((each for each in computers if isinstance(each, RowDivider) and each.window_column), None)
+    dividers = [computer for computer in computers if isinstance(computer, RowDivider)]
+    # without a column of windows each row stays one
+    return next((divider for divider in dividers if divider.window_column), None)
 
 
 def packer_of(computers: Sequence[object]) -> RowPacker | None:
@@ -107,7 +109,9 @@ def packer_of(computers: Sequence[object]) -> RowPacker | None:
 def stored_of(computers: Sequence[ColumnComputer]) -> tuple[Column, ...]:
     """Return the columns that are stored of the results."""
     packer = packer_of(computers)
-    return packer.packed_columns if packer else tuple(column for each in computers for column in each.columns)
+    if packer:
+        return packer.packed_columns
+    return tuple(column for computer in computers for column in computer.columns)
 
 
 def computed_chunks(
@@ -132,20 +136,25 @@ def computed_chunks(
         return
     describe_all(computers, rows)
     row_bytes = sum(column.row_bytes for each in computers for column in each.columns)
+    # results may be far larger than what they are computed from
     step = max(1, min(MAX_ROWS, BLOCK_BYTES // max(row_bytes, 1)))
     for first in range(0, len(held), step):
         part = rows_between(rows, first, first + step)
         places = np.arange(first, min(first + step, len(held)))
         for each in computers:
             results, failed = each.compute(part, len(places))
+            # the index of the row in its file, by which it is reported
             bad |= {int(index[places[at]]): why for at, why in failed.items()}
             of_row = np.arange(len(places))
             if isinstance(each, RowDivider) and each.window_column:
+                # each window with number 0 begins the next row
                 of_row = np.cumsum(np.asarray(results[each.window_column]) == 0) - 1
-                part = {name: taken(values, of_row) for name, values in part.items()}
+                part = {name: rows_at(values, of_row) for name, values in part.items()}
+            # `failed` numbers rows before they were divided
             fine = np.array([at not in failed for at in of_row.tolist()], bool)
             part = select({**part, **results}, fine)
             places = places[of_row][fine]
+            # no row is left for the computers that follow
             if not len(places):
                 break
         else:
@@ -164,14 +173,10 @@ def describe_all(computers: Sequence[ColumnComputer], rows: Mapping[str, Values]
             return
         count = len(next(iter(part.values())))
         results, failed = each.compute(part, count)
+        # the next computer is described by rows that those before have accepted
         part = select({**part, **results}, np.array([at not in failed for at in range(count)], bool))
         if not len(next(iter(part.values()))):
             return
-
-
-def taken(values: Values, rows: Array) -> Values:
-    """Return the rows with these numbers, int64 [m], of which one may occur several times."""
-    return [values[row] for row in rows] if isinstance(values, list) else values[rows]
 
 
 def rows_between(values: Mapping[str, Values], start: int, stop: int) -> dict[str, Values]:

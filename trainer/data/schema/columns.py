@@ -139,6 +139,7 @@ def fit(cells: Cells, column: Column, block: Block | None = None) -> tuple[Value
     refused as well. Text is read exactly as it is. Of a column of bytes a cell may be the path of a file, relative to
     that of its `block`.
     """
+    # missing cells are taken out before the conversion, which would report them
     if column.gaps:
         return _fit_gaps(cells, column)
     if column.dtype == TEXT:
@@ -166,7 +167,9 @@ def _fit_gaps(cells: Cells, column: Column) -> tuple[Values, dict[int, str]]:
         missing = np.isnan(cells)
         values, bad = fit(np.where(missing, 0.0, cells), plain)
     else:
+        # NaN is the only value that differs from itself
         missing = np.array([cell is None or cell != cell for cell in cells], bool)
+        # any number will do in place of a gap, which becomes NaN below
         there = [0.0 if gap else cell for cell, gap in zip(cells, missing, strict=True)]
         values, bad = fit(there, plain)
     array = np.asarray(values)
@@ -245,6 +248,7 @@ def _fit_bytes(cells: Cells, block: Block | None) -> tuple[Array, dict[int, str]
     folder = Path(block.file).parent if block else Path()
     allowed = block.allowed_files if block else AllowedFiles([folder])
     for at, cell in enumerate(cells):
+        # content counts before the path, which may be one of another machine
         given = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
         if name := named_path(cell):
             try:
@@ -279,8 +283,10 @@ def _fit_variable(cells: Cells, column: Column) -> tuple[list[Array], dict[int, 
             # a placeholder, so that the following cells keep their positions
             array = np.zeros(1, column.dtype)
         rows.append(array)
+    # all rows are converted in one call, and divided again afterwards
     lengths = [len(row) for row in rows]
     flat, wrong = _cast(np.concatenate(rows), column.dtype)
+    # the row that each value of the flat array belongs to
     for at in np.unique(np.repeat(np.arange(len(rows)), lengths)[wrong]).tolist():
         bad.setdefault(at, _why(cells[at], column.dtype))
     return np.split(flat, np.cumsum(lengths)[:-1]), bad
@@ -292,6 +298,7 @@ def _cast(array: Array, dtype: str) -> tuple[Array, Array]:
     with np.errstate(all="ignore"):
         values = array.astype(target, copy=False)
         if target.kind == "f":
+            # also values that are finite in the source, and too large for the target
             wrong = ~np.isfinite(values)
         elif array.dtype == target or np.can_cast(array.dtype, target):
             return values, np.zeros(len(array), bool)
@@ -312,6 +319,7 @@ def _why(cell: Any, dtype: str, shape: tuple[int, ...] | None = None) -> str:
         return "is missing" if cell is None or array is not None else "is not a list of numbers of one shape"
     if shape is not None and array.shape[1:] != shape:
         return f"has shape {list(array.shape[1:])}, not " + ("a list" if shape == (-1,) else f"{list(shape)}")
+    # the first value that does not fit is named
     wrong = next(value for value in array.flat if _cast(np.asarray([value]), dtype)[1][0])
     if not np.isfinite(wrong):
         return f"holds {wrong}"
@@ -332,6 +340,7 @@ def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values
         values[column.name], wrong = fit(given, column, block) if len(block.index) else ([], {})
         for at, why in wrong.items():
             good[at] = False
+            # the first reason of a row is kept
             bad.setdefault(int(block.index[at]), f"{column.name} {why}")
     return values, good, bad
 
@@ -357,6 +366,11 @@ def select(values: Mapping[str, Values], chosen: Array) -> dict[str, Values]:
     if chosen.all():
         return dict(values)
     where = np.flatnonzero(chosen)
-    return {
-        name: [rows[at] for at in where] if isinstance(rows, list) else rows[where] for name, rows in values.items()
-    }
+    return {name: rows_at(rows, where) for name, rows in values.items()}
+
+
+def rows_at(rows: Values, where: Array) -> Values:
+    """Return the rows at positions, int64 [m], of which one may occur several times."""
+    if isinstance(rows, list):
+        return [rows[at] for at in where]
+    return rows[where]

@@ -22,13 +22,16 @@ def infer(name: str, cells: Cells) -> Column:
     # cells of mixed kinds or lengths, one by one
     there = [cell for cell in cells if cell is not None]
     rows = [row[0] for cell in there if (row := numbers([cell])) is not None]
+    # a column of text may have cells that look like numbers
     if not rows or len(rows) * 2 < len(there):
         encoded = sum(map(_is_encoded, cells))
         return Column(name=name, dtype=BYTES if encoded * 2 > len(cells) else TEXT)
     shapes = Counter(row.shape for row in rows)
     # an empty list says nothing of the type
-    flat = np.concatenate([row.ravel() for row in rows if row.size] or rows[:1])
+    filled = [row.ravel() for row in rows if row.size]
+    flat = np.concatenate(filled or rows[:1])
     varies = len(shapes) > 1 and all(len(shape) == 1 for shape in shapes)
+    # of lists the longest; else the usual shape, so that the others are bad cells
     shape = max(shapes) if varies else shapes.most_common(1)[0][0]
     return Column(name=name, dtype=_type(flat, gaps=True), shape=shape, variable=varies, extremes=extremes(flat))
 
@@ -41,7 +44,8 @@ def _type(array: Array, *, gaps: bool = False) -> str:
     """Return the type. Whole numbers with missing ones between them are integers, which tables store as floats."""
     if array.dtype.kind == "f":
         finite = array[np.isfinite(array)]
-        if (gaps or finite.size < array.size) and finite.size and (finite == np.floor(finite)).all():
+        has_gaps = gaps or finite.size < array.size
+        if has_gaps and finite.size and (finite == np.floor(finite)).all():
             return "int64"
     return array.dtype.name
 
@@ -72,6 +76,7 @@ def extremes(values: Values) -> tuple[int | float, ...]:
             ends = 2
             found |= {inner.min().item(), inner.max().item()} if inner.size else set()
     ordered = sorted(found)
+    # distinct values in order, the outer ones on either side
     return tuple(ordered if len(ordered) <= 2 * ends else (*ordered[:ends], *ordered[-ends:]))
 
 
@@ -87,6 +92,7 @@ def _parts(values: Values) -> Iterator[Array]:
         if each.size >= PART_VALUES:
             yield from _parts(each)
             continue
+        # many short rows are looked at in one array: a call for each would take longer than the look
         joined.append(each.ravel())
         size += each.size
         if size >= PART_VALUES:
@@ -100,13 +106,16 @@ def _parts(values: Values) -> Iterator[Array]:
 def merge(one: Column, other: Column) -> Column:
     """Describe the rows of two columns as one. If either holds numbers, text counts as bad cells of it."""
     if not (one.holds_numbers and other.holds_numbers):
+        # numbers win over text or bytes, and bytes over text
         return other if one.dtype == TEXT or other.holds_numbers else one
     # a later block may hold larger numbers or floats
     if (0,) in (one.shape, other.shape):  # rows that are all empty say nothing of the type
         dtype = np.dtype(other.dtype if one.shape == (0,) else one.dtype)
     else:
         dtype = np.promote_types(one.dtype, other.dtype)
-    varies = one.variable or other.variable or (one.shape != other.shape and len(one.shape) == len(other.shape) == 1)
+    are_lists = len(one.shape) == len(other.shape) == 1
+    lengths_differ = are_lists and one.shape != other.shape
+    varies = one.variable or other.variable or lengths_differ
     return Column(
         name=one.name,
         dtype=dtype.name,
@@ -130,18 +139,21 @@ def stored_column(column: Column, kind: ColumnType | None, *, ragged: bool) -> C
     ragged: rows of the source are lists, so
     that later rows may be longer than those seen, which is allowed where the reader does not fix the length.
     """
+    # without a reader, such as for columns that are only looked at, nothing is converted
     if kind is None:
         return column.model_copy(update={"extremes": ()})
     if kind.dtype in (TEXT, WORDS, BYTES):
         return Column(name=column.name, dtype=kind.dtype, gaps=kind.gaps)
+    # NaN marks a missing number, so that the type is the reader's, which has one
     if kind.gaps:
         return Column(name=column.name, dtype=kind.dtype, shape=column.shape, gaps=True)
     shape = column.shape
     variable = column.variable
+    takes_any_length = kind.shape is None or None in kind.shape
     if kind.shape is not None and None not in kind.shape and variable:
         shape = tuple(dim for dim in kind.shape if dim is not None)
         variable = False
-    elif ragged and len(shape) == 1 and (kind.shape is None or None in kind.shape):
+    elif ragged and len(shape) == 1 and takes_any_length:
         variable = True
     source = np.dtype(column.dtype)
     target = np.dtype(kind.dtype)

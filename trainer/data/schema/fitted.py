@@ -102,7 +102,9 @@ class LabelledRows(Protocol):
     def columns(self) -> Schema: ...
     @property
     def fitted(self) -> Mapping[str, Fitted]: ...
-    def read(self, rows: Array) -> dict[str, Values]: ...
+    def read(self, rows: Array) -> dict[str, Values]:
+        """Return rows by number, int64 [n]: column -> array [n, *shape], or a list of n arrays."""
+        ...
 
 
 class FittedComputer(ABC):
@@ -137,7 +139,11 @@ class FittedComputer(ABC):
 
 def unfitted(computers: Sequence[object]) -> list[FittedComputer]:
     """Return the computers that have to see the data before they compute."""
-    return [each for each in computers if isinstance(each, FittedComputer) and not each.is_fitted]
+    return [computer for computer in _fitted_computers(computers) if not computer.is_fitted]
+
+
+def _fitted_computers(computers: Sequence[object]) -> list[FittedComputer]:
+    return [computer for computer in computers if isinstance(computer, FittedComputer)]
 
 
 def columns_to_fit(computers: Sequence[object], stored: Sequence[Column], *, skips_rows: bool) -> list[Column]:
@@ -145,10 +151,15 @@ def columns_to_fit(computers: Sequence[object], stored: Sequence[Column], *, ski
 
     skips_rows: rows that cannot be read are left out, so that the other columns say which rows are stored.
     """
-    needed = {name for each in unfitted(computers) for name in each.reads}
-    # encoded content is large, and decoded much later
-    others = needed and skips_rows
-    return [column for column in stored if column.name in needed or (others and column.dtype != BYTES)]
+    needed = {name for computer in unfitted(computers) for name in computer.reads}
+    reads_others = bool(needed) and skips_rows
+    columns = []
+    for column in stored:
+        # encoded content is large, and decoded much later
+        is_other = reads_others and column.dtype != BYTES
+        if is_other or column.name in needed:
+            columns.append(column)
+    return columns
 
 
 def fit_computers(
@@ -160,11 +171,12 @@ def fit_computers(
     """
     waiting = unfitted(computers)
     names = {column.name for column in columns}
-    # rows that those refuse are not stored, and so must not be fitted to
-    ready = [each for each in computers if isinstance(each, FittedComputer) and each not in waiting]
-    ready = [each for each in ready if each.reads.keys() <= names]
+    # rows that these refuse are not stored, and so must not be fitted to
+    ready = [computer for computer in _fitted_computers(computers) if computer not in waiting]
+    ready = [computer for computer in ready if computer.reads.keys() <= names]
     for block, held_out in in_parts(blocks, columns):
         values, good, _ = fit_block(block, columns)
+        # a row that a computer leaves out is not stored, and must not count
         good &= complete_rows(waiting, values, len(good))
         rows = select(values, good)
         training = ~held_out[good]
@@ -183,7 +195,7 @@ def fit_computers(
 def complete_rows(computers: Sequence[object], values: Mapping[str, Values], count: int) -> Array:
     """Return which of `count` rows are not left out by a computer's `leaves_out`: bool [n]."""
     complete = np.ones(count, bool)
-    for name in (name for each in computers if isinstance(each, FittedComputer) for name in each.leaves_out):
+    for name in (name for computer in _fitted_computers(computers) for name in computer.leaves_out):
         array = np.asarray(values[name])
         missing = array == "" if array.dtype == object else np.isnan(array)
         complete &= ~missing.reshape(count, -1).any(axis=1) if count else complete

@@ -49,6 +49,7 @@ def label_shape(loss: LossConfig, output: Dims) -> Dims | None:
     if loss.class_axis is not None and -len(output) < loss.class_axis < len(output):
         axis = loss.class_axis % len(output)
         return (*output[:axis], *output[axis + 1 :]) if axis else None
+    # classes are last in [rows, C] and [rows, L, C]; images may have them on axis 1
     return output[:-1] if len(output) < 4 else None
 
 
@@ -56,13 +57,21 @@ def fits(output: Dims, labels: Dims) -> bool:
     """Return whether two shapes are the same but for axes of length 1. None, a length that is not known, fits any."""
     if output == labels:
         return True
+    # an axis of length 1 may be absent on the other side; one of unknown length may be 1
     if output and output[0] in (1, None) and fits(output[1:], labels):
         return True
     if labels and labels[0] in (1, None) and fits(output, labels[1:]):
         return True
-    if not output or not labels or (output[0] != labels[0] and None not in (output[0], labels[0])):
+    if not output or not labels:
+        return False
+    if output[0] != labels[0] and None not in (output[0], labels[0]):
         return False
     return fits(output[1:], labels[1:])
+
+
+def num_elements(dims: Dims) -> int:
+    """Return the product of the lengths of a shape; 0 if one of them is not known."""
+    return math.prod(dim or 0 for dim in dims)
 
 
 def remedy(wanted: Dims, labels: Dims, column: str = "labels") -> str:
@@ -75,10 +84,9 @@ def remedy(wanted: Dims, labels: Dims, column: str = "labels") -> str:
         line = f"numpy.transpose({column}, {first})"
         line += f" or {' or '.join(others)}, whichever puts each axis where the output has it" if others else ""
         return f"their axes are in another order: store them as {line}"
-    lengths, own = ([dim for dim in dims if dim is not None] for dims in (wanted, labels))
-    is_known = len(lengths) == len(wanted) and len(own) == len(labels)
-    if is_known and math.prod(lengths) == math.prod(own):
-        shape = ", ".join(map(str, (-1, *lengths)))
+    is_known = None not in wanted and None not in labels
+    if is_known and num_elements(wanted) == num_elements(labels):
+        shape = ", ".join(map(str, (-1, *wanted)))
         return (
             "they are as many numbers, but nothing says in which order: store them as "
             f"numpy.reshape({column}, ({shape})) if it is that of the output"
@@ -91,6 +99,7 @@ def _orders(wanted: Dims, labels: Dims) -> list[tuple[int, ...]]:
     if not 1 < len(labels) <= MOST_AXES:
         return []
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    # the simplest transpose is probably the one that is meant
     for order in sorted(itertools.permutations(range(len(labels))), key=_exchanges):
         if fits(wanted, tuple(labels[axis] for axis in order)):
             # where axes of length 1 go makes no difference
@@ -99,6 +108,7 @@ def _orders(wanted: Dims, labels: Dims) -> list[tuple[int, ...]]:
 
 
 def _exchanges(order: Sequence[int]) -> int:
+    # the inversions of a permutation: how many neighbours are to be exchanged
     return sum(one > other for one, other in itertools.combinations(order, 2))
 
 
@@ -137,12 +147,17 @@ def check_elements(loss: LossConfig, output: Dims, labels: Dims, *, name: str) -
 def rows_problem(output: Dims, labels: Dims) -> str:
     """Return why the first axis of an output is not that of the rows of a batch, as a clause."""
     rows, batch = (dims[0] if dims else 1 for dims in (output, labels))
-    if len(output) > 1 and len(labels) > 1 and output[1] == batch and fits(_exchanged(output), labels):
+    may_be_exchanged = min(len(output), len(labels)) > 1 and output[1] == batch
+    if may_be_exchanged and fits(_exchanged(output), labels):
         return (
             f"the {batch} rows of the batch are on axis 1 of the output; let the model end with a Transpose that puts "
             "them first, or name another tensor in model.output"
         )
-    each = f", {rows // batch} for each sample" if rows and batch and rows > batch and not rows % batch else ""
+    each = ""
+    if rows and batch:
+        quotient, remainder = divmod(rows, batch)
+        if quotient > 1 and not remainder:
+            each = f", {quotient} for each sample"
     return (
         f"the output has {rows} rows for a batch of {batch}{each}, and row i of the output must be that of sample i. A "
         "length that the file fixes, such as in a Reshape to [-1, ...], may not be that of the data: feed samples of "
@@ -184,7 +199,10 @@ def _has_boxes(sample: Dims) -> bool:
     lengths = [dim for dim in sample if dim != 1]
     if None in lengths[-1:]:
         return True
-    return lengths[-1:] == [4] or (len(lengths) == 1 and (lengths[0] or 0) % 4 == 0)
+    # a list of boxes may be flat: 4 numbers after each other for each
+    if len(lengths) == 1:
+        return (lengths[0] or 0) % 4 == 0
+    return lengths[-1:] == [4]
 
 
 def _unpaired(output: Dims, wanted: Dims, labels: Dims) -> str:

@@ -21,7 +21,7 @@ def hash_key(*parts: object) -> np.uint64:
 
 
 def keyed_hash(values: Array, key: np.uint64) -> Array:
-    """Hash each uint64 under a key: the finaliser of splitmix64 (Steele et al. 2014), modulo 2^64."""
+    """Hash each uint64 [...] under a key: the finaliser of splitmix64 (Steele et al. 2014), modulo 2^64."""
     x = values.astype(np.uint64) ^ key
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -43,6 +43,7 @@ def permutation(positions: Array, size: int, *, seed: int, epoch: int | str) -> 
     half_bits = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
     keys = [hash_key("permutation", seed, epoch, number) for number in range(NUM_ROUNDS)]
     result = _feistel(positions.astype(np.uint64), half_bits, keys)
+    # a cycle of the network that leaves 0..size-1 comes back, because the position it began at is inside
     while (outside := np.flatnonzero(result >= size)).size:
         result[outside] = _feistel(result[outside], half_bits, keys)
     return result.astype(np.int64)

@@ -90,13 +90,16 @@ def read_training_signature(model: ModelConfig) -> Signature:
     signature = _signature(proto, model.path)
     read = [signature.output(name) for name in model.outputs]
     trainable = all(output is None or output.dtype in FLOAT_NAMES for output in read)
-    settings = model.num_classes or model.untie or model.bind or model.batch_axes
-    if not trainable or settings or trains_subgraph(proto, model):
+    changes_weights = bool(model.num_classes or model.untie)
+    changes_inputs = bool(model.bind or model.batch_axes)
+    needs_surgery = not trainable or changes_weights or changes_inputs
+    if needs_surgery or trains_subgraph(proto, model):
         # the seed only decides the values of a new head, which a signature does not contain
         apply_surgery(proto, model, seed=0)
         part = extract_subgraph(proto, model)
     draws = draws_noise(part, model.path.parent)
     signature = replace(_signature(rows_first(part, model), model.path), draws=draws)
+    # strings cannot be trained on: the trained part begins behind the nodes that read them
     behind = begin_at_numbers(proto, model)
     if behind.start == model.start:
         return signature

@@ -77,6 +77,7 @@ def target_counter(loss: LossConfig) -> TargetCounter:
             raise ConfigError(f"loss.count {name} returned a tensor with a gradient; count the labels, or detach it")
         if isinstance(value, Tensor | np.generic) and value.ndim == 0:
             value = value.item()
+        # a bool is an int in Python, but no number of targets
         if isinstance(value, bool) or not isinstance(value, int | float):
             what = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__}"
             raise ConfigError(f"loss.count {name} returned {what} for labels {shape}, not a number")
@@ -90,7 +91,8 @@ def target_counter(loss: LossConfig) -> TargetCounter:
 def count_targets(labels: Tensor | None, size: int, loss: LossConfig) -> float | Tensor:
     """Return the number of targets that enter the loss of `size` samples; with class weights, the sum of theirs.
 
-    A tensor on the device of the labels, where it depends on their values: reading it is left to the caller.
+    labels: [size, ...]. The number is a tensor on their device where it depends on their values: reading it is left to
+    the caller.
     """
     rule = loss.rule
     if labels is None or not loss.takes_labels or rule.by_sample:
@@ -123,7 +125,7 @@ def soft_axis(loss: LossConfig, rank: int) -> int:
 
 
 def label_range(labels: Tensor | None, loss: LossConfig) -> tuple[int, int]:
-    """Return the least and the greatest class among the labels of a loss that has classes, both 0 if there are none."""
+    """Return the least and the greatest class among the labels [B, ...] of a loss; both 0 if it has no classes."""
     if not loss.has_classes or labels is None or labels.is_floating_point():
         return NO_LABELS
     labels, _ = without_lengths(labels, loss)

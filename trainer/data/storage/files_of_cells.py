@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 from onward.trainer.bounds import CONTENT_BYTES
@@ -23,24 +23,30 @@ def naming_columns(data: DataConfig, columns: Sequence[Column]) -> list[str]:
         return []
     # files in folders are those of the source; masks in folders of their own are not
     of_source = {each.path_column for each in formats}
-    return [column.name for column in columns if column.dtype == BYTES and column.name not in of_source]
+    encoded = [column.name for column in columns if column.dtype == BYTES]
+    return [name for name in encoded if name not in of_source]
 
 
 def outside_files(data: DataConfig, columns: Sequence[Column]) -> list[str]:
     """Return a sentence for each cell that names a file which must not be read, the first ones and their number."""
     names = naming_columns(data, columns)
-    found = [f"{where}: {name} names {why}" for where, name, _, why in _named(data, names) if why] if names else []
-    more = [f"... and {len(found) - MAX_NAMED_ROWS:,} more"] if len(found) > MAX_NAMED_ROWS else []
-    return [*islice(found, MAX_NAMED_ROWS), *more]
+    # else the whole source would be read for nothing
+    if not names:
+        return []
+    refused = [f"{where}: {name} names {why}" for where, name, _, why in _named(data, names) if why]
+    more = [f"... and {len(refused) - MAX_NAMED_ROWS:,} more"] if len(refused) > MAX_NAMED_ROWS else []
+    return [*refused[:MAX_NAMED_ROWS], *more]
 
 
 def digests_of_named_files(data: DataConfig, names: Sequence[str]) -> list[str]:
     """Return the digest of each file that a cell of these columns names, in order; "" if it is not read."""
-    return [
+    digests = []
+    for _, _, path, why in _named(data, names):
         # unlike Path's, this raises no error for a name that is too long
-        sha256(path) if not why and os.path.isfile(path) and path.stat().st_size <= CONTENT_BYTES.most else ""  # noqa: PTH113
-        for _, _, path, why in _named(data, names)
-    ]
+        is_file = not why and os.path.isfile(path)  # noqa: PTH113
+        is_read = is_file and path.stat().st_size <= CONTENT_BYTES.most
+        digests.append(sha256(path) if is_read else "")
+    return digests
 
 
 def _named(data: DataConfig, names: Sequence[str]) -> Iterator[tuple[str, str, Path, str]]:

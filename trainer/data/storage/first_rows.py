@@ -25,11 +25,13 @@ from onward.trainer.data.schema.columns import (
     BYTES,
     Array,
     Block,
+    Cells,
     Column,
     Schema,
     Values,
     fit_block,
     in_parts,
+    rows_at,
 )
 from onward.trainer.data.schema.fitted import Fitted, all_fitted, complete_rows
 from onward.trainer.data.schema.permutation import permutation
@@ -64,11 +66,9 @@ class FirstRows:
 
     def read(self, rows: Array) -> dict[str, Values]:
         """Return rows by number, int64 [n], from 0."""
-        places = rows % self.num_rows
-        return {
-            name: [values[place] for place in places] if isinstance(values, list) else values[places]
-            for name, values in self.values.items()
-        }
+        # few rows serve as examples of any batch: after the last one the first follows again
+        positions = rows % self.num_rows
+        return {name: rows_at(values, positions) for name, values in self.values.items()}
 
 
 def read_first_rows(
@@ -92,7 +92,9 @@ def read_first_rows(
     is_table = not any(source.data_format.holds_content for source in sources.all_sources(data))
     names_files = is_table and any(column.dtype == BYTES for column in stored)
     is_small = not spread and source_bytes(data) <= COUNTED_BYTES
-    is_counted = is_small and packer is None and divider_of(computers) is None and not names_files
+    # a packer or a divider makes other rows than those of the source, which are known only after all are made
+    keeps_rows = packer is None and divider_of(computers) is None
+    is_counted = is_small and keeps_rows and not names_files
     recipe.fit(most_blocks=None if is_counted or spread else FITTED_BLOCKS)
     blocks = sources.read(data, recipe.request.names, recipe.request.text)
     if spread:
@@ -169,12 +171,12 @@ def _spread(blocks: Iterable[tuple[Block, Array]], num_rows: int, most: int) -> 
     seen = 0
     for block, held_out in blocks:
         places = np.flatnonzero(~held_out)
+        # `drawn` numbers the training rows of the whole source
         chosen = places[np.isin(np.arange(seen, seen + len(places)), drawn)]
         seen += len(places)
-        cells = {
-            name: column[chosen] if isinstance(column, np.ndarray) else [column[at] for at in chosen]
-            for name, column in block.cells.items()
-        }
+        cells: dict[str, Cells] = {}
+        for name, column in block.cells.items():
+            cells[name] = column[chosen] if isinstance(column, np.ndarray) else [column[at] for at in chosen]
         if len(chosen):
             yield replace(block, index=block.index[chosen], cells=cells, bad={}), held_out[chosen]
 

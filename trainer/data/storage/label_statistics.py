@@ -24,9 +24,10 @@ def with_label_statistics(
     """
     stored = {column.name: column for column in manifest.columns}  # labels that are made with each batch are not
     known = {name: manifest.fitted.get(name, Fitted()) for name in stored}
-    uncounted = [name for name in counted_columns(config.losses) if name in stored and not known[name].class_counts]
-    kinds = standardised_columns(config.losses)
-    unscaled = [name for name, kind in kinds.items() if name in stored and kind not in known[name].label_units]
+    counted = [name for name in counted_columns(config.losses) if name in stored]
+    uncounted = [name for name in counted if not known[name].class_counts]
+    kinds = {name: kind for name, kind in standardised_columns(config.losses).items() if name in stored}
+    unscaled = [name for name, kind in kinds.items() if kind not in known[name].label_units]
     if not uncounted and not unscaled:
         return manifest
 

@@ -69,6 +69,7 @@ class Recipe:
         if most_blocks is not None:
             fit_computers(self.computers, islice(blocks, most_blocks), columns)
             return
+        # the thread that reads ahead ends here, also after an error
         with closing(read_ahead(blocks)) as ahead:
             fit_computers(self.computers, ahead, columns)
 
@@ -91,16 +92,15 @@ def stored_columns(
     schema: the columns of the source, if they are known.
     """
     schema = schema or infer_schema(data)
-    types: Mapping[str, ColumnType | None]
-    types = {c.name: None for c in schema.values() if c.holds_numbers} if columns is None else columns
+    types: Mapping[str, ColumnType | None] | None = columns
+    if types is None:
+        types = {column.name: None for column in schema.values() if column.holds_numbers}
     problems = [f"there is no column {name!r}, only {', '.join(schema)}" for name in types if name not in schema]
-    problems += [
-        f"column {name!r} holds {schema[name].kind}, not numbers"
-        for name, kind in types.items()
-        if name in schema
-        and not schema[name].holds_numbers
-        and (kind is None or kind.dtype not in (TEXT, WORDS, BYTES))
-    ]
+    for name, column_type in types.items():
+        if name not in schema or schema[name].holds_numbers:
+            continue
+        if column_type is None or column_type.dtype not in (TEXT, WORDS, BYTES):
+            problems.append(f"column {name!r} holds {schema[name].kind}, not numbers")
     if problems or not types:
         raise DataError(f"{data.source}: {problem}" for problem in problems or ["there is no column of numbers"])
     ragged = any(sources.locate(each.source, data).data_format.rows_vary for each in data.mixture)

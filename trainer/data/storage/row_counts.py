@@ -46,6 +46,7 @@ def count_rows(config: RunConfig, cache: Path) -> RowCount:
             f"the shards in the cache, {cache / manifest.key}",
             shard_bytes=sum(file.bytes for file in files),
         )
+    # one row is asked for: all are counted on the way where the source is small
     counts = read_first_rows(config, read_training_signature(config.model), 1).counts
     if counts:
         return _evaluated(config, *counts, "counted in the source")

@@ -29,8 +29,10 @@ def row_origins(
     """
     recipe = recipe_of(config, signature)
     drops_rows = bool(rows.manifest.skipped or rows.manifest.left_out)
+    # which rows a computer has refused is known only after computing all of them again
     if recipe.packer or (drops_rows and recipe.computers):
         return {}
+    # a large source takes long to read: what is found by then is enough for a message
     deadline = time.monotonic() + limit_s
     of_split = dict(zip(rows.numbers(np.array(sorted(wanted))).tolist(), sorted(wanted), strict=True))
     found: dict[int, str] = {}
@@ -41,6 +43,7 @@ def row_origins(
             for part, chosen in (("train", good & ~held_out), (source.held_split, good & held_out)):
                 index = block.index[chosen]
                 if part == split:
+                    # the rows of the block are these numbers of the split
                     for number in of_split.keys() & set(range(counts[part], counts[part] + len(index))):
                         found[of_split[number]] = block.where(int(index[number - counts[part]]))
                 counts[part] += len(index)

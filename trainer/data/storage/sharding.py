@@ -88,6 +88,7 @@ def try_first_rows(
     if not computers:
         return schema, {}
     recipe = Recipe(config.data, stored_columns(config.data, read, schema), computers)
+    # the first rows suffice to see whether results can be stored
     recipe.fit(most_blocks=1)
     blocks = ((block, block.index) for block in sources.first_blocks(config.data, recipe.request.text))
     for block, _ in in_parts(blocks, recipe.columns):
@@ -153,14 +154,17 @@ def cache_key(recipe: Recipe) -> str:
     # contents and not modification times: a copied or touched file gives the same shards
     files = [[source.format, *((name, sha256(path)) for name, path in source.files)] for source in located]
     settings = counted_settings(data, {source.format for source in located})
+    # what follows is added only where it is set, so that the keys of earlier versions stay as they are
     content = [SHARD_VERSION, settings, files, [column.model_dump() for column in recipe.columns]]
     content += [computer.digest for computer in recipe.computers]
+    # how a CSV file is written decides its rows
     if reading := data.table.reading_settings():
         content.append(reading)
     if data.split != "random" and not data.evaluation_source:
         content.append([data.split, data.label])
     if data.sources or data.test_source:
         content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])
+    # files that cells name are content, too, and may change while the table does not
     if named := naming_columns(data, recipe.columns):
         content.append(digests_of_named_files(data, named))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
@@ -168,6 +172,7 @@ def cache_key(recipe: Recipe) -> str:
 
 def counted_settings(data: DataConfig, formats: Collection[str]) -> dict[str, Any]:
     """Return the settings of [data] that are in the key as they are, for sources of these formats."""
+    # a setting of one format is left out for others, whose shards it does not change
     always = set(IN_EVERY_KEY).union(*(FORMATS[name].settings for name in formats))
     of_other_formats = set[str]().union(*(each.settings for each in FORMATS.values())) - always
     # a new setting counts once it is set, so that the shards that exist are used until then

@@ -69,6 +69,7 @@ class ShardingProgress:
             files = [(source.data_format, path) for source in sources.all_sources(data) for _, path in source.files]
             self._total_bytes = sum(path.stat().st_size for _, path in files)
             rows = [data_format.count_rows(path) for data_format, path in files]
+            # one file of unknown length makes the total unknown
             self._total_rows = sum(rows) if all(rows) else 0
 
     def add(self, rows: int) -> None:

@@ -106,6 +106,7 @@ def damaged_files(directory: Path, manifest: ShardManifest) -> list[str]:
         path = directory / file.name
         if not path.is_file():
             return f"{path} is missing"
+        # the size is the cheapest difference
         if (size := path.stat().st_size) != file.bytes:
             return f"{path} has {size} bytes, not {file.bytes}"
         if (digest := sha256(path)) != file.sha256:
@@ -149,6 +150,7 @@ class Shards:
         self.num_rows = int(self._starts[-1])
         self._chosen = _few(self.num_rows, most) if 0 < most < self.num_rows else None
         self.num_rows = self.num_rows if self._chosen is None else most
+        # only training mixes sources; other splits, and shards of one source, are a single range
         self.sizes = manifest.sizes if split == "train" and manifest.sizes else (self.num_rows,)
         """Rows of each source."""
         self.columns: Schema = {column.name: column for column in columns}
@@ -172,6 +174,7 @@ class Shards:
 
     def with_soft_labels(self, files: SoftLabelFiles) -> Shards:
         """Return the split with a teacher's outputs as further columns."""
+        # a shallow copy: both share the files that are open
         found = copy.copy(self)
         found._soft_labels = files
         return found
@@ -183,6 +186,7 @@ class Shards:
 
     def _read(self, rows: Array) -> dict[str, Values]:
         rows = rows if self._chosen is None else self._chosen[rows]
+        # `side="right"`: a row that starts a file belongs to it, also behind files without rows
         files = np.searchsorted(self._starts, rows, side="right") - 1
         parts = {
             int(file): self._reader(int(file)).read(rows[files == file] - self._starts[file])
@@ -222,6 +226,7 @@ def _concatenated(parts: list[Values], order: Array) -> Values:
 
 def _few(num_rows: int, most: int) -> Array:
     """Return `most` of the row numbers, int64, increasing: those with the least hashes."""
+    # a hash and not the first rows, because a split may be sorted; the same rows in each evaluation and attempt
     hashes = keyed_hash(np.arange(num_rows), hash_key("evaluation rows"))
     return np.sort(np.argpartition(hashes, most)[:most])
 

@@ -46,7 +46,7 @@ class SoftLabelFiles:
         self._open: dict[tuple[int, str], Array] = {}
 
     def chunks(self) -> Iterator[tuple[int, Array]]:
-        """Yield the number of each chunk, and its rows."""
+        """Yield the number of each chunk, and its rows, int64 [up to CHUNK_ROWS]."""
         for number, first in enumerate(range(0, self._num_rows, CHUNK_ROWS)):
             yield number, np.arange(first, min(first + CHUNK_ROWS, self._num_rows))
 
@@ -68,6 +68,7 @@ class SoftLabelFiles:
         for name, array in values.items():
             with durable_file(self._file(number, name)) as partial, partial.open("wb") as file:
                 np.save(file, array.astype(self._dtype))
+        # the record is written last: a chunk without it is computed again
         chunk = SoftLabelChunk(
             rows=len(next(iter(values.values()))),
             shapes={name: array.shape[1:] for name, array in values.items()},

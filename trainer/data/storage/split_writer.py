@@ -53,7 +53,7 @@ class SplitWriter:
         self._append(values, columns)
 
     def end_source(self) -> None:
-        """Take note that the next rows are those of another source, with which none are packed."""
+        """Close the open window: windows never mix two sources."""
         if self._packer:
             self._append(self._packer.rest(self._split), self._packer.packed_columns)
 
@@ -68,6 +68,7 @@ class SplitWriter:
         while at < count:
             if self._file is None:
                 self._file = ArrowWriter(self._path, columns)
+            # a block may end in the middle of a file, and a file in the middle of a block
             rows = min(count - at, self._data.rows_per_shard - self._rows)
             self._file.write({name: cells[at : at + rows] for name, cells in values.items()})
             self._rows += rows

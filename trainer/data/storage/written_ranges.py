@@ -66,6 +66,7 @@ class RangeRows:
 
 
 def _refused_rows(block: Block, reasons: Mapping[int, str]) -> RangeRows:
+    # rows that the settings leave out are counted, and are no errors
     bad = sorted(row for row, why in reasons.items() if not isinstance(why, LeftOut))
     named = tuple(f"{block.where(row)}: {reasons[row]}" for row in bad[:MAX_NAMED_ROWS])
     missing = {reasons[row].removesuffix(MISSING_CELL) for row in bad if reasons[row].endswith(MISSING_CELL)}
@@ -94,13 +95,17 @@ def write_shards(
             written.append(write_range(rows, recipe, writers, progress, is_counted=total.bad > 0))
             total = total.with_later(written[-1])
         files = {split: tuple(writer.close()) for split, writer in writers.items()}
+    # raised after all ranges, so that the message counts all bad rows
     if total.bad and data.bad_rows == "fail":
         raise DataError(_bad_row_problems(total, recipe, labels))
     _refuse_empty_split(recipe, {split: writer.num_rows for split, writer in writers.items()}, total)
+    # the ranges to train on come first, one for each source
     sizes = [rows.trained for rows in written[: len(data.mixture)]]
     if 0 in sizes:
         raise DataError(f"{data.mixture[sizes.index(0)].source} holds no row to train on")
+    # what only the whole file reads, such as text, is stored for evaluation only
     file_columns = [column for column in recipe.source_columns if column not in recipe.trained_columns]
+    # a packer's windows replace the rows of the source
     stored = [*([] if recipe.packer else recipe.trained_columns), *stored_of(recipe.computers)]
     summaries = [computer.summary for computer in recipe.computers]
     if total.left_out:
@@ -156,6 +161,7 @@ def _write_block(
     values, good, reasons = fit_block(block, recipe.columns)
     for chunk, is_held in computed_chunks(recipe.computers, block, values, good, held_out, reasons):
         has_bad_rows = any(not isinstance(why, LeftOut) for why in reasons.values())
+        # no file is kept after a bad row: only further bad rows are of interest
         if not keeps or (has_bad_rows and recipe.data.bad_rows == "fail"):
             continue
         computed = stored_of(recipe.computers)
@@ -169,6 +175,7 @@ def _observed(columns: Sequence[Column], writers: Collection[SplitWriter]) -> tu
     described = []
     observed = [writer.observed for writer in writers]
     for column in columns:
+        # a split without rows has observed nothing
         rows = reduce(merge, [split[column.name] for split in observed if column.name in split])
         described.append(column.model_copy(update={"extremes": rows.extremes, "shape": rows.shape}))
     return tuple(described)
@@ -182,7 +189,10 @@ def _bad_row_problems(rows: RangeRows, recipe: Recipe, labels: Collection[str]) 
     total = f"{rows.bad:,} {noun}: correct {them}, or set data.bad_rows = 'skip' to leave such rows out"
     if any(why.endswith(NOT_UTF8) for why in rows.named):
         total += "; data.table.encoding = 'latin-1' (or 'cp1252', ...) reads a table in another encoding"
-    fillable = {column.name for column in recipe.columns if column.holds_numbers or data.table.categories}
+    # a missing text is filled only as a category
+    fillable = {column.name for column in recipe.columns}
+    if not data.table.categories:
+        fillable = {column.name for column in recipe.columns if column.holds_numbers}
     return [*rows.named, *more, total + remedy_of_missing(rows.missing & fillable - {*labels})]
 
 

@@ -40,6 +40,7 @@ def open_class_names(data: DataConfig, losses: Sequence[LossConfig], schema: Sch
         column = schema.get(name)
         if column is None or column.dtype == BYTES:
             continue  # `data_problems` refuses it
+        # integers are class ids already, unless data.classes says that they are names
         if column.dtype != TEXT and (given == "auto" or np.dtype(column.dtype).kind not in "biu"):
             continue
         # only in CSV the type of a cell is not written down: 007 may be a name
@@ -51,13 +52,15 @@ def open_class_names(data: DataConfig, losses: Sequence[LossConfig], schema: Sch
 
 def _class_columns(data: DataConfig, losses: Sequence[LossConfig]) -> Iterator[tuple[str, int]]:
     """Yield (column, the label that is left out) for each column of class labels."""
-    found = {name: loss.ignored for loss in losses if loss.has_classes for name in loss.columns}
+    of_classes = [loss for loss in losses if loss.has_classes]
+    ignored = {name: loss.ignored for loss in of_classes for name in loss.columns}
     if data.text is not None and data.text.task in MAKES_LABELS and isinstance(data.label, str):
-        found.pop(data.label, None)  # made from the text
+        ignored.pop(data.label, None)  # made from the text
     if data.image:
+        # masks are files of class numbers, which have no names
         for name in data.image.mask_columns:
-            found.pop(name, None)
-    yield from found.items()
+            ignored.pop(name, None)
+    yield from ignored.items()
 
 
 class ClassNames(FittedComputer):
@@ -104,6 +107,7 @@ class ClassNames(FittedComputer):
             self._seen |= {str(cell).strip() for cell in cells} - {""}
         else:
             flat = np.concatenate(cells) if isinstance(cells, list) else np.ravel(cells)
+            # ids are sparse or negative integers, in their order; the ignored label is no class
             self._seen_integers = np.union1d(self._seen_integers, flat[flat != self._ignored])
         if (count := max(len(self._seen), len(self._seen_integers))) > MAX_CLASSES:
             few = ", ".join(sorted(self._seen)[:3]) or ", ".join(map(str, self._seen_integers[:3]))
@@ -130,6 +134,7 @@ class ClassNames(FittedComputer):
             kind = "booleans, named false and true" if self._is_boolean else "integers"
             raise ConfigError(f"column {self._name!r} holds {kind}, but data.classes is {_listed(names)}") from None
         self._order = np.argsort(values)
+        # sorted, so that a binary search finds the class of each integer
         self._sorted = values[self._order]
 
     # -- ids
@@ -137,6 +142,7 @@ class ClassNames(FittedComputer):
     def describe(self, values: Mapping[str, Values]) -> None:
         """Find the shape of the labels from the first rows. Raises DataError if all of these have unknown names."""
         cells = values[self._name]
+        # names that do not occur in all of the first rows are probably those of another column
         _, failed = self.compute(values, len(cells))
         if len(failed) == len(cells):
             raise DataError(f"{failed[0]} (and for all of the first rows); set data.classes to the names in the data")
@@ -170,6 +176,7 @@ class ClassNames(FittedComputer):
 
     def _ids_of_integers(self, cells: Array) -> tuple[Array, Array]:
         """Return the ids, and which of the integers are no class."""
+        # an integer above all classes is sought behind the last one
         places = np.minimum(np.searchsorted(self._sorted, cells), len(self._sorted) - 1)
         kept = cells == self._ignored
         return np.where(kept, cells, self._order[places]), (self._sorted[places] != cells) & ~kept
@@ -196,7 +203,9 @@ def single_classes(config: RunConfig, table: Schema, fitted: Mapping[str, Fitted
     """Yield the labels of a cross-entropy that are the same class in all rows, of which `table` has the extremes."""
     for loss in config.losses:
         column = table.get(loss.label) if isinstance(loss.label, str) else None
-        if not loss.rule.needs_two_scores or column is None or column.shape or column.variable:
+        if not loss.rule.needs_two_scores or column is None:
+            continue
+        if column.shape or column.variable:
             continue
         classes = fitted[column.name].classes if column.name in fitted else ()
         only = column.extremes[:1] if column.extremes and column.extremes[0] == column.extremes[-1] else ()

@@ -57,7 +57,9 @@ def matching(patterns: Iterable[str], columns: Sequence[str]) -> tuple[str, ...]
 
 def unmatched(patterns: Iterable[str], columns: Sequence[str]) -> list[str]:
     """Return the patterns that match no column."""
-    return [each for each in patterns if each not in columns and not _matches(each.removeprefix("!"), columns)]
+    # a column may have a name that begins with "!"
+    others = [pattern for pattern in patterns if pattern not in columns]
+    return [pattern for pattern in others if not _matches(pattern.removeprefix("!"), columns)]
 
 
 def _expanded(setting: str, given: Names, columns: Sequence[str], problems: list[str]) -> Names:
@@ -77,7 +79,9 @@ def _expanded(setting: str, given: Names, columns: Sequence[str], problems: list
 
 
 def _matches(pattern: str, columns: Sequence[str]) -> list[str]:
-    return [name for name in columns if name == pattern or fnmatchcase(name, pattern)]
+    # a name with brackets does not match itself as a pattern
+    matches = {pattern, *(name for name in columns if fnmatchcase(name, pattern))}
+    return [name for name in columns if name in matches]
 
 
 def is_pattern(name: str) -> bool:

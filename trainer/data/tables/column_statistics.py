@@ -42,6 +42,7 @@ class Moments:
 
     def __add__(self, other: Moments) -> Moments:
         count = self.count + other.count
+        # NaN is no value, so that each column has a count of its own
         share = other.count / np.maximum(count, 1)
         apart = other.mean - self.mean
         # a side without values has no say in the mean
@@ -71,6 +72,7 @@ class ColumnStatistics:
             return
         changed = np.log1p(values) if self.log1p else values
         moments = Moments.of(values), Moments.of(changed)
+        # infinity is neutral for the minimum: a column without values yet has none
         low = np.where(np.isnan(changed), np.inf, changed).min(axis=0)
         high = np.where(np.isnan(changed), -np.inf, changed).max(axis=0)
         if self.plain is None or self.changed is None:
@@ -84,6 +86,7 @@ class ColumnStatistics:
             if self._file is None:
                 self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
                 weakref.finalize(self, self._file.close)
+            # quantiles take all values, which may be more than the memory holds
             self._file.write(np.ascontiguousarray(values).tobytes())
 
     @property
@@ -104,6 +107,7 @@ class ColumnStatistics:
         if kind == "standard":
             moments = self.changed
             if filled is not None:
+                # missing values become the fill, and so count for mean and deviation as so many equal values
                 moments = moments + Moments(number, filled, np.zeros_like(filled))
             center = moments.mean
             scale = np.sqrt(moments.squares / np.maximum(moments.count, 1))
@@ -111,6 +115,7 @@ class ColumnStatistics:
             center = self.least
             most = self.most
             if filled is not None:
+                # a fill that no row takes does not widen the range
                 center = np.where(number > 0, np.minimum(center, filled), center)
                 most = np.where(number > 0, np.maximum(most, filled), most)
             scale = most - center

@@ -54,13 +54,16 @@ def open_table_columns(config: RunConfig, signature: Signature, schema: Schema) 
     if table == type(table)():
         return []
     feeds = file_feeds(config.data, signature).values()
-    read = [name for feed in feeds for name in feed.columns]
-    inputs = [name for name in schema if name in read or f"{name}{INDICATOR}" in read]
+    read = {name for feed in feeds for name in feed.columns}
+    # a model may read only whether a column is missing
+    read |= {name.removesuffix(INDICATOR) for name in read}
+    inputs = [name for name in schema if name in read]
     labels = {name for loss in config.losses for name in loss.columns}
     problems = _pattern_problems(config.data, inputs, labels)
     texts = matching([*table.categories, *table.vocabularies], inputs) if table.categories or table.vocabularies else ()
     categories = [Categories(schema[name], table.vocabularies.get(name), config) for name in texts if name in schema]
-    integers = {name for feed in feeds if "float" not in feed.dtype for name in feed.columns}
+    of_integers = [feed for feed in feeds if "float" not in feed.dtype]
+    integers = {name for feed in of_integers for name in feed.columns}
     plans: dict[str, Plan] = {}
     for name in inputs:
         plan = _plan(config.data, name, inputs)
@@ -69,12 +72,13 @@ def open_table_columns(config: RunConfig, signature: Signature, schema: Schema) 
             continue
         if len(schema[name].shape) > 1 and not given and replace(plan, scaling="none") == Plan():
             continue  # images and the like
+        makes_floats = given or plan.log1p or not isinstance(plan.missing, str)
         if name in labels:
             problems.append(
                 f"data.table changes column {name!r}, which is a label, too; its loss and metrics would be in other "
                 "units: keep a copy of the column under another name"
             )
-        elif name in integers and (given or plan.log1p or not isinstance(plan.missing, str)):
+        elif name in integers and makes_floats:
             problems.append(f"data.table makes floats of column {name!r}, which feeds an input of integers")
         elif name not in integers:
             plans[name] = plan
@@ -111,6 +115,7 @@ def _plan(data: DataConfig, name: str, inputs: Sequence[str]) -> Plan:
     def chosen(given: object, default: object) -> object:
         if not isinstance(given, dict):
             return given
+        # a later pattern has precedence over an earlier one
         return next((kind for each, kind in reversed(given.items()) if name in matching([each], inputs)), default)
 
     return Plan(
@@ -143,11 +148,12 @@ class NumberColumns(FittedComputer):
         self.makes = self.consumed | {name + INDICATOR for name in self._indicators}
         self.columns: tuple[Column, ...] = ()
         self.fitted: dict[str, Fitted] = {}
-        # without what is at its default, so that shards of earlier versions are found
-        digests = {
-            name: {key: value for key, value in vars(plan).items() if key != "is_integer" or value}
-            for name, plan in plans.items()
-        }
+        digests = {}
+        for name, plan in plans.items():
+            digests[name] = dict(vars(plan))
+            # earlier versions had no such field: without it their shards are found
+            if not plan.is_integer:
+                del digests[name]["is_integer"]
         self.digest = json.dumps(["table", digests])
         self._statistics = {
             name: ColumnStatistics(plan.log1p, plan.missing == "median" or plan.scaling == "robust")
@@ -180,10 +186,12 @@ class NumberColumns(FittedComputer):
 
     def observe(self, rows: Mapping[str, Values], training: Array) -> None:
         """Add the training rows to the statistics."""
+        # rows that `compute` refuses must not count
         wrong = self._without_logarithm(rows)
         for name, statistics in self._statistics.items():
             values = _flat(rows[name])[[at for at in np.flatnonzero(training).tolist() if at not in wrong]]
             self._sizes[name] = values.shape[1]
+            # with a window all elements are one column, of as many rows as the window is long
             statistics.add(values.reshape(-1, 1) if self._whole else values)
 
     def finish(self) -> None:
@@ -215,16 +223,19 @@ class NumberColumns(FittedComputer):
                 scale=tuple(scale.tolist()),
             )
         self.fitted = found
+        # they hold temporary files
         self._statistics = {}
 
     # -- computing
 
     def describe(self, values: Mapping[str, Values]) -> None:
         """Find the shapes of the columns from the first rows."""
-        self.columns = tuple(
-            Column(name=name, dtype="int64" if plan.is_integer else "float32", shape=np.shape(values[name])[1:])
-            for name, plan in self._plans.items()
-        ) + tuple(Column(name=name + INDICATOR, dtype="float32") for name in self._indicators)
+        columns = []
+        for name, plan in self._plans.items():
+            dtype = "int64" if plan.is_integer else "float32"
+            columns.append(Column(name=name, dtype=dtype, shape=np.shape(values[name])[1:]))
+        columns += [Column(name=name + INDICATOR, dtype="float32") for name in self._indicators]
+        self.columns = tuple(columns)
 
     def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
         """Return the columns, and row -> why it has none."""
@@ -233,6 +244,7 @@ class NumberColumns(FittedComputer):
         for name, plan in self._plans.items():
             found = self.fitted[name]
             values: Array = _flat(rows[name])
+            # before anything is filled: an indicator says what was missing in the source
             missing = np.isnan(values)
             if plan.indicator:
                 results[name + INDICATOR] = np.asarray(missing.any(axis=1), np.float32)
@@ -283,6 +295,7 @@ class Categories(FittedComputer):
         self._name = column.name
         chosen = table.missing
         if isinstance(chosen, dict):
+            # the last pattern that matches decides, as for numbers
             kinds = [kind for each, kind in chosen.items() if matching([each], [column.name]) == (column.name,)]
             chosen = kinds[-1] if kinds else "fail"
         self._gaps = chosen != "fail"
@@ -320,7 +333,9 @@ class Categories(FittedComputer):
 
     def finish(self) -> None:
         """Sort the texts."""
+        # integers in the order of numbers: 10 comes behind 9
         texts = sorted(self._seen) if self._is_text else [str(number) for number in sorted(map(int, self._seen))]
+        # id 0 is the unknown category: texts that training has not seen, and missing ones
         self._set(["", *texts])
 
     def _set(self, vocabulary: Sequence[str]) -> None:
@@ -336,6 +351,7 @@ class Categories(FittedComputer):
         unknown = self._ids.get("")
         failed: dict[int, str] = {}
         for at, cell in enumerate(rows[self._name]):
+            # without the entry "" a vocabulary that the user gave has no id for other texts
             found = self._ids.get(str(cell), unknown)
             if cell == "" and self._skips:
                 failed[at] = LeftOut(f"{self._name} is missing")

@@ -41,7 +41,9 @@ def bytes_of_tokens(text: str, encoding: Any, length: int) -> Array:
 
     length: tokens of the encoding, and possibly one more, which ends the text.
     """
+    # the offsets of the library count characters: one code of 32 bits is one of them
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    # UTF-8 takes 1 byte up to U+007F, 2 up to U+07FF, 3 up to U+FFFF, else 4
     sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
     upto = np.concatenate([[0], np.cumsum(sizes)])
     ends = np.array([end for _, end in encoding.offsets], np.int64)
@@ -64,6 +66,7 @@ def metrics_from_data(config: RunConfig, rows: LabelledRows, signature: Signatur
     num_targets = 0
     for first in range(0, rows.num_rows, ROWS_AT_ONCE):
         values = rows.read(np.arange(first, min(first + ROWS_AT_ONCE, rows.num_rows)))
+        # both sums are exact integers: the quotient is rounded once
         num_bytes += int(np.sum(values[name]))
         num_targets += sum(int((np.asarray(row) != columns.ignore_index).sum()) for row in values[columns.label])
     metrics = []

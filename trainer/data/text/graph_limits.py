@@ -39,7 +39,9 @@ def position_rows(graph: onnx.GraphProto, *, with_masks: bool = True) -> tuple[i
     """
     starts = {tensor.name: 0 for tensor in _tensors(graph) if _counts_up(tensor)}
     starts |= {node.output[0]: 0 for node in graph.node if node.op_type == "Range"}
-    sums = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "CumSum"} if with_masks else {}
+    sums: dict[str, str] = {}
+    if with_masks:
+        sums = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "CumSum"}
     return _smallest_table(graph, {**starts, **dict.fromkeys(sums, 1)}, sums)
 
 
@@ -64,6 +66,8 @@ def _smallest_table(
         if node.op_type in PASSES_VALUES:
             origin[result] = origin.get(first, first)
         carried, offset = _carried(node, offsets, constants)
+        # RoBERTa multiplies its count by the mask, which puts padding at 0: the greatest value stays. A product with
+        # anything else is no position
         if node.op_type == "Mul":
             carried = next((each for each in node.input if each in masks), "")
             other = next((each for each in node.input if each != carried), "")
@@ -73,6 +77,7 @@ def _smallest_table(
             offsets[result] = offsets[carried] + offset
             masks |= {result: masks[carried]} if carried in masks else {}
         elif _is_lookup(node) and node.input[1] in offsets and first in tables:
+            # positions that begin at 2, as RoBERTa's do, leave two rows fewer
             found.append((tables[first] - offsets[node.input[1]], first))
     return min(found, default=None)
 
@@ -113,15 +118,14 @@ def _counts_up(tensor: onnx.TensorProto) -> bool:
 
 def _tables(graph: onnx.GraphProto) -> Mapping[str, int]:
     """Return initializer of two dimensions -> its rows, under each name that it is passed on by."""
-    found = {
-        tensor.name: tensor.dims[0]
-        for tensor in _tensors(graph)
-        if len(tensor.dims) == 2 and tensor.dims[1] >= LEAST_WIDTH
-    }
+    rows = {}
+    for tensor in _tensors(graph):
+        if len(tensor.dims) == 2 and tensor.dims[1] >= LEAST_WIDTH:
+            rows[tensor.name] = tensor.dims[0]
     for node in graph.node:
-        if node.op_type in ("Identity", "Cast", "DequantizeLinear") and node.input and node.input[0] in found:
-            found[node.output[0]] = found[node.input[0]]
-    return found
+        if node.op_type in ("Identity", "Cast", "DequantizeLinear") and node.input and node.input[0] in rows:
+            rows[node.output[0]] = rows[node.input[0]]
+    return rows
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterable[onnx.TensorProto]:
@@ -137,4 +141,6 @@ def _tensors(graph: onnx.GraphProto) -> Iterable[onnx.TensorProto]:
 
 
 def _is_lookup(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Gather" and all(a.i == 0 for a in node.attribute if a.name == "axis")
+    axes = [attribute.i for attribute in node.attribute if attribute.name == "axis"]
+    # without the attribute the axis is 0
+    return node.op_type == "Gather" and not any(axes)

@@ -48,8 +48,10 @@ class Masking:
         """Return the columns with masked ids and with labels."""
         training = samples.positions is not None
         key = hash_key("masking", self.seed) if training else hash_key("masking of evaluation")
+        # a position is another one in each epoch, so that an epoch masks other tokens; a row has one number
         numbers = samples.positions if samples.positions is not None else samples.rows
         keys = keyed_hash(numbers.astype(np.uint64), key)
+        # a random token is never a special one
         drawn = np.setdiff1d(np.arange(self.vocabulary.size), self.vocabulary.special_ids)
         rows = values[self.ids]
         words = values.get(self.ids + WORDS)
@@ -87,6 +89,7 @@ def open_masking(config: RunConfig, signature: Signature, fitted: Mapping[str, F
     vocabulary = fitted[ids].token_vocabulary if ids in fitted else None
     if vocabulary is None:
         raise ConfigError("the shards were made for another task than data.text.task 'masked'; start a new run")
+    # the loss reads one column, a graph that computes its own loss an input: both get the same labels
     labels = [columns.label] if columns.label else []
     labels += [columns.inputs["labels"].name] if "labels" in columns.inputs else []
     text = columns.config

@@ -58,12 +58,15 @@ class PackedTexts(TokenizedRows, RowPacker):
         ids = self._stream(rows, split, self._ids)
         words = self._stream(rows, split, self._words)
         sizes = self._stream(rows, split, self._text_bytes)
+        # a window counts as full when the labels of its last tokens are there, too
         count = max(0, (len(ids) - self._ahead) // self._window)
         used = count * self._window
         shape = (count, self._window)
         streams = {self._ids: ids, self._words: words, self._text_bytes: sizes}
+        # what fills no window waits for the next rows; the token ahead stays, as the next window's first
         self._waiting |= {(split, name): [stream[used:]] for name, stream in streams.items()}
         windows = ids[:used].reshape(shape)
+        # labels are the same stream, one token later
         targets = slice(self._ahead, used + self._ahead)
         found = {self._of.label: ids[targets].reshape(shape), self._words: words[:used]}
         if self._text_bytes:
@@ -72,6 +75,7 @@ class PackedTexts(TokenizedRows, RowPacker):
             if role == "position_ids":
                 found[info.name] = np.arange(used) % self._window
             elif role in ("attention_mask", "token_type_ids"):
+                # windows are full: each token is attended to, and of one type
                 found[info.name] = np.full(used, int(role == "attention_mask"))
             else:
                 found[info.name] = windows
@@ -80,6 +84,7 @@ class PackedTexts(TokenizedRows, RowPacker):
 
     def rest(self, split: str) -> dict[str, Values]:
         """Return no windows: what waits of a split does not fill one."""
+        # windows of one split do not mix sources: the rest of this one is dropped
         self._waiting = {key: parts for key, parts in self._waiting.items() if key[0] != split}
         return {each.name: np.empty((0, *each.shape), each.dtype) for each in self.packed_columns}
 

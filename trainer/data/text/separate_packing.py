@@ -50,10 +50,12 @@ class SeparateTexts(PackedTexts):
             for first in range(0, len(text), size):
                 part = slice(first, first + size)
                 piece = text[part], numbers[part], counts[part]
+                # the first text that does not fit closes the window: the order of the data decides, not the best fit
                 if sum(len(each) for each, *_ in open_window) + len(piece[0]) > size:
                     windows.append(open_window)
                     open_window = []
                 open_window.append(piece)
+        # the window stays open for the texts of the next block
         self._open[split] = open_window
         return self._columns_of(windows)
 
@@ -64,8 +66,10 @@ class SeparateTexts(PackedTexts):
 
     def _columns_of(self, windows: Sequence[Sequence[Piece]]) -> dict[str, Values]:
         shape = (len(windows), self._window)
+        # text 0 is padding
         ids, texts, places, words = (np.zeros(shape, np.int64) for _ in range(4))
         ids += self._special.pad
+        # everything is ignored but what a text fills in below
         labels = np.full(shape, self._ignore_index, np.int64)
         is_causal = self._config.task == "causal"
         sizes = np.zeros(len(windows), np.int64)
@@ -82,6 +86,7 @@ class SeparateTexts(PackedTexts):
                 first += len(text)
         found = {self._of.label: labels, self._words: words, self._text_bytes: sizes}
         for role, info in self._of.inputs.items():
+            # a graph that computes its own loss shifts the labels itself
             own = np.where(texts > 0, ids, self._ignore_index) if role == "labels" else np.zeros(shape, np.int64)
             known_roles = {"input_ids": ids, "attention_mask": texts, "position_ids": places}
             found[info.name] = known_roles.get(role, own)

@@ -58,11 +58,13 @@ def find_special_tokens(columns: TextColumns, tokenizer: OpenTokenizer) -> Speci
         own = tokenizer.own_pad_id if not config.pad_token else None
         needed = own is None and not is_causal
         found = find("pad_token", config.pad_token, PADDING, "padding token", needed=needed)
+        # the user's choice or the tokenizer's own, then a usual name, then the end token, as GPT-2 pads
         pad = next((each for each in (own, found, end) if each is not None), 0)
     if problems:
         raise ConfigError(problems)
     vocabulary = None
     if mask is not None:
+        # the mask token counts as special also where the tokenizer does not say so
         special = tuple(sorted({*tokenizer.special_ids.values(), mask}))
         names = tuple(str(tokenizer.library.id_to_token(number)) for number in special)
         vocabulary = Vocabulary(mask_id=mask, special_ids=special, size=tokenizer.greatest_id + 1, names=names)

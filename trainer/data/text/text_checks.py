@@ -15,7 +15,6 @@ from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.text.byte_counts import counts_bytes
 from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
 from onward.trainer.data.text.packing import PackedTexts
-from onward.trainer.data.text.padding import pads_left
 from onward.trainer.data.text.separate_packing import SeparateTexts
 from onward.trainer.data.text.text_columns import TextColumns, input_problems, text_columns
 from onward.trainer.data.text.tokenized_rows import Storage, TokenizedRows
@@ -47,6 +46,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
         tokenizer = open_tokenizer(columns.config.tokenizer)
         problems += _vocabulary_problems(columns, tokenizer, graph)
         if "input_ids" in columns.inputs:
+            # opened and dropped: what opening refuses belongs to this list
             _open(columns, tokenizer, limit, config.data, config.metrics, graph)
     except ConfigError as error:
         problems += error.problems
@@ -84,6 +84,41 @@ def _open(
     return kinds[columns.packing](columns, tokenizer, limit, storage)
 
 
+def pads_left(columns: TextColumns, tokenizer: OpenTokenizer, graph: onnx.GraphProto) -> tuple[bool, str]:
+    """Return whether rows are padded in front, and why they are not although the tokenizer says so, or "".
+
+        right   a  b  c        left   a  b  c        positions  0  1  2
+                d  -  -               -  -  d                   -  -  0        - = padding, which the mask hides
+
+    Raises ConfigError where data.text.pad_side = "left" would change what the model computes of a text.
+    """
+    wanted = columns.config.pad_side
+    padding = tokenizer.settings.get("padding")
+    tokenizer_pads_left = isinstance(padding, dict) and padding.get("direction") == "Left"
+    is_left = wanted == "left" or (wanted == "auto" and tokenizer_pads_left)
+    if not is_left or columns.is_packed:
+        return False, ""
+    why = _hindrance_of_padding(columns, graph)
+    if why and wanted == "left":
+        raise ConfigError(f"data.text.pad_side 'left': {why}; use pad_side = 'right'")
+    return not why, why
+
+
+def _hindrance_of_padding(columns: TextColumns, graph: onnx.GraphProto) -> str:
+    """Return why padding in front would change what the model computes of a text, or ""."""
+    if columns.config.task == "causal" and "attention_mask" not in columns.inputs:
+        return "the model has no input attention_mask, so that each token would attend to the padding in front of it"
+    counts_places = "position_ids" not in columns.inputs and not columns.fixed_length
+    # positions that are the running sum of the mask do not count the padding
+    table = position_rows(graph, with_masks=False) if counts_places else None
+    if table is None:
+        return ""
+    return (
+        f"the model counts positions through the row (embedding {table[1]}) and has no input position_ids, so that the "
+        "positions of a text would depend on the longest text of its batch"
+    )
+
+
 def _byte_problems(columns: TextColumns, config: RunConfig) -> Iterator[str]:
     """Yield what is wrong with bits_per_byte of losses whose targets are not the next tokens."""
     if counts_bytes(config.data, config.metrics):
@@ -110,6 +145,7 @@ def _position_problem(columns: TextColumns, graph: onnx.GraphProto) -> str:
 def length_limit(columns: TextColumns, graph: onnx.GraphProto) -> tuple[int, str]:
     """Return the tokens that a sample may have, 0 for no limit, and what is wrong with data.text.max_length or ""."""
     most = columns.config.max_length
+    # with an input of positions the graph counts none itself: what limits them is the table that the input indexes
     tables = [position_rows(graph) if "position_ids" not in columns.inputs else None]
     if info := columns.inputs.get("position_ids"):
         tables.append(embedding_rows(graph, info.name))
@@ -124,16 +160,20 @@ def length_limit(columns: TextColumns, graph: onnx.GraphProto) -> tuple[int, str
 
 def _column_problems(columns: TextColumns, schema: Schema, *, has_types: bool) -> Iterator[str]:
     is_tokens = columns.config.task == "tokens"
-    is_pair = len(columns.sources) == 2
-    if len(columns.sources) != 1 and (is_tokens or not is_pair or columns.is_packed):
-        what = "one column" if is_tokens or columns.is_packed else "one text or a pair"
-        yield f"data.text.columns has {len(columns.sources)} entries; a sample of {columns.config.task} is {what}"
+    takes_pair = not is_tokens and not columns.is_packed
+    num_sources = len(columns.sources)
+    if num_sources != 1 and not (takes_pair and num_sources == 2):
+        sample = "one text or a pair" if takes_pair else "one column"
+        yield f"data.text.columns has {num_sources} entries; a sample of {columns.config.task} is {sample}"
     if is_tokens and columns.label_source not in schema:
         yield f"data.label names {columns.label_source!r}, which the data does not have; there is {', '.join(schema)}"
     for name in columns.sources:
         if name not in schema:
             yield f"data.text.columns names {name!r}, which the data does not have; there is {', '.join(schema)}"
-        elif not is_tokens and (schema[name].shape or (has_types and schema[name].holds_numbers)):
+            continue
+        # without types, as in a CSV file, a cell that looks like a number may be text
+        is_number = has_types and schema[name].holds_numbers
+        if not is_tokens and (schema[name].shape or is_number):
             yield f"data.text.columns names {name!r}, which holds {schema[name].kind}, not text"
 
 

@@ -93,24 +93,23 @@ def text_columns(config: RunConfig, signature: Signature) -> TextColumns | None:
     # an input that data.inputs names reads its column, also one that is called input_ids
     free = {info.name: info for info in signature.fed if info.name not in config.data.inputs}
     names = {role: text.inputs.get(role, role) for role in ROLES}
+    # an input "labels" is fed only for a graph that computes its own loss
     if text.task not in MAKES_LABELS or all(loss.takes_labels for loss in config.losses):
         del names["labels"]
     inputs = {role: free[name] for role, name in names.items() if name in free}
     loss = _labelled_loss(config.data, config.losses) if text.task in MAKES_LABELS else None
-    return TextColumns(
-        text,
-        inputs,
-        label=str(loss.label) if loss else "",
-        ignore_index=loss.ignored if loss else config.model.ignore_index,
-        label_source=str(config.data.label) if text.task == "tokens" else "",
-    )
+    label = str(loss.label) if loss else ""
+    ignore_index = loss.ignored if loss else config.model.ignore_index
+    label_source = str(config.data.label) if text.task == "tokens" else ""
+    return TextColumns(text, inputs, label=label, ignore_index=ignore_index, label_source=label_source)
 
 
 def _labelled_loss(data: DataConfig, losses: Sequence[LossConfig]) -> LossConfig | None:
     """Return the loss whose labels are made from the text: the cross-entropy with `data.label`."""
-    label = data.label
-    usable = (each for each in losses if each.has_classes and each.label == label and isinstance(label, str))
-    return next(usable, None)
+    if not isinstance(data.label, str):
+        return None
+    of_classes = [loss for loss in losses if loss.has_classes]
+    return next((loss for loss in of_classes if loss.label == data.label), None)
 
 
 def input_problems(
@@ -148,6 +147,7 @@ def input_problems(
         shape = info.shape
         if info.dtype not in ("int32", "int64") and role != "attention_mask":
             yield f"input {info.name} takes {info.dtype}, but {role} are integers; is it another input?"
+        # masks of windows have three or four axes, which `_mask_problems` checks
         if role == "attention_mask" and columns.packing == "separate":
             continue
         if shape is not None and len(shape) != 2:
@@ -157,7 +157,8 @@ def input_problems(
             )
     if columns.packing == "separate":
         yield from _mask_problems(columns)
-    lengths = {info.name: info.shape[-1] for info in columns.inputs.values() if info.shape and info.shape[-1]}
+    last_dims = {info.name: info.shape[-1] for info in columns.inputs.values() if info.shape}
+    lengths = {name: length for name, length in last_dims.items() if length}
     if len(set(lengths.values())) > 1:
         yield "the inputs that data.text feeds declare several lengths: " + ", ".join(
             f"{name} {length}" for name, length in lengths.items()

@@ -69,6 +69,7 @@ class TokenizedRows(FittedComputer, RowDivider):
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._ignore_index = columns.ignore_index
+        # rows that are packed keep the lengths of their texts until then
         self._length = 0 if columns.is_packed else columns.fixed_length
         self.types = {role: STORED_AS[role] for role in columns.inputs}
         """What is fed -> numpy's name of the type that it is stored in."""
@@ -114,6 +115,7 @@ class TokenizedRows(FittedComputer, RowDivider):
     def _prepare(self) -> None:
         """Set the library's truncation and padding."""
         library = self._tokenizer.library
+        # the settings of the file are replaced: rows are padded when a batch is made
         library.no_padding()
         library.no_truncation()
         stride = self._config.stride
@@ -198,11 +200,18 @@ class TokenizedRows(FittedComputer, RowDivider):
     def describe(self, values: Mapping[str, Values]) -> None:
         """Find `columns`: of the length of the graph, or of varying length."""
         rows, _ = self._encoded(values)
+        # one more than the encoding: `_ended` may put an end token behind it
         longest = max((len(encoding) + 1 for encoding in rows), default=1)
-        length = self._length or (longest if self._of.is_packed else self._max_length or longest)
-        found = self._results()
-        each = (Column(name=name, dtype=kind, shape=(length,), variable=not self._length) for _, name, kind in found)
-        self.columns = (*each, *self._counts())
+        # packed rows have their final length already; others are cut at the most that is allowed
+        most = longest if self._of.is_packed else self._max_length or longest
+        length = self._length or most
+        self.columns = (
+            *(
+                Column(name=name, dtype=dtype, shape=(length,), variable=not self._length)
+                for _, name, dtype in self._results()
+            ),
+            *self._counts(),
+        )
 
     def compute(self, rows: Mapping[str, Values], count: int) -> tuple[dict[str, Values], dict[int, str]]:
         """Return the columns of `count` rows or of all their windows, and row -> why it has none."""
@@ -212,13 +221,16 @@ class TokenizedRows(FittedComputer, RowDivider):
         windows = [self._windows(encoding) for encoding in texts]
         encodings = [window for each in windows for window in each]
         ids = [self._ended(encoding.ids) for encoding in encodings]
+        # a bad row is bad in all of its windows; it counts neither as rows nor as tokens
         good = [at not in failed for at, each in enumerate(windows) for _ in each]
         self._rows += sum(good)
         self._tokens += sum(len(row) for row, is_good in zip(ids, good, strict=True) if is_good)
         if self._config.task == "causal":
+            # the text as it is in the data: bits per byte are those of the original, not of the lowercased one
             given = rows[self._sources[0]]
             self._bytes += sum(len(str(text).encode()) for at, text in enumerate(given) if at not in failed)
         if self._max_length and not self._of.is_packed and self._config.task != "causal":
+            # the library has cut these texts; of a causal model, `_ended` cuts and counts
             cut = sum(bool(encoding.overflowing) for encoding in texts)
             self._truncated += 0 if self.window_column else cut
             self._divided += cut if self.window_column else 0
@@ -245,6 +257,7 @@ class TokenizedRows(FittedComputer, RowDivider):
         if not self.window_column:
             return [encoding]
         found = [encoding, *encoding.overflowing]
+        # cut on the left, the first window is the end of the text
         is_left = (self._tokenizer.library.truncation or {}).get("direction") == "left"
         return found[::-1] if is_left else found
 
@@ -255,6 +268,7 @@ class TokenizedRows(FittedComputer, RowDivider):
         found = []
         for text, encoding, row in zip(rows[self._sources[0]], encodings, ids, strict=True):
             own = encoding.ids
+            # with the end token, which `_ended` puts behind ids that do not have it
             length = len(own) + (own[-1:] != [self._special.end])
             found.append(bytes_of_tokens(str(text), encoding, length)[: len(row)].astype(np.int32))
         return found
@@ -286,6 +300,7 @@ class TokenizedRows(FittedComputer, RowDivider):
         try:
             encodings = encode(given, add_special_tokens=self._config.special_tokens)
         except Exception:  # the library raises no other class, such as for a word of no token
+            # one text fails the whole call: each by itself shows which
             encodings, failed = self._encoded_alone(given)
         for at, encoding in enumerate(encodings):
             if at in failed:
@@ -345,6 +360,7 @@ class TokenizedRows(FittedComputer, RowDivider):
     def _padded(self, role: TextRole, rows: Sequence[Array], dtype: str) -> Array:
         padded: Array = np.full((len(rows), self._length), self._pad.get(role, 0), dtype)
         for row, values in zip(padded, rows, strict=True):
+            # the row has its values at one end and the padding value at the other
             first = self._length - len(values) if self._storage.pads_left else 0
             row[first : first + len(values)] = values
         return padded

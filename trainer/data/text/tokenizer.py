@@ -82,6 +82,7 @@ def open_tokenizer(path: Path) -> OpenTokenizer:
         raise ConfigError(f"data.text.tokenizer: {file} cannot be read: {error.strerror or error}") from error
     try:
         settings = json.loads(content)
+        # such as tokenizer_config.json beside it, which is JSON, too
         if not isinstance(settings, dict) or "model" not in settings:
             raise ValueError("it has no key 'model'")
         library = Tokenizer.from_str(content.decode())

@@ -64,6 +64,7 @@ class WordLabels(TokenizedRows):
 
     def finish(self) -> None:
         """Sort the names, or find that the labels are class ids."""
+        # labels that are all integers are the model's own class ids, which sorting as names would renumber
         if self._keeps_integers and all(re.fullmatch(r"-?\d+", label) for label in self._seen):
             self._classes = {label: int(label) for label in self._seen}
         else:
@@ -111,6 +112,7 @@ class WordLabels(TokenizedRows):
                 known = ", ".join(list(self._classes)[:10])
                 failed.setdefault(at, f"{self._label} holds {unknown[0]!r}, which is none of the classes {known}")
             if at in failed:
+                # a bad row keeps its place in the block until it is left out
                 found += [[self._ignore_index] * len(encoding) for encoding in own]
                 continue
             ids_of_words = [self._classes[label] for label in labels]
@@ -123,14 +125,17 @@ class WordLabels(TokenizedRows):
         last: int | None = None
         for window in windows:
             row: list[int | None] = []
+            # a window may begin in the middle of a word, whose first token is in the window before
             before = last
             for word in window.word_ids:
+                # a special token has no word, and does not end the word before it
                 row.append(word if word != before else None)
                 before = before if word is None else word
             yield row
             # the token in front of the next window, which begins with the last `stride` tokens of this one
             words = [word for word in window.word_ids if word is not None]
-            last = words[-1 - (self._config.stride or 0)] if len(words) > (self._config.stride or 0) else None
+            overlap = self._config.stride or 0
+            last = words[-1 - overlap] if len(words) > overlap else None
 
 
 def _joins_words(settings: Any) -> bool:

@@ -48,6 +48,7 @@ class Adafactor(NormedRule):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every weight from its gradient. Collective: every rank of the axes that shard the weights."""
+        # all groups together, so that each kind of sum takes one collective for all weights
         by_group = [self._updates(group) for group in self.param_groups]
         updates = [update for each in by_group for update in each]
         factored = [update for update in updates if update.is_factored]
@@ -55,12 +56,14 @@ class Adafactor(NormedRule):
         means = self._means_of_rows(factored)
         for update in updates:
             self._divide(update, means.get(update.number))
+        # the gradients hold U from here on
         lengths, sizes = self.full_norms([[update.gradient for update in each] for each in by_group])
         config = self._config.adafactor
         for update, length, size in zip(updates, lengths[self.places], sizes[self.places], strict=True):
             settings: WeightSettings = update.group["settings"]
             t = update.group["updates"]
             rate = update.group["lr"]
+            # an RMS is the norm over the root of the number of elements
             root = math.sqrt(max(math.prod(update.of.placement.shape), 1))
             step = (length / root).clamp(min=config.epsilon_scale) * min(rate, 1.0 / math.sqrt(t))
             step = step / (size / (root * config.clip)).clamp(min=1.0)
@@ -81,9 +84,11 @@ class Adafactor(NormedRule):
     def _update_factors(self, updates: Sequence[_Update]) -> None:
         squares = [update.gradient.square() for update in updates]
         for field, dim in (("row", -1), ("column", -2)):
+            # sums are added up over the ranks, and become means by the length of the full dimension
             sums = self._sum(updates, [square.sum(dim) for square in squares], field)
             for update, total in zip(updates, sums, strict=True):
                 total /= update.of.placement.shape[dim]
+                # lerp by 1 - β̂: β̂ · old + (1 - β̂) · new
                 update.state[field].lerp_(total, self._new_share(update.group))
 
     def _means_of_rows(self, updates: Sequence[_Update]) -> dict[int, Tensor]:
@@ -100,11 +105,14 @@ class Adafactor(NormedRule):
     def _sum(self, updates: Sequence[_Update], local: list[Tensor], field: str) -> list[Tensor]:
         """Return this rank's part of the sums over all parts of each weight, of tensors with the dims of a field."""
         parts = self._context.parts
+        # weights that this rank holds in full keep their own sums
         found = list(local)
         chosen = [place for place, update in enumerate(updates) if parts.share(update.number)[1] > 1]
         places = [_placement(updates[place].of.placement, field) for place in chosen]
         full = []
         for place, placement in zip(chosen, places, strict=True):
+            # each rank fills in its part of the full rows or columns: the sum adds what overlaps and places what does
+            # not
             full.append(torch.zeros(placement.shape, dtype=local[place].dtype, device=local[place].device))
             for held, box in placement.boxes():
                 full[-1][slices(box)] = local[place][slices(held)]

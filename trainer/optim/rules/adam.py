@@ -63,8 +63,10 @@ class Adam(Rule):
         epsilon = settings.epsilon
         decay = settings.weight_decay
         if not settings.bias_correction:
+            # β^∞ = 0 makes both corrections 1
             steps = [torch.full_like(steps[0], math.inf)] * len(steps)
         elif self._decays_after:
+            # the kernel adds ε to √(v/c2); this mode adds it to √v
             epsilon /= math.sqrt(1.0 - settings.beta ** group["updates"])
         torch._fused_adamw_(
             weights,
@@ -81,5 +83,6 @@ class Adam(Rule):
             amsgrad=False,
             maximize=False,
         )
+        # (w - u)(1 - ηλ): the update is decayed, too
         if self._decays_after and decay:
             torch._foreach_mul_(weights, 1.0 - group["lr"] * decay)

@@ -31,6 +31,7 @@ class NAdam(ElementwiseRule):
         t = group["updates"]
         rate = group["lr"]
         product, mu, following = self._factors(t, settings.alpha)
+        # decoupled decay comes first: the moments do not see it
         torch._foreach_mul_(weights, 1.0 - rate * settings.weight_decay)
         update_moments(settings, gradients, first, second)
         root = torch._foreach_div(second, 1.0 - settings.beta**t)
@@ -50,6 +51,7 @@ class NAdam(ElementwiseRule):
             if (done, of) != (t - 1, alpha):
                 done = 0
                 product = 1.0
+            # after a resume the product is made from t = 1 on, in the same order, so that it has the same bits
             for earlier in range(done + 1, t + 1):
                 product *= mu(earlier)
             self._product = (t, product, alpha)
@@ -78,6 +80,7 @@ class RAdam(ElementwiseRule):
         limit = 2.0 / (1.0 - beta) - 1.0
         length = limit - 2.0 * t * beta**t / c2
         rate = -group["lr"] / c1
+        # so few updates give no estimate of the variance of 1/√v: the step is one of momentum alone
         if length <= 5.0:
             torch._foreach_add_(weights, first, alpha=rate)
             return

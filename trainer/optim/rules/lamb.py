@@ -44,6 +44,7 @@ class Lamb(NormedRule):
         in_groups = ratios[self.places].split_with_sizes([len(direction) for direction in directions])
         for group, direction, own in zip(self.param_groups, directions, in_groups, strict=True):
             if direction:
+                # the ratio of a full weight holds for this rank's part of it as well
                 torch._foreach_mul_(direction, list(own.unbind()))
                 torch._foreach_add_(group["params"], direction, alpha=-group["lr"])
 
@@ -69,6 +70,7 @@ class Lamb(NormedRule):
         root = torch._foreach_sqrt(second)
         torch._foreach_div_(root, math.sqrt(1.0 - beta**updates) if corrected else 1.0)
         torch._foreach_add_(root, settings.epsilon)
+        # the gradients are not needed any more: their memory takes the directions
         torch._foreach_copy_(gradients, first)
         torch._foreach_div_(gradients, root)
         torch._foreach_div_(gradients, 1.0 - alpha**updates if corrected else 1.0)

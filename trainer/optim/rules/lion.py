@@ -23,6 +23,7 @@ class Lion(ElementwiseRule):
         """Change weights and moments in place."""
         (moment,) = moments
         settings: WeightSettings = group["settings"]
+        # a new tensor: the moment itself is interpolated with another factor below
         direction = torch._foreach_lerp(moment, gradients, 1.0 - settings.alpha)
         torch._foreach_sign_(direction)
         if settings.weight_decay:

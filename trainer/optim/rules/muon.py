@@ -66,6 +66,7 @@ class Muon(Adam):
         # on all ranks in the same order, and as many at a time as there are ranks to compute them
         directions.sort(key=lambda direction: direction.number)
         sizes = [self._context.parts.share(direction.number)[1] for direction in directions]
+        # a matrix that one rank holds in full needs no communication
         for direction in [each for each, size in zip(directions, sizes, strict=True) if size == 1]:
             self._move(direction, self._orthogonal(direction, direction.local))
         sharded = [each for each, size in zip(directions, sizes, strict=True) if size > 1]
@@ -86,12 +87,14 @@ class Muon(Adam):
         """Update matrices of which this rank holds parts. Collective."""
         parts = self._context.parts
         numbers = [direction.number for direction in directions]
+        # the parts do not overlap, so that the sum of zero-filled parts is the matrix itself, without rounding
         full = parts.sum([spread(each.local, each.of) for each in directions], numbers)
         for place, direction in enumerate(directions):
             rank, size = parts.share(direction.number)
             # the others compute other matrices
             own = place % size == rank
             full[place] = self._orthogonal(direction, full[place]) if own else torch.zeros_like(full[place])
+        # all but one rank add zeros: the second sum is a broadcast of each result
         for direction, result in zip(directions, parts.sum(full, numbers), strict=True):
             local = torch.empty_like(direction.local)
             for held, box in direction.of.placement.boxes():
@@ -126,6 +129,7 @@ def orthogonalised(matrix: Tensor, config: MuonConfig) -> Tensor:
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16() if config.arithmetic == "bf16" else matrix.clone()
     is_tall = x.shape[0] > x.shape[1]
+    # the gram matrix of the shorter side is the smaller one
     x = x.T if is_tall else x
     # the iteration converges for singular values of at most 1
     x.div_(x.norm().clamp(min=SMALLEST_NORM))
@@ -136,7 +140,7 @@ def orthogonalised(matrix: Tensor, config: MuonConfig) -> Tensor:
 
 
 def spread(local: Tensor, of: Weight) -> Tensor:
-    """Return zeros of the shape of the full weight, with this rank's part filled in."""
+    """Return zeros of the shape of the full weight, with this rank's part, [*of.placement.local_shape], filled in."""
     full = torch.zeros(of.placement.shape, dtype=local.dtype, device=local.device)
     for held, box in of.placement.boxes():
         full[slices(box)] = local[slices(held)]

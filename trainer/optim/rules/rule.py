@@ -39,7 +39,7 @@ class OtherParts(Protocol):
         """Return the squared norms of full weights, given those [..., weights] of this rank's parts."""
 
     def sum(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
-        """Return the sum of each tensor over the ranks that hold parts of the weight of that number."""
+        """Return the sum of each tensor [...] over the ranks that hold parts of the weight of that number."""
 
     def share(self, number: int) -> tuple[int, int]:
         """Return (number of this rank among those that hold parts of a weight, how many they are)."""
@@ -103,7 +103,8 @@ def state_dtype(field: str, config: OptimizerConfig, of_weight: torch.dtype) -> 
 
 
 def gradients_of(group: Group) -> list[Tensor]:
-    """Return the gradients of a group's weights."""
+    """Return the gradients of a group's weights, each of the shape of its weight's local part."""
+    # a missing gradient would shift this list against those of the weights and their states
     gradients = [weight.grad for weight in group["params"] if weight.grad is not None]
     assert len(gradients) == len(group["params"]), "a weight has no gradient"
     return gradients
@@ -150,7 +151,9 @@ class NormedRule(Rule):
         weights = [group["params"] for group in self.param_groups]
         for row, lists in zip(squares, (weights, updates), strict=True):
             if norms := [torch.stack(torch._foreach_norm(tensors)) for tensors in lists if tensors]:
+                # the norms are group by group; the sum over the ranks needs one order on all of them
                 row[self.places] = torch.cat([norm.double() for norm in norms]).square()
+        # squares add up over the parts of a weight, norms do not
         lengths, sizes = self._context.parts.squares(squares).sqrt()
         return lengths, sizes
 

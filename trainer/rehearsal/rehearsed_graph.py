@@ -41,6 +41,7 @@ class RehearsedGraph:
         """
         started_at = time.monotonic()
         self.module.train(kind == "training")
+        # so that a weight without a gradient is known by None
         self.module.zero_grad(set_to_none=True)
         with torch.set_grad_enabled(kind != "evaluation"), statistics_kept(self.module):
             with self.autocast():
@@ -56,8 +57,9 @@ class RehearsedGraph:
         return RehearsedBatch(what=kind, rows=batch.size, loss=mean, elapsed_s=time.monotonic() - started_at)
 
     def loss_of(self, outputs: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Return the loss per target for the outputs of the batch's own rows."""
+        """Return the loss per target, a scalar, for the outputs [B, ...] of the batch's own rows."""
         sums = [self._sum(place, loss, outputs, batch) for place, loss in enumerate(self.losses.each)]
+        # labels of soft losses come behind those of the others
         soft = zip(self.losses.soft, batch.labels[len(sums) :], strict=True)
         sums += [loss(outputs, counted, batch.size) for loss, counted in soft]
         return self.losses.weighted(
@@ -66,7 +68,7 @@ class RehearsedGraph:
 
     @torch.no_grad()
     def outputs(self, batch: Batch) -> Sequence[Tensor]:
-        """Return the outputs of a micro-batch in evaluation mode."""
+        """Return the outputs of a micro-batch in evaluation mode, [B, ...] each, without its padding."""
         self.module.eval()
         with self.autocast():
             outputs = self.module(*batch.inputs)
@@ -78,6 +80,7 @@ class RehearsedGraph:
         try:
             return loss(outputs, own, batch.size)
         except (RuntimeError, ValueError, IndexError) as error:
+            # too little memory is no misfit of the loss
             if "allocate memory" in str(error):
                 raise
             labels = "" if own is None else f" and the labels are {list(own.shape)}"
@@ -103,7 +106,9 @@ class RehearsedGraph:
     @property
     def loss_outputs(self) -> str:
         """Return the names of the outputs that the losses read."""
-        names = [self._name(loss) for loss in self.losses.each] or [loss.name for loss in self.losses.soft]
+        names = [self._name(loss) for loss in self.losses.each]
+        if not names:
+            names = [loss.name for loss in self.losses.soft]
         return " and ".join(dict.fromkeys(map(repr, names)))
 
     def _name(self, loss: Loss) -> str:
@@ -117,6 +122,7 @@ class RehearsedGraph:
         def count(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata not in weights:
+                # each storage once, however many operators save it
                 kept[storage._cdata] = storage.nbytes()
             return tensor
 

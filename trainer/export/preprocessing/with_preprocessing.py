@@ -290,7 +290,7 @@ def _raw_batches(
     Images differ in size, so that each is a batch of its own, repeated where the graph fixes the size of a batch.
     """
     images = {image.column: image.channels == 1 for image in image_inputs(config.data, signature)}
-    categories = {}
+    categories: dict[str, TableColumn] = {}
     for how in recipe.inputs.values():
         if isinstance(how, TableInput):
             categories |= {column.name: column for column in how.columns if column.categories}

@@ -50,6 +50,7 @@ def agree(
 
     squares, loss: scalars; the sum over the ranks counts each gradient and each target once.
     """
+    # decisions travel as 0 or 1: a sum above 0 says that some rank has taken it
     numbers = (squares, loss, wait_s, trained_s, stop, save, *work)
     squares_sum, loss_sum, waits_s, trained, stops, saves, *works = sum_over_world(numbers, device)
     return Agreed(squares_sum, loss_sum, waits_s, trained, stops > 0, saves > 0, Work(*works))

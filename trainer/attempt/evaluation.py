@@ -59,12 +59,14 @@ class Evaluation:
             totals = self._new_totals()
             with self._heartbeat.compiling():
                 values = self._pipeline.evaluate(self._batches(), totals, self._heartbeat.beat)
+            # once an attempt: the explanation repeats the whole evaluation
             if not math.isfinite(values.get("loss", 0.0)) and not self._is_explained:
                 self._is_explained = True
                 why = self._explain(self._batches(), self._new_totals(), self._held_out)
                 text = f"the evaluation loss is {values['loss']:g}. {why}"
                 self._events.emit(NonFiniteLoss(step=step, text=text))
             metrics |= {f"{prefix}/{name}": value for prefix in prefixes for name, value in values.items()}
+            # that of the weights themselves, which come first
             confusion = confusion or totals.confusion
         self._events.emit(Evaluated(step=step, values=metrics))
         for loss, counts in confusion.items():
@@ -72,6 +74,7 @@ class Evaluation:
         return metrics
 
     def _new_totals(self) -> EvaluationMetrics:
+        # tensor-parallel ranks have the same rows, which must count once
         counts = self._coordinate.tensor == 0
         return EvaluationMetrics(self._losses, self._config.metrics, device=self._device, counts=counts)
 

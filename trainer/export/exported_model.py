@@ -100,7 +100,7 @@ def export(
     """
     config = read_resolved(run)
     folder = folder or run.export
-    examines = config.monitor.report and folder == run.export
+    examines = config.monitor.report and folder == run.export  # an export elsewhere is no result of the run
     source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
     trainable = open_trainable(config)
     original = trainable.model
@@ -109,7 +109,7 @@ def export(
     if not config.export.strip_training:
         kept = tuple(all_names(original.graph))
     form = training_form(original, source.parent)
-    given = onnx.ModelProto()
+    given = onnx.ModelProto()  # a copy of the training form: surgery changes the graph in place
     if form:
         given.CopyFrom(original)
     removed = strip_training(original, keep=kept, base=source.parent)
@@ -119,12 +119,12 @@ def export(
     with _staging_directory(folder) as staging:
         untrained = OnnxRunner(trained_part(original, source, staging / "before", config.model), data)
         baselines = Baselines(config, data, untrained.outputs)
-        before = untrained.evaluate(baselines.count)
+        before = untrained.evaluate(baselines.count)  # which counts the labels in the same pass
         load_weights(trainable.module, checkpoint.weights)
         merged = merged_module(trainable)
         path, *beside = write_model(merged, original, source, staging / source.name)
         written = ModelFile.read(path)
-        compared = _rounded_as_stored(trainable.module, merged, original)
+        compared = _rounded_as_stored(trainable.module, merged, original)  # in place, so after writing
         expected = Expected(
             ModelFile(source, original),
             {name: tensor.detach() for name, tensor in stored_weights(merged).items()},
@@ -228,6 +228,7 @@ def _compare_as_given(
         graph = onnx.ModelProto()
         place = folder / str(norms)
         graph.CopyFrom(given)
+        # None: as it was given, in training form
         if norms is not None:
             kept = tuple(filter(None, (*begin_at_numbers(graph, model).start, *model.outputs)))
             strip_training(graph, keep=kept, base=model.path.parent, norms=norms)

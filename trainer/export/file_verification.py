@@ -65,6 +65,7 @@ def verify(written: ModelFile, expected: Expected, *, data: EvaluationData, conf
     if trains_subgraph(expected.original.proto, expected.config):
         # the module computes a part of the graph, so that part is compared; the whole file must load, too
         OnnxRunner(written, replace(data, file_rows=None))
+        # cut out of the written file, so that what is compared is what was written
         trained_part = extract_subgraph(written.proto, expected.config)
         if locations(trained_part):
             # onnxruntime finds external data only beside a file; the name differs from that of the file itself
@@ -96,9 +97,8 @@ def structure_problems(written: ModelFile, expected: Expected) -> list[str]:
     for what, fields in before.items():
         if number := sum(a != b for a, b in zip_longest(fields, after[what])):
             problems.append(f"{number} of the original's {len(fields)} {what} are not the same in the exported file")
-    frozen = [
-        n for n, tensor in all_stored_protos(written.proto).items() if is_external(tensor) and n not in expected.weights
-    ]
+    external = [name for name, tensor in all_stored_protos(written.proto).items() if is_external(tensor)]
+    frozen = [name for name in external if name not in expected.weights]
     problems += [
         f"initializer {name!r} was not trained, but differs from the original in its external data file"
         for name in changed_tensors(written, expected.original, frozen)
@@ -122,6 +122,7 @@ def _fields(model: onnx.ModelProto, weights: Collection[str]) -> dict[str, list[
     rest.CopyFrom(model)
     for name, _, attribute in held_attributes(rest.graph):
         if name in weights:
+            # zeros and not nothing: the number of values is structure, and is compared
             attribute.floats[:] = [0.0] * len(attribute.floats)
             attribute.ClearField("f")
     for name, tensor in all_stored_protos(rest).items():
@@ -139,6 +140,7 @@ def _fields(model: onnx.ModelProto, weights: Collection[str]) -> dict[str, list[
         "initializers": rest.graph.initializer,
     }
     found = {what: [entry.SerializeToString(deterministic=True) for entry in fields[what]] for what in fields}
+    # what is left, such as names and versions, is compared as one field
     for what in ("opset_import", "metadata_props", "functions"):
         rest.ClearField(what)
     for what in ("input", "output", "node", "initializer"):
@@ -161,11 +163,13 @@ def weight_problems(written: ModelFile, weights: Mapping[str, Tensor]) -> list[s
     """Return one sentence for each stored tensor that is not the checkpoint's, in the type the file stores."""
     problems = []
     stored = all_stored_protos(written.proto)
+    # a weight that is stored as integers agrees up to half a step, the others exactly
     integers = _dequantized(written, weights)
     for name, weight in weights.items():
         if name in integers:
             problems += _rounding_problems(name, weight, integers[name])
             continue
+        # a weight that the surgery should not have removed
         if name not in stored:
             problems.append(f"tensor {name!r} is not in the exported file")
             continue

@@ -34,9 +34,10 @@ class ModelFile:
 
 def in_half_precision(model: onnx.ModelProto) -> bool:
     """Return whether any stored tensor, input or output is fp16 or bf16."""
-    return any(tensor.data_type in HALF_TYPES for tensor in all_tensors(model)) or any(
-        value.type.tensor_type.elem_type in HALF_TYPES for value in (*model.graph.input, *model.graph.output)
-    )
+    if any(tensor.data_type in HALF_TYPES for tensor in all_tensors(model)):
+        return True
+    values = (*model.graph.input, *model.graph.output)
+    return any(value.type.tensor_type.elem_type in HALF_TYPES for value in values)
 
 
 def fp32_copy(model: ModelFile | onnx.ModelProto) -> onnx.ModelProto:
@@ -47,6 +48,7 @@ def fp32_copy(model: ModelFile | onnx.ModelProto) -> onnx.ModelProto:
             _widen_type(value.type)
         for node in graph.node:
             for attribute in node.attribute:
+                # a node that names a type would make half precision again
                 if attribute.name in ("to", "dtype", "output_dtype", "stash_type") and attribute.i in HALF_TYPES:
                     attribute.i = TensorProto.FLOAT
     for tensor in all_tensors(copy):

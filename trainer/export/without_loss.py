@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -29,6 +30,7 @@ def write_without_loss(exported: ModelFile, target: Path, losses: Sequence[str],
     model = exported.with_external_data()
     graph = model.graph
     names = [value.name for value in graph.output]
+    # a loss without a name is the first output
     lost = {name or names[0] for name in losses} & set(names)
     kept = [name for name in names if name not in lost]
     if not lost or not kept:
@@ -37,13 +39,12 @@ def write_without_loss(exported: ModelFile, target: Path, losses: Sequence[str],
         )
         raise ExportRefused(f"{exported.path.name} cannot be written without its loss: {why}")
     nodes, needed = nodes_between(graph, kept, set())
-    for field, entries in (
-        ("output", [value for value in graph.output if value.name in kept]),
-        ("node", nodes),
-        ("initializer", [tensor for tensor in graph.initializer if tensor.name in needed]),
-        ("sparse_initializer", [tensor for tensor in graph.sparse_initializer if tensor.values.name in needed]),
-        ("input", [value for value in graph.input if value.name in needed]),
-    ):
+    kept_entries: dict[str, Sequence[Any]] = {"node": nodes}
+    kept_entries["output"] = [value for value in graph.output if value.name in kept]
+    kept_entries["initializer"] = [tensor for tensor in graph.initializer if tensor.name in needed]
+    kept_entries["sparse_initializer"] = [x for x in graph.sparse_initializer if x.values.name in needed]
+    kept_entries["input"] = [value for value in graph.input if value.name in needed]
+    for field, entries in kept_entries.items():
         copies = [type(entry).FromString(entry.SerializeToString()) for entry in entries]
         graph.ClearField(field)  # invalidates the entries
         getattr(graph, field).extend(copies)

@@ -59,6 +59,7 @@ def compile_stages(
         compiler = Compiler(choice, device=device, beat=beat)
         for number, part in enumerate(stage.chain.parts):
             assert isinstance(part.module, fx.GraphModule)
+            # unit by unit, so that ZeRO and recomputation still see their borders
             stage.chain.units[number] = compiler.compile(stage.chain.units[number], part.module)
         inputs = [*stage.received_meta, *(example[position] for position in stage.input_positions)]
         compiler.watch(stage.chain, tuple(tuple(value.shape) for value in inputs))
@@ -122,9 +123,11 @@ def _mode(
         costs = estimate_costs(graph, example, autocast=autocast)
     except UnsupportedModel:
         return "default", ""
+    # inputs and weights launch nothing
     calls = sum(bool(cost.outputs) for name, cost in costs.items() if nodes[name].op not in ("placeholder", "get_attr"))
     flops, num_bytes = (sum(each) for each in zip(*((c.flops, c.output_bytes) for c in costs.values()), strict=True))
     launch_ms = 1e3 * LAUNCH_S * calls
+    # 3: the backward pass takes twice as long as the forward pass
     computing_ms = 3e3 * (flops / typical("cuda", config.precision.compute).flops_per_s + num_bytes / BYTES_PER_S)
     reason = f" (estimated for a micro-batch: {launch_ms:.3f} ms of launches, {computing_ms:.3f} ms of computing)"
     return "reduce-overhead" if launch_ms > computing_ms else "default", reason

@@ -53,8 +53,8 @@ def estimate_costs(
 ) -> dict[str, NodeCost]:
     """Return the cost of every node by its name, for one micro-batch.
 
-    inputs: tensors of the right shapes, on any device. Weights may be on the meta device. Changes neither weights nor
-    running statistics. Raises UnsupportedModel when shapes depend on data.
+    inputs: tensors of the right shapes, [B, ...] each, on any device. Weights may be on the meta device. Changes
+    neither weights nor running statistics. Raises UnsupportedModel when shapes depend on data.
     """
     device = next((tensor.device for tensor in inputs if tensor.device.type != "meta"), torch.device("cpu"))
     # stages share modules with the graph, and a stage may be in another mode

@@ -100,16 +100,18 @@ class Layout:
         for stage in stages:
             retention = running_statistic_retention(stage)
             for name, tensor in stored_tensors(stage).items():
+                # counted once in the world: by the first stage of the first pipeline coordinate that holds it
                 first_here = all(weight.name != name for weight in weights)
                 first = first_here and self.shared.get(name, [here.pipeline])[0] == here.pipeline
+                # a replicated weight is counted by tensor rank 0, a sharded one by the holder of each part
+                counts_here = here.tensor == 0 or name in self.placements
                 weights.append(
                     Weight(
                         name,
                         tensor,
                         self.placements.get(name) or Placement.full(tensor.shape),
                         trained=is_trained(tensor),
-                        # a replicated weight is counted by tensor rank 0, a sharded one by the holder of each part
-                        counted=first and (here.tensor == 0 or name in self.placements),
+                        counted=first and counts_here,
                         retention=retention.get(name, 0.0),
                         partial=name in self.partial,
                         outputs=self.matrices.get(name),
@@ -132,9 +134,9 @@ def build_layout(
 ) -> Layout:
     """Divide the graph in place for tensor-parallel rank `rank`, and cut it.
 
-    example: the inputs of one micro-batch. group: name of the tensor-parallel process group. device: the same on every
-    rank (`device.typical`). with_costs: estimate the costs of the nodes even if nothing depends on them. Raises
-    ConfigError or UnsupportedModel when the graph cannot be divided as configured.
+    example: the inputs of a micro-batch, [B, ...]. group: name of the tensor-parallel process group. device: the same
+    on every rank (`device.typical`). with_costs: estimate the costs of the nodes even if nothing depends on them.
+    Raises ConfigError or UnsupportedModel when the graph cannot be divided as configured.
     """
     check_replicas(module, config.parallel)
     last = config.parallel.tensor - 1
@@ -176,6 +178,7 @@ def divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, d
     regions = find_regions(
         module, parallel.tensor, convolutions=parallel.convolutions, flops_per_byte=device.flops_per_byte
     )
+    # a weight is sharded either by features or by vocabulary entries
     taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
     vocabulary = find_vocabulary_sharding(
         module,
@@ -236,6 +239,7 @@ def find_cuts(
     module: divided for the last tensor-parallel rank. known: the costs, if they have been estimated for this example.
     """
     num_stages = parallel.pipeline * parallel.stages_per_rank
+    # units are what ZeRO gathers and what the backward pass recomputes; nothing else needs them
     has_units = parallel.zero or parallel.units or recompute.mode in ("whole", "selective")
     if num_stages == 1 and not has_units and not with_costs:
         return Cuts((), (), {})  # a model whose shapes depend on data can be trained like this, but not estimated
@@ -255,6 +259,7 @@ def cut(divided: DividedGraph, cuts: Cuts, config: RunConfig, device: Device) ->
     module = divided.module
     units = iter(split(module, sorted({*cuts.stages, *cuts.units}, key=lambda point: point.position)))
     ends = [0, *(point.position for point in cuts.stages), len(partitioned_nodes(module.graph))]
+    # parts of each stage: one more than the cuts inside it
     sizes = [1 + sum(begin < point.position < end for point in cuts.units) for begin, end in itertools.pairwise(ends)]
     stages = build_stages(module, [[*itertools.islice(units, size)] for size in sizes], cuts.node_costs)
     shared = _shared_weights(stages, config.parallel.pipeline)
@@ -292,8 +297,11 @@ def _shared_weights(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[i
     if problems:
         raise ConfigError(problems)
     # interleaved stages go around the pipeline, so stage i is on coordinate i modulo its size
-    shared = {name: sorted({index % pipeline for index in found}) for name, found in holders.items() if len(found) > 1}
-    return {name: tuple(coordinates) for name, coordinates in shared.items()}
+    shared: dict[str, tuple[int, ...]] = {}
+    for name, indices in holders.items():
+        if len(indices) > 1:
+            shared[name] = tuple(sorted({index % pipeline for index in indices}))
+    return shared
 
 
 def check_replicas(module: ImportedGraph, parallel: ParallelConfig) -> None:
@@ -363,13 +371,18 @@ def _fewest_units(
 ) -> list[Sequence[int]]:
     """Choose, in each stage of one pipeline coordinate, as few units as fit into `parallel.memory_gib`."""
     stages = layout.of(pipeline, config.parallel.pipeline)
+    # any replica and tensor rank: the layout is that of the rank with the largest shards
     weights = layout.weights(stages, Coordinate(pipeline, 0, 0))
     units = [unit for stage in stages for unit in unit_costs(stage.chain.parts, layout.cuts.node_costs)]
     batch_bytes = sum(value.nbytes for value in inputs)
+    # what the weights, gradients and buffers leave of the limit
     left_bytes, in_flight = activation_budget(
         stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes, device_type=layout.device.type
     )
     _, picked = choose_by_budget(units, in_flight=in_flight, budget_bytes=left_bytes, modes=("none", mode))
     # `picked` numbers the units of all stages one after the other
     ends = [0, *itertools.accumulate(len(stage.chain.parts) for stage in stages)]
-    return [[n - begin for n in picked if begin <= n < end] for begin, end in itertools.pairwise(ends)]
+    units_of_stages: list[Sequence[int]] = []
+    for begin, end in itertools.pairwise(ends):
+        units_of_stages.append([number - begin for number in picked if begin <= number < end])
+    return units_of_stages

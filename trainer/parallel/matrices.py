@@ -21,13 +21,17 @@ def find_matrices(module: ImportedGraph, *, convolutions: bool) -> dict[str, int
     """
     graph = GraphAnalysis(module, module.onnx_names)
     output = next(node for node in module.graph.nodes if node.op == "output")
+    # Muon is for hidden layers: the last products give the outputs
     heads = set(graph.nearest_products(output))
-    found: dict[str, int] = {}
+    output_dims: dict[str, int] = {}
+    # one product that refuses a weight is enough: a tied weight stays out even if its other readers would take it
     refused: set[str] = set()
     for node, product in graph.products.items():
         readers = set(graph.readers(product.path))
-        hidden = node not in heads and readers <= graph.products.keys() and not product.is_low_rank
-        if not hidden or product.is_stacked or product.is_einsum or (product.is_convolution and not convolutions):
+        is_hidden = node not in heads and readers <= graph.products.keys() and not product.is_low_rank
+        is_one_matrix = not product.is_stacked and not product.is_einsum
+        is_refused_kernel = product.is_convolution and not convolutions
+        if not is_hidden or not is_one_matrix or is_refused_kernel:
             refused.add(product.name)
-        found[product.name] = product.outputs
-    return {name: outputs for name, outputs in found.items() if name not in refused}
+        output_dims[product.name] = product.outputs
+    return {name: outputs for name, outputs in output_dims.items() if name not in refused}

@@ -56,7 +56,7 @@ class PartSums:
     def sum(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
         """Return the sum of each tensor over the ranks that hold parts of the weight of that number.
 
-        Tensors of one weight have the same shape on all ranks.
+        tensors: [...] each; those of one weight have the same shape on all ranks.
         """
         found = list(tensors)
         for group, sharded, _ in self._axes:
@@ -77,6 +77,7 @@ class PartSums:
         size = 1
         for group, sharded, _ in self._axes:
             if sharded[number]:
+                # like the digits of a number: ZeRO's rank first, the tensor rank last
                 rank = rank * group.size() + group.rank()
                 size = size * group.size()
         return rank, size

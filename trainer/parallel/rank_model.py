@@ -126,7 +126,7 @@ class RankModel:
             weight.tensor.detach().copy_(tensors[weight.checkpoint_key])
 
     def full_weights(self, names: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return name -> (weight, gradient), full and fp32, of trained weights. Collective: every rank of the world."""
+        """Return name -> (weight, gradient), full [*shapes[name]], fp32, of trained weights. Collective: every rank."""
         # sorted: every rank calls the all-reduces below in the same order
         found = {name: torch.zeros(2, *self.shapes[name]) for name in sorted(names)}
         for weight in self.trained:
@@ -169,9 +169,8 @@ def build_rank_model(
     group = mesh.get_group("tensor").group_name
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     trained_names = frozenset(name for name, tensor in stored.items() if is_trained(tensor))
-    statistics_names = frozenset(
-        name for name, tensor in stored.items() if is_statistic(tensor) and not name.startswith(TEACHER)
-    )
+    statistics = [name for name, tensor in stored.items() if is_statistic(tensor)]
+    statistics_names = frozenset(name for name in statistics if not name.startswith(TEACHER))
     del stored  # each weight is freed when this rank has taken its part
 
     scales = layer_scales(module, config.optimizer.layer_decay)  # of the graph before it is divided
@@ -243,8 +242,9 @@ def build_pipeline(model: RankModel, config: RunConfig, mesh: DeviceMesh, mpi: M
 
 def _sharded_tensors(weights: Sequence[Weight], parallel: ParallelConfig) -> set[Tensor]:
     """Return the weights that ZeRO shards. They stay on the host until `Sharded` moves them, unit by unit."""
-    zero = parallel.zero
-    return {weight.tensor for weight in weights if zero and is_sharded(weight, zero=zero)}
+    if not parallel.zero:
+        return set()
+    return {weight.tensor for weight in weights if is_sharded(weight, zero=parallel.zero)}
 
 
 def _move(chain: nn.Module, device: torch.device, *, but: Collection[Tensor]) -> None:
@@ -292,6 +292,7 @@ def _stages_for_inputs(
     """Return this rank's stages with the shapes that cross their borders for other inputs."""
     # not in training mode: BatchNorm refuses a single row there
     node_costs = estimate_costs(module, inputs, autocast=autocast, training=False)
+    # only the shapes at the borders are new: the chains and their weights stay
     again = build_stages(module, [stage.chain.parts for stage in stages], node_costs)
     return [
         replace(stage, received_meta=again[stage.index].received_meta, output_meta=again[stage.index].output_meta)
@@ -305,13 +306,13 @@ def _copy_shared_parameters(stages: Sequence[Stage]) -> None:
     Only interleaved schedules have several stages on one rank. Their backward passes overlap, so each stage needs a
     gradient of its own.
     """
+    # names of the stages so far: the first stage keeps the parameter itself
     held: set[str] = set()
     for stage in stages:
-        copies = {
-            name: nn.Parameter(own_copy(tensor), requires_grad=tensor.requires_grad)
-            for name, tensor in stored_tensors(stage).items()
-            if name in held and isinstance(tensor, nn.Parameter)
-        }
+        copies = {}
+        for name, tensor in stored_tensors(stage).items():
+            if name in held and isinstance(tensor, nn.Parameter):
+                copies[name] = nn.Parameter(own_copy(tensor), requires_grad=tensor.requires_grad)
         held |= stored_tensors(stage).keys()
         for name, module, attribute in stored_places(stage):
             if name in copies:
@@ -329,8 +330,10 @@ def _reported_weights(weights: Sequence[Weight], held: Sequence[Weight], mesh: D
     """
     first_replica = mesh.get_local_rank("data") == 0
     first_group = mesh.get_local_rank("replicate") == 0
-    return frozenset(
-        part
-        for part, weight in zip(held, weights, strict=True)
-        if part.counted and (first_group if part.placement != weight.placement else first_replica)
-    )
+    reported = set()
+    for part, weight in zip(held, weights, strict=True):
+        is_divided = part.placement != weight.placement
+        is_reported_here = first_group if is_divided else first_replica
+        if part.counted and is_reported_here:
+            reported.add(part)
+    return frozenset(reported)

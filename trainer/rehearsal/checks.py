@@ -130,39 +130,37 @@ def checks(
         losses = Losses(config.losses, output_names, trainable.module.output_shapes)
         return EvaluationMetrics(losses, config.metrics, device=CPU)
 
+    # the same rows are compared with onnxruntime as were computed before
     data = EvaluationData(batches=lambda: [compared], new_metrics=metrics, file_rows=file_rows, model=config.model)
-    counts = [("that targets are counted row by row", lambda: _check_counts(graph.losses, compared, findings))]
-    sums = [
-        ("that a loss of a file is a sum over rows", lambda: _check_sums(graph, compared, findings)),
-        ("rows without labels", lambda: check_empty_labels(graph, rows, config, signature, findings)),
-    ]
-    timed = [
-        (
-            "the time of a micro-batch in fp32 and bf16",
-            lambda: _time(graph, partial(batch, first.rows, "training"), config.precision, findings),
-        )
-    ]
     run = partial(_run, graph, batch=batch, findings=findings, too_long=partial(remedy_of_length, graph, config.data))
     evaluated = [size.rows for size in sizes if size.kind == "evaluation"]
     both: dict[Kind, int] = {"training": first.rows, "evaluation": (evaluated or [config.evaluation_batch_size])[0]}
-    compiled = [
-        (
-            "whether compiling pays",
-            lambda: _compile(graph, config, lambda kind: batch(both[kind], kind), rows, findings, begin_again),
-        )
-    ]
-    return [
+    found: list[Check] = [
         ("the warnings of `onward doctor`", lambda: _warn(config, trainable, use, findings)),
         *((size.what, partial(run, size=size, gradients=size is first)) for size in sizes),
         ("the units of the labels", lambda: _warn_of_labels(config, rows, findings)),
-        *(timed if config.precision.compute in ("auto", "bf16") and not _is_on_gpu(config.launch) else ()),
-        *(counts if any(loss.count for loss in config.losses) else ()),
-        *(sums if any(loss.is_own for loss in config.losses) else ()),
+    ]
+    if config.precision.compute in ("auto", "bf16") and not _is_on_gpu(config.launch):
+        timed = partial(batch, first.rows, "training")
+        time = partial(_time, graph, timed, config.precision, findings)
+        found.append(("the time of a micro-batch in fp32 and bf16", time))
+    if any(loss.count for loss in config.losses):
+        count = partial(_check_counts, graph.losses, compared, findings)
+        found.append(("that targets are counted row by row", count))
+    if any(loss.is_own for loss in config.losses):
+        found += [
+            ("that a loss of a file is a sum over rows", lambda: _check_sums(graph, compared, findings)),
+            ("rows without labels", lambda: check_empty_labels(graph, rows, config, signature, findings)),
+        ]
+    found += [
         ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
         ("the guard", lambda: guard_run(config, trainable, graph, lambda: batch(guarded), findings)),
-        # the last one, since it changes the graph
-        *(compiled if config.graph.compile == "auto" else ()),
     ]
+    if config.graph.compile == "auto":
+        # the last one, since it changes the graph
+        compiled = partial(_compile, graph, config, lambda kind: batch(both[kind], kind), rows, findings, begin_again)
+        found.append(("whether compiling pays", compiled))
+    return found
 
 
 def _arithmetic(precision: PrecisionConfig, launch: LaunchConfig, findings: Findings) -> PrecisionConfig:
@@ -276,12 +274,14 @@ def _check_gradients(graph: RehearsedGraph, rows: Batch, findings: Findings) -> 
         findings.not_rehearsed.append(f"gradients: the first {rows.size} rows have no label that counts")
         return
     loss = f"the loss of the first {rows.size} rows is {findings.batches[-1].loss:g}"
-    wrong = [name for name, gradient in trained.items() if gradient is not None and not gradient.isfinite().all()]
+    gradients = {name: gradient for name, gradient in trained.items() if gradient is not None}
+    wrong = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+    if wrong:
+        loss += f" and the gradients of {len(wrong)} of {len(trained)} weights are not finite ({_few(wrong)})"
     if wrong or not np.isfinite(findings.batches[-1].loss):
-        gradients = f" and the gradients of {len(wrong)} of {len(trained)} weights are not finite ({_few(wrong)})"
         findings.refuse(
-            f"before any training, {loss}{gradients if wrong else ''}; look for NaN, zeros or unscaled values in the "
-            "data, and for a loss that fits the output (model.loss)"
+            f"before any training, {loss}; look for NaN, zeros or unscaled values in the data, and for a loss that "
+            "fits the output (model.loss)"
         )
         return
     findings.without_gradient = tuple(name for name, gradient in trained.items() if _is_zero(gradient))

@@ -63,6 +63,7 @@ class Findings:
         if errors:  # what does not fit may be what a detector has chosen among its boxes
             selected = [each for each in self.warnings if each.key == SELECTED]
             errors += [ConfigError(f"{each.what}; {each.remedy}") for each in selected]
+        # a single error keeps its type
         if len(errors) == 1:
             raise errors[0]
         if errors:
@@ -91,6 +92,7 @@ class Findings:
         sizes = defaultdict(list)
         for size, why in self.failures:
             sizes[why].append(size)
+        # what ran says what kind of remedy there is
         ran = {each.what for each in self.batches}
         for why, failed in sizes.items():
             what = " and ".join(size.what for size in failed)

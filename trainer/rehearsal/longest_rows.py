@@ -23,9 +23,11 @@ def remedy_of_length(graph: RehearsedGraph, data: DataConfig, batch: Batch, why:
 
     why: the error of the batch. Runs the graph forward on shorter rows, about log2(length) times.
     """
-    length = next((each.shape[1] for each in batch.inputs if each.ndim > 1 and not each.is_floating_point()), 0)
+    indices = [values for values in batch.inputs if not values.is_floating_point()]
+    length = next((values.shape[1] for values in indices if values.ndim > 1), 0)
     if OUT_OF_RANGE not in why or length < 2:
         return ""
+    # bisect: rows of `runs` run (0: none is known to), rows of `fails` do not
     runs = 0
     fails = length
     while fails - runs > 1:

@@ -72,10 +72,12 @@ def compare_untrained(trainable: TrainableModel, config: RunConfig, data: Evalua
         raise ExportRefused([*problems, *noise_inside_bodies(file)])
     if not form:
         return Parity(runner.parity, runner.rounding, runner.runtime)
+    # a file that draws numbers in training form is compared without the nodes that draw
     without_draws = _inference_form(trainable, config, folder / "norms", norms=False) if form.draws else None
     given = _as_given(trainable, config, folder)
     file = GivenFile(given, form, without_draws or given)
     apart = difference_of_forms(file, trainable.module, data, tolerance=config.export.tolerance)
+    # `not <=`: NaN must be said, too
     said = (warning_of_forms(form, apart, runner.runtime),) if not apart <= config.export.tolerance else ()
     return Parity(runner.parity, runner.rounding, runner.runtime, said)
 
@@ -94,9 +96,10 @@ def _as_given(trainable: TrainableModel, config: RunConfig, folder: Path) -> Mod
     model = trainable.model
     settings = config.model
     adds_units = any(loss.output_units == "standardised" for loss in config.losses)
-    if not (settings.num_classes or settings.untie or adds_units or trains_subgraph(model, settings)):
-        return ModelFile(settings.path, model)
-    return _part(model, trainable, config, folder)
+    changes_weights = bool(settings.num_classes or settings.untie)
+    if changes_weights or adds_units or trains_subgraph(model, settings):
+        return _part(model, trainable, config, folder)
+    return ModelFile(settings.path, model)
 
 
 def _inference_form(
@@ -106,6 +109,7 @@ def _inference_form(
     model = onnx.ModelProto()
     settings = config.model
     model.CopyFrom(trainable.model)
+    # the tensors that the trained part begins and ends with keep their names
     kept = tuple(filter(None, (*begin_at_numbers(model, settings).start, *settings.outputs)))
     strip_training(model, keep=kept, base=trainable.base, norms=norms)
     return _part(model, trainable, config, folder)

@@ -70,6 +70,7 @@ def rehearse(folder: RunDir) -> None:
             _check_division(config, with_teacher.module, findings)
             with _time_limit(folder, findings, config.launch.rehearsal_timeout_s) as begin_again:
                 steps = checks(config, trainable, use, findings, begin_again, with_teacher=with_teacher.module)
+                # the time limit may end a check at any time: what is left is then in the record
                 findings.pending = [what for what, _ in steps]
                 for _, check in steps:
                     check()

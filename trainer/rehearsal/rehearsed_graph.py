@@ -1,4 +1,4 @@
-"""Run one micro-batch through the imported graph as the training loop does: forward, loss, backward."""
+"""Run one micro-batch through the imported graph as the training loop does, and name the node at which it fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.batches.batches import Batch
@@ -18,7 +19,6 @@ from onward.trainer.errors import ConfigError, OnwardError
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, statistics_kept
-from onward.trainer.rehearsal.failing_node import failing_node
 from onward.trainer.rehearsal.sizes import Kind
 from onward.trainer.run.records import RehearsedBatch
 
@@ -41,6 +41,7 @@ class RehearsedGraph:
         """
         started_at = time.monotonic()
         self.module.train(kind == "training")
+        # so that a weight without a gradient is known by None
         self.module.zero_grad(set_to_none=True)
         with torch.set_grad_enabled(kind != "evaluation"), statistics_kept(self.module):
             with self.autocast():
@@ -56,8 +57,9 @@ class RehearsedGraph:
         return RehearsedBatch(what=kind, rows=batch.size, loss=mean, elapsed_s=time.monotonic() - started_at)
 
     def loss_of(self, outputs: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Return the loss per target for the outputs of the batch's own rows."""
+        """Return the loss per target, a scalar, for the outputs [B, ...] of the batch's own rows."""
         sums = [self._sum(place, loss, outputs, batch) for place, loss in enumerate(self.losses.each)]
+        # labels of soft losses come behind those of the others
         soft = zip(self.losses.soft, batch.labels[len(sums) :], strict=True)
         sums += [loss(outputs, counted, batch.size) for loss, counted in soft]
         return self.losses.weighted(
@@ -66,7 +68,7 @@ class RehearsedGraph:
 
     @torch.no_grad()
     def outputs(self, batch: Batch) -> Sequence[Tensor]:
-        """Return the outputs of a micro-batch in evaluation mode."""
+        """Return the outputs of a micro-batch in evaluation mode, [B, ...] each, without its padding."""
         self.module.eval()
         with self.autocast():
             outputs = self.module(*batch.inputs)
@@ -78,6 +80,7 @@ class RehearsedGraph:
         try:
             return loss(outputs, own, batch.size)
         except (RuntimeError, ValueError, IndexError) as error:
+            # too little memory is no misfit of the loss
             if "allocate memory" in str(error):
                 raise
             labels = "" if own is None else f" and the labels are {list(own.shape)}"
@@ -103,7 +106,9 @@ class RehearsedGraph:
     @property
     def loss_outputs(self) -> str:
         """Return the names of the outputs that the losses read."""
-        names = [self._name(loss) for loss in self.losses.each] or [loss.name for loss in self.losses.soft]
+        names = [self._name(loss) for loss in self.losses.each]
+        if not names:
+            names = [loss.name for loss in self.losses.soft]
         return " and ".join(dict.fromkeys(map(repr, names)))
 
     def _name(self, loss: Loss) -> str:
@@ -117,6 +122,7 @@ class RehearsedGraph:
         def count(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage._cdata not in weights:
+                # each storage once, however many operators save it
                 kept[storage._cdata] = storage.nbytes()
             return tensor
 
@@ -132,3 +138,49 @@ class RehearsedGraph:
         # the first line: torch appends the C++ stack and general advice
         text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         return f"{type(error).__name__}: {text}" + (f" (at the node that computes {where!r})" if where else "")
+
+
+# -- where a pass fails
+
+
+class _NodeByNode(fx.Interpreter):
+    """Run a graph one node after the other, and keep the one that computes, forward or backward, in `current`."""
+
+    def __init__(self, module: ImportedGraph) -> None:
+        super().__init__(module)
+        self.current: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n
+        result = super().run_node(n)
+        if n.op != "output":
+            for tensor in tree_leaves(result):
+                # called when the backward pass reaches the operation that computed the tensor
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(lambda _, node=n: self._reached(node))
+        return result
+
+    def _reached(self, node: fx.Node) -> None:
+        self.current = node
+
+
+def failing_node(module: ImportedGraph, attempt: Callable[[Callable[..., Any]], object]) -> str:
+    """Return the name of the tensor at which `attempt` fails; "" if it does not fail in the graph.
+
+    attempt: takes what to call in place of the module, and repeats what failed.
+    """
+    interpreter = _NodeByNode(module)
+    try:
+        attempt(interpreter.run)
+    except Exception:  # the error is known; only the place is asked for
+        return _tensor_name(interpreter.current)
+    return ""
+
+
+def _tensor_name(node: fx.Node | None) -> str:
+    """Return the ONNX tensor that a node computes; where it computes none, the nearest one after it."""
+    while node is not None and node.op != "root":
+        if names := node.meta.get("onnx"):
+            return str(names[0])
+        node = node.next
+    return ""

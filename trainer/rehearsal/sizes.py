@@ -59,6 +59,7 @@ def sizes_of_run(config: RunConfig, counts: tuple[int, int] | None) -> list[Size
         else [evaluated]
     )
     found += [Size("evaluation", rows, f"an evaluation batch of {_rows(rows)}", remedy) for rows in ends]
+    # reversed twice: of equal sizes the first one stays, in its place
     return list({(size.kind, size.rows): size for size in reversed(found)}.values())[::-1]
 
 

@@ -47,8 +47,11 @@ class Baselines:
         self._outputs = outputs
         self._why = ""
         losses = data.new_metrics(outputs).losses
-        kinds = [_kind(each) for each in losses.each]
-        self._constant = " and ".join(dict.fromkeys(kinds)) if kinds and all(kinds) and not losses.soft else ""
+        kinds = [_kind(loss) for loss in losses.each]
+        self._constant = ""
+        # all losses or none: one without a best constant has no value to add to the total
+        if kinds and all(kinds) and not losses.soft:
+            self._constant = " and ".join(dict.fromkeys(kinds))
         self._series = _series(config.data, losses) if data.rows is not None else ""
         names = [name for name, is_known in ((self._constant, self._constant), (LAST, self._series)) if is_known]
         self._metrics: dict[str, EvaluationMetrics] = {name: data.new_metrics(outputs) for name in names}
@@ -91,10 +94,12 @@ class Baselines:
             assert labels is not None
             own = labels[start:stop]
             if loss.config.has_classes:
+                # negative labels are no classes, whatever is ignored
                 classes = own[(own != loss.ignore_index) & (own >= 0)]
                 found = torch.bincount(classes.flatten()).double()
             else:
                 found = own.reshape(stop - start, -1).double().sum(0)
+            # later rows may have classes, or labels, beyond those so far
             length = max(len(self._sums[place]), len(found))
             self._sums[place] = _padded(self._sums[place], length) + _padded(found, length)
 
@@ -121,12 +126,14 @@ class Baselines:
         if loss.config.has_classes:
             axis = loss.axis(like, labels)
             counts = _padded(self._sums[place], like.shape[axis])
+            # scores whose softmax is the shares of the classes: the best constant of a cross-entropy
             scores = (counts / counts.sum().clamp(min=1)).clamp(min=LEAST_SHARE).log()
             return scores.float().reshape([-1 if each == axis else 1 for each in range(like.ndim)])
         mean = self._sums[place] / self._rows
         if len(mean) != like[:1].numel():  # rows of varying length
             mean = mean.mean().expand(like[:1].numel())
         if loss.config.rule.tasks == ("labels",):
+            # the loss applies a sigmoid to what it reads
             mean = torch.logit(mean.clamp(LEAST_SHARE, 1 - LEAST_SHARE))
         return mean.float().reshape(1, *like.shape[1:])
 
@@ -137,6 +144,7 @@ class Baselines:
         fitted = self._data.rows.fitted.get(self._series)
         if fitted is not None and fitted.center:  # it feeds the model standardised
             past = past * fitted.scale[-1] + fitted.center[-1]
+        # backwards through what training fitted: first the scale, then the logarithm
         if fitted is not None and fitted.log1p:
             past = np.expm1(past)
         return torch.from_numpy(past).float()
@@ -157,7 +165,9 @@ def _series(data: DataConfig, losses: Losses) -> str:
         return ""
     (label,) = columns
     past = label.removesuffix(AHEAD)
-    fed = {name for names in data.inputs.values() for name in ([names] if isinstance(names, str) else names)}
+    fed: set[str] = set()
+    for names in data.inputs.values():
+        fed.update([names] if isinstance(names, str) else names)
     return past if past != label and past in fed else ""
 
 

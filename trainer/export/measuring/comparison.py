@@ -91,6 +91,7 @@ def signature_differences(served: Signature, new: Signature) -> list[str]:
     """Return a sentence for each input and output that one file has and the other has not, or declares differently."""
     problems = []
     for kind, theirs, ours in (("input", served.inputs, new.inputs), ("output", served.outputs, new.outputs)):
+        # by name: onnxruntime is fed by name, and reads outputs by name
         before, after = ({info.name: info for info in infos} for infos in (theirs, ours))
         for name in before | after:
             if name not in after:
@@ -99,7 +100,8 @@ def signature_differences(served: Signature, new: Signature) -> list[str]:
                 problems.append(f"{kind} {name!r} is new")
             elif _declared(before[name]) != _declared(after[name]):
                 problems.append(f"{kind} {name!r} was {_shown(before[name])}, and is {_shown(after[name])}")
-        if [info.name for info in theirs] != [info.name for info in ours] and set(before) == set(after):
+        is_another_order = [info.name for info in theirs] != [info.name for info in ours]
+        if is_another_order and set(before) == set(after):
             problems.append(f"the {kind}s have another order: {', '.join(after)}; it was {', '.join(before)}")
     return problems
 
@@ -109,5 +111,7 @@ def _declared(info: TensorInfo) -> tuple[Any, ...]:
 
 
 def _shown(info: TensorInfo) -> str:
-    sizes = "?" if info.shape is None else ", ".join("any" if size is None else str(size) for size in info.shape)
+    if info.shape is None:
+        return f"{info.dtype} [?]"
+    sizes = ", ".join("any" if size is None else str(size) for size in info.shape)
     return f"{info.dtype} [{sizes}]"

@@ -14,7 +14,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def relative_difference(ours: Array, theirs: Array) -> tuple[float, str]:
     """Return (greatest |difference| / greatest |value|, a clause with both); NaN for a NaN, or for other shapes.
 
-    Equal values, infinite ones included, have no difference.
+    ours, theirs: [...]. Equal values, infinite ones included, have no difference.
     """
     if ours.shape != theirs.shape:
         return float("nan"), f"shape {list(theirs.shape)} instead of {list(ours.shape)}"

@@ -64,11 +64,16 @@ def metrics_that_fit(
     that an output has, as far as that is known."""
     has_library = importlib.util.find_spec("torchmetrics") is not None
     left_out = LEFT_OUT if num_classes <= MOST_CURVES else (*LEFT_OUT, *CURVES)
-    plain = [name for name, metric in METRICS.items() if not metric.required and name not in left_out]
-    others = [MetricConfig(name=name) for name in plain]
+    without_settings = [name for name, metric in METRICS.items() if not metric.required]
+    others = [MetricConfig(name=name) for name in without_settings if name not in left_out]
+    # the configured ones come last, so that their settings count where both have a key
     chosen = {metric.key: metric for metric in (*others, *configured)}
-    fitting = [metric for metric in chosen.values() if any(task_of(metric, loss) for loss in losses)]
-    return [metric for metric in fitting if has_library or not is_library(metric)]
+    fitting = []
+    for metric in chosen.values():
+        fits = any(task_of(metric, loss) for loss in losses)
+        if fits and (has_library or not is_library(metric)):
+            fitting.append(metric)
+    return fitting
 
 
 def evaluate(
@@ -96,6 +101,7 @@ def _with_labels(
         try:
             _add_labels(batch, losses, meanings)
         except BadRows as error:
+            # without the bad rows the second call raises nothing
             batch.leave_out(error.rows)
             _add_labels(batch, losses, meanings)
         yield batch
@@ -118,6 +124,7 @@ def _add_labels(batch: RawBatch, losses: Sequence[LossConfig], meanings: Sequenc
                 labels.append(values[0] if isinstance(loss.label, str) or len(values) == 1 else values)
             except ValueError as error:
                 bad[at] = f"{', '.join(loss.columns)} {error}"
+                # a place holder: the row is left out, and its label is never read
                 labels.append(None)
         batch.cells[_key(place)] = labels
     if bad:
@@ -130,7 +137,9 @@ def _class_of(cell: Any, places: Mapping[str, int], loss: LossConfig) -> int:
         raise ValueError("is missing")
     if isinstance(cell, bool | np.bool_):
         cell = str(cell).lower()  # as JSON writes it
+    # tables make floats of integers where a cell is missing
     text = str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell).strip()
+    # names come first: a class may be called "3" and not be the third
     if text in places:
         return places[text]
     is_number = text.lstrip("-").isdigit()
@@ -176,5 +185,7 @@ def _labels(cells: list[Any], output: Array, loss: LossConfig) -> Tensor:
 
 def label_kinds(losses: Sequence[LossConfig], meanings: Sequence[Meaning]) -> dict[str, str]:
     """Return label column -> what it holds, as `read_raw_batches` takes it."""
-    each = zip(losses, meanings, strict=True)
-    return {column: "text" if own["classes"] else "number" for loss, own in each for column in loss.columns}
+    kinds: dict[str, str] = {}
+    for loss, meaning in zip(losses, meanings, strict=True):
+        kinds |= dict.fromkeys(loss.columns, "text" if meaning["classes"] else "number")
+    return kinds

@@ -48,7 +48,10 @@ class NoiseSessions:
         self._session: onnxruntime.InferenceSession | None = None
 
     def run(self, drawn: Mapping[str, Array], feed: Mapping[str, Array]) -> list[Array]:
-        """Return the outputs of the model. Raises the errors of onnxruntime, which have no common base class."""
+        """Return the outputs of the model, [B, ...] each, for the inputs of `feed` and the numbers that were drawn.
+
+        Raises the errors of onnxruntime, which have no common base class.
+        """
         if self._session is None:
             self._session = self._open(drawn)
         names = {value.name for value in self._session.get_inputs()}
@@ -58,11 +61,13 @@ class NoiseSessions:
         file = self._model if isinstance(self._model, ModelFile) else None
         copy = onnx.ModelProto()
         copy.CopyFrom(file.proto if file else self._model)
-        given = {name for node in copy.graph.node if node.op_type in RANDOM for name in node.output} & drawn.keys()
-        kept = [node for node in copy.graph.node if not given & set(node.output)]
+        random_nodes = [node for node in copy.graph.node if node.op_type in RANDOM]
+        fixed = {name for node in random_nodes for name in node.output} & drawn.keys()
+        kept = [node for node in copy.graph.node if not fixed & set(node.output)]
         del copy.graph.node[:]
         copy.graph.node.extend(kept)
-        for name in sorted(given):
+        # what the removed nodes drew becomes inputs, without a shape: it may depend on the batch
+        for name in sorted(fixed):
             element_type = helper.np_dtype_to_tensor_dtype(drawn[name].dtype)
             copy.graph.input.append(helper.make_tensor_value_info(name, element_type, None))
         return open_session(copy, base=file.path.parent if file else None)
@@ -75,7 +80,8 @@ def noise_inside_bodies(model: onnx.ModelProto) -> list[str]:
     """
     bodies = [node for graph in inner_graphs(model.graph.node) for node in graph.node]
     functions = [node for function in model.functions for node in nodes_inside(function.node)]
-    names = [node.name or node.output[0] for node in (*bodies, *functions) if node.op_type in RANDOM]
+    random_nodes = [node for node in (*bodies, *functions) if node.op_type in RANDOM]
+    names = [node.name or node.output[0] for node in random_nodes]
     if not names:
         return []
     return [

@@ -78,10 +78,12 @@ def costly_helpers(file: ModelFile, feed: Mapping[str, Array]) -> HelperNodes | 
         if plain is None:
             return None
         before, after = (Counter(node.op_type for node in each.proto.graph.node) for each in (file, plain))
+        # an optimised copy may also have more nodes of a kind
         gone = Counter({kind: max(before[kind] - after[kind], 0) for kind in before.keys() & HELPERS})
         removed = sum(gone.values())
         if not removed:
             return None
+        # one thread: latency_ratio counts the time of this thread
         sessions = [open_session(each.path, threads=1) for each in (file, plain)]
         feeds = [{value.name: feed[value.name] for value in session.get_inputs()} for session in sessions]
         ratio = latency_ratio(sessions, feeds)

@@ -138,9 +138,11 @@ def _rounding(graph: onnx.GraphProto) -> Iterator[str]:
 def _has_weight_alone_quantized(node: onnx.NodeProto, makers: dict[str, onnx.NodeProto], stored: set[str]) -> bool:
     """Return whether the right operand of a product is a dequantized weight, and the left one is not dequantized."""
     left, right = (makers.get(name) for name in node.input[:2])
+    # a weight may be transposed or cast after it is dequantized
     while right is not None and right.op_type in ("Transpose", "Cast", "Reshape"):
         right = makers.get(right.input[0])
     dequantized = right is not None and right.op_type == "DequantizeLinear" and right.input[0] in stored
+    # with both operands dequantized the file itself rounds activations
     return dequantized and (left is None or left.op_type != "DequantizeLinear")
 
 
@@ -155,6 +157,7 @@ def _matmul_nbits(node: onnx.NodeProto, array: Callable[[str], Array]) -> Iterat
 def _lstm(node: onnx.NodeProto, array: Callable[[str], Array]) -> Iterator[onnx.TensorProto]:
     for place, at in ((1, 8), (2, 10)):
         integers, scale, zero = (array(node.input[each]) for each in (place, at, at + 1))
+        # [directions, inputs, 4 x hidden] here, [directions, 4 x hidden, inputs] in LSTM
         directions = len(integers)
         scale, zero = (each.astype(np.float32).reshape(directions, 1, -1) for each in (scale, zero))
         weight = ((integers.astype(np.float32) - zero) * scale).transpose(0, 2, 1)
@@ -172,6 +175,7 @@ def _mixture(node: onnx.NodeProto, array: Callable[[str], Array]) -> Iterator[on
     """
     attributes = attributes_of(node)
     names = [*node.input, *[""] * 15]
+    # each of the two products may have its own number of bits
     shared = attributes.get("expert_weight_bits", 4)
     bits = [attributes.get(f"fc{number}_expert_weight_bits", shared) for number in (1, 2)]
     if bits == [4, 4] or not attributes.get("block_size") or names[14]:
@@ -180,6 +184,7 @@ def _mixture(node: onnx.NodeProto, array: Callable[[str], Array]) -> Iterator[on
     for own, place, zero_place in ((bits[0], 2, 11), (bits[1], 5, 12)):
         integers = _unpack(array(names[place]), own)
         scale = array(names[place + 1]).astype(np.float32)
+        # without zero points the integers are symmetric around the middle of their range
         middle = np.full(scale.shape, 2 ** (own - 1), np.float32)
         zero = _unpack(array(names[zero_place]), own)[..., : scale.shape[-1]] if names[zero_place] else middle
         blocks = integers.reshape(*scale.shape, -1)
@@ -204,6 +209,7 @@ REPLACED: dict[str, Callable[[onnx.NodeProto, Callable[[str], Array]], Iterator[
 
 def _unpack(packed: Array, bits: int) -> Array:
     """Return the integers of the last dimension of bytes as floats, the lowest bits first."""
+    # a byte holds 8 / bits integers
     parts = packed[..., None] >> np.arange(0, 8, bits, dtype=np.uint8) & np.uint8(2**bits - 1)
     return parts.reshape(*packed.shape[:-1], -1).astype(np.float32)
 

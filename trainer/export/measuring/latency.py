@@ -47,6 +47,7 @@ def latency_ratio(sessions: Sequence[Any], feeds: Sequence[Mapping[str, Any]], d
     On the CPU it is the processor time of this thread, which other programs do not add to: the sessions must run in it
     (`open_session(threads=1)`).
     """
+    # on a GPU this thread only waits, so that its processor time says nothing
     clock: Callable[[], float] = time.thread_time if device == "cpu" else time.perf_counter
 
     def timed(session: Any, feed: Mapping[str, Any], times: int) -> float:
@@ -65,6 +66,7 @@ def latency_ratio(sessions: Sequence[Any], feeds: Sequence[Mapping[str, Any]], d
     while len(ratios) < LEAST_ROUNDS or (len(ratios) < MOST_ROUNDS and time.monotonic() < until):
         ours, theirs = (timed(session, feed, times) for session, feed in pairs)
         ratios.append(theirs / max(ours, 1e-9))
+    # the quartiles
     low, middle, high = statistics.quantiles(ratios, n=4)
     if high - low > SPREAD * middle:
         log.info(

@@ -103,8 +103,7 @@ class OnnxRunner:
         self.parity = math.nan
         """The greatest relative difference that `compare` found."""
         self.neighbours = 0.0
-        """Of a file that rounds to integers: the greatest share of an output's elements that `compare` found more than
-        the tolerance apart."""
+        """If the file rounds to integers: the greatest share of elements that `compare` found beyond the tolerance."""
         self.rounding = 0.0
         """What the kernels of the file round, of an output's greatest value, if `compare` had to allow it."""
 
@@ -133,12 +132,13 @@ class OnnxRunner:
                 if not (math.isnan(worst[name][0]) or difference <= worst[name][0]):  # NaN is the worst of all
                     worst[name] = (difference, f"output {name!r}, {where}: {sentence}")
         self._noise = {}
-        problems = [
-            f"{sentence}: {self.runtime} is {difference:.3g} off the torch module, above export.tolerance {tolerance:g}"
-            + (f"; {apart[name]}" if name in apart else "")
-            for name, (difference, sentence) in worst.items()
-            if not difference <= tolerance and not (name in apart and apart[name].allowed)
-        ]
+        problems = []
+        above = f"off the torch module, above export.tolerance {tolerance:g}"
+        for name, (difference, sentence) in worst.items():
+            if difference <= tolerance or (name in apart and apart[name].allowed):
+                continue
+            problem = f"{sentence}: {self.runtime} is {difference:.3g} {above}"
+            problems.append(f"{problem}; {apart[name]}" if name in apart else problem)
         self.neighbours = max((each.share for each in apart.values()), default=0.0)
         self.parity = max(difference for difference, _ in worst.values())
         if problems and self._exact is None and (form := exact_form(self._model)):
@@ -211,14 +211,13 @@ class OnnxRunner:
     def feeds(self) -> Iterator[dict[str, Array]]:
         """Yield evaluation batches for a session of the file itself, with no more rows than one call takes."""
         for batch in self._data.batches():
-            yield self.feed(
-                [tensor[: self._max_rows or batch.size] for tensor in self._inputs_of(batch)], widened=False
-            )
+            rows = self._max_rows or batch.size
+            yield self.feed([tensor[:rows] for tensor in self._inputs_of(batch)], widened=False)
 
     # -- running
 
     def run(self, inputs: Sequence[Tensor]) -> list[Array]:
-        """Return the outputs for one batch, and use a fallback from now on if the runtime so far fails on it.
+        """Return the outputs [B, ...] for one batch, and use a fallback from now on if the runtime so far fails on it.
 
         A file with a fixed batch size gives that many rows; those beyond `inputs` are repetitions.
         """
@@ -244,7 +243,7 @@ class OnnxRunner:
         raise ExportRefused(f"{self.runtime} cannot run the model on {rows} rows: {first}") from first
 
     def feed(self, inputs: Sequence[Tensor], *, widened: bool = True) -> dict[str, Array]:
-        """Return input name -> array of the declared type, the last row repeated up to a fixed batch size.
+        """Return input name -> array [B, ...] of the declared type, the last row repeated up to a fixed batch size.
 
         `widened`: of the types of the fp32 copy, if one is run; else of the file's own.
         """
@@ -256,12 +255,13 @@ class OnnxRunner:
             arrays = dict(rows.inputs(filled[0].numpy()))
         arrays = {name: self._layout.as_in_file(name, array) for name, array in arrays.items()}
         arrays |= {name: bound.for_rows(len(filled[0])) for name, bound in self._layout.bound.items()}
-        return {
-            value.name: arrays[value.name]
-            if isinstance(arrays[value.name], list) or arrays[value.name].dtype == object  # a sequence, or strings
-            else arrays[value.name].astype(self._dtype(value.type.tensor_type.elem_type, widened=widened))
-            for value in self._inputs
-        }
+        fed = {}
+        for value in self._inputs:
+            array = arrays[value.name]
+            if not isinstance(array, list) and array.dtype != object:  # neither a sequence nor strings
+                array = array.astype(self._dtype(value.type.tensor_type.elem_type, widened=widened))
+            fed[value.name] = array
+        return fed
 
     def _inputs_of(self, batch: Batch) -> Sequence[Tensor]:
         """Return what a batch is run from: its inputs, or the numbers of its rows, int64 [B]."""
@@ -319,11 +319,10 @@ class OnnxRunner:
 
     def _run_in_parts(self, inputs: Sequence[Tensor], rows: int) -> list[Array]:
         compute = partial(self._noise_sessions.run, self._noise) if self._noise else self._compute
-        found = [
-            compute(self.feed([tensor[start : start + rows] for tensor in inputs]))
-            for start in range(0, max(len(inputs[0]), 1), max(rows, 1))
-        ]
-        parts = [self._chosen(results) for results in found]
+        parts = []
+        for start in range(0, max(len(inputs[0]), 1), max(rows, 1)):
+            results = compute(self.feed([tensor[start : start + rows] for tensor in inputs]))
+            parts.append(self._chosen(results))
         if len(parts) == 1:
             return parts[0]
         return [np.concatenate(results) for results in zip(*parts, strict=True)]
@@ -347,12 +346,12 @@ class OnnxRunner:
             for start, stop in self._slices(batch.size):
                 rows = f"({batch.size} rows)" if not self._fixed_batch_size else f"(rows {start + 1} to {stop})"
                 yield f"batch {number} {rows}", self._filled([tensor[start:stop] for tensor in inputs]), self.run
-            if number == 1 and self._max_rows == 1 and not self._fixed_batch_size and batch.size > 1:
+            runs_row_by_row = self._max_rows == 1 and not self._fixed_batch_size
+            if number == 1 and runs_row_by_row and batch.size > 1:
                 # rows that only went through one by one say nothing about a batch: two go through onnx.reference
                 two = [tensor[:2] for tensor in inputs]
-                yield from (
-                    ("rows 1 and 2, by onnx.reference", two, lambda _, r=r: r) for r in self._run_by_reference(two)
-                )
+                for results in self._run_by_reference(two):
+                    yield "rows 1 and 2, by onnx.reference", two, lambda _, results=results: results
         if not number:
             raise ExportRefused("no evaluation data to verify the file on; set data.evaluation_fraction above 0")
 

@@ -50,6 +50,7 @@ def recipe_of(model: Path) -> tuple[dict[str, Any] | None, Path]:
         if not (folder / RECORD).is_file():
             continue
         recipe = read_record(folder / RECORD, Preprocessing)
+        # a variant has the preprocessing of the file that it was made of
         own = Path(recipe.model).stem in (stem, name)
         if folder == model.parent and not own and recipe.sha256 != model_digest(model):
             raise ConfigError(
@@ -174,6 +175,7 @@ def _write_csv(path: Path, tables: Iterator[Table]) -> None:
         header: list[str] = []
         for table in tables:
             if not header:
+                # the first batch decides the columns: a file has one header
                 header = list(table)
                 writer.writerow(header)
             columns = [table[name] for name in header]
@@ -191,6 +193,7 @@ def _write_parquet(path: Path, tables: Iterator[Table]) -> None:
             made = pa.table({name: pa.array(cells) for name, cells in table.items()})
             if writer is None:
                 writer = stack.enter_context(pq.ParquetWriter(path, made.schema))
+            # a later batch may have another type, such as of a column that is empty so far
             writer.write_table(made.cast(writer.schema))
 
 

@@ -75,6 +75,7 @@ def read_raw_batches(
     """
     path = Path(source)
     kinds = set(columns.values())
+    # files are rows only where the model takes what a file holds
     of_files = next((kind for kind in SUFFIXES_OF if kind in kinds), "")
     if of_files and (files := _files(path, SUFFIXES_OF[of_files])):
         return _batches_of_files(path, files, columns, size, labels)
@@ -88,11 +89,12 @@ def _files(path: Path, suffixes: Sequence[str]) -> list[tuple[str, Path]]:
         return [(path.name, path)] if path.suffix.lower() in suffixes else []
     found = []
     for folder, folders, names in os.walk(path):
+        # in place, so that os.walk does not enter hidden folders
         folders[:] = [name for name in folders if not name.startswith(".")]
-        own = [Path(folder, name) for name in names if not name.startswith(".")]
-        found += [
-            (str(each.relative_to(path)), each) for each in own if "" in suffixes or each.suffix.lower() in suffixes
-        ]
+        files = [Path(folder, name) for name in names if not name.startswith(".")]
+        if "" not in suffixes:
+            files = [file for file in files if file.suffix.lower() in suffixes]
+        found += [(str(file.relative_to(path)), file) for file in files]
     return sorted(found)
 
 
@@ -108,8 +110,8 @@ def _check_there(source: str, columns: Mapping[str, str]) -> None:
     if path.is_file() and not is_table:
         raise DataError(f"{source} ends in {path.suffix!r}: this model predicts rows of files that end in {known}")
     if path.is_dir() and not _files(path, [*suffixes(), ".gz"]):
-        found = Counter(each.suffix.lower() for _, each in _files(path, [""]))
-        shown = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in found.most_common(5)) or "none"
+        counts = Counter(file.suffix.lower() or "without suffix" for _, file in _files(path, [""]))
+        shown = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common(5)) or "none"
         raise DataError(
             f"{source} has no file that ends in {known}, but {shown}; the model takes {_few(list(columns))}"
         )
@@ -126,8 +128,10 @@ def _batches_of_files(
         raise DataError(f"the model takes the columns {names}: files alone have one of them; give a table with all")
     refuse_outside(str(source), files, DataConfig(source=str(source)))
     ((column, kind),) = columns.items()
-    if labels and (without := [name for name, _ in files if len(Path(name).parts) < 2]):
-        raise DataError(f"{len(without)} files are in no folder that says their class: {_few(without)}")
+    # classes are named by the folders of files, as in training
+    without_folder = [name for name, _ in files if len(Path(name).parts) < 2]
+    if labels and without_folder:
+        raise DataError(f"{len(without_folder)} files are in no folder that says their class: {_few(without_folder)}")
     if kind == "text" and source.is_file():
         return _lines(files[0][1], column, size)
     return _contents(files, column, kind, size, labels)
@@ -138,6 +142,7 @@ def _lines(path: Path, column: str, size: int) -> Iterator[RawBatch]:
         numbers = block.index.tolist()
         texts = block.cells[column]
         bad = {block.where(at): why for at, why in block.bad.items()}
+        # once at least: a block of bad rows alone still reports them
         for first in range(0, max(len(numbers), 1), size):
             part = slice(first, first + size)
             names = [block.where(at) for at in numbers[part]]
@@ -173,6 +178,7 @@ def _table_settings(source: str, data: DataConfig | None, *, with_future: bool) 
 
     Windows over time series have no future, which is to be predicted, unless it is read as labels.
     """
+    # how tables are read, and nothing else of the run's data: these are other rows
     table = data.table if data else TableConfig()
     if table.window and not with_future:
         table = table.model_copy(update={"window": table.window.model_copy(update={"horizon": 0})})
@@ -185,6 +191,7 @@ def _batches_of_table(
 ) -> Iterator[RawBatch]:
     wanted = [*columns, *(name for name in labels if name not in columns)]
     located = sources.locate(data.source, data)
+    # the first block has all columns: what is missing is said before a row is predicted
     first = next(iter(sources.first_blocks(data)), None)
     if first is None or not (len(first.index) or first.bad):
         raise DataError(f"{data.source} holds no rows")
@@ -197,6 +204,7 @@ def _batches_of_table(
     def batches() -> Iterator[RawBatch]:
         for block in _blocks(data, wanted, texts):
             bad = {block.where(at): why for at, why in block.bad.items()}
+            # likewise once at least, for the bad rows
             for start in range(0, max(len(block.index), 1), size):
                 yield _part(block, slice(start, start + size), wanted, encoded, many=many, bad={} if start else bad)
 

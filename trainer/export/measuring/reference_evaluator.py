@@ -20,7 +20,9 @@ def open_reference(model: ModelFile | onnx.ModelProto) -> ReferenceEvaluator:
             yield below
             yield from subclasses(below)
 
-    own = [kind for kind in subclasses(OpRun) if getattr(kind, "op_domain", "") and not _is_part_of_onnx(kind)]
+    # abstract classes between OpRun and an operator have no domain
+    operators = [kind for kind in subclasses(OpRun) if getattr(kind, "op_domain", "")]
+    own = [operator for operator in operators if not _is_part_of_onnx(operator)]
     return ReferenceEvaluator(str(model.path) if isinstance(model, ModelFile) else model, new_ops=own)
 
 

@@ -41,6 +41,7 @@ class Neighbours:
                 continue
             differences = np.abs(a - b)
             self._elements += a.size
+            # elements of one row
             self._row = max(self._row, a.size // max(len(a), 1) if a.ndim else 1)
             self._apart += int((differences > self._tolerance * np.abs(a).max(initial=0.0)).sum())
             self._greatest = max(self._greatest, float(differences.max(initial=0.0)))
@@ -54,6 +55,7 @@ class Neighbours:
     @property
     def steps(self) -> float:
         """How many steps the furthest is apart."""
+        # 255: the intervals of 8 bits
         step = self._step or self._range / 255
         return self._greatest / step if step else math.inf
 

@@ -149,7 +149,9 @@ class WorstSamples:
             sample.model_copy(update=self._shown(sample.row, inputs) | {"where": origins.get(sample.row, "")})
             for _, _, sample, inputs in sorted(self._worst, key=lambda entry: (-entry[0], -entry[1]))
         ]
+        # infinite losses are among the worst, but have no place on an axis
         finite = [loss for loss in self._found if math.isfinite(loss)]
+        mean = float(np.mean(finite)) if finite else 0.0
         counts, edges = np.histogram(finite, bins=BINS if finite else 1)
         return Samples(
             judged_by=judged_by,
@@ -157,7 +159,7 @@ class WorstSamples:
             of_rows=self._rows.num_rows,
             why_not_all=self._why,
             worst=tuple(worst),
-            mean=float(np.mean(finite)) if finite else 0.0,
+            mean=mean,
             counts=tuple(int(count) for count in counts),
             edges=tuple(float(edge) for edge in edges),
             values=tuple(self._values),

@@ -43,6 +43,7 @@ def difference_of_forms(given: GivenFile, module: ImportedGraph, data: Evaluatio
     Leaves the module in evaluation mode. Raises ExportRefused if what the file computes in training form is not what
     the module computes in training mode, so that its nature does not explain the difference.
     """
+    # nodes that Python computes have no training mode that could be switched
     if given.form.norms and not any(isinstance(each, RuntimeNode) for each in module.modules()):
         runner = OnnxRunner(given.without_draws, data)
         with _norms_in_training(module):
@@ -52,6 +53,7 @@ def difference_of_forms(given: GivenFile, module: ImportedGraph, data: Evaluatio
     module.eval()
     runner = OnnxRunner(given.model, data)
     problems = runner.compare(module, batches=1, tolerance=tolerance, alone=False)
+    # a difference that no training form explains
     if problems and not (given.form.norms or given.form.draws):
         raise ExportRefused(problems)
     return runner.parity

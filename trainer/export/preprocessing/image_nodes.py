@@ -92,6 +92,7 @@ class _Fitting:
         columns = number(float(how.width))
         if how.resize == "stretch":
             return rows, columns
+        # how much each side is scaled
         factors = self._op("Div", rows, height), self._op("Div", columns, width)
         if how.resize == "pad":
             factor = self._op("Min", *factors)
@@ -100,6 +101,7 @@ class _Fitting:
             return self._op("Max", fitting[0], number(1.0)), self._op("Max", fitting[1], number(1.0))
         if how.height == how.width:
             short = number(float(int(how.height / how.crop_ratio)))
+            # as fitted_image: the longer side is cut to an integer
             longer = [
                 self._op("Floor", self._op("Div", self._op("Mul", short, side), other))
                 for side, other in ((height, width), (width, height))

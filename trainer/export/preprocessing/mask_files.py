@@ -29,7 +29,9 @@ def write_masks(folder: Path, found: Predictions, *, overwrite: bool = False) ->
     if len(found.predictor.meanings) != 1:
         outputs = ", ".join(meaning["name"] for meaning in found.predictor.meanings)
         raise ConfigError(f"masks are written of one output, and the model has {outputs}; write a file .npz")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
+    # an empty folder may be there already
+    has_content = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if has_content and not overwrite:
         raise ConfigError(f"{folder} exists already; name another folder, or add --overwrite")
     classes_last = found.predictor.channels_last
     for name, scores in _each(found):

@@ -98,6 +98,17 @@ def _image_input(image: images.ImageInput, data: DataConfig, signature: Signatur
     assert data.image is not None
     settings = data.image
     (dtype,) = (info.dtype for info in signature.fed if info.name == image.name)
+    channels: Literal["grey", "rgb", "bgr"] = "bgr" if image.bgr else "rgb"
+    if image.channels == 1:
+        channels = "grey"
+    scale = image.scale
+    mean = image.mean
+    std = image.std
+    if image.takes_integers:
+        # the file takes the pixels as they are
+        scale = 1.0
+        mean = (0.0,) * image.channels
+        std = (1.0,) * image.channels
     return ImageInput(
         column=image.column,
         height=image.size[0],
@@ -107,10 +118,10 @@ def _image_input(image: images.ImageInput, data: DataConfig, signature: Signatur
         interpolation=settings.interpolation,
         antialias=settings.antialias,
         pillow=pillow_version,
-        scale=1.0 if image.takes_integers else image.scale,
-        mean=(0.0,) * image.channels if image.takes_integers else image.mean,
-        std=(1.0,) * image.channels if image.takes_integers else image.std,
-        channels="grey" if image.channels == 1 else "bgr" if image.bgr else "rgb",
+        scale=scale,
+        mean=mean,
+        std=std,
+        channels=channels,
         layout="nhwc" if image.nhwc else "nchw",
         dtype=dtype,
     )
@@ -138,18 +149,20 @@ def _table_input(feed: Feed, data: DataConfig, manifest: ShardManifest) -> Table
 def _column(name: str, manifest: ShardManifest) -> TableColumn:
     raw = name.removesuffix(INDICATOR)
     of_raw = manifest.fitted.get(raw, Fitted())
+    # a column of the table may end like an indicator: that it was fitted shows it
+    is_indicator = raw != name and name not in manifest.fitted and raw in manifest.fitted
     # a label has no indicator, whatever another column is called
-    if raw != name and name not in manifest.fitted and raw in manifest.fitted and not of_raw.is_label:
+    if is_indicator and not of_raw.is_label:
         return TableColumn(name=raw, indicates_missing=True)
-    found = manifest.fitted.get(name, Fitted())
+    fitted = manifest.fitted.get(name, Fitted())
     return TableColumn(
         name=name,
-        fill=found.fill,
-        log1p=found.log1p,
-        center=found.center,
-        scale=found.scale,
-        categories=found.vocabulary,
-        integers=found.integers,
+        fill=fitted.fill,
+        log1p=fitted.log1p,
+        center=fitted.center,
+        scale=fitted.scale,
+        categories=fitted.vocabulary,
+        integers=fitted.integers,
     )
 
 
@@ -186,11 +199,14 @@ def _tokenizer(text: TextColumns, model: ModelConfig) -> Tokenizer:
 def _outputs(losses: Sequence[LossConfig], manifest: ShardManifest, signature: Signature) -> Iterator[OutputMeaning]:
     for loss in losses:
         output = signature.output(loss.outputs[0])
-        names = [manifest.fitted[name].classes for name in loss.columns if name in manifest.fitted]
+        classes: tuple[str, ...] = ()
+        if loss.has_classes:
+            fitted = [manifest.fitted[name] for name in loss.columns if name in manifest.fitted]
+            classes = fitted[0].classes if fitted else ()
         yield OutputMeaning(
             name=output.name if output else loss.outputs[0],
             loss=str(loss.name),
             holds="".join(loss.rule.tasks[:1]),
             label=loss.columns,
-            classes=names[0] if names and loss.has_classes else (),
+            classes=classes,
         )

@@ -66,6 +66,7 @@ def write_with_preprocessing(run: RunDir, exported: ExportedModel, target: Path)
     names = add_preprocessing(model, recipe)
     target.write_bytes(model.SerializeToString())
     onnx.checker.check_model(str(target), full_check=True)
+    # one thread: the latency of both is compared
     sessions = [open_session(path, threads=1) for path in (exported.path, target)]
     compared = list[float]()
     latency = list[float]()
@@ -236,11 +237,13 @@ def _category(column: TableColumn, value: str, graph: onnx.GraphProto, extender:
     ids = {text: place for place, text in enumerate(column.categories)}
     count = len(column.categories)
     has_unknown = "" in ids
+    # a text that training has not seen: its place if there is one, else one beyond the last
     unknown = ids.get("", count)
     keys: dict[str, Any] = {"keys_strings": list(ids)}
     if column.integers:
         # other texts are no integer's digits
-        ids = {text: place for text, place in ids.items() if text.lstrip("-").isdigit() and str(int(text)) == text}
+        numbers = [text for text in ids if text.lstrip("-").isdigit()]
+        ids = {text: ids[text] for text in numbers if str(int(text)) == text}
         keys = {"keys_int64s": list(map(int, ids))}
     found = extender.op(
         "LabelEncoder", value, domain=ML_DOMAIN, values_int64s=list(ids.values()), default_int64=unknown, **keys
@@ -286,19 +289,18 @@ def _raw_batches(
 
     Images differ in size, so that each is a batch of its own, repeated where the graph fixes the size of a batch.
     """
-    images = {each.column: each.channels == 1 for each in image_inputs(config.data, signature)}
-    categories = {
-        column.name: column
-        for how in recipe.inputs.values()
-        if isinstance(how, TableInput)
-        for column in how.columns
-        if column.categories
-    }
+    images = {image.column: image.channels == 1 for image in image_inputs(config.data, signature)}
+    categories: dict[str, TableColumn] = {}
+    for how in recipe.inputs.values():
+        if isinstance(how, TableInput):
+            categories |= {column.name: column for column in how.columns if column.categories}
     rows = read_raw_rows(config, signature, manifest, COMPARED_IMAGES if images else COMPARED_ROWS)
     count = min(len(rows[name]) for name in names)
+    # raw inputs have the batch of the file
     fixed = next(_batch(each.type.tensor_type) for each in model.graph.input if each.name in names.values())
     size = fixed if isinstance(fixed, int) else 1 if images else count
     for first in range(0, count, 1 if images else size):
+        # the last batch of a fixed size begins again with the first rows
         numbers = np.full(size, first) if images else np.arange(first, first + size) % count
         raw = dict[str, Array]()
         for column, name in names.items():

@@ -25,7 +25,7 @@ MOST_SAMPLES = 1 << 26
 
 
 def image(content: bytes, how: How) -> Array:
-    """Return the input of one encoded image. Raises ValueError with what is wrong with it."""
+    """Return the input of one encoded image, [C, H, W] or [H, W, C]. Raises ValueError with what is wrong with it."""
     from PIL import Image
 
     picture = _decoded(content)
@@ -43,6 +43,7 @@ def image(content: bytes, how: How) -> Array:
         picture = _resized(picture, rows, columns, how)
     picture = picture.crop((left, top, left + how["width"], top + how["height"]))
     pixels = np.asarray(picture).reshape(how["height"], how["width"], -1)
+    # a file that takes integers gets the pixels as they are
     if "float" in how["dtype"]:
         pixels = pixels.astype(np.float32) * np.float32(how["scale"])
         pixels = (pixels - np.float32(how["mean"])) / np.float32(how["std"])
@@ -109,12 +110,16 @@ def geometry(height: int, width: int, how: How) -> tuple[tuple[int, int], tuple[
 
 
 def audio(content: bytes, how: How) -> Array:
-    """Return the input of one encoded audio file. Raises ValueError with what is wrong with it."""
+    """Return the input of one encoded audio file: [samples] or log-mel [mels, frames], with a channel axis [1, ...].
+
+    Raises ValueError with what is wrong with it.
+    """
     samples, rate = _samples(content)
     wave = samples.mean(axis=1, dtype=np.float32)
     if rate != how["sample_rate"]:
         from scipy.signal import resample_poly
 
+        # the smallest whole factors: resample_poly's filter grows with them
         common = math.gcd(rate, how["sample_rate"])
         wave = resample_poly(wave, how["sample_rate"] // common, rate // common).astype(np.float32)
     if how["samples"]:  # the middle, or zeros behind

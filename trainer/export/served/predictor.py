@@ -52,6 +52,7 @@ class Predictor:
         """Output of training that is the logarithm of probabilities in the file -> these."""
         self._session = _opened(model, content, [self._stored.get(name, name) for name in wanted], threads)
         taken = {value.name: value for value in self._session.get_inputs()}
+        # a file with preprocessing takes raw columns itself, so that its recipe describes nothing more
         if recipe is not None and not _begins_raw(recipe, taken):
             recipe = _checked(recipe, taken)
             described: Mapping[str, Any] = recipe
@@ -66,7 +67,8 @@ class Predictor:
         images = [how for how in described["inputs"].values() if how["kind"] == "image"]
         self.channels_last = bool(images) and all(how["layout"] == "nhwc" for how in images)
         """Whether the channels of images, and so the classes of masks, are on the last axis."""
-        fixed = [value.shape[0] for value in taken.values() if value.shape and isinstance(value.shape[0], int)]
+        batch_sizes = [value.shape[0] for value in taken.values() if value.shape]
+        fixed = [size for size in batch_sizes if isinstance(size, int)]
         self.fixed_rows = fixed[0] if fixed else 0
         """Rows that the file takes at a time; 0 = any number."""
 
@@ -85,13 +87,15 @@ class Predictor:
         """
         if missing := [name for name in self.columns if name not in rows]:
             raise ValueError(f"column {few(missing)} is missing; there is {few(list(rows)) or 'none'}")
-        if self._window and (short := [name for name in self.columns if _is_no_window(rows[name], self._window)]):
+        windows = list(self.columns) if self._window else []
+        if short := [name for name in windows if _is_no_window(rows[name], self._window)]:
             raise ValueError(
                 f"the model takes windows of {self._window} successive values, the oldest first, so that each cell of "
                 f"{few(short)} must be a list of {self._window} numbers"
             )
         count = len(rows[next(iter(self.columns))])
         names = [meaning["name"] for meaning in self.meanings]
+        # training reads logarithms, of which the file has the probabilities
         in_file = [self._stored.get(name, name) for name in names]
         if not count:
             return {name: np.empty((0, *self.row_shape(name)), np.float32) for name in names}
@@ -106,7 +110,8 @@ class Predictor:
     def row_shape(self, name: str) -> list[int]:
         """Return what an output declares of one row, with 1 for each dynamic dimension."""
         (value,) = [each for each in self._session.get_outputs() if each.name == self._stored.get(name, name)]
-        return [dim if isinstance(dim, int) else 1 for dim in (value.shape or [0])[1:]]
+        row_dims = value.shape[1:] if value.shape else []
+        return [dim if isinstance(dim, int) else 1 for dim in row_dims]
 
     def _inputs(self, rows: Rows, count: int) -> dict[str, Array]:
         try:
@@ -128,6 +133,7 @@ class Predictor:
 
     def _run(self, inputs: Mapping[str, Array], names: list[str], first: int, size: int, count: int) -> list[Array]:
         """Return the outputs of some rows; a batch of a fixed size is filled up with copies of its last row."""
+        # beyond the last row the last row again
         places = np.minimum(np.arange(first, first + size), count - 1)
         given = inputs if size == count else {name: array[places] for name, array in inputs.items()}
         try:
@@ -136,6 +142,7 @@ class Predictor:
             raise ValueError(f"onnxruntime cannot run the file on these rows: {error}") from error
         kept = min(size, count - first)
         for name, array in zip(names, results, strict=True):
+            # an output without rows, such as a mean over the batch, has none to give back
             if not np.ndim(array) or len(array) != size:
                 raise ValueError(f"output {name!r} is {list(np.shape(array))} for {size} rows: it has no row for each")
         return [np.asarray(array)[:kept] for array in results]
@@ -191,7 +198,8 @@ def _plain_inputs(taken: Mapping[str, Any], inputs: Mapping[str, Sequence[str]])
     found = {}
     for name, value in taken.items():
         columns = list(inputs.get(name, [name]))
-        shape = [dim if isinstance(dim, int) else None for dim in (value.shape or [None])[1:]]
+        row_dims = value.shape[1:] if value.shape else []
+        shape = [dim if isinstance(dim, int) else None for dim in row_dims]
         if name in inputs and shape[-1:] not in ([None], [len(columns)]) and shape:
             raise UnusableModel(f"input {name} takes {shape[-1]} numbers a row, but {len(columns)} columns are named")
         found[name] = {

@@ -38,6 +38,7 @@ def raw_columns(described: Mapping[str, Any]) -> dict[str, str]:
             kind = "text" if how["dtype"] == "string" else "number"
             if column.get("categories"):
                 kind = "integers" if column["integers"] else "category"
+            # the first input that reads a column says what it holds
             found.setdefault(column["name"], kind)
     return found
 
@@ -61,7 +62,7 @@ def few(names: Sequence[str], most: int = 12) -> str:
 
 
 def model_inputs(recipe: Mapping[str, Any], rows: Rows, folder: Path | str) -> dict[str, Array]:
-    """Return input -> array for onnxruntime; `folder` has the tokenizer."""
+    """Return input -> array [n, ...] of n rows for onnxruntime; `folder` has the tokenizer."""
     return RawInputs(recipe, Path(folder)).compute(rows)
 
 
@@ -98,7 +99,9 @@ class RawInputs:
 
         how = self._recipe["text"]
         tokenizer = Tokenizer.from_file(str(self._folder / how["file"]))
+        # padding depends on the batch, and is done below, as in training
         tokenizer.no_padding()
+        # the file's own truncation gives side and strategy, the recipe gives the length
         own = tokenizer.truncation or {}
         tokenizer.no_truncation()
         if how["max_length"]:
@@ -145,12 +148,15 @@ def _lower(cell: Any) -> Any:
 
 
 def _token_values(tokens: Any, how: How) -> Array:
-    values = {
-        "input_ids": [each.ids for each in tokens],
-        "attention_mask": [[1] * len(each) for each in tokens],
-        "token_type_ids": [each.type_ids for each in tokens],
-        "position_ids": [list(range(len(each))) for each in tokens],
-    }[how["role"]]
+    values = []
+    for encoding in tokens:
+        by_role = {
+            "input_ids": encoding.ids,
+            "attention_mask": [1] * len(encoding),
+            "token_type_ids": encoding.type_ids,
+            "position_ids": list(range(len(encoding))),
+        }
+        values.append(by_role[how["role"]])
     return padded(values, how["pad_value"], how["length"], how["pad_side"]).astype(how["dtype"])
 
 
@@ -181,9 +187,11 @@ def _cells(given: Sequence[Any], column: How, how: How) -> Array:
     if how["pad_value"] is not None:
         return padded(given, how["pad_value"]).astype(how["dtype"])
     if column["categories"]:
+        # "" stands for missing and unknown cells, if training had any
         places = {text: number for number, text in enumerate(column["categories"])}
         return np.array([_category(cell, column, places) for cell in given]).astype(how["dtype"])
     values = _numbers(given, column)
+    # before the gaps are filled
     if column["indicates_missing"]:
         return np.isnan(values.astype(np.float64)).astype(how["dtype"])
     if column["fill"]:
@@ -193,6 +201,7 @@ def _cells(given: Sequence[Any], column: How, how: How) -> Array:
     if column["log1p"]:
         values = np.log1p(values.astype(np.float64))
     if column["center"]:
+        # in float64, as training standardises before it stores float32
         center, scale = (np.array(column[key]).reshape(values.shape[1:]) for key in ("center", "scale"))
         values = (values.astype(np.float64) - center) / scale
     if values.dtype == np.float64:
@@ -219,16 +228,21 @@ def _numbers(given: Sequence[Any], column: How) -> Array:
         raise ValueError(f"{column['name']} holds {str(wrong)[:40]!r}, not a number") from None
 
 
-def _as_it_is(given: Sequence[Any], column: How, how: How) -> Array:
+def _as_it_is(cells: Sequence[Any], column: How, how: How) -> Array:
     """Return cells in the type of an input that has no preprocessing."""
     if how["dtype"] == "string":
-        return np.array(["" if cell is None or cell != cell else str(cell) for cell in given], object)
-    return _numbers(given, column).astype(how["dtype"])
+        texts = []
+        for cell in cells:
+            is_missing = cell is None or cell != cell  # NaN is how tables show a missing cell
+            texts.append("" if is_missing else str(cell))
+        return np.array(texts, object)
+    return _numbers(cells, column).astype(how["dtype"])
 
 
 def _category(cell: Any, column: How, places: Mapping[str, int]) -> int:
     is_missing = cell is None or cell != cell  # NaN is not equal to itself
     try:
+        # 3.0 and 3 are one category: tables make floats of columns with missing cells
         text = "" if is_missing else str(int(cell) if column["integers"] else cell)
     except (TypeError, ValueError):
         text = str(cell)

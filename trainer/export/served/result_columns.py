@@ -69,6 +69,7 @@ def _title(meaning: Meaning) -> str:
 
 def _flat(values: Array, meaning: Meaning) -> Array:
     """Return an output as [n, k], without axes of length 1. Raises NoColumns if it has more axes."""
+    # axes of length 1, as of pooled images, are no positions
     kept = [length for length in values.shape[1:] if length != 1]
     if len(kept) > 1 or _holds(meaning) == "sequences":
         raise NoColumns(
@@ -79,20 +80,21 @@ def _flat(values: Array, meaning: Meaning) -> Array:
 
 
 def class_names(meaning: Meaning, count: int) -> Array:
-    """Return the names of the classes, or their numbers where training had no names."""
+    """Return the names of the classes [count], or their numbers where training had no names."""
     names = meaning["classes"]
     return np.array(names, object) if len(names) == count else np.arange(count)
 
 
 def softmax(scores: Array) -> Array:
-    """Return probabilities along axis 1, float32."""
+    """Return probabilities along axis 1 of scores [n, classes, ...], float32 of the same shape."""
+    # float64, and without the greatest score: no power overflows
     wide = scores.astype(np.float64)
     powers = np.exp(wide - wide.max(axis=1, keepdims=True))
     return np.asarray((powers / powers.sum(axis=1, keepdims=True)).astype(np.float32))
 
 
 def sigmoid(scores: Array) -> Array:
-    """Return the probability of each score alone, float32."""
+    """Return the probability of each score [...] alone, float32."""
     # the exponent is never positive, so that nothing overflows
     small = np.exp(-np.abs(scores.astype(np.float64)))
     return np.asarray(np.where(scores >= 0, 1.0 / (1.0 + small), small / (1.0 + small)).astype(np.float32))
@@ -109,6 +111,7 @@ def _classes(scores: Array, meaning: Meaning, prefix: str, top: int) -> Columns:
         end = f"_{place + 1}" if place else ""
         found[f"{prefix}class{end}"] = names[order[:, place]]
         found[f"{prefix}probability{end}"] = np.take_along_axis(probabilities, order[:, place : place + 1], 1)[:, 0]
+    # a thousand columns of probabilities would help nobody
     if not top and len(names) <= MOST_CLASSES:
         found |= {f"{prefix}probability_{name}": probabilities[:, at] for at, name in enumerate(names)}
     return found
@@ -124,8 +127,10 @@ def _labels(scores: Array, meaning: Meaning, prefix: str) -> Columns:
         found[f"{prefix}class"] = (positive >= 0.5).astype(np.int64)
         found[f"{prefix}probability"] = np.maximum(positive, 1 - positive)
     else:
-        chosen = [[name for name, is_on in zip(names, row, strict=True) if is_on] for row in probabilities >= 0.5]
-        found[f"{prefix}classes"] = np.array([" ".join(each) for each in chosen], object)
+        classes = []
+        for row in probabilities >= 0.5:
+            classes.append(" ".join(name for name, is_on in zip(names, row, strict=True) if is_on))
+        found[f"{prefix}classes"] = np.array(classes, object)
     if len(names) <= MOST_NUMBERS:
         found |= {f"{prefix}probability_{name}": probabilities[:, at] for at, name in enumerate(names)}
     return found

@@ -66,6 +66,7 @@ class DecomposedCalls(TorchFunctionMode):
             squares = (x - batch_mean.view(shape)).square().sum(dims)
             mean = torch.where(many, batch_mean, running_mean)
             variance = torch.where(many, squares / count, running_var)
+            # torch normalises by the biased variance, and keeps the unbiased one
             unbiased = torch.where(many, squares / (count - 1).clamp(min=1), running_var)
             for old, new in ((running_mean, mean), (running_var, unbiased)):
                 self.statistics[id(old)] = (old + momentum * (new - old)).detach()
@@ -96,6 +97,7 @@ def _attention(
         value = value.repeat_interleave(heads, -3)
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
+        # aligned at the upper left corner, as torch's is_causal
         rows = torch.arange(scores.shape[-2])
         columns = torch.arange(scores.shape[-1])
         attn_mask = rows[:, None] >= columns
@@ -135,6 +137,7 @@ def _convolution_backward(
     elif wanted[0]:
         to_x = _transposed_convolution(gradient, weight, x.shape[2:], stride, padding, dilation, groups)
     if wanted[1]:
+        # a transposed convolution exchanges input and output
         seen, given = (gradient, x) if transposed else (x, gradient)
         to_weight = _weight_gradient(seen, given, weight.shape[2:], stride, padding, dilation, groups)
     if wanted[2]:
@@ -186,12 +189,14 @@ def _weight_gradient(
     Batch and channels are exchanged, because the sum is over the batch; so are stride and dilation.
     """
     batch, channels, *lengths = x.shape
+    # each group sees its own channels: groups join the batch, which becomes the channels
     exchanged = x.reshape(batch, groups, channels // groups, *lengths).transpose(0, 2)
     exchanged = exchanged.reshape(channels // groups, groups * batch, *lengths)
     zeros = [0] * len(kernel)
     found: Tensor = aten.convolution(
         exchanged, gradient.transpose(0, 1), None, dilation, padding, stride, False, zeros, groups
     )  # [in / groups, out, at least the kernel]
+    # with a stride the last windows may end before the input, and the result is longer than the kernel
     for dim, length in enumerate(kernel, start=2):
         found = aten.slice(found, dim, 0, length)
     return found.transpose(0, 1)
@@ -201,6 +206,7 @@ def _max_pool_backward(gradient: Tensor, x: Tensor, *window: Any) -> Tensor:
     """Add each element of the gradient at the index of its maximum; `window` ends with those indices."""
     indices = window[-1]
     spatial = len(window[0])
+    # batch and channels, or channels alone
     lead = list(x.shape[: x.ndim - spatial])
     # torch's indices count within one channel, over its flattened dimensions
     zeros = torch.zeros_like(x).reshape([*lead, math.prod(x.shape[x.ndim - spatial :])])
@@ -220,6 +226,7 @@ def _avg_pool_backward(
 ) -> Tensor:
     """Add each element of the gradient, divided by the size of its window, to every element of the window."""
     rank = len(kernel)
+    # no stride means windows side by side
     stride = list(stride) or list(kernel)
     ones = torch.ones([1, 1, *kernel], dtype=x.dtype)
     lengths = list(x.shape[-rank:])

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +29,18 @@ import onnx
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from onward.trainer.config.losses import export_problems
+from onward.trainer.config.losses import LossConfig, export_problems
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.update_rules import training_files_problems
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.training.gradients import gradient_of, training_model, updated
-from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
+from onward.trainer.export.training.loss_graph import (
+    LossModel,
+    LossNames,
+    evaluation_model,
+    loss_names,
+    model_with_loss,
+)
 from onward.trainer.export.training.optimizer_graph import optimizer_model
 from onward.trainer.model.layer_scales import layer_scales
 from onward.trainer.onnx_graph.files.external_ranges import load_external
@@ -129,6 +135,14 @@ class TrainingArtifacts(_Record):
     """Output of optimizer.onnx: the global norm before clipping; nothing is usable when it is not finite."""
 
 
+def _loss_records(losses: Sequence[LossConfig], names: LossNames, evaluation: LossModel) -> tuple[LossRecord, ...]:
+    columns = zip(names.titles, names.labels, names.means, losses, evaluation.counts, evaluation.corrects, strict=True)
+    return tuple(
+        LossRecord(title=title, labels=labels, mean=mean, weight=loss.weight, count=count, correct=correct)
+        for title, labels, mean, loss, count, correct in columns
+    )
+
+
 def _layer_scales(model: onnx.ModelProto, config: RunConfig) -> dict[str, float]:
     """Return name -> factor on the learning rate, by the layers of the graph as training imports it."""
     if config.optimizer.layer_decay == 1.0:
@@ -190,19 +204,19 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
         with durable_file(folder / name) as file:
             file.write_bytes(content)
     write_durably(folder / "weights.npz", _archive({name: tensors[name] for name in own}))
+    artifacts = {name.removesuffix(".onnx"): _artifact(folder / name, proto) for name, proto in files.items()}
+    records = _loss_records(losses, names, evaluation)
+    labels = count = correct = ""
+    if len(records) == 1:  # the names of a single loss stand at the top of the record, too
+        labels, count, correct = records[0].labels, records[0].count, records[0].correct
     record = TrainingArtifacts(
-        files={name.removesuffix(".onnx"): _artifact(folder / name, proto) for name, proto in files.items()},
+        files=artifacts,
         start="weights.npz",
         loss=names.loss,
-        losses=tuple(
-            LossRecord(title=title, labels=labels, mean=mean, weight=loss.weight, count=count, correct=correct)
-            for title, labels, mean, loss, count, correct in zip(
-                *(names.titles, names.labels, names.means, losses, evaluation.counts, evaluation.corrects), strict=True
-            )
-        ),
-        labels=names.labels[0] if len(losses) == 1 else "",
-        count=evaluation.counts[0] if len(losses) == 1 else "",
-        correct=evaluation.corrects[0] if len(losses) == 1 else "",
+        losses=records,
+        labels=labels,
+        count=count,
+        correct=correct,
         weights={name: _weight_names(name, update.state[name]) for name in training.weights},
         statistics={name: updated(name) for name in training.statistics},
         copies=module.copies,
@@ -267,8 +281,7 @@ def _artifact(path: Path, model: onnx.ModelProto) -> Artifact:
 def _value(value: onnx.ValueInfoProto) -> Value:
     kind = value.type.tensor_type
     lengths = map(length_of, kind.shape.dim)
-    dims = tuple(
-        dim.dim_param or ("?" if length is None else length)
-        for dim, length in zip(kind.shape.dim, lengths, strict=True)
-    )
-    return Value(name=value.name, element_type=onnx.TensorProto.DataType.Name(kind.elem_type), dims=dims)
+    dims: list[int | str] = []
+    for dim, length in zip(kind.shape.dim, lengths, strict=True):
+        dims.append(dim.dim_param or ("?" if length is None else length))
+    return Value(name=value.name, element_type=onnx.TensorProto.DataType.Name(kind.elem_type), dims=tuple(dims))

@@ -123,14 +123,14 @@ def _examples(model: onnx.ModelProto) -> Iterator[list[Example]]:
                 continue
             dims = value.type.tensor_type.shape.dim
             pairs = [lengths[value.name, dim] for dim in range(len(dims))]
-            names = {
-                dim: dims[dim].dim_param or (f"{value.name}_{dim}" if dim else "batch")
-                # a dimension without a name in the file gets one, because torch.onnx.export names dynamic dimensions
-                for dim, (first, second) in enumerate(pairs)
-                if first != second
-            }
+            names = {}
+            for dim, (first, second) in enumerate(pairs):
+                if first != second:
+                    # a dimension without a name in the file gets one, because torch.onnx.export names dynamic ones
+                    names[dim] = dims[dim].dim_param or (f"{value.name}_{dim}" if dim else "batch")
             tensor = torch.zeros([first for first, _ in pairs], dtype=torch_dtype(value.type.tensor_type.elem_type))
             examples.append(Example(value.name, tensor, tuple(second for _, second in pairs), names))
+        # several trial sizes may give the inputs the same shapes
         shapes = [tuple(each.tensor.shape) for each in examples]
         if shapes not in tried:
             tried.append(shapes)
@@ -153,6 +153,7 @@ class _Recorder:
         self.trained = {path: n for path, n in paths.items() if named[path].requires_grad}
         self.statistics = {path: n for path, n in paths.items() if not isinstance(named[path], nn.Parameter)}
         self.frozen = {path: n for path, n in paths.items() if path not in self.trained | self.statistics}
+        # these are the last inputs of the graph, in this order
         self.tensors = {path: named[path].detach() for path in (*self.trained, *self.statistics, *self.frozen)}
         self.names = names
         self.labels = self._labels(examples)
@@ -162,6 +163,7 @@ class _Recorder:
         if not any(self.names.labels):
             return []
         tensors = [each.tensor for each in examples]
+        # at both sizes: a length that differs is dynamic, in the labels as well
         shapes = (
             self._output_shapes(tensors),
             self._output_shapes([each.tensor.new_zeros(each.second) for each in examples]),
@@ -190,6 +192,7 @@ class _Recorder:
 
     def __call__(self, *flat: Tensor) -> tuple[Tensor, ...]:
         """Compute losses, gradients and new statistics from tensors in the order of the graph's inputs."""
+        # inputs, labels, then stored tensors
         number = len(flat) - len(self.tensors)
         tensors = dict(zip(self.tensors, flat[number:], strict=True))
         inputs = flat[: number - len(self.labels)]
@@ -197,15 +200,18 @@ class _Recorder:
         labels = [next(given) if name else None for name in self.names.labels]
 
         def objective(trained: dict[str, Tensor]) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
+            # torch.func differentiates by `trained` alone
             every = tensors | trained
             with DecomposedCalls() as calls:
                 outputs = _Running(self._module, every).run(*inputs)
+                # a statistic that no node updates in training stays as it is
                 statistics = [calls.statistics.get(id(every[path]), every[path]) for path in self.statistics]
             means = [self._mean(loss, outputs, own) for loss, own in zip(self._losses.each, labels, strict=True)]
             return self._losses.weighted(means), (means, statistics)
 
         trained = {path: tensors[path] for path in self.trained}
         gradients, (loss, (means, statistics)) = torch.func.grad_and_value(objective, has_aux=True)(trained)
+        # a single loss of weight 1 is its own mean, and has one output
         values = [loss] if self.names.means == (self.names.loss,) else [loss, *means]
         return (*values, *(gradients[path] for path in self.trained), *statistics)
 
@@ -324,6 +330,7 @@ def _quiet() -> Iterator[None]:
 
 def _store(model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> None:
     """Make inputs that never change initializers."""
+    # frozen tensors are recorded as inputs like all others
     for value in [value for value in model.graph.input if value.name in tensors]:
         model.graph.input.remove(value)
         model.graph.initializer.append(numpy_helper.from_array(tensors[value.name].numpy(), value.name))
@@ -335,6 +342,7 @@ def _name(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str])
     The metadata holds paths of this machine. An output that is an unchanged input gets an Identity node.
     """
     graph = model.graph
+    # the exporter has its own names, in the same order
     named = dict(zip((value.name for value in graph.input), inputs, strict=True))
     for value, name in zip(graph.output, outputs, strict=True):
         if value.name in named:

@@ -81,13 +81,13 @@ def loss_names(model: onnx.ModelProto, losses: Sequence[LossConfig]) -> LossName
         total = total or g.free("loss")
         return LossNames(total, tuple(names), (g.free("labels") if losses[0].takes_labels else "",), (total,))
     of = [f"_{name}" for name in names] if len(losses) > 1 else ["_mean"]
-    labels = [f"labels{end}" if len(losses) > 1 else "labels" for end in of]
-    return LossNames(
-        g.free("loss"),
-        tuple(names),
-        tuple(g.free(name) if loss.takes_labels else "" for name, loss in zip(labels, losses, strict=True)),
-        tuple(g.free(f"loss{end}") for end in of),
-    )
+    # names are taken in this order: a name that is taken already gets a number
+    total = g.free("loss")
+    labels = []
+    for end, loss in zip(of, losses, strict=True):
+        wanted = f"labels{end}" if len(losses) > 1 else "labels"
+        labels.append(g.free(wanted) if loss.takes_labels else "")
+    return LossNames(total, tuple(names), tuple(labels), tuple(g.free(f"loss{end}") for end in of))
 
 
 def label_dims(loss: LossConfig, output: Sequence[Dim]) -> list[Dim | int]:
@@ -101,7 +101,8 @@ def label_dims(loss: LossConfig, output: Sequence[Dim]) -> list[Dim | int]:
         last = output[-1]
         number = len(loss.quantiles)
         # of one quantile the output may have no axis for it
-        return list(output[:-1] if last == number or (number > 1 and not isinstance(last, int)) else output)
+        has_axis = last == number or (number > 1 and not isinstance(last, int))
+        return list(output[:-1] if has_axis else output)
     if loss.has_class_axis:
         axis = class_axis(loss, len(output))
         return [*output[:axis], *output[axis + 1 :]]
@@ -140,12 +141,14 @@ def evaluation_model(
     """
     copy = _inlined_copy(model)
     wanted = set(weights)
-    if held := [name for name, node, _ in held_attributes(copy.graph) if name in wanted and node.domain == DOMAIN]:
+    of_trees = [name for name, node, _ in held_attributes(copy.graph) if node.domain == DOMAIN]
+    if held := [name for name in of_trees if name in wanted]:
         raise UnsupportedModel(
             f"no training files can be made of this model: {', '.join(held)} are attributes of ai.onnx.ml, which no "
             "input can change"
         )
     strip_training(copy)
+    # before the losses come in front of it
     first = copy.graph.output[0].name
     _append_losses(copy, losses, names)
     found = [
@@ -161,6 +164,7 @@ def _inlined_copy(model: onnx.ModelProto) -> onnx.ModelProto:
     """Copy the model with its local functions inlined, and without opset entries that no node uses."""
     copy = onnx.ModelProto()
     copy.CopyFrom(inliner.inline_local_functions(model) if model.functions else model)
+    # inlining leaves the domains of the functions behind, which a runtime may not know
     used = {"" if node.domain == "ai.onnx" else node.domain for node in nodes_of(copy.graph)} | {"", "ai.onnx"}
     for entry in [entry for entry in copy.opset_import if entry.domain not in used]:
         copy.opset_import.remove(entry)
@@ -174,6 +178,7 @@ def _append_losses(model: onnx.ModelProto, losses: Sequence[LossConfig], names: 
     """Append labels, formulas and weights in place."""
     if (opset := opset_of(model)) < LEAST_OPSET:
         raise UnsupportedModel(too_old(opset))
+    # the outputs of the file stay, behind the losses
     before = list(model.graph.output)
     found = [[_output(model, name) for name in loss.outputs] for loss in losses]
     if found[0][0].name != names.loss:  # else the graph has it already
@@ -186,6 +191,7 @@ def _append_losses(model: onnx.ModelProto, losses: Sequence[LossConfig], names: 
             terms.append(mean if loss.weight == 1.0 else g.op("Mul", mean, g.constant(loss.weight)))
         if names.means != (names.loss,):
             g.op("Sum", *terms, output=names.loss)
+    # an output that is the loss itself is listed once
     others = [value for value in before if value.name not in names.outputs]
     del model.graph.output[:]
     own = [helper.make_tensor_value_info(name, TensorProto.FLOAT, []) for name in names.outputs]
@@ -208,6 +214,7 @@ def _append_loss(
     # a half-precision file: the loss is computed in fp32, as in training
     values = [g.op("Cast", output.name, to=TensorProto.FLOAT) for output in outputs]
     rank = len(outputs[0].type.tensor_type.shape.dim)
+    # the loss compares standardised numbers, while the file and the labels have the user's units
     if units := loss.label_units:
         shape = [dim.dim_value for dim in outputs[0].type.tensor_type.shape.dim]
         axis = label_axis(units, shape)
@@ -224,6 +231,7 @@ def _standardised(g: GraphExtender, values: str, units: LabelUnits, axes: int) -
     """Add the nodes of `standardised` (model/losses/losses_in_units.py); axes: the units' own and those behind."""
     if units.log:
         least = g.constant(LEAST)
+        # below LEAST the logarithm goes on as its tangent: it does not exist below -1
         line = g.op("Div", g.op("Sub", values, least), g.constant(1 + LEAST))
         line = g.op("Add", line, g.constant(math.log1p(LEAST)))
         curve = g.op("Log", g.op("Add", g.op("Max", values, least), g.constant(1.0)))
@@ -264,6 +272,7 @@ def _append_accuracy(model: onnx.ModelProto, loss: LossConfig, labels: str, firs
         right = g.op("And", g.op("Equal", g.op("ArgMax", output, axis=axis, keepdims=0), classes), counted)
         g.op("ReduceSum", g.op("Cast", counted, to=TensorProto.INT64), keepdims=0, output=count)
     else:
+        # a score above 0 is a probability above one half
         positive = g.op("Greater", g.op("Cast", output, to=TensorProto.FLOAT), g.constant(0.0))
         right = g.op("Equal", positive, g.op("Greater", labels, g.constant(0.5)))
         g.op("Size", labels, output=count)
@@ -278,10 +287,12 @@ def _open(model: onnx.ModelProto, weights: set[str], copies: Mapping[str, tuple[
     graph = model.graph
     wanted = weights | copies.keys()
     stored = dict(stored_protos(graph))
-    for node in [node for node in graph.node if node.op_type == "Constant" and node.output[0] in wanted]:
-        value = numpy_helper.to_array(stored[node.output[0]])
-        graph.initializer.append(numpy_helper.from_array(value, node.output[0]))
-        graph.node.remove(node)
+    # only an initializer can be the default of an input
+    for node in [node for node in graph.node if node.op_type == "Constant"]:
+        if node.output[0] in wanted:
+            value = numpy_helper.to_array(stored[node.output[0]])
+            graph.initializer.append(numpy_helper.from_array(value, node.output[0]))
+            graph.node.remove(node)
     inputs = {value.name for value in graph.input}
     for tensor in list(graph.initializer):
         if tensor.name in copies:

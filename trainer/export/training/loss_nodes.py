@@ -139,6 +139,7 @@ def dice(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     overlap = _sum(g, g.op("Mul", predicted, actual), 2)
     sizes = _sum(g, g.op("Add", predicted, actual), 2)
     smooth = g.constant(x.loss.smooth)
+    # smooth also decides what a class without any element has: the ratio 1
     ratio = g.op("Div", g.op("Add", g.op("Add", overlap, overlap), smooth), g.op("Add", sizes, smooth))
     total = g.op("Div", _sum(g, g.op("Sub", g.constant(1.0), ratio)), _float(g, num_classes))
     return total, _scalar(g, _length(g, scores, 0))
@@ -195,6 +196,7 @@ def cosine(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     """1 - cos for label 1, max(0, cos - margin) for label -1, as torch.nn.functional.cosine_embedding_loss."""
     epsilon = g.constant(1e-12)
     zero = g.constant(0.0)
+    # epsilon inside the root, as torch has it
     squares = [g.op("Add", _sum(g, g.op("Mul", each, each), -1), epsilon) for each in x.outputs]
     cosines = g.op("Div", _sum(g, g.op("Mul", *x.outputs), -1), g.op("Sqrt", g.op("Mul", *squares)))
     labels = g.op("Reshape", x.labels, g.constant([-1]))
@@ -209,6 +211,7 @@ def triplet(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     """max(0, margin + |anchor - positive| - |anchor - negative|), as torch.nn.functional.triplet_margin_loss."""
     anchor, *others = x.outputs
     epsilon = g.constant(1e-6)
+    # epsilon on each difference, as torch has it
     near, far = (_norm(g, g.op("Add", g.op("Sub", anchor, other), epsilon)) for other in others)
     margin = g.constant(1.0 if x.loss.margin is None else x.loss.margin)
     values = g.op("Relu", g.op("Sub", g.op("Add", margin, near), far))
@@ -224,6 +227,7 @@ def info_nce(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     queries, keys = map(unit, x.outputs)
     scores = g.op("Div", g.op("MatMul", queries, g.op("Transpose", keys)), g.constant(x.loss.temperature))
     number = _length(g, queries, 0)
+    # the key of query i is row i
     own = g.op("Range", g.constant(0, int), g.op("Squeeze", number, g.constant([0])), g.constant(1, int))
     both = (scores, g.op("Transpose", scores))
     found = [g.op("SoftmaxCrossEntropyLoss", each, own, reduction="sum") for each in both]

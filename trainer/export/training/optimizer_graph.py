@@ -105,6 +105,7 @@ def _inputs(
 
 def _clipped(g: GraphExtender, gradients: Mapping[str, str], clip_norm: float) -> dict[str, str]:
     """Add clipping by the global norm; return weight -> name of its clipped gradient."""
+    # the norm over all weights: clipping keeps the direction of the update
     squares = [g.op("ReduceSumSquare", gradient, keepdims=0) for gradient in gradients.values()]
     g.op("Sqrt", g.op("Sum", *squares), output=NORM)
     if not clip_norm:
@@ -130,6 +131,7 @@ def _adam(g: GraphExtender, config: OptimizerConfig) -> Rule:
         epsilon = g.constant(w.settings.epsilon)
         epsilon = g.op("Div", epsilon, root_c2) if decays_after else epsilon
         m, v = _moments(g, w)
+        # decoupled decay: the weight is multiplied, and the gradient does not see it
         keep = (
             g.op("Sub", g.constant(1.0), g.op("Mul", w.rate, g.constant(w.settings.weight_decay)))
             if w.settings.weight_decay
@@ -155,6 +157,7 @@ def _lamb(g: GraphExtender, config: OptimizerConfig) -> Rule:
         root = g.op("Add", g.op("Div", g.op("Sqrt", v), root_c2), g.constant(w.settings.epsilon))
         direction = g.op("Div", g.op("Div", m, root), c1)
         direction = g.op("Add", direction, g.op("Mul", w.weight, g.constant(w.settings.weight_decay)))
+        # the trust ratio |weight| / |direction| scales the step
         length, norm = (g.op("Sqrt", g.op("ReduceSumSquare", each, keepdims=0)) for each in (w.weight, direction))
         limits = (g.constant(w.settings.ratio_min), g.constant(w.settings.ratio_max))
         ratio = g.op("Clip", g.op("Div", length, norm), *limits)

@@ -59,6 +59,7 @@ def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
     kept = []
     made = set[str]()
     for node in graph.node:
+        # equal casts have equal names, which one graph may have once
         if node.op_type != "Cast" or node.output[0] not in made:
             kept.append(node)
         made.update(node.output)

@@ -54,15 +54,17 @@ def make_quantized(config: RunConfig, target: Path) -> Quantized:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder, durable_file(target) as partial:
         ready = prepared(file, Path(folder))
+        # the nodes after onnxruntime's optimiser, which are the ones that its quantizer sees
         nodes = onnx.load_model(ready, load_external_data=False).graph.node
         kept = {node.name for node in without(nodes, settings.exclude)}
+        excluded = [node.name for node in nodes if node.name not in kept]
         rows = _calibration_rows(config)
         quantize_static(
             ready,
             partial,
             Calibration(OnnxRunner(file, rows)),
             op_types_to_quantize=list(settings.op_types) or None,
-            nodes_to_exclude=[node.name for node in nodes if node.name not in kept],
+            nodes_to_exclude=excluded,
             per_channel=settings.per_channel,
             reduce_range=settings.reduce_range,
             activation_type=TYPES[settings.activations],
@@ -98,7 +100,11 @@ def integer_kernels(path: Path) -> dict[str, int]:
         optimised = Path(folder) / "optimised.onnx"
         open_session(path, save=optimised)
         nodes = onnx.load_model(optimised, load_external_data=False).graph.node
-    return dict(Counter(n.op_type for n in nodes if any(part in n.op_type for part in INTEGER_KERNELS)))
+    kernels: dict[str, int] = {}
+    for operator, number in Counter(node.op_type for node in nodes).items():
+        if any(part in operator for part in INTEGER_KERNELS):
+            kernels[operator] = number
+    return kernels
 
 
 def _calibration_rows(config: RunConfig) -> EvaluationData:
@@ -110,6 +116,7 @@ def _calibration_rows(config: RunConfig) -> EvaluationData:
     size = max(1, min(config.evaluation_batch_size, count))
 
     def batches() -> Iterator[Batch]:
+        # complete batches: the file may have a fixed batch size
         for start in range(0, count - count % size, size):
             yield one_batch(rows, config, signature, np.arange(start, start + size), training=False)
 

@@ -67,6 +67,7 @@ def make_variant(
 
     If it loses more than `tolerance`, or cannot be made, no file is left and the record gives the reason.
     """
+    # without the loss nothing is measured, and no scores are read
     inner = [] if kind == "without_loss" else _inner(exported, read)
     with _returning(exported, inner) as file:
         return _made(kind, exported, file, data=data, tolerance=tolerance, losses=losses, inner=inner)
@@ -84,6 +85,7 @@ def _made(
 ) -> Variant:
     target = exported.with_name(f"{exported.stem}.{kind}.onnx")
     runner = OnnxRunner(file, data)
+    # by the same runtime as the variant: only what the variant changes makes a difference
     before = runner.evaluate()
     size = sum(path.stat().st_size for path in (exported, *(exported.parent / name for name in locations(file.proto))))
     base = Variant(kind=kind, path=None, bytes=0, size_ratio=0, latency_ratio=0, metrics={})
@@ -159,6 +161,7 @@ def _returning(exported: Path, inner: Sequence[str]) -> Iterator[ModelFile]:
     if not inner:
         yield file
         return
+    # an output needs a declared type, which inner tensors often lack
     types = known_types(file.proto)
     path = exported.with_name(f"{exported.stem}.scores.onnx")
     file.proto.graph.output.extend(types[name] for name in inner)
@@ -207,8 +210,10 @@ def too_much(before: dict[str, float], after: dict[str, float], tolerance: float
     name = next((name for name in ("evaluation/accuracy", "evaluation/loss") if name in before), "")
     if not name:
         return f"there is neither accuracy nor loss to compare among {', '.join(before) or 'no metrics'}"
+    # how much worse it is: accuracies fall and losses rise
     lost = before[name] - after[name] if name.endswith("accuracy") else after[name] - before[name]
     if name.endswith("loss") and before[name]:
+        # relative: a loss has no unit that a tolerance could have
         lost /= abs(before[name])
     if lost <= tolerance:  # false for NaN, too
         return ""
@@ -237,6 +242,7 @@ def _halved(element_type: int) -> Callable[..., None]:
         graph = model.graph
         casts = []
         greatest = float(np.finfo(helper.tensor_dtype_to_np_dtype(TensorProto.FLOAT16)).max)
+        # names of the whole graph, since ONNX values are unique in it
         taken = {name for node in graph.node for name in (*node.input, *node.output)}
         taken |= {tensor.name for tensor in graph.initializer}
         listed = {value.name for value in (*graph.input, *graph.output)}
@@ -278,8 +284,9 @@ def _with_initializers(exported: ModelFile) -> onnx.ModelProto:
     model = exported.with_external_data()
     graph = model.graph
     held = {node.output[0]: node for node in graph.node if node.op_type == "Constant"}
+    outputs = {value.name for value in graph.output}
     for name, tensor in list(stored_protos(graph)):
-        if name in held and tensor.dims and name not in {value.name for value in graph.output}:
+        if name in held and tensor.dims and name not in outputs:
             graph.initializer.append(tensor)
             graph.initializer[-1].name = name
             graph.node.remove(held[name])

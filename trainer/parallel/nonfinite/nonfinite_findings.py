@@ -67,7 +67,7 @@ class Finding(BaseModel):
 
 
 def describe(name: str, tensor: Tensor, batch: Batch | None = None) -> Range:
-    """Return the range of a tensor's values."""
+    """Return the range of a tensor's values. tensor: [...], of any shape; its rows are named as by `samples_of`."""
     values = tensor.detach().float()
     finite = torch.isfinite(values)
     num_bad = int((~finite).sum())
@@ -90,13 +90,18 @@ def samples_of(tensor: Tensor, batch: Batch | None) -> Tensor | None:
         return None
     count = batch.filled_to or batch.size
     length = len(tensor)
-    if length != count and (not length or length % count or count in tensor.shape[1:]):
+    # a count that is the length of another dimension, too, may be the samples there: nothing shows which
+    has_parts_of_samples = length > 0 and length % count == 0 and count not in tensor.shape[1:]
+    if length != count and not has_parts_of_samples:
         return None
     return tensor.reshape(count, -1)[: batch.size]
 
 
 def bad_rows(tensor: Tensor, batch: Batch | None) -> list[int] | None:
-    """Return the rows of the split whose samples have a bad value; None if samples cannot be told apart."""
+    """Return the rows of the split whose samples have a bad value; None if samples cannot be told apart.
+
+    tensor: [B, ...] or [B x T, ...], as `samples_of` takes it.
+    """
     by_sample = samples_of(tensor.detach(), batch)
     if by_sample is None or batch is None:
         return None

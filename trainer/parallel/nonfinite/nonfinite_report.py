@@ -54,6 +54,7 @@ def sentence(
         text = f"row {row} of the {'training' if split == 'train' else 'evaluation'} data"
         return f"{text} ({where[row]})" if row in where else text
 
+    # a few bad samples point at rows; if all are bad, the largest value among the operands does
     if found.rows and where and found.num_rows < found.num_samples:
         more = f" and {found.num_rows - len(found.rows)} more" if found.num_rows > len(found.rows) else ""
         samples = f"{found.num_rows} of {found.num_samples} samples"
@@ -86,7 +87,7 @@ class Outlier:
 
 
 def find_outlier(rows: Shards, numbers: Array) -> Outlier | None:
-    """Return the row with the greatest value among these, if it is far from the others; the columns as stored."""
+    """Return the row with the greatest value among these, int64 [n], if it is far from the others; as stored."""
     found: list[Outlier] = []
     for name, values in rows.read(numbers).items():
         arrays = [np.asarray(each, dtype=np.float64) for each in values if rows.columns[name].holds_numbers]
@@ -94,6 +95,7 @@ def find_outlier(rows: Shards, numbers: Array) -> Outlier | None:
         if len(sizes) > 1:
             first = int(sizes.argmax())
             others = float(np.delete(sizes, first).max())
+            # 1e-30: in a column of zeros any number would be an outlier without a bound
             if sizes[first] > OUTLIER * max(others, 1e-30):
                 value = float(arrays[first].flat[int(np.abs(arrays[first]).argmax())])
                 found.append(Outlier(int(numbers[first]), name, value, others))

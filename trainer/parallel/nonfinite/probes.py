@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.model.compile import Compiled
-from onward.trainer.parallel.nonfinite.nonfinite_findings import NUM_ROWS, Finding, bad_rows, describe
+from onward.trainer.parallel.nonfinite.nonfinite_findings import NUM_ROWS, Finding, Phase, bad_rows, describe
 from onward.trainer.parallel.pipeline.engine import BatchLosses
 from onward.trainer.parallel.pipeline.stage import Stage
 
@@ -49,12 +49,12 @@ class Probes:
     def installed(self, stages: Sequence[Stage]) -> Iterator[None]:
         """Look at what these stages compute inside a block."""
         graphs: list[nn.Module] = []
-        before: dict[nn.Module, Any] = {
-            module: forward
-            for stage in stages
-            for module in stage.chain.modules()
-            if isinstance(module, Compiled | fx.GraphModule) and (forward := vars(module).get("forward"))
-        }
+        # what has replaced a forward pass already, and comes back afterwards
+        before: dict[nn.Module, Any] = {}
+        for stage in stages:
+            for module in stage.chain.modules():
+                if isinstance(module, Compiled | fx.GraphModule) and (forward := vars(module).get("forward")):
+                    before[module] = forward
         for stage in stages:
             probed = _StageRun(self, stage)
             for module in stage.chain.modules():
@@ -120,7 +120,7 @@ class _StageRun:
         return self.probes.batches[self.micro_batch] if self.micro_batch < len(self.probes.batches) else None
 
     def begin(self, chain: nn.Module, inputs: object) -> None:
-        """Begin a forward pass. What is computed again in the backward pass does not come here: it is not looked at."""
+        """Begin a forward pass. Recomputed forward passes are skipped: they do not call the hooks of the chain."""
         self.active = True
         self.micro_batch += 1
         self._bad = {}
@@ -131,12 +131,16 @@ class _StageRun:
         self.active = False
         is_last = self.stage.index == self.stage.num_stages - 1
         reached = set[str]()
-        waiting = [n for n in self.stage.output_names if n in self._bad and (is_last or self._bad[n][0])]
+        waiting = [name for name in self.stage.output_names if name in self._bad]
+        if not is_last:
+            # -inf alone is no fault yet: it may be a mask, which a later stage takes as it should
+            waiting = [name for name in waiting if self._bad[name][0]]
         while waiting:
             name = waiting.pop()
             if name not in reached:
                 reached.add(name)
                 waiting += self._bad[name][1]
+        # several origins may reach the outputs: the first one that was computed is reported
         for name in sorted(reached & self._origins.keys(), key=lambda name: self._origins[name].place)[:1]:
             self.probes.add(self._origins[name])
         if not reached and is_last:
@@ -160,16 +164,19 @@ class _StageRun:
         for read in operands:
             if label not in self.readers[read.name]:
                 self.readers[read.name].append(label)
-        tensors = [each for each in tree_leaves(value) if isinstance(each, Tensor) and each.is_floating_point()]
+        tensors = _floating_point_tensors(value)
         for tensor in tensors:
             if tensor.requires_grad:
                 hook = partial(self._look_at_gradient, node.name, self.micro_batch)
                 self.probes.keep(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
-        bad = [tensor for tensor in tensors if tensor.numel() and not bool(torch.isfinite(tensor).all())]
+        bad = [tensor for tensor in tensors if not bool(torch.isfinite(tensor).all())]
         if not bad or node.name in self._bad:
             return
         certain = any(bool((tensor.isnan() | (tensor == torch.inf)).any()) for tensor in bad)
-        causes = [read.name for read in operands if read.name in self._bad and (self._bad[read.name][0] or not certain)]
+        causes = [read.name for read in operands if read.name in self._bad]
+        if certain:
+            # -inf operands, such as masks, explain -inf, but not a NaN or +inf that this node makes of them
+            causes = [name for name in causes if self._bad[name][0]]
         self._bad[node.name] = (certain, causes)
         is_received = node.op == "placeholder" and node.name in self.stage.received_names
         if not causes and not is_received:
@@ -177,24 +184,27 @@ class _StageRun:
 
     def _origin(self, node: fx.Node, label: str, place: int, tensor: Tensor, operands: dict[fx.Node, Any]) -> Finding:
         batch = self.batch
-        rows = bad_rows(tensor, batch)
-        is_weight = node.op == "get_attr"
-        ranges = [
-            describe(self.labels.get(read.name, read.name), each, batch)
-            for read, value in operands.items()
-            for each in tree_leaves(value)
-            if isinstance(each, Tensor) and each.is_floating_point()
-        ]
+        rows = bad_rows(tensor, batch) or []
+        phase: Phase = "forward"
+        if node.op == "placeholder":
+            phase = "input"
+        elif node.op == "get_attr":
+            phase = "weight"
+            rows = []  # a weight that is as long as the batch has no samples
+        ranges = []
+        for operand, operand_value in operands.items():
+            name = self.labels.get(operand.name, operand.name)
+            ranges += [describe(name, values, batch) for values in _floating_point_tensors(operand_value)]
         return Finding(
-            phase="weight" if is_weight else "input" if node.op == "placeholder" else "forward",
+            phase=phase,
             tensor=label,
             place=place,
             stage=self.stage.index,
             micro_batch=self.micro_batch,
             found=describe(label, tensor, batch),
             operands=tuple(ranges),
-            rows=() if is_weight else tuple(rows or ())[:NUM_ROWS],
-            num_rows=0 if is_weight else len(rows or ()),
+            rows=tuple(rows[:NUM_ROWS]),
+            num_rows=len(rows),
             num_samples=batch.size if batch else 0,
         )
 
@@ -204,7 +214,7 @@ class _StageRun:
             return
         batch = self.probes.batches[micro_batch] if micro_batch < len(self.probes.batches) else None
         label = self.labels[name]
-        rows = bad_rows(gradient, batch)
+        rows = bad_rows(gradient, batch) or []
         self.probes.add(
             Finding(
                 phase="backward",
@@ -214,8 +224,8 @@ class _StageRun:
                 micro_batch=micro_batch,
                 found=describe(f"the gradient of {label}", gradient, batch),
                 readers=tuple(self.readers[name])[:3],
-                rows=tuple(rows or ())[:NUM_ROWS],
-                num_rows=len(rows or ()),
+                rows=tuple(rows[:NUM_ROWS]),
+                num_rows=len(rows),
                 num_samples=batch.size if batch else 0,
             )
         )
@@ -233,6 +243,7 @@ class _NodeByNode(fx.Interpreter):
         value = super().run_node(n)
         if n.op != "output":
             operands = {read: self.env[read] for read in n.all_input_nodes}
+            # the interpreter frees values after their last use, so operands are looked at now
             with torch.no_grad():  # nothing here may be kept for the backward pass, which recomputation counts
                 self._stage.look(n, value, operands, self._weights)
         return value
@@ -274,9 +285,11 @@ class ProbedLosses:
         self, micro_batch: int, loss: Tensor, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None]
     ) -> Finding:
         batch = self._probes.batches[micro_batch] if micro_batch < len(self._probes.batches) else None
-        tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        given = [each for each in labels if each is not None and each.is_floating_point()]
-        rows = next((found for each in given if (found := bad_rows(each, batch))), None)
+        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        float_labels = _floating_point_tensors(list(labels))
+        rows = next((bad for values in float_labels if (bad := bad_rows(values, batch))), [])
+        operands = [describe("output", output, batch) for output in _floating_point_tensors(outputs)]
+        operands += [describe("labels", values, batch) for values in float_labels]
         return Finding(
             phase="loss",
             tensor="the loss",
@@ -284,16 +297,17 @@ class ProbedLosses:
             stage=self._stage,
             micro_batch=micro_batch,
             found=describe("the loss", loss),
-            operands=tuple(
-                describe(name, each, batch)
-                for name, group in (("output", tensors), ("labels", given))
-                for each in group
-                if each.is_floating_point()
-            ),
-            rows=tuple(rows or ())[:NUM_ROWS],
-            num_rows=len(rows or ()),
+            operands=tuple(operands),
+            rows=tuple(rows[:NUM_ROWS]),
+            num_rows=len(rows),
             num_samples=batch.size if batch else 0,
         )
+
+
+def _floating_point_tensors(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors in a value of any structure."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -113,6 +113,7 @@ class BadValues:
             if lost_a_peer(error):
                 raise
             return f"Where it began is not known, because the step could not be replayed: {error}"
+        # the step with the largest gradient since the weights were remembered is the one that may have made them grow
         norm, step, position, size = self._worst
         largest_step = Update(norm, step, self.batches.rows(position, size)) if size else None
         return self._explain(probes, "train", self.rows, len(micro_batches), largest_step)
@@ -121,10 +122,12 @@ class BadValues:
         probes = Probes(self.beat)
         reducer = self.model.reducer
         probes.batches = list(micro_batches)
+        # the dropout masks of the step, which may be the cause
         reseed()
         with probes.installed(self.model.stages), self._probed_losses(probes, evaluating=False):
             self.pipeline.run(micro_batches, reducer, scale=scale, beat=self.beat)
         reducer.reduce()
+        # the replay has updated the running statistics a second time
         reducer.undo()
         for weight in self.model.trained:
             if not bool(torch.isfinite(gradient(weight)).all()):
@@ -148,6 +151,7 @@ class BadValues:
     def _explain(
         self, probes: Probes, split: Split, rows: Shards, num_batches: int, update: Update | None = None
     ) -> str:
+        # findings are made without knowing where, and are compared with those of other ranks from here on
         place = {"rank": self.mpi.rank, "replica": ParallelDims.of(self.config.parallel).coordinate(self.mpi.rank).data}
         mine = [each.model_copy(update=place).model_dump() for each in probes.findings]
         told = [json.loads(text) for text in gather_bytes(self.mpi, json.dumps([mine, self._weights()]).encode())]
@@ -159,6 +163,7 @@ class BadValues:
             if found:
                 first = merged(found)
                 wanted = {*first.rows, *(each.extreme_row for each in first.operands)} - {-1}
+                # where the weights have grown, the rows of this step are not the cause
                 where = {} if sentences else self._where(wanted, split, rows)
                 sentences.append(sentence(first, self._node(first), where, split, num_batches, self.mpi.world_size))
             text = ". ".join(sentences or ["Replayed, every value and every gradient was finite"])
@@ -168,6 +173,7 @@ class BadValues:
         self, weights: Sequence[tuple[str, float, float]], split: Split, rows: Shards, update: Update | None
     ) -> list[str]:
         """Return sentences about weights that have grown, and about the row that made them grow, if one did."""
+        # they are sorted, so that the first one has grown most
         if not weights or _growth(weights[0]) <= GROWTH:
             return []
         name, before, now = weights[0]
@@ -186,6 +192,7 @@ class BadValues:
 
     def _where(self, wanted: Collection[int], split: Split, rows: Shards) -> Mapping[int, str]:
         """Return row -> its place in the source."""
+        # the other ranks wait for rank 0 in a collective, which must not time out meanwhile
         limit_s = min(20.0, 0.3 * self.config.collective_timeout_s)
         try:
             return row_origins(self.config, self.signature, rows, split, wanted, limit_s=limit_s) if wanted else {}

@@ -38,6 +38,7 @@ def memory_snapshots(monitor: MonitorConfig, run: RunDir, mpi: MPIContext, *, at
     if not monitor.memory_snapshot or mpi.device.type != "cuda":
         yield
         return
+    # torch remembers allocations only from here on
     torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
     try:
         yield

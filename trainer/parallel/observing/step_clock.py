@@ -48,12 +48,14 @@ class StepClock:
         self._trained_before_s = 0.0
         self._counts_hours = False
         self._step_began_at: float | None = None
+        # three: one slow step must not make the limit of the heartbeat long for good
         self._recent_steps_s: deque[float] = deque(maxlen=3)
 
     @contextlib.contextmanager
     def __call__(self, part: Part) -> Iterator[None]:
         """Count the time of a block as a part."""
         self.mark()
+        # the enclosing sum goes on after the block
         outer = self._sum
         self._sum = part if part in OUTSIDE_OF_STEPS else "steps"
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
@@ -61,6 +63,7 @@ class StepClock:
             yield
         self.mark()
         self._sum = outer
+        # evaluations and checkpoints are long, so the sums are written after each
         self._is_due |= part in OUTSIDE_OF_STEPS
 
     def mark(self) -> None:
@@ -68,6 +71,7 @@ class StepClock:
         now = time.monotonic()
         compiled = self._compiled_s()
         elapsed_s = now - self._marked_at
+        # a compilation happens inside a part, and would hide what the part takes in other steps
         compile_s = compiled - self._compiled_before
         self._marked_at = now
         self._compiled_before = compiled
@@ -78,6 +82,7 @@ class StepClock:
 
     def waited(self, wait_s: float) -> None:
         """Count a part of the time of the steps as waiting for samples; wait_s: the mean over the ranks."""
+        # moved and not added: the sums still add up to the elapsed time
         self.seconds["data_wait"] += wait_s
         self.seconds["steps"] -= wait_s
 

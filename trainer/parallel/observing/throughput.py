@@ -85,7 +85,9 @@ class Throughput:
 
         By the clock of rank 0, as all ranks must decide alike.
         """
+        # a sum over the ranks is above zero if rank 0 says so
         due = float(self._mpi.rank == 0 and time.monotonic() - self._memory_at >= MEMORY_PERIOD_S)
+        # another rank of the replica counts the same micro-batches
         if not self._counts:
             return Work(0.0, 0.0, due)
         num_tokens = sum(batch.num_tokens for batch in batches)

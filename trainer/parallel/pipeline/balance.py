@@ -74,6 +74,7 @@ def choose_cuts(points: Sequence[CutPoint], work: Sequence[int], num_parts: int)
         cuts = cuts_within(limit)
         return float("inf") if cuts is None else sum(point.num_bytes for point in cuts)
 
+    # total / num_parts: no division can be better than equal parts
     least = _bisect(total / num_parts, total, lambda limit: cuts_within(limit) is not None)
     # first the fewest bytes that SLACK allows, then the smallest limit with which so few are possible
     fewest_bytes = bytes_within(SLACK * least)
@@ -98,16 +99,21 @@ def _cheapest_places(
 
     places: the work before each place. The fewest bytes cross the cuts; None where no cuts keep the limit.
     """
+    # no part ends before any place but the first one, without bytes
     best = [0.0] + [float("inf")] * (len(places) - 1)
     begins: list[list[int]] = []  # for each part, by the place where it ends
     for _ in range(num_parts - 1):
         best, begin = _add_part(best, places, place_bytes, limit)
         begins.append(begin)
     # the last part reaches from one of the places to the end of the graph
-    last = [place for place in range(len(places)) if total - places[place] <= limit and best[place] < float("inf")]
-    if not last:
+    last_places = []
+    for place, work_before in enumerate(places):
+        if total - work_before <= limit and best[place] < float("inf"):
+            last_places.append(place)
+    if not last_places:
         return None
-    place = min(last, key=best.__getitem__)
+    place = min(last_places, key=best.__getitem__)
+    # walk back: where a part begins is where the part before it ends
     cuts = []
     for begin in reversed(begins):
         cuts.append(place)
@@ -128,6 +134,7 @@ def _add_part(
         while window and best[window[-1]] >= best[place - 1]:
             window.pop()
         window.append(place - 1)
+        # the places at the front are too far away from this one, and so from all later ones
         while window and places[place] - places[window[0]] > limit:
             window.popleft()
         extended.append(best[window[0]] + place_bytes[place] if window else float("inf"))
@@ -152,7 +159,9 @@ def choose_unit_cuts(
     nodes = partitioned_nodes(module.graph)
     cuts = []
     for start, stop in itertools.pairwise([0, *(point.position for point in stage_cuts), len(nodes)]):
-        narrow = [point for point in points if point.is_narrow and start < point.position < stop]
+        inside = [point for point in points if start < point.position < stop]
+        narrow = [point for point in inside if point.is_narrow]
+        # `choose_cuts` counts from the beginning of the stage
         relative = [replace(point, position=point.position - start) for point in narrow]
         wanted = num_units or min(MAX_UNITS, _weight_bytes(module, nodes[start:stop]) // UNIT_BYTES)
         chosen = choose_cuts(relative, work[start:stop], max(1, min(wanted, len(relative) + 1)))

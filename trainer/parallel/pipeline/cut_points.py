@@ -74,6 +74,7 @@ def _last_uses(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """
     last_use: dict[fx.Node, int] = {}
     for number, node in enumerate(nodes, start=1):
+        # later readers overwrite earlier ones
         last_use |= dict.fromkeys(tensors_read(node), number)
     return last_use | dict.fromkeys(tensors_read(graph.output_node()), len(nodes) + 1)
 
@@ -105,9 +106,13 @@ def cuts_by_name(
         if unknown := [name for name in names if name not in node_names]:
             problems.append(unknown_tensors(unknown, node_names))
             continue
+        # the names may be those of the file or of the fx graph
         wanted = {node_names[name] for name in names}
         places = [point for point in points if wanted <= {*point.crossing}]
-        unnamed = [[file_names[name] for name in point.differentiable if name not in wanted] for point in places]
+        # of each place that the named tensors cross: what else crosses it with a gradient
+        unnamed = []
+        for point in places:
+            unnamed.append([file_names[name] for name in point.differentiable if name not in wanted])
         if [] in unnamed:
             cuts.append(places[unnamed.index([])])
         elif not places:
@@ -115,10 +120,12 @@ def cuts_by_name(
                 f"parallel.cuts: no cut is crossed by {shown}; name one tensor, or tensors that are in use at one place"
             )
         else:
+            # the place where the user has the fewest tensors to add
             fewest = min(unnamed, key=len)
             problems.append(
                 f"parallel.cuts: where {shown} crosses, so does {', '.join(fewest)}; name all of them, or another cut"
             )
+    # stages follow one another, and none may be empty
     if [point.position for point in cuts] != sorted({point.position for point in cuts}):
         problems.append("parallel.cuts: list the cuts in the order of the graph, each at a different place")
     if problems:

@@ -120,16 +120,19 @@ class Pipeline:
             self._check_split_backward(self._scheduled, passes[0], reducer, beat)
         # padding micro-batches run their backward passes, but count neither targets nor BatchNorm updates
         real = [batch for batch in micro_batches if not batch.is_padding]
+        # of each loss by itself: losses may ignore different labels
         counts = [sum(batch.num_targets[place] for batch in real) for place in range(len(self._losses))]
         # Adasum weighs hosts by it, and takes runs of one loss only
         reducer.begin(len(micro_batches), counts[0], len(real))
         # the mean needs the number of targets everywhere: labels may be ignored, so ranks have different numbers
         totals, wait_for_totals = self._sum_over_replicas(counts)
+        # on the device: reading a loss would wait for the GPU in each micro-batch
         loss_sums = torch.zeros(len(counts), device=self._device)
 
         def scaled_loss(batch: Batch, outputs: Sequence[Tensor]) -> Tensor:
             losses = self._batch_losses(batch, outputs)
             wait_for_totals()
+            # tensor-parallel ranks compute the same loss, and only one of them may enter the sum over the world
             if self._counts_loss:
                 for total, loss in zip(loss_sums, losses, strict=True):
                     total.add_(loss.detach())
@@ -221,6 +224,7 @@ class Pipeline:
             total[place].fill_(float(count))
         if self._group.size() == 1:
             return total, lambda: None
+        # asynchronous: the first loss needs it, and the first forward pass does not
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return total, work.wait
 

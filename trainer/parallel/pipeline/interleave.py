@@ -32,6 +32,7 @@ def interleave_teacher(graph: fx.Graph) -> None:
     end = graph.output_node()
     for _, members in segments:
         for node in members:
+            # each node moves to the end of the graph in its turn, which leaves them in this order
             end.prepend(node)
             node.meta.pop("rematerialised", None)  # the graph is not divided yet
     graph.lint()
@@ -47,6 +48,7 @@ def _segments(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Iterator[Segment]:
         members.append(node)
         if not is_rematerialised(node):
             alive.add(node)
+        # values that nothing behind this node reads are dead
         alive = {value for value in alive if last[value] > number}
         # values that the end of the graph reads do not count: they cross everywhere behind
         if len([value for value in alive if last[value] < len(nodes)]) <= 1:

@@ -24,7 +24,8 @@ RANDOM_FUNCTIONS = ("rand", "dropout", "bernoulli", "normal_", "uniform", "multi
 
 def partitioned_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that a cut assigns to exactly one part, in the order in which they run."""
-    return [node for node in graph.nodes if node.op not in ("placeholder", "output") and not is_rematerialised(node)]
+    computed = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    return [node for node in computed if not is_rematerialised(node)]
 
 
 def is_rematerialised(node: fx.Node) -> bool:
@@ -33,6 +34,7 @@ def is_rematerialised(node: fx.Node) -> bool:
     if "rematerialised" not in node.meta:
         if node.op == "get_attr":
             result = True
+        # a module may hold state, such as the statistics of a BatchNormalization
         elif node.op not in ("call_function", "call_method") or is_impure(node) or node.is_impure():
             result = False
         else:

@@ -61,13 +61,14 @@ class _Splitter:
         self.lengths = [self._lengths(number) for number in range(len(self.nodes))]
         # The graph's inputs are at hand in every part, so their lengths need not cross. All others do, even where
         # another tensor at hand was as long when the graph was traced: a stride may make equal lengths differ later.
-        self.crossing_lengths = {
-            length for found in self.lengths for length in found if length.all_input_nodes[0].op != "placeholder"
-        }
+        self.crossing_lengths = set[fx.Node]()
+        for lengths in self.lengths:
+            self.crossing_lengths |= {length for length in lengths if length.all_input_nodes[0].op != "placeholder"}
 
     def part(self, number: int) -> Part:
         graph = fx.Graph()
         lengths = self.lengths[number] & self.crossing_lengths
+        # inputs of the graph whose length the part computes itself
         measured = {length.all_input_nodes[0] for length in self.lengths[number] - lengths}
         needed = measured | self.tensors[number] | lengths
         # in the order of the graph, which is the same on every rank: stages exchange tensors by position
@@ -102,8 +103,10 @@ class _Splitter:
     def _reading_nodes(self, number: int) -> list[fx.Node]:
         """Return the nodes whose inputs a part must have: its own, and outputs of the graph that the last part
         rematerialises."""
-        is_last = number == len(self.nodes) - 1
-        return [*self.nodes[number], *(node for node in self.graph_outputs if is_last and is_rematerialised(node))]
+        nodes = list(self.nodes[number])
+        if number == len(self.nodes) - 1:
+            nodes += [node for node in self.graph_outputs if is_rematerialised(node)]
+        return nodes
 
     def _tensors(self, number: int) -> set[fx.Node]:
         """Return the inputs of the graph and the values of earlier parts that a part reads."""
@@ -117,17 +120,18 @@ class _Splitter:
             return x in self.tensors[number] or self.part_of.get(x, -1) == number or is_rematerialised(x)
 
         needed = rematerialised_for(self._reading_nodes(number))
-        return {node for node in needed if is_length(node) and not at_hand(node.all_input_nodes[0])}
+        lengths = [node for node in needed if is_length(node)]
+        return {length for length in lengths if not at_hand(length.all_input_nodes[0])}
 
     def _outputs(self, number: int) -> list[fx.Node]:
         """Return what a part computes for later parts or the caller: in the graph's order, lengths at the end."""
-        is_last = number == len(self.nodes) - 1
         read_later = {node for tensors in self.tensors[number + 1 :] for node in tensors} | {*self.graph_outputs}
-        own = [node for node in self.nodes[number] if node in read_later]
-        # an output of the graph that is rematerialised belongs to no part: the last one returns it
-        own += [node for node in dict.fromkeys(self.graph_outputs) if is_last and is_rematerialised(node)]
+        outputs = [node for node in self.nodes[number] if node in read_later]
+        if number == len(self.nodes) - 1:
+            # an output of the graph that is rematerialised belongs to no part: the last one returns it
+            outputs += [node for node in dict.fromkeys(self.graph_outputs) if is_rematerialised(node)]
         lengths = sorted(self.crossing_lengths)
-        return own + [length for length in lengths if self.part_of.get(length.all_input_nodes[0], 0) == number]
+        return outputs + [length for length in lengths if self.part_of.get(length.all_input_nodes[0], 0) == number]
 
 
 def _module(

@@ -85,8 +85,11 @@ def build_stages(
     """
     graph_inputs = [node.name for node in module.graph.find_nodes(op="placeholder")]
     graph_outputs = tuple(node.name for node in output_nodes(module.graph))
-    read = [[name for part in parts for name in part.input_names] for parts in parts_of_stages]
-    computed = [[name for part in parts for name in part.output_names] for parts in parts_of_stages]
+    read = []
+    computed = []
+    for parts in parts_of_stages:
+        read.append([name for part in parts for name in part.input_names])
+        computed.append([name for part in parts for name in part.output_names])
 
     # borders[i]: what crosses from stage i - 1 to stage i, in the order in which it was computed
     borders: list[tuple[str, ...]] = [()]
@@ -101,6 +104,7 @@ def build_stages(
         # an output of the graph may be one of its inputs, unchanged
         needed = {*read[number], *(graph_outputs if is_last else ())}
         positions = tuple(position for position, name in enumerate(graph_inputs) if name in needed)
+        # what only a later stage reads is received as well, and passed on
         received = borders[number]
         sent = borders[number + 1]
         chain = Chain(

@@ -102,6 +102,7 @@ class ScheduledStages:
     def _schedule_for(
         self, inputs: Sequence[Tensor], num: int, *, backward: bool
     ) -> tuple[Schedule, list[PipelineStage]]:
+        # torch allocates receive buffers by shape and type when it makes a schedule
         key = (self.schedule, backward, num, *((value.shape, value.dtype) for value in inputs))
         if key not in self._schedules:
             self._schedules[key] = self._make_schedule(inputs, num, backward=backward)
@@ -119,6 +120,7 @@ class ScheduledStages:
         torch_stages = []
         for module, stage in zip(self._modules, self._stages_for(inputs), strict=True):
             module.received_meta = stage.received_meta
+            # the last stage sends nothing: its output is the loss
             is_last = stage.index == stage.num_stages - 1
             loss = (torch.empty((), device="meta"),) * backward
             # Shapes are given, because torch would find them by an extra forward pass, which draws random numbers and
@@ -189,6 +191,7 @@ class _ScheduledStage(nn.Module):
         values: tuple[Tensor, ...]
         with self._autocast():
             inputs = [batch.inputs[position] for position in stage.input_positions]
+            # with gloo messages travel through host memory
             unpacked = [value.to(self._device) for value in _unpack_received(received, self.received_meta)]
             values = stage.chain(*unpacked, *inputs)
         self.beat()
@@ -196,8 +199,10 @@ class _ScheduledStage(nn.Module):
             loss = self.on_outputs(batch, values)
             values = () if loss is None else (loss,)
         else:
+            # what autograd sends back arrives on the message device, and `to` moves it
             sent = [value.to(self._message_device) for value in values]
             values = tuple(_pack_to_send(value, copies=self._copies) for value in sent)
+        # one hook for each pass is enough to show progress
         for value in [value for value in values if value.requires_grad][:1]:
             value.register_hook(self._beat_in_backward)  # type: ignore[no-untyped-call]
         return values
@@ -235,11 +240,13 @@ def _pack_to_send(value: Tensor, *, copies: bool) -> Tensor:
 
 
 def _unpack_received(received: Sequence[Tensor], metas: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    # all in one function: each gradient that is sent back must exist, also of a tensor that nothing reads
     differentiable = [value for value in received if value.requires_grad]
     passed = iter(_DenseGradients.apply(*differentiable)) if differentiable else iter(())  # type: ignore[no-untyped-call]
     values = []
     for value, meta in zip(received, metas, strict=True):
         value = next(passed) if value.requires_grad else value
+        # torch before 2.12 receives every tensor as one that may have a gradient
         value = value if meta.requires_grad else value.detach()
         if value.dtype != meta.dtype:
             value = value.view(CARRIERS[meta.dtype][0]).to(meta.dtype)

@@ -52,8 +52,8 @@ def dry_run(
 ) -> DryRun:
     """Run one micro-batch forward and backward through a stage on fake tensors, and return what it takes.
 
-    inputs: all inputs of the graph for one micro-batch. loss: of the graph's outputs, on the last stage. Changes
-    nothing. The stage needs its `received_meta`; its weights may be on any device.
+    inputs: all inputs of the graph for one micro-batch, [B, ...] each. loss: of the graph's outputs, on the last stage.
+    Changes nothing. The stage needs its `received_meta`; its weights may be on any device.
     """
     counter = MemoryCounter()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
@@ -99,24 +99,21 @@ def dry_run(
 @contextmanager
 def replaced_weights(module: nn.Module, place: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replace each parameter and buffer of a module by what `place` returns for it, inside a block."""
-    stored = [
-        (table, name, tensor)
-        for owner in module.modules()
-        for table in (owner._parameters, owner._buffers)
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
+    stored: list[tuple[Any, str, Tensor]] = []
+    for owner in module.modules():
+        for table in (owner._parameters, owner._buffers):
+            stored += [(table, name, tensor) for name, tensor in table.items() if tensor is not None]
     # a tied weight is stored under several names, and counts once
     placed: dict[Tensor, Tensor] = {}
     for table, name, tensor in stored:
         if tensor not in placed:
             placed[tensor] = place(tensor)
-        table[name] = placed[tensor]  # type: ignore[assignment]
+        table[name] = placed[tensor]
     try:
         yield
     finally:
         for table, name, tensor in stored:
-            table[name] = tensor  # type: ignore[assignment]
+            table[name] = tensor
 
 
 class MemoryCounter(TorchDispatchMode):

@@ -118,7 +118,7 @@ class Estimator:
 
 
 def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return inputs, and labels for each loss, of one micro-batch: zeros, as long as the longest of the first rows."""
+    """Return inputs and labels of each loss, [B, ...] each: a micro-batch of zeros, as long as the first rows."""
     signature = read_training_signature(config.model)
     schema = try_first_rows(config, signature)[0]
     text = text_columns(config, signature)

@@ -48,8 +48,9 @@ class Flops:
 def count_flops(module: ImportedGraph, inputs: Sequence[Tensor], outputs: Collection[str] = ()) -> Flops:
     """Return the FLOPs of an update with these inputs, of which only shapes and types are used.
 
-    outputs: those that the losses read; () = all. On fake tensors of a CPU, so that the number is the same whatever the
-    model is trained on. Changes nothing. Raises torch's errors where shapes depend on data: see `measure_flops`.
+    inputs: [B, ...] each. outputs: those that the losses read; () = all. On fake tensors of a CPU, so that the number
+    is the same whatever the model is trained on. Changes nothing. Raises torch's errors where shapes depend on data:
+    see `measure_flops`.
     """
     modes = [(each, each.training) for each in module.modules()]
     module.train()
@@ -65,8 +66,9 @@ def count_flops(module: ImportedGraph, inputs: Sequence[Tensor], outputs: Collec
 def measure_flops(module: ImportedGraph, inputs: Sequence[Tensor], outputs: Collection[str] = ()) -> Flops:
     """Return the FLOPs of an update with these inputs, which a copy of the model really computes.
 
-    For graphs whose shapes depend on data. What they do with other data may be more or less.
+    inputs: [B, ...] each. For graphs whose shapes depend on data. What they do with other data may be more or less.
     """
+    # a copy, since the backward pass leaves gradients and updates running statistics
     again = copy.deepcopy(module).train()
     with torch.random.fork_rng(devices=[]):
         return _Counter(again, outputs, lambda tensor: tensor).count([value.cpu() for value in inputs])
@@ -93,8 +95,9 @@ class _Counter(fx.Interpreter):
         with flop_counter() as counter, torch.enable_grad():
             results = self.run(*inputs)
             forward = counter.get_total_flops()
-            each = [results] if isinstance(results, Tensor) else results
-            ends = [value for value, read in zip(each, self._read, strict=True) if read and value.requires_grad]
+            outputs = [results] if isinstance(results, Tensor) else results
+            read_outputs = [output for output, is_read in zip(outputs, self._read, strict=True) if is_read]
+            ends = [output for output in read_outputs if output.requires_grad]
             if ends:
                 torch.autograd.backward(ends, [torch.zeros_like(value) for value in ends])
             return Flops(forward, counter.get_total_flops() - forward)

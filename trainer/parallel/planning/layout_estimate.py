@@ -54,6 +54,7 @@ class Estimate:
         """Return the same with another ZeRO stage, which needs no further dry run."""
         parallel = self.config.parallel.model_copy(update={"zero": zero})
         config = self.config.model_copy(update={"parallel": parallel})
+        # activations are the same for every ZeRO stage: only the memory of weights is counted again
         ranks = []
         for pipeline, rank in enumerate(self.ranks):
             memory = estimate_memory(
@@ -92,6 +93,7 @@ class Estimate:
     def stage_flops(self, stage: Stage, recomputed: Sequence[int]) -> int:
         """Return the FLOPs of one micro-batch: 3 times the forward pass, and recomputed units once more."""
         units = [sum(self.layout.cuts.node_costs[name].flops for name in part.nodes) for part in stage.chain.parts]
+        # the other modes recompute no products
         repeated = sum(units[number] for number in recomputed) if self.config.recompute.mode == "whole" else 0
         return 3 * sum(units) + repeated
 
@@ -99,17 +101,16 @@ class Estimate:
         """Return the time of a step in seconds: of the busiest rank, with its waiting and its messages."""
         # the stages of a pipeline run at the pace of the slowest rank
         num_micro_batches = self.config.train.gradient_accumulation_steps
-        busiest = max(
-            self.device.pass_s(
-                sum(map(self.stage_flops, rank.stages, rank.recomputed)),
-                sum(len(part.nodes) for stage in rank.stages for part in stage.chain.parts),
-            )
-            for rank in self.ranks
-        )
-        return num_micro_batches * busiest / (1 - self.bubble) + sum(map(self._message_s, self.traffic()))
+        passes_s = []
+        for rank in self.ranks:
+            num_nodes = sum(len(part.nodes) for stage in rank.stages for part in stage.chain.parts)
+            flops = sum(map(self.stage_flops, rank.stages, rank.recomputed))
+            passes_s.append(self.device.pass_s(flops, num_nodes))
+        return num_micro_batches * max(passes_s) / (1 - self.bubble) + sum(map(self._message_s, self.traffic()))
 
     def _message_s(self, sent: Traffic) -> float:
         """Return the time of messages. Neighbours on the tensor axis are on one host if it has enough ranks."""
+        # tensor ranks are neighbours in the world, and so on one host
         same_host = sent.axis == "tensor" or not self.config.launch.hostfile
         rate = self.device.link_bytes_per_s if same_host else self.device.network_bytes_per_s
         return sent.bytes / rate + sent.count * self.device.message_s
@@ -129,6 +130,7 @@ class Estimate:
 
     def _tensor_traffic(self) -> Iterator[Traffic]:
         num_micro_batches = self.config.train.gradient_accumulation_steps
+        # of the pipeline coordinate that sends most: each has its own tensor-parallel group
         most = max((_sent_sizes(rank.dry_runs) for rank in self.ranks), key=sum)
         if most:
             how = "reduce-scatter and all-gather" if self.config.parallel.sequence_parallel else "all-reduce"
@@ -139,15 +141,17 @@ class Estimate:
                 bytes=num_micro_batches * sum(most),
             )
         # all ranks of a tensor-parallel group hold copies of these, and exchange their gradients
-        replicated = max(
-            sum(w.tensor.nbytes for w in rank.weights if w.trained and w.name not in self.layout.placements)
-            for rank in self.ranks
-        )
+        replicated = 0
+        for rank in self.ranks:
+            trained = [weight for weight in rank.weights if weight.trained]
+            sizes = [weight.tensor.nbytes for weight in trained if weight.name not in self.layout.placements]
+            replicated = max(replicated, sum(sizes))
         if replicated:
             yield Traffic(axis="tensor", what="gradients of replicated weights", count=1, bytes=replicated)
 
     def _pipeline_traffic(self) -> Iterator[Traffic]:
         parallel = self.config.parallel
+        # the stage with the largest output decides: the others wait for its messages
         stage = max((stage for rank in self.ranks for stage in rank.stages), key=sent_bytes)
         passes = self.config.train.gradient_accumulation_steps * parallel.stages_per_rank
         count = len(stage.output_meta)
@@ -159,8 +163,10 @@ class Estimate:
             count=passes * len(gradients),
             bytes=passes * sum(gradients),
         )
-        sizes = {weight.name: weight.tensor.nbytes for rank in self.ranks for weight in rank.weights if weight.trained}
+        weights = [weight for rank in self.ranks for weight in rank.weights]
+        sizes = {weight.name: weight.tensor.nbytes for weight in weights if weight.trained}
         # the first and the last stage may hold the same weight, such as an embedding that is also the output head
+        # twice: gradients go to the first stage, and their sum comes back
         tied = [sizes[name] for name in self.layout.shared if name in sizes]
         if tied:
             yield Traffic(axis="pipeline", what="gradients of tied weights", count=2 * len(tied), bytes=2 * sum(tied))
@@ -171,6 +177,7 @@ class Estimate:
         if not parallel.zero:
             trained = sum(weight.tensor.nbytes for weight in rank.weights if weight.trained)
             # compression sends half precision
+            # a ring sends each element twice (see above)
             factor = 2.0 if parallel.compression == "none" else 1.0
             yield Traffic(axis="data", what=f"gradients ({parallel.reduction})", count=1, bytes=int(factor * trained))
             return
@@ -201,11 +208,14 @@ class Estimate:
             for stage, recomputed in zip(rank.stages, rank.recomputed, strict=True)
         ]
         regions = [
-            PlannedRegion(kind=each.kind, weights=(*each.columns, *each.rows)) for each in layout.regions.regions
+            PlannedRegion(kind=region.kind, weights=(*region.columns, *region.rows))
+            for region in layout.regions.regions
         ]
         if layout.vocabulary.weights:
             regions.append(PlannedRegion(kind="vocabulary", weights=layout.vocabulary.weights))
         reasons = {**dict(layout.regions.replicated), **dict(layout.vocabulary.replicated)}
+        # a weight that several nodes read may be replicated for one of them and sharded for another
+        replicated = tuple((name, why) for name, why in reasons.items() if name not in layout.placements)
         return Plan(
             parallel=config.parallel,
             recompute=config.recompute,
@@ -218,8 +228,7 @@ class Estimate:
             reserve=self.reserve(limit),
             device=self._device_text(),
             regions=tuple(regions),
-            # a weight that several nodes read may be replicated for one of them and sharded for another
-            replicated=tuple((name, why) for name, why in reasons.items() if name not in layout.placements),
+            replicated=replicated,
             traffic=tuple(self.traffic()),
             bubble=self.bubble,
             step_s=self.step_s(),
@@ -232,7 +241,9 @@ class Estimate:
         return f"{self.device.name}, {rate:.3g} TFLOP/s in {self.config.precision.compute}, {link:.3g} GB/s"
 
     def _stage_record(self, stage: Stage, coordinate: int, recomputed: Sequence[int]) -> PlannedStage:
-        own = set(stage.chain.parameters())
+        parameters = set(stage.chain.parameters())
+        weights = [weight for weight in self.ranks[coordinate].weights if weight.tensor in parameters]
+        num_parameters = sum(weight.placement.numel for weight in weights)
         nodes = [(part.module, name) for part in stage.chain.parts for name in part.nodes]
         return PlannedStage(
             stage=stage.index,
@@ -240,7 +251,7 @@ class Estimate:
             begins=_file_name(*nodes[0]) if nodes else "",
             ends=_file_name(*nodes[-1]) if nodes else "",
             flops=self.stage_flops(stage, recomputed),
-            parameters=sum(w.placement.numel for w in self.ranks[coordinate].weights if w.tensor in own),
+            parameters=num_parameters,
             sends=sent_bytes(stage),
             recomputed=len(recomputed),
             units=len(stage.chain.parts),
@@ -249,7 +260,8 @@ class Estimate:
 
 def _sent_sizes(dry_runs: Sequence[DryRun]) -> list[int]:
     """Return the size of each all-reduce; of an all-gather or a reduce-scatter half, which is what it sends of that."""
-    return [size if name == "all_reduce" else size // 2 for run in dry_runs for name, size in run.collectives]
+    collectives = [collective for run in dry_runs for collective in run.collectives]
+    return [size if name == "all_reduce" else size // 2 for name, size in collectives]
 
 
 def sent_bytes(stage: Stage) -> int:

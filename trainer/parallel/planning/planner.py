@@ -59,6 +59,7 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
     # `auto` copies the graph many times, and only the shapes of its weights are used
     drop_data(module.modules())
     estimator = Estimator(module, device)
+    # `auto` tries every division, and an error of one does not end the search
     if config.parallel.sizes == "auto":
         return _choose(estimator, config, device).model_copy(update={"rates": rates})
     try:
@@ -93,6 +94,7 @@ def _rates(module: ImportedGraph, optimizer: OptimizerConfig) -> tuple[PlannedRa
 def _choose(estimator: Estimator, config: RunConfig, device: torch.device) -> Plan:
     """Return the plan with the shortest step of all divisions of the ranks that fit into memory."""
     num_ranks = config.launch.num_ranks
+    # without a limit of the configuration: what is free on this machine
     limit = int(config.parallel.memory_gib * 2**30) or _memory_of_a_rank(config.launch, device)
     if problems := list(sizes_beside_auto(config.parallel)):
         raise ConfigError(problems)
@@ -176,12 +178,13 @@ def _kept_free(precision: PrecisionConfig, parallel: ParallelConfig, device: tor
 def divisions(num_ranks: int) -> list[dict[str, int]]:
     """Return all sizes data x tensor x pipeline = num_ranks, few stages first."""
     sizes = range(1, num_ranks + 1)
-    return [
-        {"data": num_ranks // (pipeline * tensor), "tensor": tensor, "pipeline": pipeline}
-        for pipeline in sizes
-        for tensor in sizes
-        if num_ranks % (pipeline * tensor) == 0
-    ]
+    found = []
+    for pipeline in sizes:
+        for tensor in sizes:
+            data, rest = divmod(num_ranks, pipeline * tensor)
+            if rest == 0:
+                found.append({"data": data, "tensor": tensor, "pipeline": pipeline})
+    return found
 
 
 def _micro_batch_counts(config: RunConfig) -> list[int]:
@@ -192,18 +195,21 @@ def _micro_batch_counts(config: RunConfig) -> list[int]:
     parallel = config.parallel
     batch_size = config.train.global_batch_size
     per_replica, rest = divmod(batch_size, parallel.data)
+    # with fewer micro-batches than stages some stage would be idle at any time
     possible = [count for count in range(parallel.pipeline, per_replica + 1) if per_replica % count == 0]
     if config.model.fixed_batch in ("own", "joint"):  # micro-batches have the rows that the file declares
-        declared = (read_training_signature(config.model).inputs[0].shape or (None,))[0]
-        possible = [count for count in possible if count * (declared or 1) == per_replica]
+        declared = (read_training_signature(config.model).inputs[0].shape or (None,))[0] or 1
+        possible = [count for count in possible if count * declared == per_replica]
     if rest or not possible:
         raise ConfigError(
             f"{batch_size} samples (train.global_batch_size) do not divide among {parallel.data} replicas with "
             f"{parallel.pipeline} or more micro-batches each"
             + (" of the rows that the file declares" if config.model.fixed_batch in ("own", "joint") else "")
         )
+    # four times as many micro-batches as stages keep the bubble below a fifth
     wanted = 4 * parallel.pipeline if parallel.pipeline > 1 else config.train.gradient_accumulation_steps
     counts = [next((count for count in possible if count >= wanted), possible[-1])]
+    # smaller micro-batches need less memory: each try halves them at least
     for count in possible:
         if count >= 2 * counts[-1]:
             counts.append(count)

@@ -51,6 +51,7 @@ class Lengths:
     def of(cls, rows: Array) -> Lengths:
         """Return those of rows: int64 [rows, inputs whose rows vary]."""
         members: list[list[int]] = []
+        # ids, mask and token types vary together: as one length they take three counts, as three ten
         for place, column in enumerate(rows.T):
             same = next((each for each in members if np.array_equal(rows[:, each[0]], column)), None)
             members.append([place]) if same is None else same.append(place)
@@ -72,6 +73,7 @@ def _nodes(lengths: Array) -> tuple[int, ...]:
     known = np.unique(lengths)
     found: list[int] = []
     for part in (1.0, 0.75, 0.5):
+        # each length once: three equal nodes would not determine a polynomial
         left = known[~np.isin(known, found)]
         if len(left):
             found.append(int(left[np.abs(left - part * known[-1]).argmin()]))
@@ -120,7 +122,8 @@ def count_sample_flops(
 ) -> SampleFlops | None:
     """Return what samples cost, counted on the whole graph by rank 0; None if they cannot be counted, with a warning.
 
-    example: the inputs of one micro-batch. The module is not changed. Collective: every rank of the world.
+    example: the inputs of one micro-batch, [B, ...] each. The module is not changed. Collective: every rank of the
+    world.
     """
     rows = batches.first_lengths(ROWS_LOOKED_AT)
     lengths = Lengths.of(rows)
@@ -143,8 +146,10 @@ def _count(
 ) -> list[float]:
     """Return the coefficients of the polynomial; NaN if nothing can be counted."""
     terms = lengths.terms
-    read = {name or module.output_names[0] for loss in config.losses for name in loss.outputs}
-    read |= {each.own_output or module.output_names[0] for each in config.soft_losses}
+    # an output without a name is the first one of the graph
+    read = {loss.own_output or module.output_names[0] for loss in config.soft_losses}
+    for loss in config.losses:
+        read |= {name or module.output_names[0] for name in loss.outputs}
     fixed = config.model.fixed_batch in ("own", "joint")
     # one row is too few for a BatchNormalization of vectors
     num_rows = len(example[0]) if fixed else max(2, config.train.global_batch_size)

@@ -26,7 +26,7 @@ SKIPPED = frozenset({"_parameters", "_buffers", "_non_persistent_buffers_set", "
 
 
 def stage_key(stage: Stage, inputs: Sequence[Tensor]) -> Hashable:
-    """Return what equal stages have in common. inputs: all inputs of the graph for one micro-batch."""
+    """Return what equal stages have in common. inputs: all inputs of the graph for a micro-batch, [B, ...]."""
     return _StageKey().of(stage, inputs)
 
 

@@ -108,6 +108,7 @@ def activation_budget(
 ) -> tuple[int, int]:
     """Return (bytes that `parallel.memory_gib` leaves for activations, most micro-batches in flight on this rank)."""
     passes = pass_order(config.parallel, config.train.gradient_accumulation_steps, pipeline)
+    # the most forward passes whose backward pass has not run yet
     in_flight = max(itertools.accumulate(1 if is_forward else -1 for is_forward, _ in passes))
     static = _static_memory(stages, weights, config)
     taken = static.weights + static.gradients + static.optimizer + static.gathered
@@ -162,26 +163,40 @@ class ZeroSharding:
 
 def zero_sharding(stages: Sequence[Stage], weights: Sequence[Weight], parallel: ParallelConfig) -> ZeroSharding:
     """Return what trainer/parallel/replicas/zero.py shards, and what it gathers together."""
-    sharded = [weight for weight in weights if parallel.zero and is_sharded(weight, zero=parallel.zero)]
+    sharded = []
+    if parallel.zero:
+        sharded = [weight for weight in weights if is_sharded(weight, zero=parallel.zero)]
     tensors = {weight.tensor for weight in sharded}
     # (parameters that are gathered as one, whether in half precision)
     groups: list[tuple[list[nn.Parameter], bool]] = []
     for stage in stages:
         halves = gathered_in_half(stage.chain)
-        units = [[tensor for tensor in unit.parameters() if tensor in tensors] for unit in stage.chain.units]
-        uses = Counter(tensor for unit in units for tensor in unit)
+        units = []
+        for unit in stage.chain.units:
+            units.append([tensor for tensor in unit.parameters() if tensor in tensors])
+        uses = Counter(tensor for parameters in units for tensor in parameters)
         # a weight that several units of a stage use is gathered with none of them, but with the stage
         common = [tensor for tensor, times in uses.items() if times > 1]
         groups.append((common, False))
-        for unit in units:
-            for half in (False, True):
-                groups.append(([each for each in unit if uses[each] == 1 and (each in halves) == half], half))
-    groups = [(group, half) for group, half in groups if group]
+        for parameters in units:
+            own = [tensor for tensor in parameters if uses[tensor] == 1]
+            # FSDP gathers one type at a time, so that a unit has a group of each type
+            groups.append(([tensor for tensor in own if tensor not in halves], False))
+            groups.append(([tensor for tensor in own if tensor in halves], True))
+    unit_bytes = []
+    # gradients are scattered in fp32, also those of weights that are gathered in half precision
+    scattered_bytes = []
+    for group, is_half in groups:
+        size = sum(tensor.nbytes for tensor in group)
+        if group:
+            unit_bytes.append(size // 2 if is_half else size)
+            scattered_bytes.append(size)
+    trained_bytes = sum(weight.tensor.nbytes for weight in sharded if weight.trained)
     return ZeroSharding(
         num_shards=parallel.shard or parallel.data,
-        unit_bytes=tuple(sum(each.nbytes for each in group) // (2 if half else 1) for group, half in groups),
-        trained_bytes=sum(weight.tensor.nbytes for weight in sharded if weight.trained),
-        scattered_bytes=tuple(sum(each.nbytes for each in group) for group, _ in groups),
+        unit_bytes=tuple(unit_bytes),
+        trained_bytes=trained_bytes,
+        scattered_bytes=tuple(scattered_bytes),
         stored_bytes=sum(weight.tensor.nbytes for weight in sharded),
     )
 
@@ -200,9 +215,13 @@ def _static_memory(stages: Sequence[Stage], weights: Sequence[Weight], config: R
     zero = config.parallel.zero
     own = [weight for weight in weights if weight.trained]
     trained = sum(weight.tensor.nbytes for weight in own)
+    # parameters once for each stage that has them: stages of one rank have copies of a shared weight
     held = sum(weight.tensor.nbytes for weight in weights if isinstance(weight.tensor, nn.Parameter))
-    held += sum(buffer.nbytes for buffer in {buffer for stage in stages for buffer in stage.chain.buffers()})
-    casts = {weight for stage in stages for part in stage.chain.parts for weight in _cast_weights(part.module)}
+    # each buffer once, where several parts of the graph read it
+    buffers = {buffer for stage in stages for buffer in stage.chain.buffers()}
+    held += sum(buffer.nbytes for buffer in buffers)
+    parts = [part for stage in stages for part in stage.chain.parts]
+    casts = {weight for part in parts for weight in _cast_weights(part.module)}
     if not zero:
         held += _bytes_in_half(casts)
         updates = state_bytes(config.optimizer, own) + _average_bytes(weights, trained, config.average)
@@ -249,6 +268,7 @@ def _buffer_bytes(stages: Sequence[Stage], train: TrainConfig, parallel: Paralle
     if parallel.pipeline > 1:
         for stage in stages:
             received += sum(value.nbytes for value in stage.received_meta)
+            # the last stage receives no gradient
             if stage.index < stage.num_stages - 1:
                 received += sum(value.nbytes for value in stage.output_meta if value.requires_grad)
     return train.gradient_accumulation_steps * (received + 2 * batch_bytes)

@@ -59,6 +59,7 @@ def account(timeline: Timeline, *, otherwise: Label, idle: Label) -> Counter[Lab
 
     otherwise: what no range covers. idle: the time in which the GPU had nothing to do.
     """
+    # a GPU is busy with what the host launched earlier, so the host's own time says nothing
     if timeline.kernels:
         ranges = list(_kernels_with_labels(timeline, otherwise))
         otherwise = idle
@@ -66,8 +67,10 @@ def account(timeline: Timeline, *, otherwise: Label, idle: Label) -> Counter[Lab
         ranges = list(timeline.host.get(timeline.main, ()))
     times: Counter[Label] = Counter()
     for begin, end in timeline.steps:
-        inside = [each for each in ranges if each.begin < end and each.end > begin]
-        times.update(divide(inside, begin, end, otherwise))
+        # ranges that reach over an end of the step stay: `divide` cuts them at it
+        not_after = [interval for interval in ranges if interval.begin < end]
+        overlapping = [interval for interval in not_after if interval.end > begin]
+        times.update(divide(overlapping, begin, end, otherwise))
     return times
 
 
@@ -77,19 +80,23 @@ def divide(ranges: Iterable[Interval], begin: int, end: int, otherwise: Label) -
     Of two that began together, the shorter one began last. otherwise: the label of instants that no range covers.
     """
     times: Counter[Label] = Counter()
+    # a heap of (-begin, -order, end, label): on top the range that began last
     covering: list[tuple[int, int, int, Label]] = []
     now = begin
 
     def advance(until: int) -> None:
         nonlocal now
         while now < until:
+            # only the top must be open: ended ranges below it are dropped when they come up
             while covering and covering[0][2] <= now:
                 heapq.heappop(covering)
             upto, label = (min(until, covering[0][2]), covering[0][3]) if covering else (until, otherwise)
             times[label] += upto - now
             now = upto
 
+    # the longer one first, so that of two that begin together the shorter one is on top
     for order, each in enumerate(sorted(ranges, key=lambda each: (each.begin, -each.end))):
+        # until the next range begins, the covering ones stay the same
         advance(min(max(each.begin, begin), end))
         heapq.heappush(covering, (-each.begin, -order, each.end, each.label))
     advance(end)
@@ -97,6 +104,7 @@ def divide(ranges: Iterable[Interval], begin: int, end: int, otherwise: Label) -
 
 
 def _kernels_with_labels(timeline: Timeline, otherwise: Label) -> Iterable[Interval]:
+    # all launches of a thread at once, in order: one pass over its ranges finds their labels
     wanted: dict[int, list[int]] = {}
     for thread, begin in timeline.launches.values():
         wanted.setdefault(thread, []).append(begin)
@@ -115,6 +123,7 @@ def _innermost(ranges: Iterable[Interval], instants: Sequence[int], otherwise: L
     open_: list[Interval] = []
     place = 0
     for instant in instants:
+        # ranges of a thread are nested: the open ones are a stack, the innermost on top
         while place < len(waiting) and waiting[place].begin <= instant:
             open_.append(waiting[place])
             place += 1

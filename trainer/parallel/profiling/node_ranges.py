@@ -84,6 +84,7 @@ class NodeRanges:
     def name_of(self, origin: Origin) -> str:
         """Return the name of a node's range: its own, with its output where something else has the same."""
         if origin not in self._names:
+            # a range is known by its name alone when the recording is read
             taken = origin.name in (*self.origins, *PHASES) or origin.name.startswith((STEP, "FSDP::"))
             name = f"{origin.name} -> {origin.output}" if taken else origin.name
             self._names[origin], self.origins[name] = name, origin
@@ -91,11 +92,13 @@ class NodeRanges:
 
     def of_sequence_number(self, number: int) -> Origin | None:
         """Return the node whose forward pass used a sequence number of autograd."""
+        # the last range that began at or before the number
         place = bisect_right(self._begins, number) - 1
         return self._spans[place][1] if place >= 0 and number < self._spans[place][0] else None
 
     def note(self, origin: Origin, call: fx.Node, value: Any, *, is_last: bool) -> None:
         """Note what a call of a node has returned. is_last: whether it is the last one of its node."""
+        # inside a backward pass: a second forward pass, which is no further call
         if torch._C._current_graph_task_id() != -1:
             return
         self.calls[origin] += is_last
@@ -127,6 +130,7 @@ class _NodeByNode(fx.Interpreter):
         calls = [node for node in module.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
         found = {node: origin_of(node) for node in calls}
         self._origins = {node: origin for node, origin in found.items() if origin is not None}
+        # later nodes overwrite earlier ones, so that the last call of each origin stays
         self._last = {*{origin: node for node, origin in self._origins.items()}.values()}
         self._open = contextlib.ExitStack()
         self._current: Origin | None = None
@@ -135,12 +139,14 @@ class _NodeByNode(fx.Interpreter):
         try:
             return super().run(*values, **options)
         finally:
+            # after an error, too: an open range would cover whatever comes next
             self._enter(None)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)
         origin = self._origins.get(n)
+        # calls of one ONNX node follow one another, and are one range
         if origin != self._current:
             self._enter(origin)
         value = super().run_node(n)

@@ -47,6 +47,7 @@ def timeline_of(recorded: profile, ranges: NodeRanges) -> Timeline:
         end = begin + event.duration_ns()
         thread = event.start_thread_id()
         if event.device_type() != DeviceType.CPU:
+            # ranges are repeated on the GPU's side, where they are no kernels
             if not event.is_user_annotation():
                 kernels.append((begin, end, event.linked_correlation_id()))
             continue
@@ -62,8 +63,10 @@ def timeline_of(recorded: profile, ranges: NodeRanges) -> Timeline:
 def label_of(name: str, sequence_number: int, ranges: NodeRanges, *, is_range: bool) -> Label | None:
     """Return what a range of the profiler is spent on; None if that is known from the range around it alone."""
     if name.startswith(BACKWARD):
+        # the hooks of the reducer run in it
         if name.endswith("AccumulateGrad"):
             return Label("gradient reduction")
+        # autograd's own functions, such as sums of gradients, belong to no node
         origin = ranges.of_sequence_number(sequence_number)
         return _label(origin, "backward") if origin else Label("pipeline")
     if not is_range:
@@ -72,6 +75,7 @@ def label_of(name: str, sequence_number: int, ranges: NodeRanges, *, is_range: b
         return Label(name)
     if name.startswith("FSDP::"):
         return Label("gradient reduction" if "reduce" in name or "backward" in name else "weights")
+    # a second forward pass is time of the backward pass
     again = name.endswith(RECOMPUTED)
     origin = ranges.origins.get(name.removesuffix(RECOMPUTED))
     return _label(origin, "backward" if again else "forward") if origin else None
@@ -87,6 +91,7 @@ def write_trace(recorded: profile, path: Path, ranges: NodeRanges) -> None:
         plain = partial.with_name(f"{partial.name}.json")
         try:
             recorded.export_chrome_trace(str(plain))
+            # 3: a trace is large, and higher levels take much longer
             with gzip.open(partial, "wb", compresslevel=3) as packed:
                 if plain.stat().st_size > NAMED_BYTES:
                     with plain.open("rb") as file:

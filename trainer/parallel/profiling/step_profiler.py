@@ -126,6 +126,7 @@ class StepProfiler:
         self._beat()
         self._write(self._profile)
         self._profile = None
+        # nothing is profiled after the record is written, not even a step that is tried again
         self._wanted = range(0)
         self._beat()
 
@@ -140,6 +141,7 @@ class StepProfiler:
         timeline = timeline_of(recorded, self._ranges)
         times = account(timeline, otherwise=Label("other"), idle=Label("idle"))
         place = ParallelDims.of(self._config.parallel).coordinate(rank)
+        # the trace first: the record says how large it is
         trace = trace_of(self._run, rank)
         write_trace(recorded, trace, self._ranges)
         found = StepProfile(
@@ -197,6 +199,7 @@ def rows_of(times: Counter[Label], ranges: NodeRanges, *, num_steps: int) -> Ite
         forward = ms(Label(what, "forward"))
         backward = ms(Label(what, "backward"))
         whole = ms(Label(what)) + forward + backward
+        # these two rows appear only where there is ZeRO, or a GPU
         if whole or what not in ("weights", "idle"):
             row = ProfileRow(
                 kind="other",

@@ -96,13 +96,16 @@ def _delay_relu(graph: fx.Graph, node: fx.Node) -> None:
         relus = list(node.args[0])
     else:
         return
-    if not all(isinstance(relu, fx.Node) and relu.target is torch.relu and len(relu.users) == 1 for relu in relus):
-        return
+    for relu in relus:
+        # another reader of a ReLU would need its result before the concat
+        if not isinstance(relu, fx.Node) or relu.target is not torch.relu or len(relu.users) != 1:
+            return
     first, *others = cast("list[fx.Node]", relus)
     for relu in (first, *others):
         node.replace_input_with(relu, relu.all_input_nodes[0])
     node.replace_all_uses_with(first)
     first.args = (node,)
+    # one ReLU for the result replaces those of the operands
     node.append(first)
     for relu in others:
         graph.erase_node(relu)
@@ -174,10 +177,12 @@ def _activations(module: fx.GraphModule) -> dict[fx.Node, list[int]]:
     """Weights and constants, and what is computed from these alone."""
     for node in module.graph.nodes:
         inputs = node.all_input_nodes
+        # weights are in memory anyway: rounding a copy of them would save nothing
         if node.op == "get_attr" or (inputs and stored.issuperset(inputs)):
             stored.add(node)
         elif node.op == "call_function" and node.target in PRODUCTS:
-            found[node] = [at for at, x in enumerate(node.args) if isinstance(x, fx.Node) and x not in stored]
+            operands = [(position, x) for position, x in enumerate(node.args) if isinstance(x, fx.Node)]
+            found[node] = [position for position, x in operands if x not in stored]
         elif isinstance(_called(module, node), BatchNorm):
             found[node] = [0]
     return found
@@ -190,6 +195,7 @@ def _called(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 def _can_round(module: fx.GraphModule, operand: fx.Node, positions: Mapping[fx.Node, list[int]]) -> bool:
     """Return whether nothing keeps a value as it is. If something does, torch keeps it once for all."""
     origin = operand
+    # a view has the memory of its origin, which is kept once for both
     while is_view(origin):
         origin = origin.all_input_nodes[0]
     # what other modules keep is not known: attention keeps its result
@@ -199,6 +205,7 @@ def _can_round(module: fx.GraphModule, operand: fx.Node, positions: Mapping[fx.N
     for value in _with_views(origin):
         for user in value.users:
             rounds = any(user.args[at] is value for at in positions.get(user, ()))
-            if not (rounds or is_view(user) or user.op == "output") and _keeps_input(module, user):
+            only_passes_on = is_view(user) or user.op == "output"
+            if not rounds and not only_passes_on and _keeps_input(module, user):
                 return False
     return True

@@ -40,31 +40,32 @@ ONE_BIT_EACH = 0x8040201008040201 - 2**64
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Return a boolean tensor, which must have no gaps in memory, as bytes of eight elements in the order of memory."""
+    """Return a boolean tensor [...] without gaps in memory as uint8 [elements / 8]: its bits in the order of memory."""
     flat = mask.as_strided((mask.numel(),), (1,)).view(torch.uint8)
+    # the last byte is filled up, as eight bytes are read as one integer
     if missing := -mask.numel() % 8:
         flat = torch.cat((flat, flat.new_zeros(missing)))
     return flat.view(torch.int64).mul(GATHER_BITS).bitwise_right_shift_(56).to(torch.uint8)
 
 
 def unpack_bits(packed: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """Return a byte for each element of a tensor of this shape, which is not 0 where the bit is set."""
+    """Return uint8 [*shape], not 0 where the bit is set. packed: uint8 [elements / 8], of `pack_bits`."""
     spread = packed.to(torch.int64).mul_(REPEAT_BYTE).bitwise_and_(ONE_BIT_EACH)
     return spread.view(torch.uint8).as_strided(shape, strides)
 
 
 def relu(x: Tensor) -> Tensor:
-    """Return torch.relu(x)."""
+    """Return torch.relu(x), [...] as x."""
     return _Masked.apply(x, "relu") if _needs_gradient(x) else torch.relu(x)  # type: ignore[no-untyped-call]
 
 
 def leaky_relu(x: Tensor, slope: float) -> Tensor:
-    """Return F.leaky_relu(x, slope)."""
+    """Return F.leaky_relu(x, slope), [...] as x."""
     return _Masked.apply(x, "leaky_relu", slope) if _needs_gradient(x) else F.leaky_relu(x, slope)  # type: ignore[no-untyped-call]
 
 
 def clamp(x: Tensor, least: float | None, most: float | None) -> Tensor:
-    """Return x, with `least` and `most` in place of what is below and above."""
+    """Return x [...], with `least` and `most` in place of what is below and above."""
     return _Masked.apply(x, "clamp", least, most) if _needs_gradient(x) else _clamp(x, least, most)[0]  # type: ignore[no-untyped-call]
 
 
@@ -255,7 +256,11 @@ class RoundedInputs(nn.Module):
         """Return whether x is a large activation in more bits, and all that is in its memory."""
         bytes_each = 2 if self.stash == "bf16" else 1
         is_wider = x.is_floating_point() and x.element_size() > bytes_each
-        return is_wider and x.grad_fn is not None and x.numel() >= SMALLEST and x.untyped_storage().nbytes() == x.nbytes
+        is_activation = x.grad_fn is not None
+        if not is_wider or not is_activation or x.numel() < SMALLEST:
+            return False
+        # the rest of a larger memory may be kept by others, and then the compressed copy would come on top
+        return x.untyped_storage().nbytes() == x.nbytes
 
     def extra_repr(self) -> str:
         return f"{getattr(self.call, '__name__', '')}, {self.stash}"
@@ -284,16 +289,17 @@ def _unpack(saved: Tensor | _Saved) -> Tensor:
 
 
 def round_(flat: Tensor, stash: str, version: int = 0) -> Rounded:
-    """Return a tensor of one dimension in bf16, or in fp8 (e4m3) with a factor that makes the largest element 448."""
+    """Return a tensor [elements] in bf16, or in fp8 (e4m3) with a factor that makes the largest element 448."""
     if stash == "bf16":
         return Rounded(flat.to(torch.bfloat16), None, version)
+    # fp8 has a small range, so that the largest element decides the factor; 1e-30: zeros have none
     low, high = flat.aminmax()
     largest = torch.maximum(high, -low).float().clamp_min(1e-30)
     return Rounded((flat.float() * (LARGEST_FP8 / largest)).to(torch.float8_e4m3fn), largest / LARGEST_FP8, version)
 
 
 def restore(rounded: Rounded, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in its type again."""
+    """Return the tensor [elements] cast back to its dtype."""
     values, factor, _ = rounded
     if factor is None:
         return values.to(dtype)

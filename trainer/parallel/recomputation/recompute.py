@@ -75,6 +75,7 @@ class Recomputed(nn.Module):
 
 def _contexts(unit: nn.Module, *, selective: bool) -> tuple[Any, Any]:
     """Return the contexts in which torch runs the first and the second forward pass of a unit."""
+    # results by operator, in the order of the calls: the second pass makes the same calls
     kept: dict[Any, list[Any]] = {}
     first = _KeepResults(kept) if selective else ExitStack()
     return first, _SecondPass(unit, _ReuseResults(kept) if selective else ExitStack())
@@ -90,6 +91,7 @@ class _SecondPass:
     def __init__(self, unit: nn.Module, inner: Any) -> None:
         self._unit = unit
         self._inner = inner
+        # copies: the unit updates its statistics in place during the first pass
         self._first = [(owner, name, buffer.clone()) for owner, name, buffer in _running_statistics(unit)]
         self._current: list[Tensor] = []
 
@@ -229,12 +231,15 @@ def _kind(func: Any) -> _Kind:
 
 def _keeps_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
     kind = _kind(func)
-    return kind.is_kept and not (kind.may_drop and _draws_dropout(func, args, kwargs or {}))
+    if not kind.is_kept or not kind.may_drop:
+        return kind.is_kept
+    return not _draws_dropout(func, args, kwargs or {})
 
 
 def _draws_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a kernel that may draw a dropout mask does. If the second pass skipped it, the next operator that
     draws would get its random numbers."""
+    # the ratio may be given by position or by name
     names = [argument.name for argument in func._schema.arguments]
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p"))
 

@@ -36,6 +36,7 @@ def choose_by_name(chain: Chain, patterns: Sequence[str], *, elsewhere: Iterable
     elsewhere: parts of other stages, which count as matches too. Raises ConfigError for every pattern without a match.
     """
     names_of_units = [_names(part) for part in chain.parts]
+    # a name of another rank's stage is no mistake of the user
     known = set().union(*names_of_units, *map(_names, elsewhere))
     problems = []
     for pattern in patterns:
@@ -45,11 +46,11 @@ def choose_by_name(chain: Chain, patterns: Sequence[str], *, elsewhere: Iterable
             problems.append(f"recompute.units: no tensor or weight of the graph matches {pattern!r}{hint}")
     if problems:
         raise ConfigError(problems)
-    return tuple(
-        number
-        for number, names in enumerate(names_of_units)
-        if any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
-    )
+    chosen = []
+    for number, names in enumerate(names_of_units):
+        if any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
+            chosen.append(number)
+    return tuple(chosen)
 
 
 def _names(part: Part) -> set[str]:
@@ -98,14 +99,13 @@ def unit_costs(parts: Sequence[Part], costs: Mapping[str, NodeCost]) -> list[Uni
     result = []
     for part in parts:
         nodes = [costs[name] for name in part.nodes]
-        result.append(
-            UnitCost(
-                flops=sum(node.flops for node in nodes),
-                kept_bytes=sum(node.kept_bytes for node in nodes),
-                product_bytes=sum(node.output_bytes for node in nodes if node.flops),
-                input_bytes=sum(costs[name].output_bytes for name in part.input_names if name in costs),
-            )
-        )
+        inputs = [costs[name] for name in part.input_names if name in costs]
+        products = [node for node in nodes if node.flops]
+        flops = sum(node.flops for node in nodes)
+        kept_bytes = sum(node.kept_bytes for node in nodes)
+        product_bytes = sum(node.output_bytes for node in products)
+        input_bytes = sum(node.output_bytes for node in inputs)
+        result.append(UnitCost(flops, kept_bytes, product_bytes, input_bytes))
     return result
 
 
@@ -116,9 +116,12 @@ def peak_bytes(units: Sequence[UnitCost], mode: Mode, chosen: Collection[int], *
     peak = 0
     before = 0
     for number, unit in enumerate(units):
+        # a recomputed unit has all that it would have kept, while its own backward pass runs
         in_backward = max(unit.kept_bytes, stored[number]) if number in chosen else stored[number]
         peak = max(peak, before + in_backward)
+        # units before it wait with what they keep
         before += stored[number]
+    # the other micro-batches are between their forward and their backward pass
     return (in_flight - 1) * sum(stored) + peak
 
 
@@ -152,6 +155,7 @@ def _choose(units: Sequence[UnitCost], mode: Mode, *, in_flight: int, budget_byt
         return peak_bytes(units, mode, chosen, in_flight=in_flight) <= budget_bytes
 
     def price(number: int) -> tuple[float, int]:
+        # at least one byte, since the FLOPs are divided by it
         saved = max(units[number].stored_bytes("none") - units[number].stored_bytes(mode), 1)
         return units[number].recomputed_flops(mode) / saved, -saved
 

@@ -72,7 +72,10 @@ class Adasum:
         parts = range(len(ranks[0][0]))
 
         def channel(replica_groups: Sequence[Sequence[int]]) -> Channel | None:
-            groups = [[ranks[p][d][h] for d in group] for group in replica_groups for p in stages for h in parts]
+            groups = []
+            for replicas in replica_groups:
+                for stage in stages:
+                    groups += [[ranks[stage][replica][part] for replica in replicas] for part in parts]
             return open_channel(transport, groups, timeout_s=timeout_s)
 
         owners = [replicas[: self._num_owners] for replicas in self._hosts]
@@ -94,7 +97,7 @@ class Adasum:
         self._background.send(partial(self._weigh, num_targets))
 
     def start(self, flat: Tensor, lengths: Sequence[int]) -> Job:
-        """Start to reduce a bucket in place; return a function that waits for it."""
+        """Start to reduce a bucket [sum of `lengths`] in place; return a function that waits for it."""
         return self._background.send(partial(self._combine, flat, lengths))
 
     def close(self) -> None:
@@ -114,7 +117,9 @@ class Adasum:
 
     def _combine(self, flat: Tensor, lengths: Sequence[int]) -> None:
         assert self._host is not None
+        # a sum, not Adasum: the replicas of a host are one large batch
         self._host.sum(flat)
+        # a single host has the mean over all targets already
         if len(self._hosts) == 1:
             return
         # from a part of the mean over all targets to the mean over the targets of this host
@@ -129,6 +134,7 @@ class Adasum:
 
     def _tree(self, across: Channel, layout: Layout, vector: Tensor) -> None:
         """Combine the vectors of all hosts in place; the result has the same bits on every host."""
+        # the greatest power of two that is not above the number of hosts
         power = 1 << (across.size.bit_length() - 1)
         rank = across.rank
         late = rank + power if rank < power else rank - power  # who joins whom beyond the power of two
@@ -136,6 +142,7 @@ class Adasum:
             # the first ones take over the vectors of the hosts beyond the power of two
             self._pair(across, layout, vector, late)
         distance = 1
+        # partners differ in one bit: after log2(power) rounds each has combined with all
         while rank < power and distance < power:
             self._pair(across, layout, vector, rank ^ distance)
             distance *= 2
@@ -144,6 +151,7 @@ class Adasum:
             vector.copy_(result if rank >= power else vector)
 
     def _pair(self, across: Channel, layout: Layout, vector: Tensor, peer: int) -> None:
+        # the complete vectors are exchanged: the factors need products of both
         other = self._swap(across, vector, peer)
         # the same order on both sides, because the factors and the sum must be rounded alike
         first, second = (vector, other) if across.rank < peer else (other, vector)
@@ -185,6 +193,7 @@ class Layout:
 
     def __init__(self, lengths: Sequence[int], start: int, stop: int) -> None:
         self._places: list[tuple[int, int]] = []
+        # positions relative to the range: a tensor may begin before it, or lie outside
         offset = -start
         for length in lengths:
             self._places.append((max(0, offset), min(stop - start, offset + length)))
@@ -195,13 +204,18 @@ class Layout:
         table = torch.zeros(len(self._places), 3, dtype=torch.float64, device=a.device)
         for row, (first, last) in zip(table, self._places, strict=True):
             for low, high in _chunks(max(first, start), min(last, stop)):
+                # fp64: products of millions of fp32 numbers would lose the small ones
                 x = a[low:high].double()
                 y = b[low:high].double()
                 row += torch.stack([x.dot(x), x.dot(y), y.dot(y)])
         return table
 
     def add(self, a: Tensor, b: Tensor, by: tuple[Tensor, Tensor], *, into: Tensor) -> None:
-        """Write a times its factor plus b times its factor, tensor by tensor. `into` may be `a` or `b`."""
+        """Write a times its factor plus b times its factor, tensor by tensor. `into` may be `a` or `b`.
+
+        a, b, into: [stop - start], this range of the bucket. by: the factors of a and b, [tensors] each.
+        """
+        # an empty interval belongs to a tensor outside of the range
         for (first, last), one, other in zip(self._places, *by, strict=True):
             if first < last:
                 torch.add(a[first:last] * one, b[first:last] * other, out=into[first:last])

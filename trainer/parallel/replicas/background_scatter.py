@@ -54,6 +54,7 @@ class BackgroundScatter:
         """Begin to sum row i of the input [ranks x output] over the ranks, into the output of rank i. Collective."""
         assert op == dist.ReduceOp.SUM, op
         self.wait()
+        # row i: this rank's part of the gradients of rank i
         received = torch.empty_like(input_tensor)
         work = dist.all_to_all_single(received, input_tensor, group=group, async_op=True)
         assert work is not None
@@ -81,6 +82,7 @@ class _UnderWay(NamedTuple):
     def finish(self) -> None:
         self.work.wait()
         rows = self.received.view(self.size, -1)
+        # piece by piece, in the order in which gloo would have added each
         for start, stop, order in ring_order(self.output.numel(), self.output.element_size(), self.rank, self.size):
             first, *others = (rows[source, start:stop] for source in order)
             total = self.output.view(-1)[start:stop]

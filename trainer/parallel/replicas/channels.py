@@ -35,10 +35,10 @@ class Channel(Protocol):
     size: int
 
     def sum(self, tensor: Tensor) -> None:
-        """All-reduce in place, with equal bits on every rank."""
+        """All-reduce a tensor [...] in place, with equal bits on every rank."""
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copy the tensor of rank `source` to all ranks."""
+        """Copy the tensor [...] of rank `source` to all ranks."""
 
     def all_to_all(self, input: Tensor, output: Tensor) -> None:
         """Send row i of `input` [size, ...] to rank i; row i of `output` is received from rank i."""
@@ -47,7 +47,7 @@ class Channel(Protocol):
         """All-gather: `rows` [size, ...] receives the row of every rank."""
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """Swap tensors of one shape with another rank, which makes the same call; return the peer's."""
+        """Swap tensors [...] of one shape with another rank, which makes the same call; return the peer's."""
 
     def close(self) -> None:
         """Free the channel. Collective: all its ranks."""
@@ -69,12 +69,15 @@ def open_channel(transport: str, groups: Sequence[Sequence[int]], *, timeout_s: 
                 f"{MPI.THREAD_SERIALIZED} (MPI_THREAD_SERIALIZED): a thread of its own calls it; use "
                 "parallel.transport = 'torch'"
             )
+        # the groups are disjoint, so that the smallest rank names one
         color = MPI.UNDEFINED if mine is None else min(mine)
         comm = MPI.COMM_WORLD.Split(color, 0 if mine is None else list(mine).index(dist.get_rank()))
         return None if mine is None else MPIChannel(comm, timeout_s=timeout_s)
     # every rank creates every group, its own or not: torch's new_group is collective over the world
     joined = [new_group(group, timeout_s=timeout_s) for group in groups if len(group) > 1]
-    return None if mine is None else TorchChannel(next((group for group in joined if group is not None), None), mine)
+    if mine is None:
+        return None
+    return TorchChannel(next((group for group in joined if group is not None), None), mine)
 
 
 class TorchChannel:
@@ -188,6 +191,7 @@ class MPIChannel:
     def _poll(self, request: MPI.Request) -> None:
         deadline = time.monotonic() + self._timeout_s
         polls = 0
+        # a peer mostly answers within a few polls, which a sleep would delay
         while not request.Test():
             polls += 1
             if time.monotonic() > deadline:

@@ -27,7 +27,7 @@ class CompressedAllReduce:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def sum(self, flat: Tensor) -> None:
-        """Sum in place. For overflows see `compress`. Collective: the channel."""
+        """Sum a tensor [elements] in place. For overflows see `compress`. Collective: the channel."""
         # weights of fp64 or half precision: the format of the messages is made from fp32
         if flat.dtype != torch.float32:
             wide = flat.float()
@@ -65,6 +65,8 @@ def compressed_bytes(length: int) -> int:
 def compress(values: Tensor, dtype: torch.dtype, wire: Tensor) -> None:
     """Write fp32 values to the start of `wire`: a power of two, then each value divided by it in half precision.
 
+    values [n] -> wire uint8 [at least 4 + 2 n].
+
     The power of two scales the greatest magnitude to just below 2^15. So no value overflows in fp16, and gradients of a
     mean loss, which are small, do not underflow: a value of 2^-29 times the greatest is still a normal fp16 number.
     Dividing by a power of two does not round. Infinity and NaN are kept, so that an overflow is detected.
@@ -81,7 +83,7 @@ def compress(values: Tensor, dtype: torch.dtype, wire: Tensor) -> None:
 
 
 def add_decompressed(wire: Tensor, dtype: torch.dtype, values: Tensor) -> None:
-    """Decompress what `compress` has written, and add it to fp32 values."""
+    """Decompress what `compress` has written, uint8 [at least 4 + 2 n], and add it to fp32 values [n]."""
     scale = wire[:4].view(torch.float32)
     halves = wire[4 : compressed_bytes(values.numel())].view(dtype)
     for part, half in zip(torch.split(values, CHUNK), torch.split(halves, CHUNK), strict=True):

@@ -44,6 +44,7 @@ class TiedGradients:
         groups = {}
         # every rank creates all groups in the same order, as new_group requires
         for holders in sorted({tuple(sorted(holders)) for holders in shared.values()}):
+            # a column: the ranks of one replica and tensor coordinate that hold the weight
             columns = ranks[list(holders)].flatten(1).T.tolist() if len(holders) > 1 else []
             joined = [new_group(column, timeout_s=timeout_s) for column in columns]
             groups[holders] = next((group for group in joined if group is not None), None)
@@ -53,7 +54,10 @@ class TiedGradients:
                 copies.setdefault(weight.name, []).append(weight)
         # sorted by name: every rank calls the collectives of a group in the same order
         self._copies = [(copies[name], groups[tuple(sorted(shared[name]))]) for name in sorted(copies)]
-        self._first = {held[0] for held, group in self._copies if group is None or group.rank() == 0}
+        self._first: set[Weight] = set()
+        for held, group in self._copies:
+            if group is None or group.rank() == 0:
+                self._first.add(held[0])
 
     def is_first(self, weight: Weight) -> bool:
         """Return whether the other copies are summed into this one."""
@@ -109,11 +113,13 @@ class ReplicatedWeights:
         Collective: as the class.
         """
         given = [weight for weight in weights if self._group.size() > 1]
+        # one message for all partial gradients
         if parts := [gradient(weight) for weight in given if weight.partial]:
             flat = torch.cat([part.flatten() for part in parts])
             dist.all_reduce(flat, group=self._group)
             sums = flat.split([part.numel() for part in parts])  # type: ignore[no-untyped-call]
             torch._foreach_copy_(parts, [total.view_as(part) for total, part in zip(sums, parts, strict=True)])
+        # these are equal but for rounding, so that any rank's will do
         self.broadcast(gradient(weight) for weight in given if not weight.partial)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:

@@ -72,8 +72,11 @@ def shard_chain(
     One unit after the other: the device holds the shards and one unit, the host what is left. regather: free gathered
     weights after each pass. half: the type that autocast computes in; None where it casts nothing.
     """
-    own = [[parameter for parameter in unit.parameters() if parameter in sharded] for unit in chain.units]
+    own = []
+    for unit in chain.units:
+        own.append([parameter for parameter in unit.parameters() if parameter in sharded])
     uses = Counter(parameter for parameters in own for parameter in parameters)
+    # a parameter is in one FSDP group, so that weights of several units belong to the chain
     common = {parameter for parameter, times in uses.items() if times > 1}
     others = {parameter for parameter in chain.parameters() if parameter not in sharded}
     halves = gathered_in_half(chain) if half else set()
@@ -84,6 +87,7 @@ def shard_chain(
     groups: list[list[FSDPModule]] = []
     for number, parameters in enumerate(own):
         unit = chain.units[number]
+        # common weights are gathered by the chain, in fp32
         in_half = [parameter for parameter in parameters if parameter in halves - common]
         in_full = [parameter for parameter in parameters if parameter not in halves | common]
         groups.append([])
@@ -91,6 +95,7 @@ def shard_chain(
             with _on_device(in_half, device):
                 ignored = others | common | set(in_full)
                 groups[-1] = [_fully_shard(unit, mesh, regather=regather, ignored=ignored, half=half)]
+        # FSDP has one group for each module, and the unit has that of the first type already
         if in_half and in_full:
             unit = chain.units[number] = _TwoTypes(unit, in_full)
         if in_full:
@@ -125,6 +130,7 @@ def _prefetch(root: FSDPModule, units: Sequence[Sequence[FSDPModule]]) -> None:
     """
     forward = [[root], *map(list, units)]
     for this, following in itertools.pairwise(forward):
+        # the last module of a unit to gather starts the next unit, so that two units at most are complete
         this[-1].set_modules_to_forward_prefetch(following)
     # the first unit prefetches itself, which does nothing
     for this, before in itertools.pairwise([[root], *map(list, reversed(units)), *map(list, units[:1])]):
@@ -189,12 +195,15 @@ def _reduce_unused(group: Any) -> None:
     original = group.post_backward
 
     def post_backward(*unused: Any) -> None:
-        weights = [each for each in group.fsdp_params if group.reduce_grads and hasattr(each, "_unsharded_param")]
+        reduced = group.fsdp_params if group.reduce_grads else []
+        # FSDP makes the gathered form of a weight when it gathers it for the first time
+        weights = [weight for weight in reduced if hasattr(weight, "_unsharded_param")]
         for weight in weights:
             weight.accumulate_unsharded_grad_if_needed()
         accumulated = any(weight.unsharded_accumulated_grad is not None for weight in weights)
         for weight in weights:
             full = weight.unsharded_param
+            # neither this backward pass nor an earlier one of the step has reached the weight
             if full.requires_grad and full.grad is None and weight.unsharded_accumulated_grad is None:
                 full.grad = torch.zeros_like(full)
             if accumulated:
@@ -210,6 +219,7 @@ def shard_dim(shape: Sequence[int], size: int) -> int:
     The first if its length is a multiple of `size`, since its shards are contiguous; else the longest that is; else
     the first, and the last shards are shorter or empty.
     """
+    # FSDP divides unevenly along the first dimension only
     even = [dim for dim, length in enumerate(shape) if length % size == 0]
     if 0 in even or not even:
         return 0

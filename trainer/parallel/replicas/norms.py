@@ -71,6 +71,7 @@ def _squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """Return the elements, flat, without a copy for weights in channels-last format."""
+    # a sum of squares does not depend on the order of dimensions, but a copy costs memory
     dense = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     return (tensor.permute(0, 2, 3, 1) if dense else tensor).reshape(-1)
 
@@ -82,5 +83,6 @@ def _row_norms(flat: Tensor) -> tuple[Tensor, ...]:
     num_rows, rest = divmod(flat.numel(), ROW_ELEMENTS)
     if not rest:
         return (torch.linalg.vector_norm(flat.view(num_rows, ROW_ELEMENTS), dim=1),)
+    # fewer than a row of elements are squared one by one, in fp64
     rows, others = torch.split(flat, [num_rows * ROW_ELEMENTS, rest])
     return torch.linalg.vector_norm(rows.view(num_rows, ROW_ELEMENTS), dim=1), others

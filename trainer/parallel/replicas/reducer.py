@@ -128,6 +128,7 @@ class Reducer:
         how often this replica will update its running statistics.
         """
         self._before = _flat([weight.tensor for weight in self._statistics])
+        # padding micro-batches update nothing, so replicas may differ in it
         self._num_batchnorm_updates = num_batchnorm_updates
         self._num_backwards = num_backwards
         self.num_sent = 0
@@ -139,6 +140,7 @@ class Reducer:
             for weight in self._trained:
                 weight.tensor.grad = None
         if not self._adopts:
+            # they are in no bucket, so that zeroing a bucket does not zero them
             for weight in self._other_copies:
                 weight.tensor.grad = torch.zeros_like(weight.tensor, requires_grad=False)
         for bucket in self._buckets:
@@ -219,6 +221,7 @@ class Reducer:
         if self._group.size() > 1 and self._statistics:
             # on the device: reading the counts would wait for it
             counts = torch.zeros(self._group.size(), dtype=torch.float64, device=self._device)
+            # a sum of vectors with one entry each is an all-gather
             counts.narrow(0, self._group.rank(), 1).fill_(self._num_batchnorm_updates)
             dist.all_reduce(counts, group=self._group)
             now = _flat([weight.tensor for weight in self._statistics])
@@ -308,6 +311,7 @@ def _separate(weights: Sequence[Weight]) -> None:
         if weight.tensor.grad is None:  # no backward pass reached it
             weight.tensor.grad = torch.zeros_like(weight.tensor, requires_grad=False)
             continue
+        # multiplying one of two gradients in the same memory would change the other one as well
         memory = weight.tensor.grad.untyped_storage().data_ptr()
         if memory in seen:
             weight.tensor.grad = weight.tensor.grad.clone()
@@ -348,8 +352,10 @@ def _pack(weights: list[Weight], first: int, most: int) -> list[list[Weight]]:
     packs: list[list[Weight]] = []
     size = 0
     for weight in weights:
+        # of the full weight, as the limits are scaled for it
         num_bytes = math.prod(weight.placement.shape) * weight.tensor.element_size()
         limit = first if len(packs) == 1 else most
+        # flat tensors have one type
         if not packs or size + num_bytes > limit or packs[-1][0].tensor.dtype != weight.tensor.dtype:
             packs.append([])
             size = 0

@@ -46,7 +46,7 @@ class Carrier(Protocol):
         """Begin a step in which this replica has this many targets. Collective, as all methods: the data axis."""
 
     def start(self, flat: Tensor, lengths: Sequence[int]) -> Job:
-        """Start to reduce a bucket of tensors of these lengths, in place; return a function that waits for it."""
+        """Start to reduce a bucket [sum of `lengths`] in place; return a function that waits for it."""
 
     def close(self) -> None:
         """End the background communication."""

@@ -87,6 +87,7 @@ class Sharded:
         owners = _owners(stages)
         # on a GPU, streams do what these do on the CPU
         is_cpu = mpi.device.type == "cpu"
+        # with hybrid sharding the all-reduce between groups follows each scatter
         self._scatter = BackgroundScatter(at_once=self._replicate.size() > 1) if is_cpu else None
         for stage in stages:
             tensors = {weight.tensor for weight in sharded}
@@ -140,6 +141,7 @@ class Sharded:
         """
         self._collect()
         for _, weight in self._trained:
+            # no backward pass reached it; the norm and the optimizer expect a gradient
             if weight.tensor.grad is None:
                 weight.tensor.grad = torch.zeros_like(weight.tensor)
         self._tied.gather()
@@ -158,6 +160,7 @@ class Sharded:
         if self._scatter is not None:
             self._scatter.wait()
         for parameter, weight in self._trained:
+            # taken away, so that FSDP does not add the gradient of the next pass to it
             found = parameter.grad
             parameter.grad = None
             if found is not None and weight.tensor.grad is None:
@@ -214,7 +217,10 @@ class _BackwardPasses:
 
     def _watch_backward(self, chain: nn.Module, inputs: object, outputs: tuple[Tensor, ...]) -> None:
         """After each forward pass, register a hook that runs when its backward pass begins."""
-        if torch.is_grad_enabled() and (tensors := [output for output in outputs if output.requires_grad]):
+        if not torch.is_grad_enabled():
+            return
+        tensors = [output for output in outputs if output.requires_grad]
+        if tensors:
             register_multi_grad_hook(tensors, self._backward, mode="any")
 
     def _backward(self, first: Tensor) -> None:
@@ -263,6 +269,7 @@ def _part(weight: Weight, held: Tensor, shard: DeviceMesh) -> Weight:
     shape = weight.placement.local_shape
     size = shard.size()
     dim = shard_dim(shape, size)
+    # FSDP divides like torch.chunk: the last shards may be shorter, or empty
     length = math.ceil(shape[dim] / size)
     start, stop = (min(length * place, shape[dim]) for place in (shard.get_local_rank(), shard.get_local_rank() + 1))
     part = replace(weight, tensor=_local(held), placement=weight.placement.narrow(dim, start, stop))

@@ -50,13 +50,8 @@ ELEMENTWISE = (
     "threshold", "to", "truediv", "where", "zeros_like", "ones_like",
 )
 # fmt: on
-ELEMENTWISE_CALLS = frozenset(
-    (
-        *(getattr(owner, name) for name in ELEMENTWISE for owner in (torch, F, operator) if hasattr(owner, name)),
-        *ELEMENTWISE,
-        *(hard_sigmoid, scaled_elu, shrink, swish),
-    )
-)
+_FUNCTIONS = {getattr(owner, name, None) for name in ELEMENTWISE for owner in (torch, F, operator)}
+ELEMENTWISE_CALLS = frozenset((*_FUNCTIONS, *ELEMENTWISE, *(hard_sigmoid, scaled_elu, shrink, swish))) - {None}
 """Functions, and names of methods, that compute each element of the result from those at its place."""
 
 
@@ -100,6 +95,7 @@ def attention(p: Propagation, node: Any) -> Result:
     dim, heads = next(  # counted from the end, since the mask may have fewer dimensions
         (found.dim - p.rank(x), found) for x in (query, key, value, mask) if (found := p.sharding(x)) is not None
     )
+    # the last two dimensions are positions and features, of which attention combines all
     if dim >= -2:
         return CannotShard(f"{node.name} would be sharded along dimension {rank + dim} of {rank}, not by heads")
     for operand in (query, key, value):
@@ -123,7 +119,9 @@ def attention(p: Propagation, node: Any) -> Result:
 
 def _groups_align(heads: Sharding, shared: Sharding, size: int) -> bool:
     """Whether each rank's heads of the query are just those that share its heads of key or value."""
+    # the heads of the query that read one head of key or value
     times = heads.period // shared.period
+    # in heads of the query on both sides: equal blocks end at the same head on each rank
     blocks = [block * heads.inner for block in heads.blocks]
     grouped = [block * shared.inner * times for block in shared.blocks]
     return grouped == blocks and shared.is_even(size) and heads.is_even(size)
@@ -139,6 +137,7 @@ def _shard_heads(p: Propagation, node: fx.Node, operand: fx.Node, dim: int, head
         return
     lengths = p.shapes(operand)[dim]
     # fewer heads than the query has, each for a group of them; with samples merged into heads, both are multiples
+    # one head for all broadcasts, and stays replicated
     is_grouped = lengths != (1, 1) and any(length % heads.period for length in lengths)
     few = Sharding(rank + dim, lengths[:1])
     p.require(

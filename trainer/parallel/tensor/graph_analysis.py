@@ -180,6 +180,7 @@ class GraphAnalysis:
             node = waiting.pop()
             if node in self.products:
                 found.add(node)
+            # a product is not passed: what it is computed from is not nearest
             elif node not in seen and self._may_be_float(node):  # integers are lengths, the same on all ranks
                 seen.add(node)
                 waiting += node.all_input_nodes
@@ -199,6 +200,7 @@ class GraphAnalysis:
     def computed_matrices(self) -> Iterator[tuple[str, fx.Node]]:
         """Yield (name of a weight, product) where a product's matrix is computed from that weight alone."""
         for node in self.order:
+            # a matrix made of weights, such as a normed one, has no stored part that a rank could keep
             if node.target not in PRODUCTS or node in self.products:
                 continue
             for operand in node.all_input_nodes:
@@ -214,6 +216,7 @@ class GraphAnalysis:
             node = waiting.pop()
             if path := self.stored(node):
                 found.append(path)
+            # a matrix that depends on the data, such as the keys of attention, is no weight
             elif node.op == "placeholder":
                 return []
             waiting += node.all_input_nodes
@@ -223,6 +226,7 @@ class GraphAnalysis:
         """Return the nodes whose values depend on these, other than through lengths (`size`)."""
         found = {*sources}
         for node in self.order:
+            # a length is the same whatever the values are
             if node.target != "size" and any(operand in found for operand in node.all_input_nodes):
                 found.add(node)
         return found
@@ -238,6 +242,7 @@ class GraphAnalysis:
     # -- products
 
     def _product(self, node: fx.Node) -> Product | None:
+        # other keyword arguments could change what the product computes
         if node.op != "call_function" or node.kwargs.keys() - {"beta", "alpha"}:
             return None
         args: list[Any] = list(node.args)
@@ -258,18 +263,22 @@ class GraphAnalysis:
 
     def _matrix(self, node: fx.Node, x: Any, weight: Any, bias: Any, *, transposed: bool) -> Product | None:
         """transposed: the operand is [outputs, inputs]."""
+        # `x` must be computed: a product of two stored matrices is no layer
+        if not isinstance(x, fx.Node) or self.stored(x):
+            return None
         for ndim in (2, 3):  # one matrix, or one for each expert or head
             read = weight
             reads_columns = not transposed
+            # two transposes cancel, and each one exchanges rows and columns
             while isinstance(read, fx.Node) and is_transpose(read, ndim):
                 read = read.args[0]
                 reads_columns = not reads_columns
             read, part = _part(read) if ndim == 2 else (read, None)
             path = self._parameter(read)
-            # `x` must be computed: a product of two stored matrices is no layer
-            if path and self.tensor(path).ndim == ndim and isinstance(x, fx.Node) and not self.stored(x):
+            if path and self.tensor(path).ndim == ndim:
                 columns = ndim - 2 + reads_columns
                 rows = ndim - 1 - reads_columns
+                # parts are rows of the stored matrix, so that only column-parallel products can read them
                 if part is not None and columns != 0:
                     return None
                 dims = (path, columns, path, rows)
@@ -282,24 +291,33 @@ class GraphAnalysis:
         """einsum("bsd,dhk->bshk", x, weight): rows d; columns h, the first label behind it that x lacks."""
         *terms, result = einsum_labels(node)
         paths = [self._parameter(operand) for operand in node.args[1:]]
+        # exactly one is a weight: two make a constant, and none a product of activations
         if len(terms) != 2 or bool(paths[0]) == bool(paths[1]):
             return None
         which = int(bool(paths[1]))
         x = node.args[2 - which]
         weight = node.args[1 + which]
-        own = terms[which]
-        other = terms[1 - which]
-        columns = [dim for dim, label in enumerate(own) if label in result and label not in other]
-        rows = [dim for dim, label in enumerate(own) if label in other and label not in result]
-        if not columns or not rows or not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
+        if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
             return None
-        path, (outputs, *others) = paths[which], sorted(columns, key=lambda dim: dim < rows[0])
+        weight_labels = terms[which]
+        x_labels = terms[1 - which]
+        # a label of all three is a batch of products: neither a column nor a row
+        column_labels = {*result} - {*x_labels}
+        row_labels = {*x_labels} - {*result}
+        columns = [dim for dim, label in enumerate(weight_labels) if label in column_labels]
+        rows = [dim for dim, label in enumerate(weight_labels) if label in row_labels]
+        if not columns or not rows:
+            return None
+        # the first column behind the rows is sharded
+        outputs, *others = sorted(columns, key=lambda dim: dim < rows[0])
+        path = paths[which]
         dims = (path, outputs, path, rows[0])
         return Product(node, x, None, *dims, self.names[path], (weight,), other_outputs=tuple(others))
 
     def _adapter(self, node: fx.Node, args: list[Any]) -> Product | None:
         """low_rank(x, a [rank, inputs], b [outputs, rank], scale, reverse): x A' B', or x B A if reverse."""
         x, a, b, _, reverse = args
+        # the factor that x meets first has the input features, the last one the output features
         first, last = (b, a) if reverse else (a, b)
         row_path = self._parameter(first)
         path = self._parameter(last)
@@ -317,6 +335,7 @@ def _part(node: Any) -> tuple[Any, WeightPart | None]:
     """Return what a node is an output of a split of, along dimension 0 into known lengths; else the node itself."""
     if isinstance(node, fx.Node) and node.target is operator.getitem:
         split, index = node.args
+        # along dimension 0 alone: only there the parts are rows of the stored matrix
         if isinstance(split, fx.Node) and split.target is torch.split and [*split.args[2:]] == [0]:
             whole, lengths, _ = split.args
             if isinstance(lengths, list | tuple) and all(isinstance(length, int) for length in lengths):
@@ -331,7 +350,8 @@ def einsum_labels(node: fx.Node) -> list[str]:
     equation = str(node.args[0]).replace(" ", "")
     operands, arrow, result = equation.partition("->")
     terms = operands.split(",")
-    if not arrow or "." in equation or any(len(set(term)) < len(term) for term in terms):
+    has_diagonal = any(len(set(term)) < len(term) for term in terms)
+    if not arrow or "." in equation or has_diagonal:
         return [""]
     return [*terms, result]
 
@@ -355,6 +375,7 @@ def is_transpose(node: Any, ndim: int = 2) -> bool:
     """Whether a node is the transpose of a matrix, or of each matrix in a tensor of `ndim` dimensions."""
     if node.target in ("t", torch.t):
         return ndim <= 2
+    # the last two dimensions exchanged, those before them where they are
     swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
     if node.target in ("permute", torch.permute):
         return [*node.args[1:]] in ([swapped], swapped)

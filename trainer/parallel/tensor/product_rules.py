@@ -34,6 +34,7 @@ def linear(p: Propagation, node: Any) -> Result:
     if product is None:
         return CannotShard(f"{node.name} multiplies by a computed matrix")
     x = p.sharding(product.x)
+    # a sharded bias would be added on each rank and then summed
     if x is None or p.sharding(product.bias) is not None:
         return CannotShard(f"{node.name} adds a sharded value")
     if x.dim == p.rank(product.x) - 1:
@@ -65,6 +66,7 @@ def _replicated_weight(p: Propagation, product: Product, x: Sharding) -> Shardin
 def _stacked(p: Propagation, product: Product, x: Sharding) -> Sharding:
     """Multiply by a weight [experts or heads, inputs, outputs] an x whose features are complete on each rank."""
     result = x.on_dim(x.dim + p.rank(product.node) - p.rank(product.x))
+    # one matrix broadcasts over a sharded dimension in front
     experts = p.graph.tensor(product.path).shape[0]
     if x.dim - p.rank(product.x) != -3 or experts == 1:
         _replicated_weight(p, product, x)
@@ -79,15 +81,20 @@ def einsum(p: Propagation, node: Any) -> Result:
     """Follow the label of the sharded dimension: every operand that has it is sharded along it."""
     *terms, result = einsum_labels(node)
     operands = list(zip(node.args[1:], terms, strict=False))
-    known = [(x, term[x.dim]) for operand, term in operands if (x := p.sharding(operand)) is not None and term]
-    if not known:
+    sharded = []
+    for operand, term in operands:
+        sharding = p.sharding(operand)
+        if sharding is not None and term:
+            sharded.append((sharding, term[sharding.dim]))
+    if not sharded:
         return CannotShard(f"the labels of {node.name} are implicit")
-    x, label = known[0]
-    for other, another in known[1:]:
+    x, label = sharded[0]
+    for other, another in sharded[1:]:
         p.require(label == another, f"{node.name} would be sharded along {label} and along {another}")
         p.require_alike(x, other, node)
     product = p.graph.products.get(node)
     if label not in result:
+        # a label that the result lacks is summed over: each rank has a partial sum
         weight = "" if product is None else terms[1 - node.args[1:].index(product.x)]
         if product is None or label not in weight:
             return CannotShard(f"{node.name} sums over the sharded dimension")
@@ -95,6 +102,7 @@ def einsum(p: Propagation, node: Any) -> Result:
     for operand, term in operands:
         if p.sharding(operand) is not None:
             continue
+        # an operand with the label meets the sharded dimension, one without it is read completely
         if label in term:
             p.shard_operand(node, operand, term.index(label) - len(term), x)
         else:
@@ -117,7 +125,8 @@ def matmul(p: Propagation, node: Any) -> Result:
     b_dim = b_sharding.dim - p.rank(b) if b_sharding else None
     if a_dim == -1 or b_dim == -2:
         return CannotShard(f"{node.name} sums over the sharded dimension")
-    if (a_dim == -2 or b_dim == -1) and a_sharding and b_sharding:
+    shards_a_matrix = a_dim == -2 or b_dim == -1
+    if shards_a_matrix and a_sharding and b_sharding:
         return CannotShard(f"two dimensions of {node.name} would be sharded")
     if a_sharding and a_dim == -2:  # the rows of a are those of the output; b is replicated
         p.copy_to_region(b)
@@ -159,6 +168,7 @@ def _grouped_convolution(p: Propagation, product: Product, x: Sharding) -> Resul
         by_group = Sharding(1, (groups,))
     else:
         return CannotShard(f"{product.node.name} has {groups} groups of {channels} channels, over {p.size} ranks")
+    # with several outputs of a group a unit no longer stands for columns of the weight before
     columns = by_group.columns_per_unit if outputs_per_group == 1 else 0
     result = replace(by_group, inner=by_group.inner * outputs_per_group, columns_per_unit=columns)
     p.shard_weight(product.node, product.path, result.on_dim(0))

@@ -95,6 +95,7 @@ class Propagation:
             target = type(self.graph.submodule(node))
         if is_low_rank(node):
             target = torch.matmul
+        # without a rule nothing is known of a call, so that the region cannot pass through it
         if (apply := SHARDING_RULES.get(target)) is None:
             return CannotShard(f"there is no sharding rule for {called(node)} ({node.name})")
         if not self.graph.has_known_shape(node):
@@ -103,12 +104,14 @@ class Propagation:
 
     def _column_parallel(self, node: fx.Node) -> Result:
         product = self.graph.products[node]
+        # a column-parallel product reads a replicated input: behind a sharded one it would have to be row-parallel
         if product.x in self.shardings:
             return CannotShard(f"the input of {product.name} is sharded already")
         if not self.graph.has_known_shape(node):
             return _unknown_shape(node)
         total = self.graph.num_outputs(product)
         self._check_chain(product, total)
+        # the kernel of a convolution in groups has inputs of one group only, so its input is sharded, too
         if product.groups > 1:
             return self._grouped(product, total)
         dim = product.output_dim % self.rank(node)
@@ -134,16 +137,19 @@ class Propagation:
 
     def _blocks(self, weight: str, first: int, last: int) -> tuple[int, ...]:
         """Return the lengths of the blocks of these columns."""
+        # cuts count columns of the whole weight, and a product may read only some of these
         inside = {cut for cut in self.cuts.get(weight, ()) if first < cut < last}
         return tuple(end - start for start, end in itertools.pairwise([first, *sorted(inside), last]))
 
     def _shard_parts(self, product: Product, split: fx.Node) -> None:
         """Shard a matrix of which products read parts, and require that all of these be column-parallel."""
         others = [reader for reader in self.graph.readers_of_parts(split) if reader not in self.columns]
+        # the split would give any other reader this rank's part of what it needs completely
         if unknown := [reader for reader in others if reader not in self.graph.products]:
             self.require(False, f"{product.name} is also read by {unknown[0].name}, which needs all of it")
         elif others:
             self.add_problem(MustShardTogether(tuple(others)))
+        # each part is divided over all ranks by itself: a rank needs its share of every part
         ends: list[int] = [0, *itertools.accumulate(split.args[1])]  # type: ignore[arg-type]
         parts = [self._blocks(product.name, start, stop) for start, stop in itertools.pairwise(ends)]
         self.shard_weight(split, product.path, Sharding(0, tuple(itertools.chain(*parts))))
@@ -155,6 +161,7 @@ class Propagation:
         if not self.graph.has_known_shape(product.x):
             return _unknown_shape(product.x)
         channels = self.shapes(product.x)[1][0]
+        # depthwise: output channel i is computed from input channel i, so that both have the same blocks
         x = self._of_columns(product, channels, 1) if total == channels else Sharding(1, (channels,))
         self.require(product.groups >= self.size, f"its {product.groups} groups are fewer than {self.size} ranks")
         self.copy_to_region(product.x)
@@ -170,6 +177,7 @@ class Propagation:
         Such a chain x W1 W2 W3 (column, row, column again) is allowed only where fewer numbers pass between the second
         and the third than the third has columns, as in squeeze-and-excitation.
         """
+        # what a row-parallel product sends by its all-reduce: its number of output features
         rows = {row.node: self.graph.tensor(row.path).shape[row.outputs] for row in self.row_products}
         nearest = self.graph.nearest_products(product.x)
         for node in self.graph.ancestors(product.x) & rows.keys():
@@ -208,6 +216,7 @@ class Propagation:
 
     def shard_weight(self, node: fx.Node, path: str, sharding: Sharding) -> None:
         """Require that a stored tensor, which `node` reads, be sharded."""
+        # a weight that several nodes of the region read has one part on each rank
         before = self.edits.weights.setdefault(path, sharding)
         self.require(
             before.pattern == sharding.pattern, f"{self.graph.names[path]} would be sharded in two different ways"
@@ -226,6 +235,7 @@ class Propagation:
             self.add_problem(_unknown_shape(operand))
             return
         shapes = self.shapes(operand)
+        # counted from the end, because broadcasting aligns the last dimensions; negative: the operand lacks it
         dim += len(shapes)
         if dim < 0 or shapes[dim] == (1, 1):
             self.copy_to_region(operand)
@@ -237,11 +247,13 @@ class Propagation:
             "dimension",
         )
         path = self.graph.stored(operand)
+        # a stored vector of one period is sharded where it is stored, which also saves its memory
         if path and path not in self.kept_whole and shapes[dim] == (sharding.period, sharding.period):
             self.shard_weight(node, path, sharding)
             return
         row_nodes = [row.node for row in self.row_products]
         products = [each for each in self.graph.nearest_products(operand) if each not in row_nodes]
+        # a computed operand could be sharded as well, if the products that it comes from are
         if products and not (joined and self.slice_joined):
             self.add_problem(MustShardTogether(tuple(products), joined))
         # Heads may meet a bias of their own, such as ALiBi's slopes. Single features would meet the residual stream,
@@ -317,6 +329,7 @@ class Propagation:
         """Replace the length of dimension `dim` in a shape, given as a list or as single arguments; -1 and 1 stay."""
         listed = isinstance(lengths[0], list | tuple)
         given = lengths[0][dim] if listed else lengths[dim]
+        # -1 is found anew from this rank's elements, and 1 is a dimension that has none of them
         if given not in (-1, 1):
             periods = given // sharding.period if isinstance(given, int) else 1
             self.set_local_length(node, (1, dim) if listed else (1 + dim,), sharding, periods)
@@ -345,6 +358,7 @@ def rule(*targets: Any) -> Callable[[R], R]:
 
     def register(function: R) -> R:
         def checked(p: Propagation, node: Any) -> Result:
+            # rules compare lengths, which a shape of run time would leave open
             unknown = [operand for operand in node.all_input_nodes if not p.graph.has_known_shape(operand)]
             return _unknown_shape(unknown[0]) if unknown else function(p, node)
 

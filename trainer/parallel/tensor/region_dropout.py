@@ -39,6 +39,7 @@ class RankSeeded(nn.Module):
             return self._traceable(x, *more) if self.training else self.drawing(x, *more)
         if not self.training or is_fake(x):
             return self.drawing(x, *more)  # type: ignore[no-any-return]
+        # the draw advances the generator alike on all ranks; the rank makes the numbers differ
         seed = int(torch.randint(2**62, ())) + self.tensor_rank
         # the one generator that the module draws from; `torch.random.fork_rng` takes ten times as long
         generator = torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
@@ -50,6 +51,7 @@ class RankSeeded(nn.Module):
             generator.set_state(state)
 
     def _traceable(self, x: Tensor, *more: Tensor) -> Tensor:
+        # two draws however large the shard is, for the same reason as the seed of eager mode
         words = torch.randint(2**31, (2,), device=x.device)
         drawing = self.drawing
         if isinstance(drawing, Dropout):
@@ -65,6 +67,7 @@ class RankSeeded(nn.Module):
     def _drop(self, x: Tensor, draws: Tensor, ratio: float, words: Tensor) -> Tensor:
         """Zero x with probability `ratio` and scale up the rest; one number for each element of `draws`, which
         broadcasts to x."""
+        # 1 / (1 - ratio) would be infinite
         if ratio >= 1.0:
             return x * 0.0
         # a factor in Python is exact; a tensor of bf16 would round it

@@ -108,11 +108,10 @@ class _Finder:
         # a region is found on its own; weights that several regions read are compared afterwards
         regions = self._without_conflicts(found)
         sharded = {path for region in regions for path in region.edits.weights}
-        replicated = {
-            product.name: self.reasons.get(node, "no region shards its rows or columns")
-            for node, product in self.graph.products.items()
-            if product.path not in sharded and not product.is_low_rank
-        }
+        replicated: dict[str, str] = {}
+        for node, product in self.graph.products.items():
+            if product.path not in sharded and not product.is_low_rank:
+                replicated[product.name] = self.reasons.get(node, "no region shards its rows or columns")
         for name, node in self.graph.computed_matrices():
             replicated.setdefault(name, f"{node.name} multiplies by a matrix that is computed from it")
         return TensorSharding(self.size, tuple(regions), tuple(replicated.items()))
@@ -140,11 +139,14 @@ class _Finder:
         """
         first, may_slice = self._grow(seed, slice_joined=False)
         second: Region | CannotShard = first
+        # the second choice, since slicing costs an all-reduce more
         if isinstance(second, CannotShard) and may_slice:
             second, _ = self._grow(seed, slice_joined=True)
+        # an einsum by experts may be sharded along its columns where it cannot be along its experts
         if isinstance(second, CannotShard) and self.graph.products[seed].other_outputs:
             with self.graph.with_other_outputs():
                 second, _ = self._grow(seed, slice_joined=False)
+        # the reason of the first attempt is reported: the others only tried to avoid it
         return second if isinstance(second, Region) else first
 
     def _grow(self, seed: fx.Node, *, slice_joined: bool) -> tuple[Region | CannotShard, bool]:
@@ -160,13 +162,16 @@ class _Finder:
         while True:
             result = self._propagation(columns, cuts, slice_joined=slice_joined).run()
             match result:
+                # begin again with more blocks: the earlier shardings were made without them
                 case NeedsFinerBlocks(weight, at, otherwise):
                     cuts[weight] = cuts.get(weight, frozenset()) | at
                     first_doubt = first_doubt or otherwise
                 case MustShardTogether(products, joined):
                     may_slice |= joined or len(products) > 1
                     if slice_joined:  # behind a join, one of them may be sharded and another one sliced
-                        products = tuple(each for each in products if not self._is_refused_alone(each)) or products
+                        shardable = tuple(product for product in products if not self._is_refused_alone(product))
+                        products = shardable or products
+                    # they are column-parallel already, and still meet a replicated value: growing would not end
                     if {*products} <= columns:
                         reason = "its output is combined with a replicated value that is computed from it"
                         return CannotShard(reason), may_slice
@@ -206,6 +211,7 @@ class _Finder:
     def _checked_region(self, columns: set[fx.Node], edits: RegionEdits) -> Region | CannotShard:
         inside = self._inside(edits)
         rows = self._rows(edits)
+        # the other region has put its own collectives there
         if any(product.node in self.taken for product in (*inside, *rows)):
             return CannotShard("its sharded output reaches another region")
         kind = "attention" if edits.has_attention else "mlp"
@@ -233,6 +239,7 @@ class _Finder:
             return "parallel.convolutions is never"
         if self.convolutions == "always":
             return ""
+        # one all-reduce for each row-parallel product (forward) and for each copied value (its gradient)
         copied = [node for node in self.graph.order if node.name in edits.copied]
         all_reduced = [*(row.node for row in rows), *copied]
         if unknown := [node.name for node in all_reduced if not self.graph.has_known_shape(node)]:
@@ -253,6 +260,7 @@ class _Finder:
         """Return the arithmetic operations of the forward pass; an adapter's few are neglected."""
         if product.is_low_rank:
             return 0
+        # 2: a multiplication and an addition for each number of the weight
         weight = self.graph.tensor(product.path).shape
         if not product.is_convolution:
             return 2 * self._numel(product.node) * weight[product.inputs]
@@ -278,9 +286,11 @@ class _Finder:
     def _conflicts(self, regions: Sequence[Region], all_regions: Sequence[Region] = ()) -> dict[str, str]:
         """Return path -> why a weight of these regions cannot be sharded, beside all regions; () = these."""
         found: dict[str, str] = {}
+        compared = all_regions or regions
         for path, sharding in ((path, each) for region in regions for path, each in region.edits.weights.items()):
-            all_edits = [other.edits for other in all_regions or regions if path in other.edits.weights]
+            all_edits = [other.edits for other in compared if path in other.edits.weights]
             readers = {name for edits in all_edits for name in edits.weight_readers[path]}
+            # a reader outside of all regions would find a part where it needs the full weight
             if others := [node.name for node in self.graph.readers(path) if node.name not in readers]:
                 found[path] = f"{self.graph.names[path]} is also read by {others[0]}, which needs all of it"
             elif any(edits.weights[path].pattern != sharding.pattern for edits in all_edits):

@@ -35,8 +35,9 @@ from onward.trainer.parallel.tensor.tensor_shardings import Sharding
 
 
 def local_slice(x: Tensor, dim: int, period: int, intervals: Sequence[Interval]) -> Tensor:
-    """Return the elements in `intervals` of each `period` elements along a dimension."""
+    """Return the elements in `intervals` of each `period` elements: x [.., periods x period, ..] -> [.., fewer, ..]."""
     periods = x.unflatten(dim, (-1, period))  # type: ignore[no-untyped-call]
+    # one piece for each block of the sharding
     pieces = [periods.narrow(dim + 1, start, stop - start) for start, stop in intervals]
     return torch.cat(pieces, dim + 1).flatten(dim, dim + 1) if len(pieces) > 1 else pieces[0].flatten(dim, dim + 1)
 
@@ -44,7 +45,8 @@ def local_slice(x: Tensor, dim: int, period: int, intervals: Sequence[Interval])
 def row_parallel_low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float, reverse: bool, group: str) -> Tensor:
     """Return an adapter's product x A' B' (x B A if reverse) of an x whose features are sharded. Collective.
 
-    The all-reduce is between the two products, where the result has only the adapter's `rank` features.
+    x [.., inputs / size] -> [.., outputs], complete on every rank. The all-reduce is between the two products, where
+    the result has only the adapter's `rank` features.
     """
     narrow = reduce_from_region(x @ (b if reverse else a.mT), group)
     return (narrow * scale) @ (a if reverse else b.mT)
@@ -155,6 +157,7 @@ class _RegionRewriter:
     def _scale_to_full_length(self, node: fx.Node, sharding: Sharding) -> None:
         """Make a `size` call that gives this rank's length give the length of the full tensor."""
         with self.graph.inserting_after(node):
+            # local length x period / local part of a period: exact, since both are whole periods
             product = self._call(operator.mul, node, sharding.period)
         with self.graph.inserting_after(product):
             full = self._call(operator.floordiv, product, sharding.local_length(*self.place))

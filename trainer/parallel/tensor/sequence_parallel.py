@@ -88,6 +88,7 @@ class _Divider:
 
     def divide(self) -> SequenceDivision:
         for node in self.graph.nodes:
+            # inside a region values are sharded by features already
             lengths = () if "tensor_parallel" in node.meta else self._lengths(node, SEQUENCE_DIM)
             if lengths and len(self._shapes(node)[0]) >= 3 and self._can_be_divided(node, lengths):
                 self.divided[node] = lengths
@@ -96,7 +97,9 @@ class _Divider:
             if not any(user in self.divided for user in node.users):
                 del self.divided[node]
         partial = self._partial_weights() if self.sum_in_reducer else set()
-        self.with_gradient -= {node for node in self.graph.nodes if node.op == "get_attr" and node.target in partial}
+        # the reducer sums the gradients of these weights, so their copies need no all-reduce of their own
+        weights = [node for node in self.graph.nodes if node.op == "get_attr"]
+        self.with_gradient -= {node for node in weights if node.target in partial}
         for node in self.divided:
             self._divide(node)
         for node in self.divided:
@@ -113,15 +116,18 @@ class _Divider:
             partial: Any = node.args[0]
             return partial.target not in (*CONVOLUTIONS, *TRANSPOSED)  # whose second dimension has the channels
         operands = node.all_input_nodes
+        # the division only spreads: a call is divided because an operand is
         if not any(operand in self.divided for operand in operands) or not self._is_rowwise(node):
             return False
         rank = len(self._shapes(node)[0])
         for operand in operands:
             if not (shapes := self._shapes(operand)):
                 return False
+            # broadcasting aligns last dimensions, so an operand of lower rank may lack the sequence
             aligned = self._lengths(operand, SEQUENCE_DIM + len(shapes[0]) - rank)
             if operand in self.divided and (len(shapes[0]) != rank or aligned != lengths):
                 return False
+            # another length would broadcast, or fail, against this rank's rows
             if aligned and aligned != lengths and {*aligned} != {1}:
                 return False
         return True
@@ -148,11 +154,15 @@ class _Divider:
         source = node.args[0] if node.target in (reduce_from_region, reduce_scatter_to_sequence) else node
         assert isinstance(source, fx.Node)
         probes = source.meta.get("probes", ())
-        return [tuple(probe.shape) for probe in probes] if all(isinstance(each, Tensor) for each in probes) else []
+        if not all(isinstance(probe, Tensor) for probe in probes):
+            return []
+        return [tuple(probe.shape) for probe in probes]
 
     def _lengths(self, node: fx.Node, dim: int) -> tuple[int, ...]:
         shapes = self._shapes(node)
-        return tuple(shape[dim] for shape in shapes) if shapes and 0 <= dim < len(shapes[0]) else ()
+        if not shapes or not 0 <= dim < len(shapes[0]):
+            return ()
+        return tuple(shape[dim] for shape in shapes)
 
     def _computed_from_weights(self) -> set[fx.Node]:
         found: set[fx.Node] = set()
@@ -172,6 +182,7 @@ class _Divider:
         others: set[str] = set()
         for node in self.graph.nodes:
             if node.op == "get_attr" and node in self.with_gradient:
+                # a weight with a number for each position is read in parts: its gradient is no partial sum
                 reads = [user in self.divided and not self._meets_rows(node, user) for user in node.users]
                 (found if all(reads) else others).add(str(node.target))
         return found - others
@@ -235,6 +246,7 @@ class _Divider:
             if user.op == "call_method" and user.target == "size" and isinstance(dim := user.args[-1], int):
                 self._give_full_length(user, is_divided=dim in (SEQUENCE_DIM, SEQUENCE_DIM - rank))
                 continue
+            # all-gather forward, reduce-scatter backward: in place of the all-reduce of copy_to_region
             if user.target is copy_to_region:
                 user.target = gather_from_sequence
                 user.args = (node, *self.place, "sum")

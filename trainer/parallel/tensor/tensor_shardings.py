@@ -69,6 +69,7 @@ class Sharding:
         joined: list[Interval] = []
         for start, block in zip(starts, self.blocks, strict=False):
             first, last = ((start + end) * self.inner for end in share(block, rank, size))
+            # intervals touch where other ranks have nothing of a small block
             if joined and joined[-1][1] == first:
                 joined[-1] = (joined[-1][0], last)
             elif first < last:
@@ -90,10 +91,12 @@ class Sharding:
         That is NeedsFinerBlocks where the weight's columns can be divided so, else CannotShard.
         call: the operation that needs it. otherwise: the message if finer blocks do not help.
         """
+        # in units: blocks end between units alone
         present = {*itertools.accumulate(self.blocks)}
         wanted = {end // self.inner for end in ends}
+        cuts_units = any(end % self.inner for end in ends)
         # finer blocks do not help: the units are no columns of one weight, would be cut, or end there already
-        if not self.columns_per_unit or any(end % self.inner for end in ends) or wanted <= present:
+        if not self.columns_per_unit or cuts_units or wanted <= present:
             at = f"at {sorted(ends)} of {self.period} elements"
             return CannotShard(otherwise or f"{call} splits the sharded dimension {at}, not between blocks")
         cuts = frozenset(self.first_column + end * self.columns_per_unit for end in wanted)

@@ -45,6 +45,7 @@ from onward.trainer.parallel.tensor.tensor_shardings import (
 def size(p: Propagation, node: Any, x: Sharding) -> Result:
     """Make `size` return the full length on every rank, so that all ranks compute the same shapes."""
     operand, dim = node.args
+    # the other dimensions have the same length on all ranks
     if dim % p.rank(operand) == x.dim:
         p.edits.size_calls.append((node.name, x))
     return Replicated()
@@ -54,6 +55,7 @@ def size(p: Propagation, node: Any, x: Sharding) -> Result:
 def permute(p: Propagation, node: Any, x: Sharding) -> Result:
     operand, *rest = node.args
     rank = p.rank(operand)
+    # order[i]: the dimension of the operand that becomes dimension i
     order = list(range(rank))
     if called(node) == "permute":
         order = [dim % rank for dim in _listed(rest)]
@@ -111,35 +113,35 @@ def reshaped(before: Pairs, after: Pairs, x: Sharding, size: int, name: str) -> 
     """
     # both traced lengths of each dimension: what holds for both is taken to hold for every length
     sides = (0, 1)
+    # elements between the beginnings of two units, and of two periods
     unit_stride = [x.inner * math.prod(length[side] for length in before[x.dim + 1 :]) for side in sides]
     period_stride = [stride * x.num_units for stride in unit_stride]
-    strides = [[math.prod(length[side] for length in after[dim + 1 :]) for side in sides] for dim in range(len(after))]
-    extents = [[stride[side] * length[side] for side in sides] for stride, length in zip(strides, after, strict=True)]
-    dims = [
-        dim
-        for dim in range(len(after))
-        if all(strides[dim][side] < period_stride[side] <= extents[dim][side] for side in sides)
-    ]
-    if not dims:
+    found = []
+    for dim, length in enumerate(after):
+        stride = [math.prod(inner[side] for inner in after[dim + 1 :]) for side in sides]
+        extent = [stride[side] * length[side] for side in sides]
+        if all(stride[side] < period_stride[side] <= extent[side] for side in sides):
+            found.append((dim, stride, extent))
+    if not found:
         return CannotShard(f"{name} merges the sharded dimension in a way that depends on dynamic lengths")
-    [dim] = dims
-    stride = strides[dim]
-    extent = extents[dim]
+    # strides shrink from dimension to dimension, so at most one contains the end of a period
+    [(dim, stride, extent)] = found
+    # the dimension must end where a period does, else a rank's elements would not be a part of it
     if any(m % n for n, m in zip(period_stride, extent, strict=True)):
         return CannotShard(f"{name} splits the sharded dimension across its periods")
     if all(n % s == 0 for s, n in zip(stride, unit_stride, strict=True)):
         # a unit is one or more elements of the new dimension
-        inner = {n // s for s, n in zip(stride, unit_stride, strict=True)}
-        if len(inner) > 1:
+        elements = {n // s for s, n in zip(stride, unit_stride, strict=True)}
+        if len(elements) > 1:
             return CannotShard(f"{name} merges the sharded dimension with a dynamic length behind it")
-        return replace(x, dim=dim, inner=inner.pop())
-    if any(s % n for s, n in zip(stride, unit_stride, strict=True)) or any(
-        n % s for s, n in zip(stride, period_stride, strict=True)
-    ):
+        return replace(x, dim=dim, inner=elements.pop())
+    cuts_units = any(s % n for s, n in zip(stride, unit_stride, strict=True))
+    if cuts_units or any(n % s for s, n in zip(stride, period_stride, strict=True)):
         return CannotShard(f"{name} splits the sharded dimension across its units")
     # several units become one element of the new dimension, as 16 features become one head
     merged = stride[0] // unit_stride[0]
     count = x.num_units // merged
+    # e.g. [.., 192] -> [.., 3, 64] with blocks of 64: the sharded dimension is the one behind
     if len(x.blocks) == count > 1 and set(x.blocks) == {merged}:
         # the blocks are a dimension of their own now ([.., 3 x 64] -> [.., 3, 64]): follow the units of one block
         return reshaped(before, after, replace(x, blocks=(merged,), columns_per_unit=0), size, name)
@@ -219,6 +221,7 @@ def split(p: Propagation, node: Any, x: Sharding) -> Result:
     if is_one_length:
         each = -(-total[0] // lengths) if called(node) == "chunk" else lengths
         lengths = [min(each, total[0] - start) for start in range(0, total[0], each)]
+    # the split must be between blocks: each part then has its own units on every rank
     ends = list(itertools.accumulate(lengths))
     ranges = [_block_range(p, x, start, end, node) for start, end in itertools.pairwise([0, *ends])]
     if is_one_length:  # one argument is the length of all of them, on each rank
@@ -267,7 +270,9 @@ def _every(node: fx.Node, x: Sharding, of: slice, size: int) -> Sharding | Canno
     The call itself stays as it is, where every rank begins with a first of `step` columns and ends with a last one.
     """
     start, end, step = of.indices(x.period)
-    if start >= step or end < x.period or x.inner > 1 or any(block % (step * size) for block in x.blocks):
+    takes_of_all = start < step and end >= x.period
+    is_uneven = any(block % (step * size) for block in x.blocks)
+    if not takes_of_all or x.inner > 1 or is_uneven:
         taken = f"{node.name} takes one of {step} elements, {start} to {end} of {x.period}"
         return CannotShard(f"{taken}, which do not divide evenly over {size} ranks")
     columns = x.columns_per_unit * step
@@ -344,6 +349,7 @@ def glu(p: Propagation, node: Any, x: Sharding) -> Result:
     dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)) % p.rank(node.args[0])
     if dim != x.dim:
         return x
+    # gate and value must be blocks of their own, so that a rank has both of each feature
     half = x.period // 2
     value = _block_range(p, x, 0, half, node)
     gate = _block_range(p, x, half, x.period, node)

@@ -169,10 +169,12 @@ class _Finder:
         chain: list[fx.Node] = []
         while isinstance(value, fx.Node):
             chain.insert(0, value)
+            # only a matrix that is read completely has a row or column for each vocabulary entry
             if (product := self.graph.products.get(value)) is not None:
                 is_whole = not product.is_low_rank and not product.is_einsum and product.part is None
                 is_matrix = is_whole and self.graph.tensor(product.path).ndim == 2
                 return chain, product if is_matrix else None
+            # walk back along the only computed operand: biases and constants are stored
             computed = [operand for operand in value.all_input_nodes if operand.op != "get_attr"]
             if len(computed) != 1:
                 break
@@ -186,6 +188,7 @@ class _Finder:
         weights = {product.path: product.outputs}
         constants = []
         for node, operand in self._operands_of_chain(product):
+            # a stored number for each entry is sharded with the entries
             if self._is_bias(operand, total):
                 path = str(operand.target)
                 weights[path] = self.graph.tensor(path).ndim - 1
@@ -196,14 +199,16 @@ class _Finder:
                 return CannotShard(
                     f"{node.name} combines its output with {operand.name}, which is not sharded by vocabulary entries"
                 )
+            # a constant stays as it is, and each rank reads its part; a number broadcasts
             elif self._last_length(operand) == total:
                 constants.append((node.name, operand.name))
         return Head(product.node.name, tuple(node.name for node in self.chain), weights, tuple(constants), total)
 
     def _operands_of_chain(self, product: Product) -> list[tuple[fx.Node, fx.Node]]:
         """Return (node, operand) of all that is combined with the logits, the product's bias included."""
-        known = {product.x, *product.weight_operands, *self.chain}
-        return [(node, operand) for node in self.chain for operand in node.all_input_nodes if operand not in known]
+        computing = {product.x, *product.weight_operands, *self.chain}
+        operands = [(node, operand) for node in self.chain for operand in node.all_input_nodes]
+        return [(node, operand) for node, operand in operands if operand not in computing]
 
     def _last_length(self, operand: fx.Node) -> int:
         """Return the length of the last dimension of a stored tensor or a constant; 1 for a number."""
@@ -251,14 +256,12 @@ class _Finder:
         # each rank needs one entry at least
         num_entries = self.graph.tensor(path).shape[dim]
         width = self.graph.tensor(path).shape[1 - dim]
+        few = f"its {num_entries} vocabulary entries are fewer than"
         if num_entries < self.size:
-            return f"its {num_entries} vocabulary entries are fewer than {self.size} ranks"
+            return f"{few} {self.size} ranks"
         if num_entries < width:
             # what sharding saves is proportional to the entries, what it sends to the width
-            return (
-                f"its {num_entries} vocabulary entries are fewer than its width of {width}: it would send more than it "
-                "saves"
-            )
+            return f"{few} its width of {width}: it would send more than it saves"
         return ""
 
     def _why_needed_elsewhere(self, path: str, dim: int, *, reader: fx.Node | None = None) -> str:
@@ -272,10 +275,8 @@ class _Finder:
             if node.target is not gather_rows or self._table(node.args[0]) != path:
                 return f"{node.name} reads {name}, too, and needs all of it"
             if _dim_of_rows(node.args[0]) != dim:
-                return (
-                    f"{node.name} looks up along dimension {1 - dim} of {name}, the vocabulary entries are dimension "
-                    f"{dim}"
-                )
+                looked_up = f"{node.name} looks up along dimension {1 - dim} of {name}"
+                return f"{looked_up}, the vocabulary entries are dimension {dim}"
         return ""
 
     def _depends_on_values(self, value: Any) -> bool:
@@ -284,6 +285,7 @@ class _Finder:
         seen = set()
         while waiting:
             node = waiting.pop()
+            # `size` ends the search: lengths are the same on all ranks
             if not isinstance(node, fx.Node) or node in seen or node.target == "size":
                 continue
             if node.op == "placeholder":
@@ -326,9 +328,11 @@ def lookup_local_rows(table: Tensor, indices: Tensor, start: int, total: int) ->
     table [n, width], indices [...] below `total`, negative ones counted from the end -> [..., width]. An index out of
     range is not masked on the first or the last rank, and raises there what `gather_rows` raises.
     """
+    # in this rank's rows; other ranks' entries are below 0 or behind the last row
     row = non_negative_indices(indices, total) - start
     num_rows = table.shape[0]
     elsewhere = (row < 0) & (start > 0) | (row >= num_rows) & (start + num_rows < total)
+    # row 0 stands for another rank's entries, and its gradient is masked as well
     rows = F.embedding(row.masked_fill(elsewhere, 0), table)
     return rows.masked_fill(elsewhere[..., None], 0.0)
 
@@ -369,6 +373,7 @@ def _shard_lookup(node: fx.Node, start: int, num_entries: int, number: int, grou
     node.meta["tensor_parallel"] = number
     with node.graph.inserting_after(node):
         result = node.graph.call_function(reduce_from_region, (node, group))
+    # the sum is complete on every rank, so that a stage may end behind it
     result.meta.update({key: value for key, value in node.meta.items() if key != "tensor_parallel"})
     node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
@@ -378,6 +383,7 @@ def _shard_head(nodes: dict[str, fx.Node], head: Head, interval: Interval, numbe
     graph = nodes[head.product].graph
     x = product.args[1 if product.target is torch.addmm else 0]
     assert isinstance(x, fx.Node)
+    # each rank computes a part of the gradient of x, from its own entries
     with graph.inserting_before(product):
         copied = graph.call_function(copy_to_region, (x, group))
     copied.meta.update(

@@ -22,10 +22,15 @@ def check_empty_labels(
         return
     values = rows.read(np.arange(rows.num_rows))
     for loss in graph.losses.each:
+        # a column of lists is one in which a row may have no label
         columns = [values[name] for name in loss.config.columns if isinstance(values.get(name), list)]
         if not loss.config.is_own or not columns:
             continue
-        empty = [at for at in range(rows.num_rows) if not any(len(column[at]) for column in columns)][:MOST_ROWS]
+        empty = []
+        for row in range(rows.num_rows):
+            if not any(len(column[row]) for column in columns):
+                empty.append(row)
+        empty = empty[:MOST_ROWS]
         if not empty:
             continue
         try:

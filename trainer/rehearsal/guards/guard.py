@@ -91,6 +91,7 @@ def guard(guarded: Guarded, *, seed: int = 0) -> Guard:
         left_out.append(
             f"the derivative of the loss by {found.judged_by} shows nothing on these rows: bound {found.bound:.1g}"
         )
+    # written with `not`: an error that is NaN is none that fits
     elif not found.error <= found.bound and not math.isnan(found.bound):
         raise GuardError(
             f"the gradient of a training step is not the derivative of the file's loss: along a random direction of "
@@ -135,6 +136,7 @@ def _compare_values(guarded: Guarded, left_out: list[str]) -> tuple[list[str], f
     inputs_of_file = list(kinds)
     agree = list[str]()
     worst = 0.0
+    # onnxruntime computes the inference form
     guarded.module.eval()
     for size, inputs in _variants(guarded, proto):
         feed = dict(zip(inputs_of_file, (each.numpy() for each in inputs), strict=True))
@@ -167,30 +169,34 @@ def _compare_values(guarded: Guarded, left_out: list[str]) -> tuple[list[str], f
 
 def _variants(guarded: Guarded, proto: onnx.ModelProto) -> list[tuple[str, list[Tensor]]]:
     """Return (what it is, inputs) for each batch size, and for three lengths of the axes that the file leaves open."""
-    found = [(f"{rows} row{'s' * (rows > 1)}", [each[:rows] if each.ndim else each for each in guarded.inputs])
-             for rows in guarded.rows]  # fmt: skip
+    variants = []
+    for rows in guarded.rows:
+        inputs = [tensor[:rows] if tensor.ndim else tensor for tensor in guarded.inputs]
+        variants.append((f"{rows} rows" if rows > 1 else f"{rows} row", inputs))
     stored = {tensor.name for tensor in proto.graph.initializer}
     values = [value for value in proto.graph.input if value.name not in stored]
-    axes = [
-        (place, axis)
-        for place, value in enumerate(values)
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim)
-        if axis and not dim.HasField("dim_value") and guarded.inputs[place].ndim > axis
-    ]
+    # open axes but the batch, which the numbers of rows have varied
+    axes = []
+    for position, value in enumerate(values):
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if axis and not dim.HasField("dim_value") and guarded.inputs[position].ndim > axis:
+                axes.append((position, axis))
     if not axes:
-        return found
-    place, axis = axes[0]
-    own = guarded.inputs[place].shape[axis]
-    name = values[place].name
+        return variants
+    position, axis = axes[0]
+    length = guarded.inputs[position].shape[axis]
+    name = values[position].name
     for change in (_half, _less_one):
         inputs = list(guarded.inputs)
-        for at, dim in axes:
-            inputs[at] = _with_length(inputs[at], dim, change(inputs[at].shape[dim]))
-        found.append((f"length {change(own)} of {name} (from {own})", inputs))
-    return found
+        # all open axes change together: inputs such as ids and their mask have the same length
+        for position, axis in axes:
+            inputs[position] = _with_length(inputs[position], axis, change(inputs[position].shape[axis]))
+        variants.append((f"length {change(length)} of {name} (from {length})", inputs))
+    return variants
 
 
 def _half(length: int) -> int:
+    # short axes are made longer: half of them would be one element or none
     return length // 2 if length > 3 else length + 1
 
 
@@ -219,9 +225,11 @@ class _Derivative:
 def _derivative(guarded: Guarded, seed: int) -> _Derivative:
     """Compare the derivative along one random direction. Raises RuntimeError if no path computes the loss."""
     assert guarded.written is not None
+    # float64: in fp32 small differences of losses would vanish in the rounding
     weights = {name: each.detach().double() for name, each in named_weights(guarded.module).items()}
     gradients = guarded.gradients()
     generator = torch.Generator().manual_seed(seed)
+    # as large as the weights: the same relative step in each, and LEAST_SCALE in weights of zeros
     direction = {
         name: torch.randn(weights[name].shape, generator=generator, dtype=torch.float64)
         * max(float(weights[name].square().mean().sqrt()), LEAST_SCALE)
@@ -237,6 +245,7 @@ def _derivative(guarded: Guarded, seed: int) -> _Derivative:
 
     def loss(step: float) -> Tensor:
         assert guarded.written is not None
+        # weights that are frozen or empty have no direction, and stay
         moved = {name: each + step * direction[name] if name in direction else each for name, each in weights.items()}
         return guarded.loss(path.outputs(guarded.inputs, guarded.written(moved)), path.dtype)
 
@@ -248,9 +257,11 @@ def _compared(path: SecondPath, loss: Callable[[float], Tensor], parts: Mapping[
     start = loss(0.0)
     dtype = torch.float64 if start.dtype == path.dtype == torch.float64 else torch.float32
     step = STEP[dtype]
+    # central differences, in which the second derivative cancels
     ends = [float(loss(each)) for each in (step, -step, 2 * step, -2 * step)]
     if not all(map(math.isfinite, ends)):
         raise RuntimeError("the loss beside the weights is not finite")
+    # what the two step lengths differ by is curvature of third order, or a kink
     near = (ends[0] - ends[1]) / (2 * step)
     far = (ends[2] - ends[3]) / (4 * step)
     # Where a ReLU reads exactly 0, as it does on rows of zeros, the loss has two slopes, of which the gradient is one.
@@ -258,10 +269,12 @@ def _compared(path: SecondPath, loss: Callable[[float], Tensor], parts: Mapping[
     bends = [(ends[at] + ends[at + 1] - 2 * float(start)) / length for at, length in ((0, step), (2, 2 * step))]
     slopes_apart = abs(2 * bends[0] - bends[1])
     gradient = sum(parts.values())
+    # relative to the sum of magnitudes: parts of opposite sign may cancel in the gradient
     whole = sum(map(abs, parts.values()))
     whole = max(whole, abs(near))
     if not whole:
         raise RuntimeError("the loss is flat in these weights on these rows")
+    # the rounding of a loss, divided by the step like the difference itself
     rounding = ROUNDING[dtype] * max(map(abs, ends)) / step / whole
     return _Derivative(
         near,

@@ -60,6 +60,7 @@ def guarded_file(
         total = torch.zeros((), dtype=dtype)
         for output in outputs:
             if isinstance(output, Tensor) and output.is_floating_point():
+                # random factors: a plain sum would not see two outputs exchanged
                 factors = torch.randn(output.shape, generator=generator, dtype=torch.float64)
                 total = total + (output.to(dtype) * factors.to(dtype)).sum() / max(output.numel(), 1) ** 0.5
         return total
@@ -68,6 +69,7 @@ def guarded_file(
         module.eval().zero_grad(set_to_none=True)
         results = module(*inputs)
         value = loss([results] if isinstance(results, Tensor) else list(results), torch.float32)
+        # the outputs of a graph without trained weights have no gradient
         if value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
         found = gradients_of(module)
@@ -90,10 +92,14 @@ def guarded_run(
     Raises ConfigError if the loss fits neither output nor labels.
     """
     module = trainable.module
+    # without autocast: the derivative of the file is compared in full precision
     exact = replace(graph, autocast=contextlib.nullcontext, metrics=())
 
     def loss(outputs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        labels = [each.to(dtype) if each is not None and each.is_floating_point() else each for each in batch.labels]
+        labels = list(batch.labels)
+        for position, label in enumerate(labels):
+            if label is not None and label.is_floating_point():
+                labels[position] = label.to(dtype)
         try:
             return graph.loss_of(batch.own_rows(outputs), replace(batch, labels=tuple(labels)))
         except ConfigError as error:
@@ -250,7 +256,8 @@ def why_not_derived(proto: onnx.ModelProto, module: ImportedGraph) -> str:
     if names := random_nodes(proto):
         return f"{len(names)} nodes draw random numbers ({', '.join(names[:3])})"
     nodes = (*proto.graph.node, *(node for function in proto.functions for node in function.node))
-    if any("Quantize" in each.op_type or "QLinear" in each.op_type or "Integer" in each.op_type for each in nodes):
+    operators = {node.op_type for node in nodes}
+    if any(part in operator for operator in operators for part in ("Quantize", "QLinear", "Integer")):
         return "the file rounds to integers, and training passes gradients through the rounding"
     trained = {name for name, role in module.roles.items() if role.kind == "trained"}
     if names := sorted(integer_names(proto.graph) & trained):

@@ -31,15 +31,18 @@ def label_warnings(losses: Sequence[LossConfig], rows: LabelledRows, loss: float
         return
     for name in entry.columns:
         column = rows.columns.get(name)
-        if column is None or not column.holds_numbers or column.dtype == BYTES or column.variable:
+        if column is None or column.variable:
+            continue
+        if not column.holds_numbers or column.dtype == BYTES:
             continue
         labels = np.asarray(rows.read(np.arange(rows.num_rows))[name], np.float64)
-        known = labels[np.isfinite(labels)]
+        present = labels[np.isfinite(labels)]
         if not are_far(labels):
             continue
-        mean = float(known.mean())
-        deviation = float(known.std())
-        of_the_mean = _loss_of(entry, known, mean)
+        mean = float(present.mean())
+        deviation = float(present.std())
+        # the loss of a model that always predicts the mean
+        of_the_mean = _loss_of(entry, present, mean)
         if loss > WORSE_THAN_THE_MEAN * of_the_mean:
             key = key_of(losses, 0, "standardise_label")
             yield ExporterWarning(

@@ -34,6 +34,7 @@ def check_cache(
         return
     for soft in soft_losses:
         shape = trained.output_shapes[soft.teacher_output]
+        # outputs of a fixed length, such as classes, can be stored
         if shape is None or None in shape[1:]:
             findings.refuse(
                 f"teacher.cache {teacher.cache!r}: the rows of {', '.join(varying)} have lengths of their own, "

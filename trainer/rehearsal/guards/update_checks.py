@@ -19,6 +19,7 @@ MAX_NAMED = 4
 def update_problems(optimizer: OptimizerConfig, module: ImportedGraph) -> list[str]:
     """Return what is wrong with the settings by pattern, for the weights that are trained."""
     shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(module).items() if tensor.requires_grad}
+    # patterns are checked against the trained weights alone
     problems = list(settings_problems(optimizer, shapes, shapes))
     if optimizer.name == "muon" and not _by_muon(optimizer, module):
         problems.append(
@@ -30,6 +31,7 @@ def update_problems(optimizer: OptimizerConfig, module: ImportedGraph) -> list[s
 
 def update_warnings(optimizer: OptimizerConfig, module: ImportedGraph) -> Iterator[ExporterWarning]:
     """Yield what may not be intended: an unusual learning rate, and Muon's choice of weights."""
+    # with Muon's `match_rms_adamw` the rate is on the scale of AdamW
     low, high = UPDATE_RULES[optimizer.name].rates
     if not low <= optimizer.learning_rate <= high and (optimizer.name, optimizer.muon.scale) != (
         "muon",

@@ -77,7 +77,9 @@ class CompileTimes:
     def choice(self, steps: int) -> CompileTrial:
         """Return what a run of so many steps does."""
         saved_s = self.eager_s - self.compiled_s
+        # a difference within the noise is no gain
         pays = self.compiled_s <= FASTER * self.eager_s
+        # the steps whose saved time pays for one start of the ranks
         break_even = math.ceil(self.start_s / saved_s) if pays else None
         compiles = break_even is not None and steps > break_even
         if break_even is None:
@@ -133,6 +135,7 @@ def decide(
             "true or false"
         )
         return
+    # compiling for longer than it could ever save is given up
     most_s = min(
         MOST_SAVED * batch_s * _batches_of_step(config.train, config.parallel) * steps, config.launch.compile_timeout_s
     )
@@ -242,9 +245,11 @@ def time_compiled(
     def both() -> float:
         return passes("training") + passes("evaluation")
 
+    # the first passes compile, and are counted with the compilation
     first_s = both()
     # the turns before measuring, and what the steady passes take in `first_s`
     steady_s = both()
+    # as a rank starts: it reads the compiled kernels from the cache of the first compilation
     torch.compiler.reset()
     start_s = both()
     eager = list[float]()
@@ -252,6 +257,7 @@ def time_compiled(
     began_at = time.monotonic()
     while len(eager) < TURNS and (len(eager) < 2 or time.monotonic() - began_at < TURNS_S):
         with torch.compiler.set_stance("force_eager"):
+            # both in turn, since the machine may become slower or faster meanwhile
             eager.append(passes("training"))
         compiled.append(passes("training"))
     torch.set_num_threads(threads_before)

@@ -56,8 +56,10 @@ def _guessed(data: DataConfig, signature: Signature, model: Path) -> dict[str, A
     label = next((name for name in (data.label, *LABELS) if name in schema), data.label)
     found["data.label"] = label
     tokenizer = model.parent / "tokenizer.json"
-    if data.text is None and tokenizer.exists() and any(info.name == "input_ids" for info in signature.fed):
-        texts = [name for name, column in schema.items() if column.dtype == TEXT and name != label]
+    takes_ids = any(info.name == "input_ids" for info in signature.fed)
+    if data.text is None and takes_ids and tokenizer.exists():
+        texts = [name for name, column in schema.items() if column.dtype == TEXT]
+        texts = [name for name in texts if name != label]
         if texts and "input_ids" not in schema:
             found["data.text"] = {"tokenizer": str(tokenizer), "columns": "text" if "text" in texts else texts[0]}
     labels = schema.get(label) if isinstance(label, str) else None
@@ -70,8 +72,11 @@ def _guessed(data: DataConfig, signature: Signature, model: Path) -> dict[str, A
 
 def image_column(schema: Schema) -> str:
     encoded = [name for name, column in schema.items() if column.dtype == BYTES]
-    paths = [name for name in IMAGE_COLUMNS if name in schema and schema[name].dtype == TEXT]
-    return (encoded if len(encoded) == 1 else paths or [""])[0]
+    if len(encoded) == 1:
+        return encoded[0]
+    # paths are texts, as other columns are: only the name of the column says that it names images
+    texts = {name for name, column in schema.items() if column.dtype == TEXT}
+    return next((name for name in IMAGE_COLUMNS if name in texts), "")
 
 
 def stacked_columns(schema: Schema, signature: Signature, label: object) -> dict[str, list[str]]:
@@ -79,6 +84,9 @@ def stacked_columns(schema: Schema, signature: Signature, label: object) -> dict
     if len(signature.fed) != 1 or signature.fed[0].name in schema:
         return {}
     (info,) = signature.fed
-    numbers = [name for name, column in schema.items() if column.holds_numbers and not column.shape and name != label]
-    fits = "float" in info.dtype and info.shape is not None and len(info.shape) == 2
-    return {info.name: numbers} if fits and info.shape and info.shape[1] == len(numbers) else {}
+    if "float" not in info.dtype or info.shape is None or len(info.shape) != 2:
+        return {}
+    scalars = {name: column for name, column in schema.items() if not column.shape}
+    numbers = [name for name, column in scalars.items() if column.holds_numbers]
+    numbers = [name for name in numbers if name != label]
+    return {info.name: numbers} if info.shape[1] == len(numbers) else {}

@@ -29,6 +29,7 @@ def guess_recipe(
     """
     config = settings_for(model, source, overrides)
     with tempfile.TemporaryDirectory(prefix="onward-evaluate-") as folder:
+        # classes, scales and categories are known only when the data was read
         shards, _, _ = make_training_shards(config, Path(folder))
         manifest = read_record(shards / "manifest.json", ShardManifest)
     exported = ExportedModel(path=model, sha256="", step=0, parity=0, before={}, after={}, changed=0)

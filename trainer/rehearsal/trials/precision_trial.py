@@ -52,5 +52,6 @@ def time_precisions(graph: RehearsedGraph, batch: Batch) -> PrecisionTimes:
     ]
     # the first turn also makes what the others reuse
     turns = [[each.run("training", batch).elapsed_s for each in graphs] for _ in range(1 + TURNS)][1:]
+    # the least of the turns: other programs only add time
     fp32_s, bf16_s = map(min, zip(*turns, strict=True))
     return PrecisionTimes(fp32_s, bf16_s)

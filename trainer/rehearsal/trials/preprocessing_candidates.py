@@ -49,10 +49,11 @@ def _images(data: DataConfig, signature: Signature) -> list[Settings]:
     sizes = [{"resize": "crop", "crop_ratio": 0.875}, {"resize": "crop", "crop_ratio": 1.0}, {"resize": "stretch"}]
     orders = [{"color": "rgb"}, {"color": "bgr"}] if channels == 3 else [{}]
     values = [{}] if any(each.takes_integers for each in inputs) else list(_pixel_values(channels))
-    return [
-        {f"data.image.{key}": value for each in chosen for key, value in each.items()}
-        for chosen in itertools.product(sizes, orders, values)
-    ]
+    combinations: list[Settings] = []
+    for size, order, value in itertools.product(sizes, orders, values):
+        settings: Settings = {**size, **order, **value}
+        combinations.append({f"data.image.{key}": setting for key, setting in settings.items()})
+    return combinations
 
 
 def _pixel_values(channels: int) -> Iterator[dict[str, Any]]:
@@ -91,10 +92,8 @@ def _lacks_lowercase(text: TextConfig) -> bool:
 def _tables(data: DataConfig, signature: Signature) -> list[Settings]:
     """Return the scales of columns of numbers; none where no input of floats reads single numbers or vectors."""
     images = {each.name for each in image_inputs(data, signature)}
-    scaled = [
-        name
-        for name, feed in file_feeds(data, signature).items()
-        if "float" in feed.dtype and name not in images and len(feed.sample_shape or (1,)) <= 1
-    ]
-    kinds = ("none", "standard", "min_max") if scaled else ()
-    return [{"data.table.standardise": kind} for kind in kinds]
+    for name, feed in file_feeds(data, signature).items():
+        is_number_or_vector = len(feed.sample_shape or (1,)) <= 1
+        if "float" in feed.dtype and name not in images and is_number_or_vector:
+            return [{"data.table.standardise": scale} for scale in ("none", "standard", "min_max")]
+    return []

@@ -132,6 +132,7 @@ class _Experiment:
     def ranked(self, trials: list[_Trial]) -> list[_Trial]:
         """Return all trials, the best first; those that were given up behind those with more rows."""
         given_up: list[_Trial] = []
+        # two are compared on all rows at once
         rows = FIRST_ROWS if len(trials) > 2 else self._most
         while True:
             for trial in trials:
@@ -139,6 +140,7 @@ class _Experiment:
             trials.sort(key=self._rank, reverse=True)
             if rows >= self._most:
                 return [*trials, *given_up]
+            # two at least: the record shows by how much the best one is better
             kept = max(2, math.ceil(len(trials) * KEPT))
             given_up = [*trials[kept:], *given_up]
             trials = trials[:kept]
@@ -200,6 +202,7 @@ class _Experiment:
         labels, predicted = trial.labels_and_predictions.T
         if self._has_classes:
             return float((labels == predicted).mean())
+        # of equal labels no share of the variance can be explained
         variance = float(np.square(labels - labels.mean()).sum())
         return 1 - float(np.square(labels - predicted).sum()) / variance if variance else math.nan
 
@@ -219,15 +222,18 @@ class _Experiment:
         pairs = trial.labels_and_predictions.astype(np.int64) if self._are_classes else np.empty(0)
         if len(pairs) < 2 or len(np.unique(pairs[:, 0])) > MANY_CLASSES:
             return {}, -math.inf
+        # found and judged on different halves: an order fits the targets that it was found on too well
         order = best_order(pairs[::2])
         others = pairs[1::2]
         return order, agreement(others, order) - SURE * _standard_error(0.5, len(others))
 
     def _classes(self) -> Fitted:
         """Return what is known of the names of the classes."""
-        labels = self._config.losses[0].columns
-        found = [rows.fitted[name] for rows in self._read.values() for name in labels if name in rows.fitted]
-        return found[0] if found else Fitted()
+        for rows in self._read.values():
+            for name in self._config.losses[0].columns:
+                if name in rows.fitted:
+                    return rows.fitted[name]
+        return Fitted()
 
     def record(self, trials: Sequence[_Trial]) -> PreprocessingTrials:
         """Return the results as a record."""
@@ -238,35 +244,44 @@ class _Experiment:
         chance = _chance(best.labels_and_predictions[:, 0]) if self._has_classes else 0.0
         accuracy = self._score(best)
         targets = len(best.labels_and_predictions)
+        # the most frequent label is what a model could guess without looking
         least = chance + SURE * _standard_error(chance, targets)
         order, surely = self._other_order(best)
+        order_accuracy = agreement(best.labels_and_predictions, order) if order else 0.0
+        results = []
+        for trial in trials:
+            accuracy_of_trial = loss = math.nan
+            if not trial.refused:
+                accuracy_of_trial = self._score(trial)
+                loss = sum(trial.losses) / max(len(trial.labels_and_predictions), 1)
+            results.append(
+                PreprocessingTrial(
+                    settings=dict(trial.settings),
+                    rows=trial.num_rows,
+                    accuracy=accuracy_of_trial,
+                    loss=loss,
+                    refused=trial.refused,
+                )
+            )
         return PreprocessingTrials(
             measure="accuracy" if self._has_classes else "r2",
             chance=chance,
             better_than_chance=accuracy > least,
             other_order=order if surely > max(accuracy, least) else {},
-            other_order_accuracy=agreement(best.labels_and_predictions, order) if order else 0.0,
+            other_order_accuracy=order_accuracy,
             classes=self._classes().classes,
             sorted_by_name=self._classes().sorted_by_name,
             model_classes=self._model_classes,
-            trials=tuple(
-                PreprocessingTrial(
-                    settings=dict(trial.settings),
-                    rows=trial.num_rows,
-                    accuracy=math.nan if trial.refused else self._score(trial),
-                    loss=math.nan if trial.refused else sum(trial.losses) / max(len(trial.labels_and_predictions), 1),
-                    refused=trial.refused,
-                )
-                for trial in trials
-            ),
+            trials=tuple(results),
         )
 
 
 def _stored_as(config: RunConfig) -> str:
-    """Return a text of all settings that decide what is read: not of those that are applied to batches."""
+    """Return a key of the settings that change stored rows."""
     data = config.data
     image = config.data.image
     if image is not None:
+        # grey images are stored with one channel, the other colors are exchanged in a batch
         same = {"scale": 1.0, "mean": (), "std": (), "color": "auto" if image.color != "grey" else "grey"}
         data = data.model_copy(update={"image": image.model_copy(update=same)})
     return data.model_dump_json()
@@ -277,6 +292,7 @@ def _labels_and_predictions(loss: Loss, outputs: Sequence[torch.Tensor], labels:
     if loss.config.rule.labels == "classes":
         flat = labels.flatten()
         predicted = loss.predicted(outputs, labels).flatten()
+        # ignored targets have no class that could be right
         counted = flat != loss.ignore_index
         return torch.stack([flat[counted], predicted[counted]], dim=1).numpy()
     output = loss.output(outputs)
@@ -310,6 +326,7 @@ def best_order(pairs: Array) -> dict[int, int]:
     classes = np.unique(pairs)
     places = np.searchsorted(classes, pairs)
     counts = np.zeros((len(classes), len(classes)), np.int64)
+    # counts[label, prediction], for the assignment problem
     np.add.at(counts, (places[:, 0], places[:, 1]), 1)
     # of equally good orders the one that leaves most classes where they are
     preferred = counts * (len(classes) + 1) + np.eye(len(classes), dtype=np.int64)

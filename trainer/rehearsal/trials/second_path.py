@@ -64,12 +64,14 @@ def open_second_path(
 
     Raises RuntimeError with the reasons if none does.
     """
+    # half precision would round more than the comparison allows
     plain = fp32_copy(file)
     if held := sorted({name for name, *_ in held_attributes(plain.graph)} & set(names)):
         raise RuntimeError(f"weights are stored as attributes of nodes ({held[0]}, ...), which no input can replace")
     if plain.functions:
         plain = inliner.inline_local_functions(plain)
     stored = {tensor.name for tensor in plain.graph.initializer}
+    # before the weights become inputs as well
     own = tuple(value.name for value in plain.graph.input if value.name not in stored)
     _open_weights(plain, set(names))
     read = frozenset(value.name for value in plain.graph.input) & set(names)
@@ -89,6 +91,7 @@ def open_second_path(
         except Exception as error:  # those of onnxruntime and of onnx.reference have no common base class
             reasons.append(f"{name}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:160]}")
             continue
+        # the comparison needs six such passes
         if time.monotonic() - began > SLOWEST_S:
             reasons.append(f"{name}: a pass takes {time.monotonic() - began:.0f} s")
         elif any(result.is_floating_point() and result.dtype != dtype for result in results):
@@ -123,22 +126,26 @@ def _open_weights(model: onnx.ModelProto, names: set[str]) -> None:
     for tensor in [tensor for tensor in graph.initializer if tensor.name in names]:
         if tensor.name not in declared:
             graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+        # an input alone: a default value could be folded into its readers
         graph.initializer.remove(tensor)
-    for node in [each for each in graph.node if each.op_type == "Constant" and each.output[0] in names]:
-        [value] = [attribute_value(attribute) for attribute in node.attribute]
-        graph.input.append(helper.make_tensor_value_info(node.output[0], value.data_type, value.dims))
-        graph.node.remove(node)
+    for node in [node for node in graph.node if node.op_type == "Constant"]:
+        if node.output[0] in names:
+            [value] = [attribute_value(attribute) for attribute in node.attribute]
+            graph.input.append(helper.make_tensor_value_info(node.output[0], value.data_type, value.dims))
+            graph.node.remove(node)
 
 
 def _widen(model: onnx.ModelProto) -> None:
     """Make every fp32 of a graph a double, in place."""
     for graph in graphs_of(model.graph):
+        # declared types of inner values would contradict the new ones
         del graph.value_info[:]
         for value in (*graph.input, *graph.output):
             if value.type.tensor_type.elem_type == TensorProto.FLOAT:
                 value.type.tensor_type.elem_type = TensorProto.DOUBLE
         for tensor in graph.initializer:
             _widen_tensor(tensor)
+        # copies: clearing the field would invalidate them
         nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in graph.node]
         del graph.node[:]
         for node in nodes:

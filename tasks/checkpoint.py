@@ -65,9 +65,12 @@ def checkpoint(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) ->
         if not closed:
             run.wait_for_end(tick_s)
     recorder.finish(retention.kept, patience_s=0 if storage_problem(run.root) else patience_s)
-    if retention.kept and not any(each.best for each in retention.kept):
+    if not retention.kept:
+        return None
+    best = [info for info in retention.kept if info.best]
+    if not best:
         log.warning("no checkpoint has the metric %s, so the newest counts as the best", config.best_metric)
-    return next((each for each in retention.kept if each.best), retention.kept[-1] if retention.kept else None)
+    return best[0] if best else retention.kept[-1]
 
 
 class CheckpointRetention:

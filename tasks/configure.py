@@ -144,7 +144,8 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
     # With "auto" the saved values were chosen when the run began, and the given ones are still the defaults.
     if given.parallel.sizes == saved.parallel.sizes == "auto":
         chosen = CHOSEN if given.parallel.memory_gib else {*CHOSEN, "parallel.memory_gib"}
-        before, now = ({key: value for key, value in each.items() if key not in chosen} for each in (before, now))
+        before = {key: value for key, value in before.items() if key not in chosen}
+        now = {key: value for key, value in now.items() if key not in chosen}
     if given.model.fixed_batch == "auto":
         before["model.fixed_batch"] = "auto"
     if given.precision.compute == "auto":
@@ -208,17 +209,9 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     # the sweep has named its trials, such as trial 2 of `mlp-15`: `mlp-15-2`
     trial = membership(run)
     name = name_of(run, config.name, wanted=config.name if trial else "")
-    identity = RunIdentity(
-        run_id=run.root.name,
-        name=name,
-        config_name=known.config_name if known else config.name.rpartition("-")[0] if trial else config.name,
-        created_at=known.created_at if known else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        model_sha256=digest,
-        code_sha256=code,
-        prefect_url=_prefect_url(),
-        tracking_uri=known.tracking_uri if known else store_of(config.monitor),
-        git_commit=known.git_commit if known else commit_of(Path.cwd()),
-    )
+    identity = known or _new_identity(run, config, is_trial=trial is not None)
+    current = {"run_id": run.root.name, "name": name, "prefect_url": _prefect_url()}
+    identity = identity.model_copy(update=current | {"model_sha256": digest, "code_sha256": code})
     try:
         tracker = tracking.Tracker(identity.tracking_uri)
         mlflow_run_id, mlflow_url = tracker.start_run(
@@ -241,6 +234,20 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     except mlflow_store.TrackingError as error:
         raise RuntimeUnavailable(str(error)) from None
     return identity.model_copy(update={"mlflow_run_id": mlflow_run_id, "mlflow_url": mlflow_url})
+
+
+def _new_identity(run: RunDir, config: RunConfig, *, is_trial: bool) -> RunIdentity:
+    """Return what a run keeps from its beginning: the configuration's name, the time, the store and the commit."""
+    return RunIdentity(
+        run_id=run.root.name,
+        name=config.name,
+        # the name of a trial is the sweep's, with its number behind it
+        config_name=config.name.rpartition("-")[0] if is_trial else config.name,
+        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        model_sha256="",
+        tracking_uri=store_of(config.monitor),
+        git_commit=commit_of(Path.cwd()),
+    )
 
 
 def _model_of_checkpoint(run: RunDir) -> str:

@@ -113,8 +113,11 @@ def choose(checkpoints: Sequence[CheckpointInfo], which: str) -> CheckpointInfo:
     """Return the best checkpoint, or the last one, also when none was evaluated. Raises CheckpointError without one."""
     if not checkpoints:
         raise CheckpointError("there is no checkpoint to export; train first, with `onward run` or `onward resume`")
-    best = [info for info in checkpoints if info.best and which == "best"]
-    return best[0] if best else max(checkpoints, key=lambda info: info.step)
+    if which == "best":
+        for info in checkpoints:
+            if info.best:
+                return info
+    return max(checkpoints, key=lambda info: info.step)
 
 
 def export_file(
@@ -152,16 +155,22 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
     average = config.exports_average
     sent = points_of_file(points_of_step(RunHistory.of(run.events, series=()), exported.step), average=average)
     parity = {"exported/parity": exported.parity}
+    documents = [*exported.preprocessing]
+    if exported.card:
+        documents.append(exported.card)
+    documents += _optimized(exported)
+    names = {info.name for info in signature.inputs}
     with np.load(example_in(run.export), allow_pickle=False) as example:
         file = ModelFile(
             path=exported.path,
             sha256=exported.sha256,
             beside=exported.beside,
-            documents=(*exported.preprocessing, *([exported.card] if exported.card else []), *_optimized(exported)),
+            documents=tuple(documents),
             inputs=tuple(map(_port, signature.inputs)),
             outputs=tuple(map(_port, signature.outputs)),
             step=exported.step,
-            example=dict(example) if set(example) == {info.name for info in signature.inputs} else {},  # a part's
+            # it is an example of the part of the graph that was trained, which may have other inputs than the file
+            example=dict(example) if set(example) == names else {},
             metrics={**only_of_file(exported.after, sent, average=average), **exported.test, **parity},
             points=sent,
             tags=version_tags(run, exported) | tags,
@@ -210,12 +219,16 @@ def _register_with_retries(tracker: Tracker, file: ModelFile, name: str) -> str:
 
 def _optimized(exported: ExportedModel) -> Iterator[Path]:
     """Yield the variant that runs faster with the same results, if it was made: it is registered with the file."""
-    yield from (each.path for each in exported.variants if each.kind == "optimized" and each.path)
+    for variant in exported.variants:
+        if variant.kind == "optimized" and variant.path:
+            yield variant.path
 
 
 def _port(info: TensorInfo) -> Port:
     dtype = {"bfloat16": "float32", "string": "str"}.get(info.dtype, info.dtype)  # numpy's names
-    return Port(info.name, dtype, tuple(-1 if dim is None else dim for dim in info.shape or (None,)))
+    # MLflow writes -1 for any length; a tensor of unknown rank, or of rank 0, gets one such axis
+    shape = info.shape or (None,)
+    return Port(info.name, dtype, tuple(-1 if dim is None else dim for dim in shape))
 
 
 def _verified_before(run: RunDir, chosen: CheckpointInfo) -> ExportedModel | None:
@@ -235,7 +248,8 @@ def _deliver(config: RunConfig, exported: ExportedModel) -> None:
         return
     with owned_folder("onward-export-") as folder:
         copied = copy_to(folder / url.rpartition("/")[2], exported, source=config.model.path, temporary=True)
-        files = sorted(file for file in folder.rglob("*") if file.is_file() and file != copied.path)
+        written = (path for path in folder.rglob("*") if path.is_file())
+        files = sorted(file for file in written if file != copied.path)
         try:
             for file in (*files, copied.path):  # the model itself last: when it is there, all its files are
                 upload(file, url.rpartition("/")[0] + "/" + file.relative_to(folder).as_posix())
@@ -277,15 +291,18 @@ def copy_to(
         except OSError as error:
             why = f"cannot write the exported file to {place}: {error}"
             raise (storage_error(error, place) or RuntimeUnavailable(why)) from error
+
+    def copied(files: Sequence[Path]) -> tuple[Path, ...]:
+        return tuple(copies[file] for file in files)
+
+    variants = tuple(variant.model_copy(update={"path": places.get(variant.kind)}) for variant in exported.variants)
     moved = {
         "path": target,
-        "beside": tuple(copies[file] for file in exported.beside),
-        "training": tuple(copies[file] for file in exported.training),
-        "preprocessing": tuple(copies[file] for file in exported.preprocessing),
+        "beside": copied(exported.beside),
+        "training": copied(exported.training),
+        "preprocessing": copied(exported.preprocessing),
         "card": copies[exported.card] if exported.card else None,
-        "variants": tuple(
-            variant.model_copy(update={"path": places.get(variant.kind)}) for variant in exported.variants
-        ),
+        "variants": variants,
     }
     return exported.model_copy(update=moved)
 

@@ -176,7 +176,8 @@ def places(ranks: Sequence[RankReport]) -> Iterable[Place]:
 def packages() -> str:
     """Return the installed Python packages with their versions, one in a line, as `pip freeze` lists them."""
     # the two lines alone: parsing the descriptions of 300 packages takes most of a second
-    texts = (each.read_text("METADATA") or each.read_text("PKG-INFO") or "" for each in metadata.distributions())
-    names = (dict(re.findall(r"^(Name|Version): *(.*?) *$", text.split("\n\n", 1)[0], re.MULTILINE)) for text in texts)
+    texts = (each.read_text("METADATA") or each.read_text("PKG-INFO") for each in metadata.distributions())
+    heads = ((text or "").split("\n\n", 1)[0] for text in texts)
+    names = (dict(re.findall(r"^(Name|Version): *(.*?) *$", head, re.MULTILINE)) for head in heads)
     found = {each["Name"]: each["Version"] for each in names if len(each) == 2}
     return "".join(f"{name}=={version}\n" for name, version in sorted(found.items(), key=lambda pair: pair[0].lower()))

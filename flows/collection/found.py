@@ -91,7 +91,9 @@ def runs_of_home() -> list[RunDir]:
 
 def size_of(folder: Path) -> int:
     """Return the bytes of the files in a directory; links are not followed."""
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    files = (path for path in folder.rglob("*") if path.is_file())
+    # a link has the size of its path only, and what it leads to belongs to another directory
+    return sum(path.lstat().st_size for path in files if not path.is_symlink())
 
 
 def cutoff(rules: Rules) -> datetime.datetime:
@@ -131,7 +133,9 @@ def _history(run: RunDir, facts: Facts) -> str:
 def _shards(remaining: list[RunDir], rules: Rules, kept: list[Kept]) -> Iterator[Item]:
     """Yield the shards to which no run links that stays."""
     folder = onward_home() / "shards"
-    if waiting := [run.root.name for run in remaining if is_running(run) and not run.shards.is_symlink()]:
+    # a run links its shards only when they are complete, and until then no link protects them
+    running = (run for run in remaining if is_running(run))
+    if waiting := [run.root.name for run in running if not run.shards.is_symlink()]:
         kept.append(Kept(name=str(folder), why=f"the run {waiting[0]} is just about to use some"))
         return
     needed = linked_shards(remaining)

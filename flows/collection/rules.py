@@ -29,11 +29,9 @@ from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
 DAY_S = 86400.0
 OTHER_FILES = {"preflight", "job.json"}
 """Files of a run directory that are no properties of RunDir."""
-FILES = {
-    path.name
-    for name, kind in vars(RunDir).items()
-    if isinstance(kind, property) and isinstance(path := getattr(RunDir(Path("run")), name), Path)
-} | {*OTHER_FILES, "flow.log"}
+PROPERTIES = [name for name, attribute in vars(RunDir).items() if isinstance(attribute, property)]
+VALUES = [getattr(RunDir(Path("run")), name) for name in PROPERTIES]
+FILES = {value.name for value in VALUES if isinstance(value, Path)} | {*OTHER_FILES, "flow.log"}
 """Names of what Onward writes into a run directory."""
 
 
@@ -72,8 +70,9 @@ def gather(rules: Rules, deployments: Mapping[str, str]) -> Facts:
     runs = onward_home() / "runs"
     texts = {name: _text(runs / name / "config.json") for name, _ in listed}
     texts |= {path.parent.name: _text(path) for path in (onward_home() / "sweeps").glob("*/sweep.json")}
+    states = {RunDir(runs / name): _state(RunDir(runs / name), status["state"]) for name, status in listed}
     return Facts(
-        states={RunDir(runs / name): _state(RunDir(runs / name), status["state"]) for name, status in listed},
+        states=states,
         newest=frozenset(RunDir(runs / name) for name, _ in listed[: rules.keep]),
         named_by=_named_by({**texts, **deployments}),
         stores=frozenset(filter(None, (status["tracking_uri"] for _, status in listed))),
@@ -95,11 +94,14 @@ def reason_to_keep(run: RunDir, rules: Rules, facts: Facts, *, is_ours: bool = F
     """Return why a run stays; "" if it may go. is_ours: whether this process holds its lock."""
     state = facts.states.get(run)
     # while this process holds the lock no job can begin, so that it is looked for once more
-    if (not is_ours and is_running(run)) or running_job(run.root, among=None if is_ours else facts.working):
+    tags = None if is_ours else facts.working
+    is_locked = not is_ours and is_running(run)
+    if is_locked or running_job(run.root, among=tags):
         return "it is running"
     if state is None:
         return "it has neither identity.json nor config.json, so it is not known to be a run"
-    if unknown := sorted(each.name for each in os.scandir(run.root) if each.name not in FILES and each.name[0] != "."):
+    names = {entry.name for entry in os.scandir(run.root) if entry.name[0] != "."}
+    if unknown := sorted(names - FILES):
         return f"Onward did not write {', '.join(unknown[:3])}"
     if state not in rules.states:
         return f"its state is {state}"
@@ -107,11 +109,16 @@ def reason_to_keep(run: RunDir, rules: Rules, facts: Facts, *, is_ours: bool = F
         return f"it is among the {rules.keep} newest"
     if (age := age_days(run.root)) < rules.days:
         return f"it was changed {age:.1f} days ago"
-    if not rules.resumable and state != "exported" and (state == "trained" or list_checkpoints(run)):
+    if not rules.resumable and _can_go_on(run, state):
         return "`onward resume` can continue it (--resumable)"
     if is_ours:  # what the registry said when the list was made may be no longer true
         facts.in_use.clear()
     return _sweep_needs(run) or _registry_needs(run, facts) or _others_need(run, facts)
+
+
+def _can_go_on(run: RunDir, state: State) -> bool:
+    """Return whether `onward resume` would do something: export what is trained, or train from a checkpoint."""
+    return state == "trained" or (state != "exported" and bool(list_checkpoints(run)))
 
 
 def _state(run: RunDir, listed: State) -> State:

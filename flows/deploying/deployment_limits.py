@@ -114,9 +114,12 @@ def check_limits(deployment_id: str, settings: Mapping[str, Any]) -> dict[str, s
 def _outside(settings: Mapping[str, Any], limits: Limits) -> Iterator[str]:
     """Yield what is wrong with each path or URL that is not below one of the roots."""
     known = ", ".join(limits.roots) or "none"
+    urls = [root for root in limits.roots if url_of(root)]
     for key, value in _places(settings):
         if url := url_of(value):
-            if not is_registered(url) and not any(url.startswith(root + "/") for root in limits.roots if url_of(root)):
+            # the slash keeps s3://data-of-others out of the root s3://data
+            is_allowed = is_registered(url) or any(url.startswith(root + "/") for root in urls)
+            if not is_allowed:
                 yield f"{key} {redacted(url)} is not below what this deployment may use: {known}"
             continue
         # a pattern is checked itself and with every file that it finds, because a link may lead elsewhere
@@ -158,8 +161,9 @@ def _places(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     data: DataConfig = settings["data"]
     if data.image and (folder := data.image.mask_folder):  # relative to each source
         named = [*(each.source for each in data.mixture), data.evaluation_source, data.test_source]
-        given = [source for source in named if source and source not in BUNDLED_SOURCES]
-        for source in given:
+        for source in named:
+            if not source or source in BUNDLED_SOURCES:
+                continue
             if not url_of(source):
                 yield "data.image.mask_folder", str(folder_of(source) / folder)
             elif Path(folder).is_absolute() or ".." in Path(folder).parts:  # out of the copy that is fetched

@@ -61,12 +61,15 @@ def lines(facts: LiveFacts, width: int, *, ascii_only: bool = False) -> list[Tex
     drawn = [_head(facts, width), *_phases(facts, width)]
     if facts.progress.num_steps:
         drawn.append(_bar(facts, width, ascii_only=ascii_only))
-    known = [(label, [each for each in parts if each]) for label, parts in _rows(facts, ascii_only=ascii_only)]
-    known = [(label, parts) for label, parts in known if parts]
+    rows: list[tuple[str, list[str]]] = []
+    for label, parts in _rows(facts, ascii_only=ascii_only):
+        if known := [part for part in parts if part]:
+            rows.append((label, known))
     if width < TWO_COLUMNS:
-        return [*drawn, *(_row(label, parts, width) for label, parts in known)]
+        return [*drawn, *(_row(label, parts, width) for label, parts in rows)]
     half = (width - 2) // 2
-    for left, right in zip(known[::2], [*known[1::2], None], strict=False):
+    # with an odd number of rows the last one has no right neighbour, which None stands for
+    for left, right in zip(rows[::2], [*rows[1::2], None], strict=False):
         line = _row(*left, half)
         if right:
             line.pad_right(half + 2 - line.cell_len)
@@ -144,17 +147,20 @@ def _head(facts: LiveFacts, width: int) -> Text:
 
 def _phases(facts: LiveFacts, width: int) -> list[Text]:
     """Return one line or two with every phase: those before with their time, the present one, and those to come."""
-    begun = facts.elapsed_s()
-    # every run goes through this one, and most without a question
-    begun = [(phase, s) for phase, s in begun if phase != "approval" or s >= 1 or phase == facts.phase]
+    begun: list[tuple[Phase, float]] = []
+    for phase, seconds in facts.elapsed_s():
+        # every run goes through this one, and most without a question
+        is_passed = phase == "approval" and seconds < 1
+        if not is_passed or phase == facts.phase:
+            begun.append((phase, seconds))
     known = {phase for phase, _ in begun}
     last = max((SHOWN.index(phase) for phase in known if phase in SHOWN), default=0)
-    to_come = [phase for phase in SHOWN[last + 1 :] if phase not in known and facts.phase != "end"]
-    parts = [
-        *((f"{NAMES.get(phase, phase)} {clock(seconds)}", "") for phase, seconds in begun[:-1]),
-        *((f"{NAMES.get(phase, phase)} {clock(seconds)}", "bold cyan") for phase, seconds in begun[-1:]),
-        *((phase, "dim") for phase in to_come),
-    ]
+    parts = [(f"{NAMES.get(phase, phase)} {clock(seconds)}", "") for phase, seconds in begun]
+    if parts:
+        parts[-1] = (parts[-1][0], "bold cyan")
+    # a run that failed in an early phase has no later ones to come
+    upcoming = () if facts.phase == "end" else SHOWN[last + 1 :]
+    parts += [(phase, "dim") for phase in upcoming if phase not in known]
     drawn = [Text()]
     for text, style in parts:
         if drawn[-1] and drawn[-1].cell_len + 2 + len(text) > width:
@@ -192,13 +198,18 @@ def _rows(facts: LiveFacts, *, ascii_only: bool) -> list[tuple[str, list[str]]]:
     ]
     if not saved and progress.num_steps:
         saved = ["none yet"]
+    unit = "updates"
+    epoch = ""
+    if facts.epochs:
+        unit = "epoch"
+        epoch = f"{facts.epoch:.2f} of {facts.epochs:.4g}"
     return [
         ("loss", _loss(facts, ascii_only=ascii_only)),
         ("evaluation", [*evaluated, *map(" ".join, _evaluated(facts))]),
         (
-            "epoch" if facts.epochs else "updates",
+            unit,
             [
-                f"{facts.epoch:.2f} of {facts.epochs:.4g}" if facts.epochs else "",
+                epoch,
                 _known("learning rate {:.3g}", progress.newest("learning_rate")),
                 _known("gradient norm {:.3g}", progress.newest("gradient_norm")),
             ],
@@ -277,6 +288,8 @@ def _memory(facts: LiveFacts) -> list[str]:
 
 def _shares(values: Mapping[str, float], key: str) -> list[tuple[float, float]]:
     """Return (percentage, megabytes) of the node's memory, or of the memory of each of its GPUs."""
-    own = key.startswith("system")
-    names = [name for name in values if name.endswith(f"{key}_percentage") and name.startswith("system") == own]
+    names = [name for name in values if name.endswith(f"{key}_percentage")]
+    # "memory_usage" ends the names of the node's values and of those of its GPUs
+    of_node = key.startswith("system")
+    names = [name for name in names if name.startswith("system") == of_node]
     return [(values[name], values.get(name.replace("percentage", "megabytes"), 0.0)) for name in names]

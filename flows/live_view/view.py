@@ -207,22 +207,21 @@ def _printed_above(view: LiveView, stream: TextIO) -> Iterator[None]:
     above = _Above(view, stream)
     # handlers keep the stream they were made with, so each of them has to be redirected
     loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
-    handlers = {
-        handler
-        for logger in loggers
-        for handler in logger.handlers
-        if isinstance(handler, logging.StreamHandler) and handler.stream is stream
-    }
+    handlers: set[logging.StreamHandler[Any]] = set()
+    for logger in loggers:
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
+                handlers.add(handler)
     is_stderr = sys.stderr is stream
     try:
-        for handler in handlers:
-            handler.setStream(cast(TextIO, above))
+        for redirected in handlers:
+            redirected.setStream(cast(TextIO, above))
         if is_stderr:
             sys.stderr = cast(TextIO, above)
         yield
     finally:
         above.end()
-        for handler in handlers:
-            handler.setStream(stream)
+        for redirected in handlers:
+            redirected.setStream(stream)
         if is_stderr:
             sys.stderr = stream

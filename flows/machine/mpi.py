@@ -138,7 +138,11 @@ def _with_torch(folder: Path, hostfile: str) -> Iterator[Finding]:
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if name not in ("MPI", "mpi4py"))
     what = f"{ranks} rank{'s' * (ranks > 1)} connected by {reports[0].backend} on {devices}; {shown}"
     yield Finding(check="ranks", level="ok", what=what)
-    if differing := [name for name in versions if len({each.versions.get(name) for each in reports}) > 1]:
+    differing: list[str] = []
+    for name, version in versions.items():
+        if any(report.versions.get(name) != version for report in reports):
+            differing.append(name)
+    if differing:
         listed = "; ".join(f"{each.host}: {each.versions.get(differing[0])}" for each in reports)
         what = f"the hosts have other versions of {', '.join(differing)}: {listed}"
         yield Finding(check="ranks", level="problem", what=what, fix="install the same versions on all hosts")

@@ -125,12 +125,13 @@ def _pace(run: RunDir) -> Pace | None:
     manifest = run.shards / "manifest.json"
     rows = read_record(manifest, ShardManifest).rows("evaluation") if manifest.exists() else 0
     ended = datetime.datetime.fromtimestamp(run.train.stat().st_mtime, datetime.UTC)
+    evaluated = own.data.evaluation_rows or rows
     facts = {
         "run": identity.name or identity.run_id,
         "measured_at": ended.isoformat(timespec="seconds"),
-        "host": socket.gethostname() if not own.launch.hostfile else own.launch.hostfile,
+        "host": own.launch.hostfile or socket.gethostname(),
         "data": own.data.source,
-        "evaluation_rows": min(own.data.evaluation_rows or rows, rows),
+        "evaluation_rows": min(evaluated, rows),
     }
     return pace.model_copy(update=facts)
 

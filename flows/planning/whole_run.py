@@ -66,21 +66,26 @@ def plan_run(
         write_record(calibration_file(key_of_run(chosen)), pace)
     rows = count_rows(local, onward_home() / "shards")
     samples = chosen.total_samples(rows.train) if chosen.train.num_steps or rows.train else None
+    epochs = samples / rows.train if samples is not None and rows.train else None
     changed = changed_settings(config)
+    known = origins or {}
+    origins = {key: where for key, where in known.items() if key in changed}
     assert layout.needs is not None, "the process of a plan computes them"
+    copy_bytes = 0
+    if _writes_beside_training(chosen.parallel, chosen.checkpoint, layout):
+        copy_bytes = layout.needs.checkpoint_bytes
+    planned = {name: getattr(layout, name) for name in Plan.model_fields}
     return RunPlan(
-        **{name: getattr(layout, name) for name in Plan.model_fields},
+        **planned,
         rows=rows,
         num_steps=number_of_steps(chosen, rows),
         num_samples=samples,
-        epochs=samples / rows.train if samples is not None and rows.train else None,
+        epochs=epochs,
         time=time_needed(chosen, layout, rows, pace),
         disk=disk_needed(chosen, layout.needs),
-        copy_bytes=layout.needs.checkpoint_bytes
-        if _writes_beside_training(chosen.parallel, chosen.checkpoint, layout)
-        else 0,
+        copy_bytes=copy_bytes,
         changed=changed,
-        origins={key: where for key, where in (origins or {}).items() if key in changed},
+        origins=origins,
     )
 
 

@@ -147,8 +147,10 @@ def thinned(series: Series) -> tuple[list[int], list[float]]:
     for first in range(0, len(steps), width):
         places = range(first, min(first + width, len(steps)))
         # NaN compares with nothing, and would hide the others
-        finite = [place for place in places if math.isfinite(values[place])] or [places[0]]
-        kept += sorted({min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)})
+        finite = [place for place in places if math.isfinite(values[place])]
+        drawn = finite or [places[0]]
+        kept += sorted({min(drawn, key=values.__getitem__), max(drawn, key=values.__getitem__)})
+    # the first and the last point stay, so that the curve has its whole length
     kept = sorted({0, *kept, len(steps) - 1})
     return [steps[place] for place in kept], [values[place] for place in kept]
 

@@ -80,6 +80,11 @@ def render(template: str, **values: Any) -> str:
 def page_of(facts: RunFacts) -> str:
     """Return the report of a run as HTML."""
     config = facts.config
+    changed: dict[str, str] = {}
+    lines: list[str] = []
+    if config:
+        changed = settings_as_text(config, only_changed=True)
+        lines = [line for line in config_lines(config) if not line.startswith("#")]
     return render(
         "report.html",
         facts=facts,
@@ -94,8 +99,8 @@ def page_of(facts: RunFacts) -> str:
         losses=_losses_of_rows(facts),
         changes=_changes(facts),
         environment=environment_rows(facts),
-        changed=settings_as_text(config, only_changed=True) if config else {},
-        toml="\n".join(line for line in config_lines(config) if not line.startswith("#")) if config else "",
+        changed=changed,
+        toml="\n".join(lines),
     )
 
 
@@ -188,11 +193,10 @@ def _losses_of_rows(facts: RunFacts) -> Drawing | None:
 
 def time_rows(account: TimeAccount) -> list[dict[str, Any]]:
     """Return the parts of the time, in their order, with the rest that is in none of them."""
-    rows = [
-        (name, seconds, TIME_COLOURS[name], PARTS[name])
-        for name, seconds in account.parts.items()
-        if name not in RARE or seconds >= 0.0005 * account.wall_s > 0
-    ]
+    rows: list[tuple[str, float, str, str]] = []
+    for name, seconds in account.parts.items():
+        if name not in RARE or seconds >= 0.0005 * account.wall_s > 0:
+            rows.append((name, seconds, TIME_COLOURS[name], PARTS[name]))
     rows.append(("in no part", account.unaccounted_s, "#d0d7de", "what the clocks of flow and ranks do not explain"))
     return [
         {
@@ -211,7 +215,12 @@ def profile_of(facts: RunFacts) -> dict[str, Any]:
     if not facts.profiles:
         return {}
     first = facts.profiles[0]
-    steps = f"step {first.first_step:,}" + f" to {first.last_step:,}" * (first.last_step > first.first_step)
+    steps = f"step {first.first_step:,}"
+    if first.last_step > first.first_step:
+        steps += f" to {first.last_step:,}"
+    nodes: set[str] = set()
+    for profile in facts.profiles:
+        nodes |= {row.name for row in profile.rows if row.kind == "node"}
     return {
         "steps": steps,
         "step_ms": max(each.step_ms for each in facts.profiles),
@@ -219,7 +228,7 @@ def profile_of(facts: RunFacts) -> dict[str, Any]:
         "note": first.note,
         "nodes": slowest_nodes(facts.profiles),
         "others": other_rows(facts.profiles),
-        "num_nodes": len({row.name for each in facts.profiles for row in each.rows if row.kind == "node"}),
+        "num_nodes": len(nodes),
     }
 
 

@@ -153,16 +153,22 @@ def read_facts(run: RunDir) -> RunFacts:
     manifest = read(run.shards / "manifest.json", ShardManifest)
     history = known("the event log", lambda: RunHistory.of(run.events), None)
     tables = [read(path, ClassTable) for path in sorted(run.classes.glob("*classes.json"))]
+    classes = [table for table in tables if table]
+    curves: dict[str, Series] = {}
+    account: TimeAccount | None = None
+    if history:
+        curves = {name: history.curve(name) for name in history.values}
+        account = known("the account of the time", lambda: time_account(run, history, now_ms), None)
     return RunFacts(
         run=run,
         state=state,
         identity=read(run.identity, RunIdentity),
         config=config,
         history=history or RunHistory(run.events),
-        curves={name: history.curve(name) for name in history.values} if history else {},
+        curves=curves,
         attempts=endings(run),
         ending=ending,
-        account=known("the account of the time", lambda: time_account(run, history, now_ms), None) if history else None,
+        account=account,
         trained=read(run.train, TrainResult),
         metrics=read(run.metrics, MetricsSummary),
         exported=read(run.exported, ExportedModel),
@@ -170,7 +176,7 @@ def read_facts(run: RunDir) -> RunFacts:
         rehearsal=read(run.rehearsal, Rehearsal),
         runtime=read(run.runtime, RuntimeReport),
         manifest=manifest,
-        classes=[table for table in tables if table],
+        classes=classes,
         samples=read(samples_in(run.export), Samples),
         changes=read(changes_in(run.export), Difference),
         profiles=known("the profile", lambda: read_profiles(run), []),
@@ -186,10 +192,11 @@ def _tokens_per_sample(
     """Return the mean number of tokens of a training sample; 0 for data that is not tokenized text."""
     if config is None or manifest is None or not config.data.text:
         return 0.0
-    columns = [each for each in manifest.columns if each.dtype.startswith("int") and len(each.shape) == 1]
-    if not columns:
+    integers = [column for column in manifest.columns if column.dtype.startswith("int")]
+    sequences = [column for column in integers if len(column.shape) == 1]
+    if not sequences:
         return 0.0
-    first = columns[0]
+    first = sequences[0]
     if not first.variable:
         return float(first.shape[0])
     try:

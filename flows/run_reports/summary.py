@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from onward.flows.run_reports.reported_run import EVALUATION, RunFacts
 from onward.trainer.config.metric_names import is_greatest
@@ -84,14 +84,19 @@ def results(facts: RunFacts) -> list[tuple[str, str, str, str]]:
     """
     exported = facts.exported
     metrics = facts.metrics
-    before = exported.before if exported else metrics.first if metrics else {}
-    after = exported.after if exported else metrics.last if metrics else {}
+    before: Mapping[str, float] = {}
+    after: Mapping[str, float] = {}
+    if exported:
+        before, after = exported.before, exported.after
+    elif metrics:
+        before, after = metrics.first, metrics.last
     if not after:  # it has not ended, or has no record of it
         before, after = ({name: each.values[place] for name, each in facts.evaluations.items()} for place in (0, -1))
+    if not exported:
+        after = {name: value for name, value in after.items() if name.startswith(EVALUATION)}
     rows = [
         (_short(name), _number(before.get(name)), _number(value), _trend(name, before.get(name), value))
         for name, value in sorted(after.items(), key=lambda item: (not item[0].endswith("/loss"), item[0]))
-        if name.startswith(EVALUATION) or exported
     ]
     tested = exported.test if exported else {}
     return [*rows, *((name.replace("/", ": "), "", _number(value), "") for name, value in sorted(tested.items()))]

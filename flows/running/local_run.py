@@ -148,7 +148,10 @@ def close_flow_run(flow_run: FlowRun, error: BaseException) -> None:
     asked = isinstance(error, KeyboardInterrupt | SystemExit)
     with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # the error itself must be shown
         state = client.read_flow_run(flow_run.id).state
-        if state is None or not state.is_final() or (asked and state.is_crashed()):
+        is_open = state is None or not state.is_final()
+        # Prefect takes a signal for a crash; that the user has asked for it makes the run Cancelled
+        was_crashed = state is not None and state.is_crashed()
+        if is_open or (asked and was_crashed):
             what = "before the run began, or after its last task"
             closed: State[object] = Cancelled(message=f"stopped {what}") if asked else Failed(message=str(error))
             client.set_flow_run_state(flow_run.id, closed, force=True)
@@ -172,14 +175,14 @@ def mark_orphaned_runs_crashed() -> None:
             flow_filter=FlowFilter.model_validate({"name": {"any_": ["train-onnx", "sweep-onnx"]}}),
             flow_run_filter=FlowRunFilter.model_validate(running),
         )
-        orphans = [
-            (flow_run.id, run)
-            for flow_run in shown
-            if not is_running(run := run_directory_of(flow_run.id, flow_run.parameters))
-            and _may_be_orphan(flow_run, run)
+        orphans: list[tuple[UUID, RunDir]] = []
+        for flow_run in shown:
+            run = run_directory_of(flow_run.id, flow_run.parameters)
+            if is_running(run) or not _may_be_orphan(flow_run, run):
+                continue
             # A flow run that has just started may not have locked its run directory yet, unless its process is gone.
-            and (is_gone(flow_run.context.get(CREATOR)) or (flow_run.start_time or started_before) <= started_before)
-        ]
+            if is_gone(flow_run.context.get(CREATOR)) or (flow_run.start_time or started_before) <= started_before:
+                orphans.append((flow_run.id, run))
         # one wait for all of them, not one for each
         if orphans:
             time.sleep(ORPHAN_RECHECK_S)
@@ -261,7 +264,9 @@ def run_to_end(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> Exp
         result: ExportedModel = state.result(_sync=True)  # type: ignore[call-overload]
     except Exception as error:
         ending = ending_of(run)
-        if ending and ending.status == "completed" and ending.flow_run_id == str(flow_run.id) and run.exported.exists():
+        # the record of an earlier flow of this run says nothing about this one
+        is_done = ending is not None and (ending.status, ending.flow_run_id) == ("completed", str(flow_run.id))
+        if is_done and run.exported.exists():
             # only Prefect could not be told; the next command tells it
             log.warning(
                 "the run is done, but its Prefect server does not answer any more (%s) and shows it as running until "

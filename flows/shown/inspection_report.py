@@ -28,16 +28,17 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
         ("model", str(found.path)),
         ("size", f"{found.size_bytes:,} bytes"),
         ("written by", f"{found.producer or 'an unknown exporter'}; ir {found.ir_version}, opset {opsets}"),
-        *(("input", text) for text in found.inputs),
-        *(("output", text) for text in found.outputs),
-        *((kind, f"{total.values:,} numbers in {total.tensors} tensors") for kind, total in found.totals.items()),
-        ("in all", _numbers(found)),
-        # one clause on each line
-        *zip(("pre-processing", "", ""), filter(None, found.preprocessing.split("; ")), strict=False),
-        ("importable", _importable(found)),
-        ("onnxruntime", "opens it" if found.runtime.opens else f"rejects it: {found.runtime.error}"),
-        *((("guard", found.guard.summary),) if found.guard else ()),
     ]
+    facts += [("input", text) for text in found.inputs]
+    facts += [("output", text) for text in found.outputs]
+    facts += [(role, f"{total.values:,} numbers in {total.tensors} tensors") for role, total in found.totals.items()]
+    facts.append(("in all", _numbers(found)))
+    # one clause on each line
+    facts += zip(("pre-processing", "", ""), filter(None, found.preprocessing.split("; ")), strict=False)
+    facts.append(("importable", _importable(found)))
+    facts.append(("onnxruntime", "opens it" if found.runtime.opens else f"rejects it: {found.runtime.error}"))
+    if found.guard:
+        facts.append(("guard", found.guard.summary))
     table(facts)
     _title("weights")
     rows = list(_weight_rows(found.weights, everything=everything))

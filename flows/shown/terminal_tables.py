@@ -51,18 +51,23 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [(key.replace("_", " "), facts[key]) for key in ("exported", "ended_early", "to_go_on") if facts.get(key)]
     rows += [(name.replace("/", " "), f"{value:.4f}") for name, value in sorted(facts.get("test", {}).items())]
     rounding = f", its kernels round by {facts['rounding']:.2g}" if facts.get("rounding") else ""
+    registered = f", {facts['registered']}" if facts["registered"] else ""
+
+    def optional(name: str) -> list[tuple[str, str]]:
+        return [(name, facts[name])] if facts.get(name) else []
+
     return [
         *rows,
         ("onnxruntime parity", f"{facts['parity']:.2g} of the largest output{rounding}"),
-        *([("data", facts["data"])] if facts.get("data") else []),
+        *optional("data"),
         ("trained model", str(facts["model"])),
         ("run directory", str(facts["directory"])),
-        *([("report", facts["report"])] if facts.get("report") else []),
-        ("MLflow", f"run {facts['mlflow_run_id']}" + (f", {facts['registered']}" if facts["registered"] else "")),
-        *([("promotion", facts["promotion"])] if facts.get("promotion") else []),
+        *optional("report"),
+        ("MLflow", f"run {facts['mlflow_run_id']}{registered}"),
+        *optional("promotion"),
         ("Prefect", str(facts["prefect_url"])),
         ("steps", f"{facts['step']} in {facts['elapsed_s']:.1f} s, {facts['attempts']} attempt(s)"),
-        *([("throughput", facts["throughput"])] if facts.get("throughput") else []),
+        *optional("throughput"),
         ("to look at it", "onward ui"),
     ]
 

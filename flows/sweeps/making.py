@@ -143,9 +143,14 @@ def _all_problems(
 
 def _named(found: Sequence[dict[str, Any]], tried: Sequence[dict[str, Any]]) -> str:
     """Name combinations by the settings that have one value in all of them, if possible by one that no other has."""
-    common = {key: value for key, value in found[0].items() if all(each[key] == value for each in found)}
-    others = [each for each in tried if each not in found]
-    own = {key: value for key, value in common.items() if all(each[key] != value for each in others)}
+    others = [settings for settings in tried if settings not in found]
+    common: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for key, value in found[0].items():
+        if all(settings[key] == value for settings in found):
+            common[key] = value
+            if all(settings[key] != value for settings in others):
+                own[key] = value
     if common:
         return describe_settings(own or common)
     few = " or ".join(describe_settings(each) for each in found[:MAX_NAMED])

@@ -82,7 +82,10 @@ class Mpirun:
         hosts = ["--hostfile", ranks.hostfile] if ranks.hostfile else ["--map-by", ":OVERSUBSCRIBE"]
         # A login over ssh starts with an empty environment.
         names = sorted({*environment_of_ranks(environment), TAG}) if ranks.hostfile else []
-        exports = [word for name in names if name.startswith(CARRIED) for word in ("-x", name)]
+        exports: list[str] = []
+        for name in names:
+            if name.startswith(CARRIED):
+                exports += ["-x", name]
         started = [*hosts, *exports, *python, "-m", *ranks.module]
         return [str(self.program()), "-n", str(ranks.num_ranks), "--bind-to", "none", *started]
 

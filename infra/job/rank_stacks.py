@@ -88,7 +88,7 @@ class RankStack:
         """The innermost lines of the thread on which the rank's progress depends."""
         frames = self._working if self.state == "thread" and self._working else self.threads[0]
         # of libraries only what is innermost: the user looks for a line of their own, or of Onward
-        own = [frame for number, frame in enumerate(frames) if number == 0 or not frame.is_library]
+        own = [*frames[:1], *(frame for frame in frames[1:] if not frame.is_library)]
         prefix = "waits for a thread of its own, which is in " if self.state == "thread" else "is in "
         source = next((f": `{frame.text}`" for frame in own[:1] if frame.text), "")
         calls = "".join(f", called by {frame}" for frame in own[1:NUM_LINES])
@@ -155,7 +155,8 @@ def explain_hang(stacks: Mapping[int, RankStack], *, stopped: Mapping[int, str])
 
     stacks: of every rank. stopped: what the launcher saw of ranks that a signal had stopped.
     """
-    waiting = [rank for rank, stack in stacks.items() if stack.state == "waits" and rank not in stopped]
+    in_collectives = [rank for rank, stack in stacks.items() if stack.state == "waits"]
+    waiting = [rank for rank in in_collectives if rank not in stopped]
     others = f"; {_ranks(waiting)} for it" if waiting else ""
     for rank, why in stopped.items():
         stack = stacks.get(rank, RankStack(()))

@@ -75,11 +75,12 @@ class StoppedRanks:
 
         mpirun lets stopped ranks go on before it ends them, so the last seconds count.
         """
-        return {
-            rank: f"its process {each.pid} was stopped by a signal (SIGSTOP) for {each.until - each.since:.0f} s"
-            for rank, each in self._stops.items()
-            if each.until - each.since >= LOOK_S and self._looked_at - each.until < RECENT_S
-        }
+        clauses: dict[int, str] = {}
+        for rank, stop in self._stops.items():
+            lasted_s = stop.until - stop.since
+            if lasted_s >= LOOK_S and self._looked_at - stop.until < RECENT_S:
+                clauses[rank] = f"its process {stop.pid} was stopped by a signal (SIGSTOP) for {lasted_s:.0f} s"
+        return clauses
 
 
 class _Stop(NamedTuple):

@@ -61,14 +61,16 @@ class Store:
     @property
     def _client(self) -> MlflowClient:
         # SQLite would go on writing to a file that was removed or replaced, and nobody would ever read that
-        found = file_of(self.tracking_uri)
+        file = file_of(self.tracking_uri)
         database = database_of(self.tracking_uri)
-        if database and not found and (self._connected is not None or self._expected):
+        # before the first connection an absent file is a new store, unless the caller expects an old one
+        had_file = self._connected is not None or self._expected
+        if database and not file and had_file:
             raise TrackingUnavailable(
                 f"the MLflow database {database} was removed: put it back; `onward resume` of a run sends its metrics "
                 "to a new one"
             )
-        if self._connected is not None and self._file != found:
+        if self._connected is not None and self._file != file:
             _close_files(self._connected)
             self._connected = None
         if self._connected is None:

@@ -250,7 +250,9 @@ class Tracker(Store):
         for model in self._models("tags.best = 'false'"):
             path = model.tags.get("path")
             is_marked = model.tags.get("deleted") == "true"
-            if model.model_type == "checkpoint" and path and not is_marked and not Path(path).exists():
+            if model.model_type != "checkpoint" or not path or is_marked:
+                continue
+            if not Path(path).exists():
                 self._client.set_logged_model_tags(model.model_id, {"deleted": "true"})
 
     @translate_errors

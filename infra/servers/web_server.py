@@ -85,8 +85,11 @@ class RequestCheck:
     def _is_open(self, scope: Message) -> bool:
         """Return whether a request needs no login."""
         path = scope["path"]
-        if self._page and (scope["type"] == "websocket" or (scope["method"] == "GET" and self._page.fullmatch(path))):
-            return True
+        if self._page:
+            if scope["type"] == "websocket":  # it has no method
+                return True
+            if scope["method"] == "GET" and self._page.fullmatch(path):
+                return True
         return path in HEALTH
 
 

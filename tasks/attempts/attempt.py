@@ -85,6 +85,12 @@ class Attempt:
                 if not record_hang(self.run, self.number, config, outcome, output):
                     record_first_ending(self.run, self.number, config, output, oom_kills=oom_kills)
             error = self.run.first_error(self.number)
+        disk = silent = ""
+        # with a result the ranks have ended by themselves, and nothing has to be found out
+        if result is None:
+            disk = storage_problem(self.run.root)
+            if outcome.reason != "stopped":
+                silent = _silent_hosts(config, error)
         evidence = Evidence(
             result=result,
             outcome=outcome,
@@ -92,8 +98,8 @@ class Attempt:
             oom_kills=oom_kills,
             said=launcher_of(config.launch).read_ending(output, outcome.returncode),
             ending=describe(outcome, config),
-            disk=storage_problem(self.run.root) if result is None else "",
-            hosts=_silent_hosts(config, error) if result is None and outcome.reason != "stopped" else "",
+            disk=disk,
+            hosts=silent,
         )
         return self._write(
             classify(evidence),
@@ -107,8 +113,11 @@ class Attempt:
     def end_of_killed_flow(self, config: RunConfig) -> None:
         """Write the record of an attempt whose flow was killed before it could."""
         result = result_of(self.run, self.number)
-        saved = "but the ranks saved" if result else "and the ranks did not save"
-        kind: EndingKind = "done" if result and result.status == "done" else "preempted" if result else "rank_lost"
+        kind: EndingKind = "rank_lost"
+        saved = "and the ranks did not save"
+        if result:
+            kind = "done" if result.status == "done" else "preempted"
+            saved = "but the ranks saved"
         self._write(kind, f"the flow's process was killed, {saved}", config, result=result, by_itself=False)
 
     def _write(
@@ -125,16 +134,22 @@ class Attempt:
         """Write the record. by_itself: whether another attempt may follow by itself."""
         history = RunHistory.of(self.run.events, offset=self.events_at, series=())
         logged = history.attempts.get(self.number, AttemptHistory(self.number))
-        last_step = max(logged.last_step, last_beat(self.run.heartbeat).step, error.step if error else 0)
+        rank, host = None, ""
+        # the log is written every few steps, so heartbeat and error record may know of a later one
+        steps = [logged.last_step, last_beat(self.run.heartbeat).step]
+        if error:
+            rank, host = error.rank, error.host
+            steps.append(error.step)
+        resumed_from = logged.start.step if logged.start else self.checkpoint
         ending = AttemptEnding(
             attempt=self.number,
             kind=kind,
             sentence=sentence,
             action="`onward resume` continues it",
-            rank=error.rank if error else None,
-            host=error.host if error else "",
-            step=result.step if result else last_step,
-            resumed_from=logged.start.step if logged.start else self.checkpoint,
+            rank=rank,
+            host=host,
+            step=result.step if result else max(steps),
+            resumed_from=resumed_from,
             checkpoint=newest_checkpoint(self.run),
             began_ms=self.began_ms,
             detected_ms=detected_ms or now_ms(),

@@ -144,8 +144,12 @@ def _sentence(ending: RankEnding, cause: Cause | None, config: RunConfig, traceb
 
 def _lines_of(rank: int, output: str) -> str:
     """Return the output without the lines that another rank has signed, as NCCL's watchdog and error records do."""
-    signed = ((SIGNED.match(line), line) for line in output.splitlines())
-    return "\n".join(line for by, line in signed if by is None or int(by[1] or by[2]) == rank)
+    kept: list[str] = []
+    for line in output.splitlines():
+        signature = SIGNED.match(line)
+        if signature is None or int(signature[1] or signature[2]) == rank:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def host_of(run: RunDir, rank: int, config: RunConfig) -> str:

@@ -94,7 +94,8 @@ def _kind_without_class(evidence: Evidence) -> EndingKind:
     if (error is None or error.secondary) and evidence.said.lost_host is not None:
         return "host_lost"
     # of the ranks that are left, each has only lost its connection to another one
-    return "rank_lost" if signal or (error and error.secondary) else "unknown"
+    lost_another = error is not None and error.secondary
+    return "rank_lost" if signal or lost_another else "unknown"
 
 
 def sentence_of(evidence: Evidence) -> str:

@@ -21,10 +21,16 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
     """
     dumps = {rank: _read(run, attempt, rank) for rank in range(config.world_size)}
     errors = {rank: _error(run, attempt, rank) for rank in dumps}
-    waited_in_vain = {r for r, e in errors.items() if e is not None and e.secondary and TIMED_OUT.search(e.cause)}
+    waited_in_vain: set[int] = set()
+    for rank, error in errors.items():
+        if error is not None and error.secondary and TIMED_OUT.search(error.cause):
+            waited_in_vain.add(rank)
     by_watchdog = [found[1] for text in dumps.values() if (found := WATCHDOG.search(text))]
+    if outcome.reason == "stopped":  # the user has ended the job, whatever it did
+        return False
     silent = outcome.reason in ("silent", "start_timeout")
-    if outcome.reason == "stopped" or not (silent or waited_in_vain or by_watchdog or outcome.stopped_ranks):
+    timed_out = waited_in_vain or by_watchdog
+    if not (silent or timed_out or outcome.stopped_ranks):
         return False
     if any(error is not None and not error.secondary for error in errors.values()):
         return False

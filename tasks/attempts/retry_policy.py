@@ -32,9 +32,11 @@ def newest_checkpoint(run: RunDir) -> int:
 
 def retry_number(earlier: Sequence[AttemptEnding], checkpoint: int) -> int:
     """Return which retry without progress would follow an attempt that ended with this newest checkpoint."""
-    if not earlier or not earlier[-1].retry or checkpoint > max(ending.checkpoint for ending in earlier):
+    if not earlier or not earlier[-1].retry:
         return 1
-    return earlier[-1].retry + 1
+    # a new checkpoint is progress, after which the retries are counted anew
+    has_progress = checkpoint > max(ending.checkpoint for ending in earlier)
+    return 1 if has_progress else earlier[-1].retry + 1
 
 
 def delay_before(retry: int, config: RunConfig) -> float:

@@ -51,7 +51,10 @@ def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
         problems += _device_problems(launch, parallel)
         problems += _hostfile_problems(launch, num_ranks(parallel, launch))
     graph = sections.get("graph")
-    if graph and graph.compiles and not (launch and launch.hostfile) and (missing := missing_compiler()):
+    # the compiler of this host says nothing about those of other hosts
+    runs_here = not (launch and launch.hostfile)
+    compiles = graph is not None and graph.compiles
+    if compiles and runs_here and (missing := missing_compiler()):
         problems.append(missing)
     if resumed:
         return problems

@@ -39,7 +39,8 @@ def with_registered(sections: RunConfig | Mapping[str, Any], known: LocalCopies 
 
     Raises ConfigError for what MLflow does not have, RuntimeUnavailable when it cannot be reached.
     """
-    named = [(setting, url) for setting, url in urls_in(sections) if setting in fetching.MODELS and is_registered(url)]
+    models = [(setting, url) for setting, url in urls_in(sections) if setting in fetching.MODELS]
+    named = [(setting, url) for setting, url in models if is_registered(url)]
     if not named:
         return known
     monitor = dict(sections).get("monitor")

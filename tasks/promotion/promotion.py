@@ -54,7 +54,10 @@ def promote(run: RunDir, exported: ExportedModel, *, approved: bool | None = Non
     config = read_config(run)
     identity = read_record(run.identity, RunIdentity)
     known = exported.promotion
-    if not config.export.alias or (known and (known.status != "waiting" or approved is None)):
+    is_decided = known is not None and known.status != "waiting"
+    # it is decided that somebody has to agree, and nobody has answered yet
+    is_unanswered = known is not None and approved is None
+    if not config.export.alias or is_decided or is_unanswered:
         return exported
     registry = Registry(identity.tracking_uri)
     try:
@@ -104,7 +107,8 @@ def _decide(
         served = registry.served(new.name, alias)
         if served and served.version == new.version:
             return answer.model_copy(update={"status": "served", "reason": f"it is the {alias} already"})
-        if asked.when == "better" and served and (comparison is None or comparison.version != served.version):
+        compared = comparison.version if comparison else None
+        if asked.when == "better" and served and compared != served.version:
             comparison = _compare(run, served, registry)
         good, reason = judge(config, comparison if served else None, served, exported)
         answer = answer.model_copy(update={"reason": reason, "comparison": comparison if served else None})
@@ -165,7 +169,8 @@ def _above_the_floor(config: RunConfig, exported: ExportedModel) -> tuple[bool, 
     sign = 1.0 if config.promote_is_greatest else -1.0
     known = {what: metrics[name] for what, metrics in exported.baselines.items() if name in metrics}
     # written with `not`, because every comparison with NaN is false
-    better = {what: value for what, value in known.items() if not math.isnan(value) and not sign * new > sign * value}
+    numbers = {what: value for what, value in known.items() if not math.isnan(value)}
+    better = {what: value for what, value in numbers.items() if not sign * new > sign * value}
     if not better:
         beaten = ", ".join(f"{value:.6g} of {what}" for what, value in known.items())
         return True, f"{first}" + (f": {name} {new:.6g} is better than {beaten}" if beaten else "")

@@ -59,7 +59,8 @@ class ClassTable(Record):
     @property
     def worst(self) -> list[ClassRow]:
         """The classes with targets, the one with the least F1 first."""
-        known = [row for row in self.classes if row.targets and row.f1 is not None]
+        with_targets = [row for row in self.classes if row.targets]
+        known = [row for row in with_targets if row.f1 is not None]
         return sorted(known, key=lambda row: row.f1 or 0.0)
 
     def files(self) -> dict[str, str]:
@@ -125,12 +126,16 @@ def class_table(event: ConfusionMatrix, run: RunDir) -> ClassTable:
 def _row(name: str, found: int, targets: int, predictions: int) -> ClassRow:
     return ClassRow(
         name=name,
-        precision=found / predictions if predictions else None,
-        recall=found / targets if targets else None,
-        f1=2 * found / (targets + predictions) if targets + predictions else None,
+        precision=_ratio(found, predictions),
+        recall=_ratio(found, targets),
+        f1=_ratio(2 * found, targets + predictions),
         targets=targets,
         predictions=predictions,
     )
+
+
+def _ratio(part: int, total: int) -> float | None:
+    return part / total if total else None
 
 
 def class_names(run: RunDir, title: str, *, are_labels: bool = False) -> Sequence[str]:

@@ -24,9 +24,12 @@ COLOURS = {"train/loss": "#3b6fd4", "evaluation/loss": "#d4703b"}
 
 def curves_of(history: RunHistory) -> dict[str, Curve]:
     """Return name -> (step, loss) of each step of a run; of several attempts the first value counts."""
-    curves = {name: history.curve(name).points() for name in COLOURS}
-    finite = {name: [point for point in curve if math.isfinite(point[1])] for name, curve in curves.items()}
-    return {name: curve for name, curve in finite.items() if curve}
+    curves: dict[str, Curve] = {}
+    for name in COLOURS:
+        finite = [point for point in history.curve(name).points() if math.isfinite(point[1])]
+        if finite:
+            curves[name] = finite
+    return curves
 
 
 def picture(curves: dict[str, Curve], title: str) -> str:

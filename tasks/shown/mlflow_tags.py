@@ -38,7 +38,11 @@ SHOWN = 3
 def parameters(config: RunConfig) -> dict[str, str]:
     """Return the parameters that matter for every run, and those that differ from their defaults, as text."""
     settings = flat_settings(config)
-    wanted = [key for key in THAT_MATTER if key in settings and (settings[key] or "num_" not in key)]
+    wanted: list[str] = []
+    for key in THAT_MATTER:
+        # of train.num_steps and train.num_epochs a run has one, and the other is 0
+        if key in settings and (settings[key] or "num_" not in key):
+            wanted.append(key)
     wanted += [key for key in changed_settings(config) if key != "name"]
     return {key: _short(settings[key]) for key in dict.fromkeys(wanted)}
 
@@ -123,7 +127,8 @@ def trained_from(run: RunDir, model: ModelConfig) -> str:
     if not is_registered(url):
         return url or str(model.path)
     copies = read_record(run.remote, LocalCopies).copies if run.remote.exists() else ()
-    versions = [copy.key.partition(" ")[0] for copy in copies if copy.url == url and " " in copy.key]
+    keys = [copy.key for copy in copies if copy.url == url]
+    versions = [key.partition(" ")[0] for key in keys if " " in key]
     return versions[0] if versions else url
 
 
@@ -136,11 +141,12 @@ def data_digests(run: RunDir) -> dict[str, str]:
 def digests_of(manifest: ShardManifest) -> dict[str, str]:
     """Return split -> SHA-256 of the digests of its files, for the splits that have rows."""
     splits = {"train": manifest.train, "evaluation": manifest.evaluation, "test": manifest.test}
-    return {
-        split: hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
-        for split, files in splits.items()
-        if files
-    }
+    digests: dict[str, str] = {}
+    for split, files in splits.items():
+        if files:
+            joined = "".join(file.sha256 for file in files)
+            digests[split] = hashlib.sha256(joined.encode()).hexdigest()
+    return digests
 
 
 def _tags_of_trial(run: RunDir) -> dict[str, str]:

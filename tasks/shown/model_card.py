@@ -97,16 +97,17 @@ def _place(path: str) -> str:
 
 def _model(run: RunDir, config: RunConfig, exported: ExportedModel, identity: RunIdentity | None) -> list[str]:
     trained = read_record(run.train, TrainResult) if run.train.exists() else None
-    facts = {
-        "SHA-256": f"`{exported.sha256}`",
-        "trained from": _origin(run, config.model),
-        "SHA-256 of that file": f"`{identity.model_sha256}`" if identity and identity.model_sha256 else "",
-        "step of the weights": f"{exported.step}" + (f"; the training ended at {trained.step}" if trained else ""),
-        "weights": "moving average" if config.exports_average else "as trained",
-        "changed tensors": str(exported.changed),
-        "run": code(identity.run_id) if identity else "",
-        "began": identity.created_at if identity else "",
-    }
+    facts = {"SHA-256": f"`{exported.sha256}`", "trained from": _origin(run, config.model)}
+    if identity and identity.model_sha256:
+        facts["SHA-256 of that file"] = f"`{identity.model_sha256}`"
+    facts["step of the weights"] = f"{exported.step}"
+    if trained:
+        facts["step of the weights"] += f"; the training ended at {trained.step}"
+    facts["weights"] = "moving average" if config.exports_average else "as trained"
+    facts["changed tensors"] = str(exported.changed)
+    if identity:
+        facts["run"] = code(identity.run_id)
+        facts["began"] = identity.created_at
     signature = read_signature(exported.path)
     rows = [("input", *_tensor(info)) for info in signature.inputs]
     rows += [("output", *_tensor(info)) for info in signature.outputs]
@@ -118,7 +119,10 @@ def _model(run: RunDir, config: RunConfig, exported: ExportedModel, identity: Ru
 
 
 def _tensor(info: TensorInfo) -> tuple[str, str, str]:
-    shape = "any" if info.shape is None else f"[{', '.join('N' if dim is None else str(dim) for dim in info.shape)}]"
+    shape = "any"
+    if info.shape is not None:
+        dims = ", ".join("N" if dim is None else str(dim) for dim in info.shape)
+        shape = f"[{dims}]"
     return code(info.name), info.dtype, shape
 
 

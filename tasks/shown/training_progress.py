@@ -72,20 +72,23 @@ class Progress:
     def summary(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> MetricsSummary:
         """Return the record for a training that ended as `status`. Speed and wait are the medians over all steps."""
         history = self._history
-        first = next((event.values for event in history.evaluations if event.step == 0 and event.values), {})
+        before_training = (event for event in history.evaluations if event.step == 0)
+        first = next((event.values for event in before_training if event.values), {})
         last = max(history.evaluations, key=lambda event: event.step, default=None)
+        last_values = last.values if last else {}
         end = history.newest.end
         speeds = [speed for speed in self._all("samples_per_s") if speed]
+        ended_early = end.ended_early if end else ""
         return MetricsSummary(
             status=status,
             step=self.step,
             num_events=history.num_events,
             first=first,
-            last=last.values if last else {},
+            last=last_values,
             samples_per_s=statistics.median(speeds or [0.0]),
             data_wait=statistics.median(self._all("data_wait") or [0.0]),
             costs=self._summed_costs(),
-            ended_early=end.ended_early if end else "",
+            ended_early=ended_early,
         )
 
     def _all(self, name: str) -> list[float]:
@@ -94,7 +97,9 @@ class Progress:
         return list(itertools.chain.from_iterable(series.values for series in parts if series))
 
     def _summed_costs(self) -> dict[str, float]:
-        costs = {name: [value for value in self._all(name) if value] for name in COSTS}
+        costs: dict[str, list[float]] = {}
+        for name in COSTS:
+            costs[name] = [value for value in self._all(name) if value]
         summed = {name: statistics.median(values) for name, values in costs.items() if values}
         if costs["memory_bytes"]:
             summed["memory_bytes"] = max(costs["memory_bytes"])

@@ -41,7 +41,7 @@ from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.data.schema.signature import TensorInfo, model_digest, read_signature
-from onward.trainer.diagnostics.config_check import export_conflicts, files_in_the_way
+from onward.trainer.diagnostics.export_conflicts import export_conflicts, files_in_the_way
 from onward.trainer.errors import (
     CheckpointError,
     ConfigError,
@@ -86,6 +86,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
     config = read_config(run)
     chosen = choose(checkpoints, config.export.checkpoint)
     log.info("exporting %s", describe_exported(chosen.step, checkpoints, result, config.checkpoint))
+    # the imports for the registration take about a second, which passes while the process exports
     with registering_prepared(read_record(run.identity, RunIdentity).tracking_uri):
         exported = _verified_before(run, chosen) or export_file(run, chosen.path)
     tags = {"step": str(exported.step), "checkpoint": chosen.path.name, "attempts": str(result.attempts)}
@@ -102,6 +103,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
         failed.append(error)
     show_result(run, exported, result)
     for each in failed:
+        # a full disk is the reason behind the others, and its class decides about the ending of the run
         if isinstance(each, StorageUnavailable):
             raise each
     if failed:
@@ -153,6 +155,7 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
     identity = read_record(run.identity, RunIdentity)
     signature = read_signature(exported.path)
     average = config.exports_average
+    # metrics that the run has sent already are named again by the same points, so that MLflow stores them once
     sent = points_of_file(points_of_step(RunHistory.of(run.events, series=()), exported.step), average=average)
     parity = {"exported/parity": exported.parity}
     documents = [*exported.preprocessing]
@@ -176,6 +179,7 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
             tags=version_tags(run, exported) | tags,
             raw=raw_prediction_of(exported),
         )
+    # an empty setting means the name of the configuration
     name = config.export.register_as or config.name
     tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
     version = _register_with_retries(tracker, file, name)
@@ -236,6 +240,7 @@ def _verified_before(run: RunDir, chosen: CheckpointInfo) -> ExportedModel | Non
     if not run.exported.exists():
         return None
     known = read_record(run.exported, ExportedModel)
+    # a killed export may have left some of its files, and a file that was edited is not the verified one
     complete = known.path.exists() and example_in(run.export).exists() and model_digest(known.path) == known.sha256
     return known if complete and known.step == chosen.step else None
 
@@ -247,6 +252,7 @@ def _deliver(config: RunConfig, exported: ExportedModel) -> None:
         copy_to(Path(config.export.path), exported, source=config.model.path, overwrite=config.export.overwrite)
         return
     with owned_folder("onward-export-") as folder:
+        # first a copy in a directory of this machine, with the names and the layout that the store is to have
         copied = copy_to(folder / url.rpartition("/")[2], exported, source=config.model.path, temporary=True)
         written = (path for path in folder.rglob("*") if path.is_file())
         files = sorted(file for file in written if file != copied.path)
@@ -269,8 +275,10 @@ def copy_to(
     """
     folder = target.parent
     written = [variant for variant in exported.variants if variant.path]
+    # all targets are checked before the first byte is written
     if problems := export_conflicts(target, source, [variant.kind for variant in written]):
         raise RuntimeUnavailable(f"cannot write the exported file to {target}: {why}" for why in problems)
+    # everything beside the file is named after it, so that several exported files can share a directory
     places = {variant.kind: target.with_name(f"{target.stem}.{variant.kind}.onnx") for variant in written}
     copies = {file: folder / file.relative_to(exported.path.parent) for file in exported.beside}
     copies |= {variant.path: places[variant.kind] for variant in written if variant.path}
@@ -284,6 +292,7 @@ def copy_to(
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             if not temporary:
+                # before the copy: a copy that is cut off must be known as ours, to be replaced the next time
                 remember(place, file)
             remove_partials(place)
             with durable_file(place) as partial:
@@ -295,6 +304,7 @@ def copy_to(
     def copied(files: Sequence[Path]) -> tuple[Path, ...]:
         return tuple(copies[file] for file in files)
 
+    # a variant that was refused has no file, and keeps its reason
     variants = tuple(variant.model_copy(update={"path": places.get(variant.kind)}) for variant in exported.variants)
     moved = {
         "path": target,
@@ -324,6 +334,7 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
         raise ExportRefused(f"the exporting process {ending or 'left no record'}")
     # The variants are made from the verified file, each in a process with a fresh memory.
     exported = read_record(record, ExportedModel)
+    # helper nodes that cost something are removed in a variant of their own, also if nobody has asked for it
     kinds = (*extras.variants, *(("optimized",) if exported.helpers else ()))
     variants = tuple(_variant(kind, run, folder) for kind in dict.fromkeys(kinds))
     exported = exported.model_copy(update={"variants": variants})

@@ -189,7 +189,8 @@ def train(
             checkpoints.compare_copies(parts, step=step, beat=beat)
             bad_values.remember_weights(step)
         pace.add(size, agreed.work)
-        if not skipped and (every(config.train.log_period, step) or agreed.stop or ending):
+        logs = every(config.train.log_period, step) or agreed.stop or ending
+        if logs and not skipped:
             cost = pace.values(step)
             events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **cost)
         if every(config.train.log_period, step):
@@ -204,7 +205,8 @@ def train(
         reason = reason_to_end(state.stop, config)
         last = agreed.stop or ending or bool(reason)
         is_best = state.is_best and config.export.checkpoint == "best"
-        if every(config.checkpoint.period, step) or agreed.save or last or is_best:
+        saves = every(config.checkpoint.period, step) or agreed.save
+        if saves or last or is_best:
             with clock("checkpoint"):
                 checkpoints.save(state, parts, beat=beat, last=last)
             bad_values.remember_weights(step)

@@ -54,6 +54,7 @@ def run_directory_of(flow_run_id: object, parameters: Mapping[str, Any]) -> RunD
 
 def command_to_continue(run: RunDir) -> str:
     """Return the command that continues a run, or the sweep of which it is a trial, or a sweep."""
+    # a sweep has a directory of the same form as a run, and trials go on with their sweep only
     if SweepDir(run.root).sweep.exists():
         return f"onward sweep --resume {run.root.name}"
     trial = membership(run)
@@ -63,6 +64,7 @@ def command_to_continue(run: RunDir) -> str:
 def reference_to(run: RunDir) -> str:
     """Return what a command takes to find a run: its name, or its id if its name may be that of others, too."""
     identity = identity_of(run)
+    # runs of earlier versions may share a name
     return identity.name if identity and identity.config_name else run.root.name
 
 
@@ -70,6 +72,7 @@ def how_to_continue(run: RunDir) -> str:
     """Return a clause with the command that continues a run or a sweep, and the step at which it goes on."""
     command = command_to_continue(run)
     saved = list_checkpoints(run)
+    # a sweep finds the steps of its trials itself
     if not command.startswith("onward resume"):
         return f"to continue: {command}"
     if not has_begun(run):
@@ -103,6 +106,7 @@ def locked(run: RunDir, *, timeout_s: float = 60.0) -> Iterator[None]:
     run.root.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     with run.lock.open("ab") as file:  # the content is that of the process which holds the lock
+        # polled in place of a blocking flock, which could not end at the time limit
         while not try_lock(file):
             if time.monotonic() > deadline:
                 raise ConfigError(
@@ -117,6 +121,7 @@ def locked(run: RunDir, *, timeout_s: float = 60.0) -> Iterator[None]:
 def sign(lock: IO[bytes]) -> None:
     """Write into a lock which process holds it, for `holder_of`."""
     with contextlib.suppress(OSError):  # on a full disk only a status lacks it
+        # the former holder may have had a longer text
         lock.truncate(0)
         lock.write(json.dumps(this_process()).encode())
         lock.flush()
@@ -175,6 +180,7 @@ def identity_or_error(run: RunDir) -> RunIdentity:
     if run.identity.exists() or not run.root.exists():
         return read_record(run.identity, RunIdentity)
     name, config_name = name_given_to(run.root.name) or (run.root.name, "")
+    # the configuration is written once when the run begins, so its time is about that of the beginning
     record = run.config if run.config.exists() else run.root
     created_at = datetime.datetime.fromtimestamp(record.stat().st_mtime, datetime.UTC).isoformat(timespec="seconds")
     return RunIdentity(run_id=run.root.name, name=name, config_name=config_name, created_at=created_at, model_sha256="")

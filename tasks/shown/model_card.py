@@ -56,9 +56,11 @@ def write_card(run: RunDir, exported: ExportedModel, folder: Path) -> Path:
 
 def model_card(run: RunDir, exported: ExportedModel) -> str:
     """Return the card in Markdown, with the header that Hugging Face reads."""
+    # as it was given: the paths of local copies mean nothing to a reader elsewhere
     config = read_config(run, "given")
     identity = read_record(run.identity, RunIdentity) if run.identity.exists() else None
     shards = run.shards / "manifest.json"
+    # the card is also written where shards or records are gone, with the rows that are known
     manifest = read_record(shards, ShardManifest) if shards.exists() else None
     record = next((file for file in exported.preprocessing if file.name == "preprocessing.json"), None)
     recipe = read_record(record, Preprocessing) if record else None
@@ -73,6 +75,7 @@ def model_card(run: RunDir, exported: ExportedModel) -> str:
         "Intended use": ["*To be filled in: what the model is for, what it must not be used for, whom it may harm.*"],
         "Licence": ["*To be filled in, here and as `license` in the header: that of the file, and of its data.*"],
     }
+    # the header is YAML; the licence is a comment, because only the publisher can choose it
     lines = ["---", "library_name: onnx", "tags:", "- onnx", "- onward", "# license: apache-2.0", "---", ""]
     lines += [f"# {code(identity.name if identity else config.name)}", "", *_opening(run, config, exported)]
     for heading, content in sections.items():
@@ -114,6 +117,7 @@ def _model(run: RunDir, config: RunConfig, exported: ExportedModel, identity: Ru
     return [
         *table(("what", "value"), ((what, value) for what, value in facts.items() if value)),
         "",
+        # a graph may have hundreds of inputs, such as the cache of a decoder
         *table(("", "name", "type", "shape"), rows[:MOST_NAMED]),
     ]
 
@@ -130,6 +134,7 @@ def _data(run: RunDir, data: DataConfig, manifest: ShardManifest | None, recipe:
     yield f"Source: {_place(data.source)}"
     if manifest:
         digests = data_digests(run)
+        # a split without rows has no digest
         rows = [(what, f"{manifest.rows(split)}", f"`{digests[split]}`") for split, what in SPLITS if split in digests]
         yield from ("", *table(("split", "rows", "SHA-256"), rows))
         left_out = {"bad": manifest.skipped, "without a value": manifest.left_out}
@@ -164,6 +169,7 @@ def _metrics(metrics: Mapping[str, float]) -> str:
 
 
 def _training(config: RunConfig) -> list[str]:
+    # the parameters of the run's page in MLflow, without those that say nothing about the weights
     settings = {key: value for key, value in parameters(config).items() if not key.startswith(NOT_SHOWN)}
     return table(("setting", "value"), [(f"`{key}`", _place(value)) for key, value in settings.items()])
 
@@ -193,6 +199,7 @@ def _preprocessing(recipe: Preprocessing | None, exported: ExportedModel) -> lis
 
 def _predict(exported: ExportedModel) -> Iterator[str]:
     yield from ("```sh", "onward predict FILE.onnx DATA -o predictions.csv", "```")
+    # None where what is beside the file does not say how raw rows become inputs
     if raw := raw_prediction_of(exported):
         yield from ("", f"`DATA` has {_named(column.name for column in raw.columns)}, computed as in training.")
         if raw.predicted:

@@ -110,7 +110,7 @@ def _example(recipe: dict[str, Any], columns: dict[str, str]) -> dict[str, list[
             if texts:
                 found[name] = [int(texts[0]) if kind == "integers" else texts[0]]
         elif kind == "number":
-            means = column.get("center") or column.get("fill") or ()
+            means: Sequence[float] = column.get("center") or column.get("fill") or []
             if len(means) == 1:
                 found[name] = [means[0]]
     # the cells of windows are lists

@@ -34,10 +34,11 @@ RECIPE = (
 
 def refused_warnings(found: Iterable[ExporterWarning], accept: Sequence[str]) -> list[str]:
     """Return a sentence for each warning that changes what is trained and is not in `accept` (`model.accept`)."""
+    changing = [warning for warning in found if warning.changes_training]
     return [
         f'{warning.what}; {warning.remedy}; or, to train it so, set model.accept = ["{warning.key}"]'
-        for warning in found
-        if warning.changes_training and warning.key not in accept
+        for warning in changing
+        if warning.key not in accept
     ]
 
 
@@ -62,7 +63,9 @@ def _nothing_to_train(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 
 def _folded_batch_norm(audit: AuditInput) -> Iterator[ExporterWarning]:
-    biased = [node for node in audit.nodes("Conv", "ConvTranspose") if len(node.input) > 2 and node.input[2]]
+    convolutions = audit.nodes("Conv", "ConvTranspose")
+    # an absent bias is no third input, or one without a name
+    biased = [node for node in convolutions if any(node.input[2:])]
     if not biased or audit.nodes("BatchNormalization"):
         return
     made_up = sum(is_exporter_name(node.input[1]) or is_exporter_name(node.input[2]) for node in biased)
@@ -102,10 +105,9 @@ def _separated_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
     trained = set(audit.trained())
     roles = {name: role for name, role in audit.roles.items() if name in trained}
     kinds = audit.records.weights
-    folded = {
-        name: [origin for origin in origins if kinds[origin] == "parameter"]
-        for name, origins in audit.records.folded.items()
-    }
+    folded: dict[str, list[str]] = {}
+    for name, origins in audit.records.folded.items():
+        folded[name] = [origin for origin in origins if kinds[origin] == "parameter"]
     found = separated_weights(audit.model.graph, audit.stored, roles, audit.records.originals)
     found += [names for names in folded_products(roles, folded) if names not in found]
     if found:
@@ -126,7 +128,8 @@ def _unrecorded_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
         return
     # a new head (model.num_classes) has the name of the one that it replaces
     made = {f"{name}.head" for name in audit.records.kinds}
-    if found := [name for name in audit.trained() if name not in audit.records.kinds and name not in made]:
+    recorded = audit.records.kinds.keys() | made
+    if found := [name for name in audit.trained() if name not in recorded]:
         yield ExporterWarning(
             key="unrecorded",
             what=(
@@ -165,12 +168,12 @@ def _copies(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 
 def _tables(audit: AuditInput) -> Iterator[ExporterWarning]:
-    frozen = {
-        name: audit.stored[name].numel()
-        for name, role in audit.roles.items()
+    frozen: dict[str, int] = {}
+    for name, role in audit.roles.items():
         # what the file says is no guess that could be wrong
-        if role.kind == "frozen" and not role.written and name in audit.stored and audit.stored[name].numel() > 1
-    }
+        is_guessed = role.kind == "frozen" and not role.written
+        if is_guessed and name in audit.stored and audit.stored[name].numel() > 1:
+            frozen[name] = audit.stored[name].numel()
     if frozen:
         largest = dict(sorted(frozen.items(), key=lambda item: -item[1]))
         shown = "; ".join(f"{name} ({size:,}: {audit.roles[name].reason})" for name, size in _few(largest))
@@ -212,9 +215,8 @@ def _no_dropout(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 
 def _halves(audit: AuditInput) -> Iterator[ExporterWarning]:
-    if found := [
-        proto for _, proto in stored_protos(audit.model.graph) if proto.data_type in HALF_TYPES and proto.dims
-    ]:
+    halves = [proto for _, proto in stored_protos(audit.model.graph) if proto.data_type in HALF_TYPES]
+    if found := [proto for proto in halves if proto.dims]:
         name = element_type_name(found[0].data_type).lower()
         yield ExporterWarning(
             key="half_precision",
@@ -258,12 +260,11 @@ LARGE_PART = 0.1
 
 def _mostly_frozen(audit: AuditInput) -> Iterator[ExporterWarning]:
     """Warn of weights that no setting can train, unless the settings leave out others as well."""
-    trainable = [name for name, role in audit.roles.items() if role.kind == "trained" and name not in audit.copies]
-    frozen = {
-        name: audit.numbers_of(name)
-        for name, role in audit.roles.items()
-        if _is_untrainable(role) and f"{name}.lora_a" not in audit.roles
-    }
+    trained = [name for name, role in audit.roles.items() if role.kind == "trained"]
+    trainable = [name for name in trained if name not in audit.copies]
+    untrainable = [name for name, role in audit.roles.items() if _is_untrainable(role)]
+    # a weight with an adapter is trained through it
+    frozen = {name: audit.numbers_of(name) for name in untrainable if f"{name}.lora_a" not in audit.roles}
     total = sum(frozen.values()) + sum(map(audit.numbers_of, trainable))
     if len(audit.trained()) < len(trainable) or sum(frozen.values()) <= LARGE_PART * total:
         return

@@ -10,6 +10,7 @@ BatchNormalization behind a convolution that all levels of a detector share, or 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -33,14 +34,14 @@ def merged_weights(
     Where the exporter wrote which module a node belongs to, by these; elsewhere, judging by how often they are read.
     """
     read = parameters_read(main)
-    changing = [name for name, role in roles.items() if role.kind in ("trained", "statistic") and name in stored]
     often = _read_often(read, stored, roles)
     found = {}
-    for name in changing:
+    for name in _changing(stored, roles):
         parameters = read.get(name, {})
-        uses = [use for each in parameters.values() for use in each]
+        uses = list(itertools.chain.from_iterable(parameters.values()))
         # one tensor cannot be both a scale and a variance, whoever wrote the file
-        if len({use.operand for use in uses if use.operand}) > 1 or _is_merged(stored[name], parameters):
+        operands = {use.operand for use in uses if use.operand}
+        if len(operands) > 1 or _is_merged(stored[name], parameters):
             found[name] = list(parameters)
         elif name in often and any(use.source == "nothing" for use in uses):
             found[name] = often[name]
@@ -70,13 +71,23 @@ def _read_often(
     A network may repeat whole layers, which reads its matrices as often as its vectors. So a vector is suspicious if it
     is read more often than the matrices are, and a matrix if all its elements are equal.
     """
-    readers = {name: list(_nodes(use for uses in found.values() for use in uses)) for name, found in read.items()}
-    changing = [name for name, role in roles.items() if role.kind in ("trained", "statistic") and name in stored]
-    meaningful = {name for name in changing if stored[name].ndim >= 2 and is_distinctive(stored[name])}
+    readers: dict[str, list[str]] = {}
+    for name, parameters in read.items():
+        readers[name] = list(_nodes(itertools.chain.from_iterable(parameters.values())))
+    changing = _changing(stored, roles)
+    matrices = [name for name in changing if stored[name].ndim >= 2]
+    meaningful = {name for name in matrices if is_distinctive(stored[name])}
     # how often the layers of this network are repeated, by its matrices; not by embeddings, which a tied head reads too
     repeats = [len(readers.get(name, ())) for name in meaningful if not roles[name].operator.startswith("Gather")]
     usual = max([1, *repeats])
-    return {name: nodes for name in changing if name not in meaningful and len(nodes := readers.get(name, [])) > usual}
+    suspicious = {name: readers.get(name, []) for name in changing if name not in meaningful}
+    return {name: nodes for name, nodes in suspicious.items() if len(nodes) > usual}
+
+
+def _changing(stored: Mapping[str, torch.Tensor], roles: Mapping[str, Role]) -> list[str]:
+    """Return the stored tensors that training changes: weights, and running statistics."""
+    changing = [name for name, role in roles.items() if role.kind in ("trained", "statistic")]
+    return [name for name in changing if name in stored]
 
 
 def _nodes(uses: Iterable[Use]) -> dict[str, None]:
@@ -91,11 +102,15 @@ def separated_weights(
     originals: stored tensor -> the weight that the exporter folded it from. Only tensors that the file assigns to one
     weight, or to the same operand of one module, are compared.
     """
-    trained = [name for name, role in roles.items() if role.kind == "trained" and name in stored]
+    trained = [name for name, role in roles.items() if role.kind == "trained"]
     places: dict[object, list[str]] = {}
     read = parameters_read(main)
-    for name in (name for name in trained if stored[name].ndim >= 2):
-        written = [use for uses in read.get(name, {}).values() for use in uses if use.source in ("module", "node name")]
+    for name in trained:
+        # of a vector every other one is a multiple by factors of its elements
+        if name not in stored or stored[name].ndim < 2:
+            continue
+        uses = itertools.chain.from_iterable(read.get(name, {}).values())
+        written = [use for use in uses if use.source in ("module", "node name")]
         for place in [originals.get(name, name), *((use.parameter, use.node.op_type, use.slot) for use in written)]:
             places.setdefault(place, []).append(name)
     found: dict[str, list[str]] = {}
@@ -133,7 +148,9 @@ def folded_products(trained: Iterable[str], folded: Mapping[str, Sequence[str]])
     origins = {name: tuple(sorted(folded.get(name, (name,)))) for name in trained}
     found = []
     for name, parameters in origins.items():
-        others = [other for other, own in origins.items() if own != parameters and {*own} & {*parameters}]
+        # tensors of exactly the same parameters are parts of one projection
+        different = [other for other in origins if origins[other] != parameters]
+        others = [other for other in different if not set(parameters).isdisjoint(origins[other])]
         if len(parameters) > 1 and others:
             found.append([*others, name])
     return found
@@ -145,8 +162,7 @@ def removed_biases(main: onnx.GraphProto, weights: Iterable[str]) -> list[str]:
     weights: the names of all weights of the exported network, by what the exporter wrote.
     """
     stored = {tensor.name for tensor in main.initializer}
-    unbiased = [
-        node for node in main.node if node.op_type in ("Conv", "ConvTranspose", "Gemm") and not any(node.input[2:])
-    ]
+    with_bias_input = [node for node in main.node if node.op_type in ("Conv", "ConvTranspose", "Gemm")]
+    unbiased = [node for node in with_bias_input if not any(node.input[2:])]
     names = {f"{module}.bias" for node in unbiased if (module := module_of_node(node)) is not None}
     return [name for name in weights if name in names - stored]

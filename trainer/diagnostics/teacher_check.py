@@ -110,8 +110,9 @@ def _shape_problems(soft: SoftLoss, own: tuple[str, Dims | None], theirs: tuple[
     (name, ours), (other, shape) = own, theirs
     if soft.matched or ours is None or shape is None:  # matched ones may be projected (model/teacher/teacher_model.py)
         return
-    squeezed = [[dim for dim in dims[1:] if dim != 1] for dims in (ours, shape)]
-    if not same_lengths(*squeezed):
+    own_lengths = [dim for dim in ours[1:] if dim != 1]
+    teacher_lengths = [dim for dim in shape[1:] if dim != 1]
+    if not same_lengths(own_lengths, teacher_lengths):
         yield (
             f"teacher.output: the model's {name!r} is {shown_shape(ours)}, but the teacher's {other!r} is "
             f"{shown_shape(shape)}; both must have the same classes: name another output of the teacher, or set "

@@ -109,13 +109,14 @@ def gpu_values(said: str) -> dict[str, float]:
     for line in said.splitlines():
         index, *numbers = (field.strip() for field in line.split(","))
         utilization, used, total, power = (_number(text) for text in (*numbers, "", "", "", "")[:4])
+        # nvidia-smi counts in MiB, and MLflow's names of system metrics say megabytes
         mebibyte = 2**20 / MEGABYTE
-        found = {
-            "utilization_percentage": utilization,
-            "memory_usage_megabytes": None if used is None else used * mebibyte,
-            "memory_usage_percentage": None if used is None or not total else 100 * used / total,
-            "power_usage_watts": power,
-        }
+        found = {"utilization_percentage": utilization}
+        if used is not None:
+            found["memory_usage_megabytes"] = used * mebibyte
+            if total:
+                found["memory_usage_percentage"] = 100 * used / total
+        found["power_usage_watts"] = power
         values |= {f"gpu_{index}_{name}": value for name, value in found.items() if value is not None}
     return values
 

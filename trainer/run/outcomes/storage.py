@@ -141,7 +141,10 @@ def _of_chain(error: BaseException) -> StorageUnavailable | tuple[int, str] | No
 
 def _of_text(text: str) -> tuple[int, str] | None:
     found = _PATTERN.search(text)
-    return (_TEXTS[found["text"]], found["to"] or found["file"] or found["path"] or "") if found else None
+    if found is None:
+        return None
+    names = (found["to"], found["file"], found["path"])
+    return _TEXTS[found["text"]], next(filter(None, names), "")
 
 
 def _number(error: BaseException) -> int:

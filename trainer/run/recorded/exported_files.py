@@ -27,8 +27,9 @@ def remember(place: Path, content: Path) -> None:
 
 
 def not_ours(places: Iterable[Path]) -> list[Path]:
-    """Return those of the files that exist and are not as an export has left them there."""
-    return [place for place in places if place.exists() and not _is_ours(place)]
+    """Return existing files that no export wrote, or that changed since."""
+    existing = (place for place in places if place.exists())
+    return [place for place in existing if not _is_ours(place)]
 
 
 def _is_ours(place: Path) -> bool:

@@ -72,7 +72,10 @@ def list_files(url: str, *, exact: bool = False) -> list[RemoteFile]:
             found = {path: info} if info["type"] == "file" else store.find(path, detail=True)
         base = _base_of(path, one=path in found)
         root = url[: len(url) - len(path)] if url.endswith(path) else f"{urlsplit(url).scheme}://"
-        names = [name for name in found if path in found or "/." not in name[len(base) :]]
+        names = list(found)
+        # a hidden file is read only if it is named
+        if path not in found:
+            names = [name for name in names if "/." not in name[len(base) :]]
         if not names:
             raise DataError(f"{redacted(url)}: there is no file")
         files = [_remote_file(url, root, base, name, found[name], is_web=is_web) for name in names]
@@ -188,7 +191,8 @@ def _remote_file(url: str, root: str, base: str, name: str, info: Mapping[str, A
             "noticed; download the file and give its path"
         )
     version = {key: _as_text(info[key]) for key in VERSION_FIELDS if info.get(key)}
-    version = version or {key: str(info[key]) for key in TIME_FIELDS if info.get(key)}
+    if not version:
+        version = {key: str(info[key]) for key in TIME_FIELDS if info.get(key)}
     relative = PurePosixPath(name.partition("?")[0]).name if is_web else name[len(base) :].lstrip("/")
     if ".." in relative.split("/"):
         raise DataError(f"{redacted(url)}: the name {relative!r} contains '..'")

@@ -79,9 +79,12 @@ def settings_of_pace(config: RunConfig) -> dict[str, Any]:
     """Return the settings that decide how long a step takes."""
     found = {}
     for name, section in config.model_dump(mode="json").items():
-        if name not in NO_SECTIONS:
+        if name in NO_SECTIONS:
+            continue
+        found[name] = section
+        if isinstance(section, dict):
             without = WITHOUT_TIME.get(name, frozenset())
-            kept = isinstance(section, dict) and {key: each for key, each in section.items() if key not in without}
+            kept = {key: value for key, value in section.items() if key not in without}
             found[name] = kept or section
     # rates, betas and decays are only numbers in the same computation
     for name in ("optimizer", "average"):
@@ -115,7 +118,8 @@ def pace_of(history: RunHistory, *, batch: int, first_steps: int = 1) -> Pace | 
     steps = list(measured)
     # a line of the log covers the steps since the line before
     before = dict(zip(steps, [begin, *steps], strict=False))
-    kept = [step for step in steps if before[step] >= begin + first_steps] or steps[-1:]
+    later = [step for step in steps if before[step] >= begin + first_steps]
+    kept = later or steps[-1:]
     step_s = statistics.median(measured[step] for step in kept)
     evaluated = [lap.seconds["evaluation"] for lap in attempt.laps]
     evaluations_s = [now - earlier for earlier, now in itertools.pairwise([0.0, *evaluated]) if now != earlier]

@@ -113,10 +113,13 @@ def _record(run: RunDir, data: DataConfig, manifest: ShardManifest) -> None:
     splits: list[DataSplit] = []
     for split in get_args(Split):
         if split in digests:
-            context = "training" if split == "train" else split  # MLflow's word
             num_bytes = sum(file.bytes for file in manifest.files(split))
             profile = {"num_rows": manifest.rows(split), "num_bytes": num_bytes}
-            splits.append(DataSplit(f"{name}/{split}", context, digests[split], profile, columns))
+            splits.append(
+                DataSplit(
+                    f"{name}/{split}", "training" if split == "train" else split, digests[split], profile, columns
+                )
+            )
     try:
         tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
         tracker.log_datasets(splits, source=run.shards.resolve())

@@ -59,6 +59,7 @@ def export(
     exported = exports.export(
         checkpoint, output, variants=variant or (), training=training, overwrite=overwrite, run_code=run_code
     )
+    # the key is there only if it was asked for, or refused
     training_files: dict[str, Any] = {"training": [str(path) for path in exported.training]} if training else {}
     if exported.training_refused:
         training_files = {"training": "", "training_refused": exported.training_refused}
@@ -77,6 +78,7 @@ def export(
     if as_json:
         print_json({**facts, "variants": [each.model_dump(mode="json") for each in exported.variants]})
     else:
+        # a metric that the original file lacks, such as that of a new head, has no "before"
         both = [name for name in exported.after if name in exported.before]
         metrics = {name: f"{exported.before[name]:.4f} -> {exported.after[name]:.4f}" for name in both}
         metrics |= {name: f"{value:.4f}" for name, value in exported.test.items()}
@@ -170,6 +172,7 @@ def squeezenet(
     """Write SqueezeNet v1.1: image to logits."""
     from onward.trainer.onnx_graph.examples.reference_models import build_squeezenet
 
+    # about as many as the body has; the first and the last layer depend on the options
     _refuse_large(750_000 + 64 * 9 * channels + 512 * num_classes)
     model = build_squeezenet(
         num_classes=num_classes, image_size=image_size, channels=channels, dropout=dropout, seed=seed
@@ -191,6 +194,7 @@ def gpt2(
     """Write GPT-2: input_ids to logits. The default sizes are those of the 124M model."""
     from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 
+    # embeddings, and 12 width^2 of each block: 4 for attention, 8 for the layers behind it
     _refuse_large(width * (vocab_size + sequence_length + 12 * num_layers * width))
     model = build_gpt2(
         vocab_size=vocab_size,
@@ -220,6 +224,7 @@ def _write_model(model: Any, output: Path, *, as_json: bool) -> None:
     except EncodeError as error:
         raise MemoryError from error  # its size was checked: protobuf did not get the memory
     write_durably(output, content)
+    # the names are what a configuration needs next
     inputs = [value.name for value in model.graph.input]
     outputs = [value.name for value in model.graph.output]
     facts = {"path": str(output), "bytes": output.stat().st_size, "sha256": sha256(output)}

@@ -25,6 +25,7 @@ def home_directory() -> Iterator[Finding]:
     """Find out whether the home belongs to this user alone, and can be written."""
     home = onward_home()
     if not home.exists():
+        # the run makes the missing directories below the nearest one that exists
         nearest = _existing(home)
         if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
             yield Finding(check="home", level="ok", what=f"{home} will be made by the first run, for its owner alone")
@@ -38,6 +39,7 @@ def home_directory() -> Iterator[Finding]:
         return
     found = home.stat()
     mode = stat.S_IMODE(found.st_mode)
+    # the worst first: each home gets one finding
     if not os.access(home, os.W_OK | os.X_OK):
         fix = f"`chmod u+rwx {home}`, or set ONWARD_HOME to a directory of yours"
         yield Finding(check="home", level="problem", what=f"no right to write to {home} (mode {mode:04o})", fix=fix)
@@ -65,6 +67,7 @@ def disk_space() -> Iterator[Finding]:
         if found.f_files:  # else it has no such limit
             what += f", and {inodes:,} inodes"
             few: Level = "problem" if inodes < LEAST_INODES else "note" if inodes < FEW_INODES else "ok"
+            # the worse of bytes and inodes decides
             level = max(level, few, key=("ok", "note", "problem").index)
         variable = "TMPDIR" if check.endswith("TMPDIR") else "ONWARD_HOME"
         fix = f"make room (`onward gc`), or set {variable} to a directory on a larger disk; `onward plan` says what a "
@@ -105,6 +108,7 @@ def _fsync(folder: Path) -> str:
 
 
 def _lock(folder: Path) -> str:
+    # two descriptors of one file in this process stand for two processes: flock belongs to the open file
     with (folder / "lock").open("wb") as one, (folder / "lock").open("wb") as other:
         fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with contextlib.suppress(BlockingIOError):
@@ -115,6 +119,7 @@ def _lock(folder: Path) -> str:
 
 def _hard_link(folder: Path) -> str:
     (folder / "linked").write_text("x")
+    # some file systems make a copy in place of a link, without an error
     os.link(folder / "linked", folder / "link")
     return "" if (folder / "link").stat().st_nlink == 2 else "it is a copy"
 

@@ -53,6 +53,7 @@ def mpi(hostfile: str = "") -> Iterator[Finding]:
     with folder as name:
         found = list(_alone(Path(name), program, version, hostfile))
         yield from found
+        # torch would fail at the same place, and with a message that explains less
         if not any(each.level == "problem" for each in found):
             yield from _with_torch(Path(name), hostfile)
 
@@ -67,6 +68,7 @@ def _version(program: Path) -> str:
 
 
 def _alone(folder: Path, program: Path, version: str, hostfile: str) -> Iterator[Finding]:
+    # a single rank sends no message
     ranks = max(2, len(read_hostfile(Path(hostfile)))) if hostfile else 2
     ended = _job(folder, ("onward.trainer.distributed.mpi_report", str(folder)), ranks, MPI_S, hostfile)
     reports = [read_record(path, MpiReport) for path in sorted(folder.glob("mpi-*.json"))]
@@ -77,6 +79,7 @@ def _alone(folder: Path, program: Path, version: str, hostfile: str) -> Iterator
         return
     library = reports[0].library
     hosts = sorted({each.host for each in reports})
+    # mpi4py with the library of another MPI starts each process as a world of its own
     if any(each.size != ranks for each in reports):
         what = f"{program} is {version}, but mpi4py {reports[0].mpi4py} has loaded {library}: {ranks} processes each "
         what += f"see a world of {reports[0].size}"
@@ -107,6 +110,7 @@ def _with_torch(folder: Path, hostfile: str) -> Iterator[Finding]:
     ranks = max(2, len(read_hostfile(Path(hostfile)))) if hostfile else here
     run = RunDir(folder)
     settings = {
+        # the preflight opens neither model nor data
         "model": {"path": folder / "none.onnx"},
         "data": {"source": "digits"},
         "train": {"num_steps": 1, "global_batch_size": ranks},
@@ -122,6 +126,7 @@ def _with_torch(folder: Path, hostfile: str) -> Iterator[Finding]:
         first = None
         reports = []
         ended = str(error)
+    # the first rank with an error explains the others, which lost it
     if first or ended or len(reports) != ranks:
         said = f"rank {first.rank} on {first.host}: {first.cause}" if first else ended
         what = f"MPI works, but {ranks} rank{'s' * (ranks > 1)} did not connect through torch: "
@@ -151,6 +156,7 @@ def _with_torch(folder: Path, hostfile: str) -> Iterator[Finding]:
 def _job(folder: Path, module: Sequence[str], ranks: int, limit_s: float, hostfile: str) -> str:
     """Run a module on ranks; return how they ended if they did not end well, with the last lines of their output."""
     log = folder / "ranks.log"
+    # both checks write to the same log
     log.unlink(missing_ok=True)
     job = job_of(
         LaunchConfig(hostfile=hostfile, start_timeout_s=limit_s), module, num_ranks=ranks, run_dir=folder, log=log

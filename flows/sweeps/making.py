@@ -50,15 +50,18 @@ def make_sweep(
     found = layered(source, [*overrides, *space.fixed], profile=profile)
     settings = found.settings
     problems = found.problems
+    # paths are made absolute now, because a sweep may be resumed in another directory
     choices = {key: tuple(_anchored(key, value) for value in values) for key, values in space.choices.items()}
     ranges = space.ranges
     problems += cannot_vary(settings, (*choices, *ranges))
+    # pruning compares what trials evaluate meanwhile
     if prune and "train.evaluation_period" not in choices and setting(settings, "train.evaluation_period") == 0:
         problems.append(
             "--prune compares evaluations while trials are trained, and train.evaluation_period is 0; set it, such as "
             "train.evaluation_period=100"
         )
     number = math.prod(map(len, choices.values()))
+    # a grid has a number of combinations; a range has none
     if ranges and trials < 1:
         which = " and ".join(ranges)
         problems.append(f"{which}: a range has no last value; say how many trials to make, such as --trials 20")
@@ -74,10 +77,12 @@ def make_sweep(
     else:
         problems += _all_problems(settings, choices, ranges, check)
     if problems:
+        # most problems are found once for each combination
         raise ConfigError(dict.fromkeys(problems))
     if (ranges or prune) and importlib.util.find_spec("optuna") is None:
         what = "--prune" if not ranges else "a range of values"
         raise RuntimeUnavailable(f"{what} needs optuna, which is not installed here: {how_to_install('sweep')}")
+    # what all trials share is read from any of them: the settings that decide it cannot vary
     first = load_config(settings, _corner(choices, ranges).items())
     pin = partial(_pinned, monitor=first.monitor)
     for key in REGISTERED:
@@ -101,6 +106,7 @@ def make_sweep(
         tracking_uri=store_of(first.monitor),
     )
     folder = SweepDir.of(sweep.sweep_id)
+    # sweep.json is written last: a directory without it is no sweep
     (folder.root / "trials").mkdir(parents=True)
     write_record(folder.sweep, sweep)
     return folder
@@ -128,6 +134,7 @@ def _all_problems(
 ) -> list[str]:
     """Return what is wrong with any configuration, each problem once, with the settings that cause it."""
     causes: dict[str, list[dict[str, Any]]] = {}
+    # a problem that all combinations share is not the fault of a value, and is named without one
     tried = [*_combinations(choices, ranges)]
     for values in tried:
         try:
@@ -166,6 +173,7 @@ def _combinations(choices: Mapping[str, Sequence[Any]], ranges: Mapping[str, Any
     corner = _corner(choices, ranges)
     yield corner
     for key, values in choices.items():
+        # one setting at a time: all combinations of a search space would be far too many
         yield from ({**corner, key: value} for value in values[1:])
     for key, bounds in ranges.items():
         yield {**corner, key: _number(bounds.kind, bounds.high)}

@@ -32,6 +32,7 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
     timed_out = waited_in_vain or by_watchdog
     if not (silent or timed_out or outcome.stopped_ranks):
         return False
+    # a rank with an error of its own is the cause, and the others only waited for it
     if any(error is not None and not error.secondary for error in errors.values()):
         return False
     first = launcher_of(config.launch).read_ending(output).first_rank
@@ -40,6 +41,7 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
         gave_up = first.rank in waited_in_vain or (first.signal == "SIGABRT" and TIMED_OUT.search(output))
         if not gave_up:
             return False  # the signal is the cause, also if another rank was stopped at that time
+    # what each rank did at the end: the one that does not wait in a collective is the suspect
     stacks = {rank: _stack(text, errors[rank]) for rank, text in dumps.items()}
     write_durably(run.stacks(attempt), _all_stacks(stacks, dumps, errors).encode())
     hang = explain_hang(stacks, stopped=outcome.stopped_ranks)

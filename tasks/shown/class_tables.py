@@ -69,6 +69,7 @@ class ClassTable(Record):
         columns = [name for name in ClassRow.model_fields if name != "name"]
         rows = [[row.name, *(getattr(row, name) for name in columns)] for row in self.classes]
         counts = [[name, *row] for name, row in zip(names, self.confusion, strict=True)]
+        # the name of an output may have slashes
         prefix = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', self.loss)}-" if self.loss else ""
         return {
             f"{prefix}classes.json": self.model_dump_json(indent=2),
@@ -107,6 +108,7 @@ def class_table(event: ConfusionMatrix, run: RunDir) -> ClassTable:
     counts: list[Any] = event.counts
     is_of_labels = isinstance(counts[0][0], list)
     names = class_names(run, event.loss, are_labels=is_of_labels)
+    # names of another number of classes would be those of other classes
     names = names if len(names) == len(counts) else [str(number) for number in range(len(counts))]
     if is_of_labels:  # [label][is][predicted]
         found = [matrix[1][1] for matrix in counts]
@@ -145,6 +147,7 @@ def class_names(run: RunDir, title: str, *, are_labels: bool = False) -> Sequenc
     """
     losses = read_config(run).losses
     found = [loss for loss, name in zip(losses, titles(losses), strict=True) if title in ("", name)]
+    # classes are named by the one column that holds them; several columns have none in common
     if not found or (len(found[0].columns) != 1 and not are_labels):
         return []
     if are_labels:

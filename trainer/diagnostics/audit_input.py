@@ -88,7 +88,6 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
     stored = with_dequantized(part.graph, stored_tensors(part.graph, base))
     main = with_operands(part)
     main = inliner.inline_local_functions(main) if main.functions else main
-    use = "any" if takes_any_batch(module) else "own"
     trained_paths = [path for path, parameter in module.named_parameters() if parameter.requires_grad]
     audit = AuditInput(
         model=main,
@@ -97,7 +96,7 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
         inner=inner,
         roles=module.roles,
         copies=module.copies,
-        batch=BatchUse(use, declared_batch(main.graph)),
+        batch=BatchUse("any" if takes_any_batch(module) else "own", declared_batch(main.graph)),
         records=read_records(part, inner),
         selected=frozenset(module.onnx_names[path] for path in trained_paths),
     )

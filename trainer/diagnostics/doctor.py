@@ -132,6 +132,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     """
     load_converters(converters)
     model = load_model(path)
+    # each step goes on behind the problems of the one before, so that all of them are in one report
     problems = list[str]()
     preprocessing = ""
     front = onnx.ModelProto()
@@ -158,6 +159,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     except UnsupportedModel as error:
         problems += error.problems
     try:
+        # roles of tensors inside of If, Loop and functions are found like those of the main graph
         main = lift_inner_tensors(part)
         audit.inner = tuple(inner_tensors(part))
         audit.records = read_records(main, audit.inner)

@@ -73,6 +73,7 @@ def storage_cause(error: BaseException | str, *places: Path) -> StorageUnavailab
     if has_own_cause(type(error).__name__):  # before the disks are tried, each with a file
         return storage_error(error, places[0] if places else onward_home())
     number, place = _broken_place(places)
+    # the error may name the disk itself, and with the file
     if own := storage_error(error, place):
         return own
     if not number:
@@ -111,6 +112,7 @@ def storage_problem(folder: Path, needed: int = FULL_BYTES) -> str:
     what to do; "" if they could."""
     try:
         _probe(folder)
+        # the probe finds errors of the device, and the free bytes whether a checkpoint would fit
         free = _free(folder)
     except OSError as error:
         known = _number(error)
@@ -186,6 +188,7 @@ def _look(place: Path, *, writes: bool = True) -> int:
     """Return the number of what is wrong with the disk of a directory; 0 if it takes a small file, or seems to."""
     folder = _existing(place)
     try:
+        # from the cheapest look to the one that writes
         if os.statvfs(folder).f_flag & os.ST_RDONLY:
             return errno.EROFS
         if _is_full(folder):
@@ -202,6 +205,7 @@ def _probe(folder: Path) -> None:
     descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
     try:
         os.write(descriptor, bytes(4096))
+        # without it a full or broken disk shows only later, when the kernel writes
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -243,6 +247,7 @@ def _error(number: int, path: Path, needed: int = 0) -> StorageUnavailable:
 
 def _advised(number: int, path: Path, needed: int) -> str:
     """Return what is wrong with the disk of a path, and what to do."""
+    # without inodes it is the number of files that counts, and not their size
     to_do = "delete files" if number == errno.ENOSPC and _without_inodes(path) else TO_DO[number]
     return f"{_sentence(number, path, needed)}; {to_do}"
 

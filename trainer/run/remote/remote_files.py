@@ -59,6 +59,7 @@ def download(files: Sequence[RemoteFile], cache: Path, label: str) -> list[tuple
     Raises DataError for content that is not what the store announced, StorageUnavailable for a full disk, and
     RuntimeUnavailable for a connection that fails again and again.
     """
+    # a file without a version is never complete: it may have changed
     absent = [file for file in files if not _is_complete(file, cache)]
     if absent:
         cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # Onward's home, for its owner alone
@@ -85,12 +86,14 @@ def _download(file: RemoteFile, cache: Path, bar: _Bar) -> RemoteFile:
     """Download one file, unless another process does; return it with its version."""
     partial = cache / f".{file.key}.partial"
     with (cache / f".{file.key}.lock").open("wb") as lock, explained(file.url):
+        # held during the download: other processes wait for the file in place of fetching it as well
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_complete(file, cache):
             return file
         if not file.version:
             partial.unlink(missing_ok=True)  # it may belong to another version
         bar.add(_size(partial), came=False)
+        # content that is wrong once may be that of a connection; wrong twice it is that of the store
         for _ in range(2):
             _fill(file, partial, bar)
             if not (wrong := _wrong_content(file, partial)):
@@ -100,6 +103,7 @@ def _download(file: RemoteFile, cache: Path, bar: _Bar) -> RemoteFile:
             raise DataError(f"{redacted(file.url)}: {wrong}, twice; the file in the store is damaged or being written")
         fsync(partial)
         if not file.version:
+            # its own content is then the version under which the copy is kept
             file = replace(file, version={"content": sha256(partial)})
         place = _place(file, cache)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +119,7 @@ def joined_directory(files: Sequence[tuple[RemoteFile, Path]], cache: Path, name
     themselves, which are moved there.
     """
     place = cache / key_of([file for file, _ in files]) / name
+    # it was renamed into its place, so it is complete
     if place.is_dir():
         return place
     partial = cache / f".{uuid.uuid4().hex}.partial"
@@ -149,6 +154,7 @@ def _fill(file: RemoteFile, partial: Path, bar: _Bar) -> None:
     """Append to `partial` until it has the file's size; errors in between are retried, and what came stays."""
     failures = 0
     block = BLOCK_BYTES
+    # an empty file is complete with 0 bytes, but must exist
     while (have := _size(partial)) < file.size or not partial.exists():
         try:
             with partial.open("ab") as target:
@@ -164,7 +170,9 @@ def _fill(file: RemoteFile, partial: Path, bar: _Bar) -> None:
                 raise storage from error
             if isinstance(error, DataError | RuntimeUnavailable | PermissionError | FileNotFoundError):
                 raise  # it would fail again
+            # a connection that brings bytes is slow and not broken
             failures = 0 if _size(partial) > have else failures + 1
+            # a store or a proxy may end long answers: shorter requests get through
             block = max(block // 4, LEAST_BLOCK_BYTES)
             if failures > len(PAUSES_S):
                 raise RuntimeUnavailable(

@@ -151,6 +151,7 @@ def describe(run: RunDir) -> RunStatus:
     # the log of a long run has many megabytes
     history = RunHistory.of_tail(run.events)
     newest = _newest_result(run)
+    # a resumed run goes on, so its former end does not count while it runs
     ended_early = newest.ended_early if newest and not is_running(run) else ""
     to_go_on = command_to_go_on(newest.stop, read_config(run), reference_to(run)) if newest and ended_early else ""
     layout = _layout(config) if config else ""
@@ -219,6 +220,7 @@ def described_run(run: RunDir) -> RunStatus:
         return describe(run)
     except (OnwardError, OSError) as error:
         identity = identity_of(run)
+        # fields that are added later get an empty value here without anybody thinking of it
         texts = {name: "" for name, field in RunStatus.model_fields.items() if field.annotation is str}
         known = {"run_id": run.root.name, "directory": str(run.root), "state": "damaged", "error": str(error)}
         if identity:
@@ -231,6 +233,7 @@ def described_run(run: RunDir) -> RunStatus:
 
 def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOutcome:
     """Return how a run with an exported file ended."""
+    # the log is read from its tail alone, and the record of the training has the sums over all attempts
     trained = read_record(run.train, TrainResult)
     # of text without a tokenizer the targets are its bytes
     reads_bytes = [loss.is_plain for loss in config.losses] == [True] and not config.data.text
@@ -309,6 +312,7 @@ def is_finished(run: RunDir, config: RunConfig) -> bool:
     has_completed = ending is not None and ending.status == "completed"
     if state_of(run) != "exported" or not has_completed or newest is None:
         return False
+    # a higher limit in this configuration lets a run go on that had ended by it
     may_go_on = newest.ended_early and not reason_to_end(newest.stop, config)
     return not may_go_on and _is_sent(run)
 
@@ -318,6 +322,7 @@ def _is_sent(run: RunDir) -> bool:
     try:
         cursor = json.loads(read_bounded(run.cursor, RECORD_BYTES))
         file = file_of(read_record(run.identity, RunIdentity).tracking_uri)
+        # the cursor also names the database, because a removed one has lost what was sent to it
         return bool(cursor["offset"] == run.events.stat().st_size and cursor["file"] in (file, ""))
     except (OnwardError, OSError, ValueError, KeyError, TypeError, RecursionError):
         return False

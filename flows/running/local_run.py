@@ -59,10 +59,12 @@ def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
     make_private(home)
     with contextlib.ExitStack() as stack:
         try:
+            # a server that the user has configured is not started or stopped by us
             if not own and (url := services.configured_prefect()):
                 services.check_reachable(url)
                 environment = {**service_definitions.CLIENT_SETTINGS, "PREFECT_API_URL": url, "ONWARD_HOME": str(home)}
             else:
+                # the lease is taken first: a server that is found without it could stop a moment later
                 stack.enter_context(services.lease(home))
                 if not start and not {"prefect", "worker"} <= services.running(home).keys():
                     raise services.ServiceError("no Prefect server with a worker runs; start both with `onward up`")
@@ -72,6 +74,7 @@ def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
                 environment = service_definitions.environment(home, prefect_url=server)
         except services.ServiceError as error:
             raise RuntimeUnavailable(str(error)) from None
+        # both libraries read the environment, and ranks inherit it
         before = dict(os.environ)
         os.environ.update(environment)
         keep_from_others(environment["PREFECT_API_URL"], os.environ.get("PREFECT_API_AUTH_STRING", ""))
@@ -127,6 +130,7 @@ def create_flow_run(config: RunConfig, *, resume: str = "", asked_ms: int) -> tu
         )
     try:
         run = run_directory_of(flow_run.id, {"resume": resume})
+        # the name needs the id of the flow run, which Prefect gives it only now
         name = name_of(run, config.name)
         with get_client(sync_client=True) as client:
             client.update_flow_run(flow_run.id, name=name)
@@ -220,6 +224,7 @@ def _how_it_ended(flow_run_id: UUID, run: RunDir) -> tuple[State[object], Status
 def _may_be_orphan(flow_run: FlowRun, run: RunDir) -> bool:
     """Return whether a flow run that nothing runs belongs to this machine and is not about to begin."""
     if flow_run.state_type and flow_run.state_type.value == "PENDING":
+        # a pending trial waits for its turn as long as its sweep runs
         if flow_run.parent_task_run_id and (trial := membership(run)):
             return not is_running(RunDir(SweepDir.of(trial.sweep_id).root))
         return is_gone(flow_run.context.get(CREATOR))  # a worker's, which has no such entry, is about to begin
@@ -274,6 +279,7 @@ def run_to_end(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> Exp
                 type(error).__name__,
             )
             return read_record(run.exported, ExportedModel)
+        # Prefect wraps what a flow raises; the record has the error that came first
         if (own := recorded(error, run)) is error:
             raise
         raise own from error

@@ -77,6 +77,7 @@ class StoppedRanks:
         """
         clauses: dict[int, str] = {}
         for rank, stop in self._stops.items():
+            # a stop that one look has seen may have lasted a moment
             lasted_s = stop.until - stop.since
             if lasted_s >= LOOK_S and self._looked_at - stop.until < RECENT_S:
                 clauses[rank] = f"its process {stop.pid} was stopped by a signal (SIGSTOP) for {lasted_s:.0f} s"

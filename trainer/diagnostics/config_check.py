@@ -97,8 +97,10 @@ def _misfits(config: RunConfig) -> list[str]:
     """Return where model, data and settings do not fit together. Raises Refused where reading goes no further."""
     signature, schema = read_training_signature(config.model), infer_schema(config.data)
     computed = computed_columns(config, signature)
+    # columns that are computed have their final type and shape only behind the computation
     own = {name: column for name, column in schema.items() if name not in computed}
     made = frozenset[str]().union(*(fitted.makes for fitted in open_fitted(config, signature, schema)))
+    # everything that needs no row of the data, so that all of it is reported at once
     misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
     misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
     misfits += [*_quantizing(config.model, config.quantize), *_patterns(config), *_cuts(config)]
@@ -106,6 +108,7 @@ def _misfits(config: RunConfig) -> list[str]:
     if misfits:
         misfits += _selected(config.model)
         return misfits
+    # from here on rows are read, which takes time and fails at the first bad one
     check_named_files(config, signature, schema)
     if computed or made or config.data.image:  # what is computed is tried on the first rows
         columns, fitted_columns = try_first_rows(config, signature, schema)
@@ -147,6 +150,7 @@ def _training_files(config: RunConfig, signature: Signature) -> list[str]:
             continue
         if output.shape is None or output.name in undeclared:
             problems.append(f"export.training: {unknown_shape(output.name)}")
+        # a file of too old an opset was refused above, and each loss would repeat that
         elif loss.is_own and not problems:
             try:
                 read_loss_file(Path(loss.named.location), opset)
@@ -167,8 +171,9 @@ def _quantizing(model: ModelConfig, quantize: QuantizeConfig) -> list[str]:
 def _patterns(config: RunConfig) -> Iterator[str]:
     """Yield the patterns of weights that match no name at all in the file. Those that match a name that is no weight
     are found when the graph is imported."""
+    # the names of the file are known here, and not those that the surgery makes
     if config.model.untie or config.model.num_classes or config.quantize.aware:
-        return  # which make weights with names of their own
+        return
     model = read_model(config.model.path)
     if model.functions:
         return
@@ -278,8 +283,10 @@ def _matches(source: str) -> bool:
     path = Path(source)
     if path.exists():
         return True
+    # glob needs a directory without wildcards to begin at
     fixed = next(parent for parent in path.parents if not set("*?[") & set(str(parent)))
     try:
+        # the first match is enough: a folder may have millions of files
         return path != fixed and any(True for _ in fixed.glob(str(path.relative_to(fixed))))
     except ValueError:  # such as ** beside other letters
         return False
@@ -305,6 +312,7 @@ def _paths(sections: Sections) -> list[str]:
     elif isinstance(export, ExportConfig) and export.path:
         source = model.path if isinstance(model, ModelConfig) else None
         problems += [f"export.path: {why}" for why in export_conflicts(Path(export.path), source, export.variants)]
+        # files in the way matter only if the target itself is possible
         if not problems and not export.overwrite:
             problems += [f"export.path: {why}" for why in files_in_the_way(Path(export.path), export.variants)]
     if not is_writable(onward_home()):

@@ -32,6 +32,7 @@ def compare(a: Path, b: Path) -> Difference:
     after = _read(b)
     before, stripped = _as_stripped(given, after, a.parent)
     tensors, equal = _tensor_changes(before, a.parent, after, b.parent)
+    # tensors are compared by their values, so they must not count as a difference of nodes or attributes as well
     bare = without_inner_values(before)
     bare_after = without_inner_values(after)
     return Difference(
@@ -57,9 +58,11 @@ def _as_stripped(before: onnx.ModelProto, after: onnx.ModelProto, base: Path) ->
         return before, {}
     without = onnx.ModelProto()
     without.CopyFrom(before)
+    # the nodes that the second file still has are no training-only ones
     kept = [name for node in after.graph.node for name in node.output]
     removed = strip_training(without, keep=kept, base=base)
     left = len(list(_node_changes(without.graph, after.graph)))
+    # stripping must bring the files nearer to each other, or it is no explanation
     explains = left < changes or list(without.functions) == list(after.functions) != list(before.functions)
     return (without, dict(removed)) if removed and explains else (before, {})
 
@@ -103,6 +106,7 @@ def _model_changes(a: onnx.ModelProto, b: onnx.ModelProto) -> Iterator[str]:
             yield f"{name.replace('_', ' ')}: {getattr(a, name)!r} -> {getattr(b, name)!r}"
     if a.graph.name != b.graph.name:
         yield f"graph name: {a.graph.name!r} -> {b.graph.name!r}"
+    # as mappings, because the order of these entries means nothing
     opsets: list[dict[str, str]] = []
     for model in (a, b):
         opsets.append({entry.domain or "ai.onnx": str(entry.version) for entry in model.opset_import})
@@ -165,6 +169,7 @@ def _node_changes(a: onnx.GraphProto, b: onnx.GraphProto) -> Iterator[NodeChange
     found = {id(counterpart) for _, counterpart in pairs}
     yield from (_node_change(node, "added") for node in after.values() if id(node) not in found)
     kept = [_key(counterpart) for _, counterpart in pairs if counterpart is not None]
+    # the order of the nodes that both files have, so that an added one does not shift all others
     order = [key for key in after if key in set(kept)]
     if kept != order:
         yield NodeChange(node="", operator="", change="the order of nodes differs")
@@ -186,6 +191,7 @@ def _changes(a: onnx.NodeProto, b: onnx.NodeProto) -> Iterator[str]:
         if list(getattr(a, what)) != list(getattr(b, what)):
             yield f"{what}s {', '.join(getattr(a, what))} -> {', '.join(getattr(b, what))}"
     before, after = ({attribute.name: attribute for attribute in node.attribute} for node in (a, b))
+    # attributes that hold tensors appear among the tensors, where the difference has a size
     held: set[str] = set()
     if a.op_type == b.op_type:
         held = {attribute.name for attribute in held_by(a)}
@@ -269,6 +275,7 @@ def _tensor_change(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto,
                 furthest = float(np.abs(difference).max())
                 greatest = greatest if furthest <= greatest else furthest  # NaN is the greatest
                 moved += float(difference @ difference)
+            # over all elements, and not the changed ones alone: relative change and angle are those of the whole tensor
             was = was + float(x @ x)
             now = now + float(y @ y)
             dot = dot + float(x @ y)

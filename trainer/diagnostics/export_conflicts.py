@@ -38,6 +38,7 @@ def export_conflicts(target: Path, source: Path | None, variants: Iterable[str] 
         return [f"{target} is a directory; name the file to write, such as {target}/model.onnx"]
     if not is_writable(target.parent):
         return [f"cannot write to {target.parent}"]
+    # an absent model is reported elsewhere, and nothing can be overwritten
     if source is None or not source.is_file():
         return []
     places = [target, *(target.with_name(f"{target.stem}.{kind}.onnx") for kind in variants)]
@@ -68,6 +69,7 @@ def files_in_the_way(target: Path, variants: Iterable[str] = (), others: Iterabl
     A file that an export has left there may be replaced.
     """
     places = [target, *(target.with_name(f"{target.stem}.{kind}.onnx") for kind in variants), *others]
+    # each export remembers what it has written where, with its digest
     foreign = not_ours(places)
     if target in foreign and _is_export_of_a_run(target):
         return []  # of a version that did not record where it exported to
@@ -84,6 +86,7 @@ def _is_export_of_a_run(file: Path) -> bool:
         return False
     records = (onward_home() / "runs").glob("*/export/model.json")
     texts = [record.read_text(errors="replace") for record in records]
+    # the digest is computed only if there is a record to compare it with
     return bool(texts) and any(model_digest(file) in text for text in texts)
 
 
@@ -101,5 +104,6 @@ def _same(one: Path, other: Path) -> bool:
 
 def is_writable(directory: Path) -> bool:
     """Return whether files can be written there, or the directory can be made."""
+    # missing directories are made by the export, below the nearest that exists
     nearest = next(parent for parent in (directory, *directory.parents) if parent.exists())
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

@@ -54,6 +54,7 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 def _nothing_to_train(audit: AuditInput) -> Iterator[ExporterWarning]:
     if audit.stored and not audit.trained():
+        # such nodes hint at weights that the file makes when it runs, and does not store
         made = len(audit.nodes("ConstantOfShape", "RandomNormal", "RandomUniform", "DequantizeLinear"))
         yield ExporterWarning(
             key="nothing_to_train",
@@ -66,6 +67,7 @@ def _folded_batch_norm(audit: AuditInput) -> Iterator[ExporterWarning]:
     convolutions = audit.nodes("Conv", "ConvTranspose")
     # an absent bias is no third input, or one without a name
     biased = [node for node in convolutions if any(node.input[2:])]
+    # one BatchNormalization that is left shows that the exporter folds none
     if not biased or audit.nodes("BatchNormalization"):
         return
     made_up = sum(is_exporter_name(node.input[1]) or is_exporter_name(node.input[2]) for node in biased)
@@ -82,6 +84,7 @@ def _folded_batch_norm(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 def _merged_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
     found = merged_weights(audit.model.graph, audit.stored, audit.roles)
+    # merged frozen weights stay equal, so only changing ones matter
     changing = {*audit.trained(), *(name for name, role in audit.roles.items() if role.kind == "statistic")}
     # a function says itself that its weight is one, however often it is called
     changing -= {tensor.name for tensor in audit.inner if isinstance(tensor.scope, onnx.FunctionProto)}
@@ -104,6 +107,7 @@ def _merged_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
 def _separated_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
     trained = set(audit.trained())
     roles = {name: role for name, role in audit.roles.items() if name in trained}
+    # buffers, such as running statistics, do not train and cannot drift apart
     kinds = audit.records.weights
     folded: dict[str, list[str]] = {}
     for name, origins in audit.records.folded.items():
@@ -203,6 +207,7 @@ TRANSFORMER = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormali
 def _no_dropout(audit: AuditInput) -> Iterator[ExporterWarning]:
     # a softmax that is an output is that of a classifier, not of attention
     softmaxes = [node for node in audit.nodes("Softmax") if node.output[0] not in _outputs(audit)]
+    # a single norm or softmax is also that of other networks
     if not audit.nodes("Dropout") and (len(audit.nodes(*TRANSFORMER)) > 1 or len(softmaxes) > 1):
         yield ExporterWarning(
             key="no_dropout",
@@ -266,6 +271,7 @@ def _mostly_frozen(audit: AuditInput) -> Iterator[ExporterWarning]:
     # a weight with an adapter is trained through it
     frozen = {name: audit.numbers_of(name) for name in untrainable if f"{name}.lora_a" not in audit.roles}
     total = sum(frozen.values()) + sum(map(audit.numbers_of, trainable))
+    # settings that leave out weights show that somebody has chosen what is trained
     if len(audit.trained()) < len(trainable) or sum(frozen.values()) <= LARGE_PART * total:
         return
     largest = dict(sorted(frozen.items(), key=lambda item: -item[1]))

@@ -54,11 +54,13 @@ def _is_merged(tensor: torch.Tensor, parameters: Mapping[str, list[Use]]) -> boo
     sources = {parameters[name][0].source for name in written}
     if len(written) < 2:
         return False
+    # zeros and ones have no owner: equal ones are equal by chance, and the exporter merged them
     if "merge" in sources or not is_distinctive(tensor):
         return True
     # Equal random numbers: the author ties the weight, as in a head and its embedding, or copied the layers of a
     # network, whose names differ in numbers only.
     modules = {re.sub(r" \(.*", "", name) for name in written}
+    # layer.0 and layer.1 become one name
     alike = {re.sub(r"\d+", "#", name) for name in modules}
     return len(alike) < len(modules) and not (sources == {"module"} and tensor.numel() > MAX_MERGED)
 
@@ -111,10 +113,12 @@ def separated_weights(
             continue
         uses = itertools.chain.from_iterable(read.get(name, {}).values())
         written = [use for use in uses if use.source in ("module", "node name")]
+        # one weight, or one operand of one module: what stands in the same place was one parameter
         for place in [originals.get(name, name), *((use.parameter, use.node.op_type, use.slot) for use in written)]:
             places.setdefault(place, []).append(name)
     found: dict[str, list[str]] = {}
     for names in places.values():
+        # a tensor that is read several times at its place is there once
         first, *others = dict.fromkeys(names)
         scaled = [name for name in others if _is_scaled(stored[first], stored[name])]
         if scaled:
@@ -130,11 +134,13 @@ def _is_scaled(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _has_proportional_slices(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # [rows, elements]; double, because the threshold is near the resolution of fp32
     rows = one.flatten(1).double()
     other_rows = other.flatten(1).double()
     if rows.shape[1] < MIN_ELEMENTS:  # two numbers may have any ratio
         return False
     cosines = torch.nn.functional.cosine_similarity(rows, other_rows, dim=1).abs()
+    # a row of zeros has no direction
     compared = (rows.abs().amax(1) > 0) & (other_rows.abs().amax(1) > 0)
     return bool(compared.any()) and bool((cosines[compared] > 1 - 1e-6).all())
 
@@ -164,5 +170,6 @@ def removed_biases(main: onnx.GraphProto, weights: Iterable[str]) -> list[str]:
     stored = {tensor.name for tensor in main.initializer}
     with_bias_input = [node for node in main.node if node.op_type in ("Conv", "ConvTranspose", "Gemm")]
     unbiased = [node for node in with_bias_input if not any(node.input[2:])]
+    # exporters name the bias after its module, as state_dict does
     names = {f"{module}.bias" for node in unbiased if (module := module_of_node(node)) is not None}
     return [name for name in weights if name in names - stored]

@@ -40,12 +40,14 @@ def teacher_file_problems(config: RunConfig, signature: Signature) -> list[str]:
     try:
         theirs = read_signature(path)
         ours = read_model(config.model.path)
+        # a new head has other classes; its values do not matter here
         apply_surgery(ours, config.model, seed=0)
     except Refused as error:
         return [f"teacher.path: {problem}" for problem in error.problems]
     problems = [*_input_problems(config.teacher, signature, theirs)]
     own = known_types(ours)
     other = known_types(read_model(path))
+    # what the loss reads if nothing is named: the output of [model], else the first of the file
     first = (list(filter(None, config.model.outputs)) or [signature.outputs[0].name])[0]
     for soft in config.soft_losses:
         try:
@@ -96,6 +98,7 @@ def _input_problems(teacher: TeacherConfig, signature: Signature, theirs: Signat
             )
             continue
         own = ours[source]
+        # floating-point types are converted into each other; indices are not
         if ("int" in own.dtype) != ("int" in info.dtype):
             yield f"teacher: input {info.name!r} takes {info.dtype}, but the model's {source!r} {own.dtype}"
         if own.shape is not None and info.shape is not None and not same_lengths(own.shape[1:], info.shape[1:]):

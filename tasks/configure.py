@@ -80,6 +80,7 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
 
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
     config = build_config(dict(settings), check=check)
+    # the check has fetched the remote files, and read the code that may be executed
     copies = checked[0].copies
     code = checked[0].code
     config = with_inputs(config, with_copies(config, copies))
@@ -91,6 +92,7 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
         if _tensors_read(saved) == _tensors_read(reads_scores):  # else it is of a version that chose none
             config = reads_scores
         refuse_changes(saved, config)
+        # the saved values count, because "auto" has been replaced in them; only [stop] may be new
         config = saved.model_copy(update={"stop": config.stop})
         if config != saved:
             write_settings(run, config)
@@ -152,9 +154,11 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         before["precision.compute"] = "auto"
     if given.graph.compile == "auto":
         before["graph.compile"] = "auto"
+        # without compiling the settings of how were dropped when the run was saved
         if not saved.graph.compile:
             for name in HOW_TO_COMPILE:
                 before[f"graph.{name}"] = now[f"graph.{name}"]
+    # the metric decides which values are compared, and so what the saved best value means
     for name in set(type(saved.stop).model_fields) - {"metric"}:
         before[f"stop.{name}"] = now[f"stop.{name}"]
     if changed := [key for key in before | now if before.get(key) != now.get(key)]:
@@ -198,6 +202,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
             f"{config.model.path} changed since the run began (SHA-256 {began_with[:12]}, now "
             f"{digest[:12]}); put the file back, or start a new run"
         )
+    # both records: that of an earlier version has the digests in the identity alone
     permitted = read_record(run.code, AllowedCode).files if run.code.exists() else {}
     before = {**(known.code_sha256 if known else {}), **permitted}
     if changed := [path for path, sha256 in before.items() if code.get(path) != sha256]:

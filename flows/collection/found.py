@@ -67,6 +67,7 @@ def _found(rules: Rules, kinds: tuple[Kind, ...], facts: Facts, prefect: SyncPre
             else:
                 items.append(Item(kind="run", name=str(run.root), bytes=size_of(run.root), why=_history(run, facts)))
                 doomed.add(run.root.name)
+    # shards and checkpoints are needed by the runs that stay
     remaining = [run for run in runs_of_home() if run.root.name not in doomed]
     if "shards" in kinds:
         items += _shards(remaining, rules, kept)
@@ -166,6 +167,7 @@ def _mlflow(facts: Facts, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:
     """Yield the records of checkpoints that were deleted, for each store."""
     for store in sorted({local_store(onward_home()), *facts.stores}):
         database = database_of(store)
+        # connecting would create it
         if database and not database.exists():
             continue
         try:

@@ -36,6 +36,7 @@ def loopback() -> Iterator[Finding]:
         yield Finding(check="loopback", level="note", what=what, fix=f"add `{LOOPBACK} {name}` to /etc/hosts")
     else:
         yield Finding(check="loopback", level="ok", what=f"{name} is {address}")
+    # https_proxy is no matter: the servers speak http
     proxies = sorted(key for key in os.environ if key.lower() in ("http_proxy", "all_proxy"))
     excepted = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     if proxies and not {LOOPBACK, "*"} & {each.strip() for each in excepted.split(",")}:
@@ -133,6 +134,7 @@ def hosts(hostfile: str) -> Iterator[Finding]:
     if answering:
         yield Finding(check="hosts", level="ok", what=f"{len(answering)} of {len(found)} hosts answer")
     for host, skew in clock_skews(answering).items():
+        # what the measurement itself cannot know is no difference
         if skew is not None and abs(skew.seconds) > MOST_SKEW_S + skew.uncertain_s:
             what = f"the clock of {host} differs by {skew.seconds:+.1f} s (known to {skew.uncertain_s:.1f} s)"
             yield Finding(check="hosts", level="note", what=what, fix=SYNCHRONISE)

@@ -23,6 +23,7 @@ HEADINGS = {
 def verdict(facts: RunFacts) -> list[str]:
     """Return what became of the run, a sentence each."""
     heading = HEADINGS[facts.state]
+    # the training went well, which "the run failed" would hide
     if facts.state == "failed" and facts.refusal:
         heading = "The trained file was refused by its checks, and not exported."
     exported = _exported(facts.exported) if facts.exported else ()
@@ -35,6 +36,7 @@ def _trained(facts: RunFacts) -> Iterator[str]:
     if config is None:
         return
     what = f"{config.model.path.name} on {config.data.source}"
+    # without a start no rank has begun a step
     if start is None or not start.num_steps:
         yield f"It was to train {what}; no step was made."
         return
@@ -48,8 +50,10 @@ def _why(facts: RunFacts) -> Iterator[str]:
         yield f"It ended early: {facts.trained.ended_early}."
     if facts.ending and facts.ending.status != "completed":
         yield from facts.ending.problems
+    # a killed flow has written no ending, so the last attempt says the most
     elif facts.ending is None and facts.state != "running" and facts.attempts:
         yield f"{facts.attempts[-1]}."
+    # of a run that has failed, the reason is in the sentences above
     died = [each for each in facts.attempts if each.kind not in ("done", "stopped")]
     if died and facts.state not in ("failed", "interrupted"):
         times = "attempt" if len(died) == 1 else "attempts"
@@ -112,6 +116,7 @@ def _number(value: float | None) -> str:
 
 def _trend(name: str, before: float | None, after: float) -> str:
     greatest = is_greatest(name)
+    # a metric of unknown direction has a trend, but no better and worse
     if before is None or greatest is None or before == after:
         return ""
     return "better" if (after > before) == greatest else "worse"
@@ -134,6 +139,7 @@ def markdown(facts: RunFacts) -> str:
 
 def _cell(text: str) -> str:
     """Return text without what Markdown would read: pipes, tags, line breaks."""
+    # the ampersand first, or it would escape what the others have written
     for special, plain in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", " ")):
         text = text.replace(special, plain)
     return text

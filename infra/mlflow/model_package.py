@@ -134,6 +134,7 @@ def _copied_code(code: Path, folder: Path) -> Path:
     Models of several releases of Onward may be loaded in one process, where a name is imported once.
     """
     files = sorted(code.glob("*.py"))
+    # names and contents in a fixed order, so that equal code gets an equal name
     digest = hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
     copy = folder / f"onward_served_{digest[:12]}"
     copy.mkdir()
@@ -147,6 +148,7 @@ def _enter_by(package: str, folder: Path) -> None:
     from mlflow.models import Model
 
     saved = Model.load(str(folder))
+    # MLflow asks this module for the model
     saved.flavors["python_function"]["loader_module"] = f"{package}.{ENTRY}"
     saved.flavors["python_function"].pop("data", None)  # it is given the whole directory
     saved.save(str(folder / "MLmodel"))

@@ -56,9 +56,11 @@ def failure(run: RunDir, ending: AttemptEnding, described: str) -> OnwardError:
         kind, _, message = first.cause.partition(": ")
         where = f"rank {first.rank} on {first.host}, step {first.step}: "
         own = recorded_error(kind, message.splitlines(), where=where)
+        # an error that a retry would repeat is raised as it is; where a retry follows, TrainingFailed asks for it
         if own is not None and not ending.retry and not isinstance(own, TrainingFailed):
             return own
     at = f"rank {first.rank} on {first.host}, step {first.step}: {first.cause}; {described}" if first else described
+    # the end of the log often has the native error that no record could hold
     lines = log_tail(run, ending.attempt).splitlines()[-TAIL_LINES:]
     what = f"attempt {ending.attempt}: {at} ({ending.kind}: {ending.action}). The end of {run.log(ending.attempt)}:"
     return TrainingFailed("\n  | ".join([what, *lines]), again=ending.retry > 0)
@@ -76,6 +78,7 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
         return
     dump = run.traceback(attempt, ending.rank)
     traceback = dump.read_text(errors="replace") if dump.exists() else ""
+    # SIGKILL comes from outside, and what the rank printed before says nothing about it
     cause = explain(traceback + _lines_of(ending.rank, output)) if ending.signal != "SIGKILL" else None
     if not ending.signal and cause is None:
         return  # it printed what happened, and the log's end shows it

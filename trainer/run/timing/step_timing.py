@@ -111,6 +111,7 @@ def pace_of(history: RunHistory, *, batch: int, first_steps: int = 1) -> Pace | 
     out, as far as others were measured: they allocate memory, compile kernels and fill caches.
     """
     attempt = history.newest
+    # step -> value: a step that was logged twice counts once
     measured, waits = (dict(attempt.series.get(name, Series()).points()) for name in MEASURED)
     if not measured:
         return None
@@ -122,6 +123,7 @@ def pace_of(history: RunHistory, *, batch: int, first_steps: int = 1) -> Pace | 
     kept = later or steps[-1:]
     step_s = statistics.median(measured[step] for step in kept)
     evaluated = [lap.seconds["evaluation"] for lap in attempt.laps]
+    # laps are sums, so an evaluation is the difference of two neighbours
     evaluations_s = [now - earlier for earlier, now in itertools.pairwise([0.0, *evaluated]) if now != earlier]
     saved = [event for event in history.checkpoints if event.attempt == attempt.number]
     return Pace(

@@ -49,6 +49,7 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     """
     config = read_config(run)
     folder = run.root / "preflight"
+    # reports of an earlier start would be counted as ranks of this one
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     # Attempt 0 is the preflight; its errors are those of an earlier start of this run.
@@ -64,6 +65,7 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     needs = needs_of(run, config)
     tracking_uri = read_record(run.identity, RunIdentity).tracking_uri if run.identity.exists() else ""
     written = space_problems(shares(run, config, needs, tracking_uri=tracking_uri))
+    # all at once: memory, devices and disk are independent of each other
     if found := [*problems(report, config, needs), *written]:
         raise RuntimeUnavailable(found)
     write_durably(run.packages, packages().encode())

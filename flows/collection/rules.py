@@ -69,6 +69,7 @@ def gather(rules: Rules, deployments: Mapping[str, str]) -> Facts:
     listed = listed_runs()
     runs = onward_home() / "runs"
     texts = {name: _text(runs / name / "config.json") for name, _ in listed}
+    # a sweep names models and data for trials that have not begun
     texts |= {path.parent.name: _text(path) for path in (onward_home() / "sweeps").glob("*/sweep.json")}
     states = {RunDir(runs / name): _state(RunDir(runs / name), status["state"]) for name, status in listed}
     return Facts(
@@ -85,6 +86,7 @@ def _named_by(texts: Mapping[str, str]) -> dict[str, frozenset[str]]:
     runs = re.compile(re.escape(f"{onward_home() / 'runs'}/") + r"([^/\"'\\]+)")
     found: dict[str, set[str]] = {}
     for name, text in texts.items():
+        # each run names files of its own directory
         for run in set(runs.findall(text)) - {name}:
             found.setdefault(run, set()).add(name)
     return {run: frozenset(names) for run, names in found.items()}
@@ -138,6 +140,7 @@ def age_days(folder: Path) -> float:
     for entry in os.scandir(folder):
         if entry.name != "lock":  # it is opened by whoever looks whether the run is running
             newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
+        # a change deep inside, such as of a checkpoint, changes only the directory that holds it
         if entry.is_dir(follow_symlinks=False):
             below = (each.stat(follow_symlinks=False).st_mtime for each in os.scandir(entry))
             newest = max(newest, *below, 0.0)
@@ -150,6 +153,7 @@ def _sweep_needs(run: RunDir) -> str:
         trial = membership(run)
         if trial is None or not (folder := SweepDir.of(trial.sweep_id)).root.exists():
             return ""
+        # the sweep may still export this trial, if it turns out to be the best
         if not folder.result.exists():
             return f"the sweep {trial.sweep_id} has not ended"
         best = read_record(folder.result, SweepResult).best == trial.number

@@ -97,6 +97,7 @@ def is_supervised(home: Path, name: str) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
+        # a lock that can be taken has no holder; closing the file gives it back
         return not try_lock(file)
 
 
@@ -109,6 +110,7 @@ def write_state(file: IO[bytes], state: Mapping[str, Any]) -> None:
 
 def read_state(home: Path, name: str) -> dict[str, Any]:
     """Return what the running supervisor wrote: `pid`, and `url` once its server is healthy; {} without one."""
+    # the file outlives its supervisor, and then says nothing about the present
     if not is_supervised(home, name):
         return {}
     try:

@@ -55,6 +55,7 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
         changed = _adjust(run, config, smaller_micro_batches(config.micro_batch_size, adjustments(run)))
         retry = 1 if changed else 0
     elif ending.kind == "out_of_memory":
+        # the default policy: one more try where a fresh process may fit
         retry = retry if may_pass(ending, earlier) else 0
     elif ending.kind == "non_finite" and config.train.on_non_finite == "skip":
         changes = adjustments(run)
@@ -63,6 +64,7 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
         retry = retry if changed else 0
     elif ENDINGS[ending.kind].no_retry:
         retry = 0
+    # last, because some kinds set the number themselves
     if retry > config.launch.retries:
         retry = 0
     delay_s = delay_before(retry, config) if retry else 0.0

@@ -87,7 +87,9 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
     inner = tuple(inner_tensors(original))
     stored = with_dequantized(part.graph, stored_tensors(part.graph, base))
     main = with_operands(part)
+    # roles follow from the operators that read a tensor, and a function hides them
     main = inliner.inline_local_functions(main) if main.functions else main
+    # what [model] selected is what requires a gradient
     trained_paths = [path for path, parameter in module.named_parameters() if parameter.requires_grad]
     audit = AuditInput(
         model=main,

@@ -22,6 +22,7 @@ def remember(place: Path, content: Path) -> None:
 
     Before it is written, and beside the digest of what is there now: whatever a crash leaves there is known.
     """
+    # the old digest stays as well: a crash before the copy leaves the old file
     digests = [sha256(content)] + ([sha256(place)] if place.exists() and not not_ours([place]) else [])
     write_durably(_record(place), json.dumps({"path": str(place.absolute()), "sha256": digests}).encode())
 

@@ -188,11 +188,13 @@ def _chunks(file: RemoteFile, have: int, block: int, target: Any) -> Iterator[by
     """Yield the bytes from `have` on. Where the server sends whole files only, empty `target` and yield all bytes."""
     store, path = open_store(file.url)
     if urlsplit(file.url).scheme not in ("http", "https"):
+        # without a cache, because each byte is read once
         with store.open(path, "rb", block_size=block, cache_type="none") as opened:
             opened.seek(have)
             while data := opened.read(min(block, file.size - opened.tell())):
                 yield data
         return
+    # a compressed answer would have another length than the store announced
     headers = {"Accept-Encoding": "identity"}
     if have and not file.restarts and file.version:
         # If-Range: a file that was changed in the meantime is sent from its beginning
@@ -200,6 +202,7 @@ def _chunks(file: RemoteFile, have: int, block: int, target: Any) -> Iterator[by
         headers |= {"Range": f"bytes={have}-"} | ({"If-Range": tag} if tag and not tag.startswith("W/") else {})
     # block_size 0 streams the answer of one request
     with store.open(path, "rb", block_size=0, size=file.size, headers=headers) as opened:
+        # the server has sent all from the beginning, so what is there already is dropped
         if have and not (opened.r.status == 206 and f"bytes {have}-" in opened.r.headers.get("Content-Range", "")):
             target.truncate(0)
         while data := opened.read(CHUNK_BYTES):
@@ -215,6 +218,7 @@ def _wrong_content(file: RemoteFile, partial: Path) -> str:
             found = hashlib.file_digest(content, kind).hexdigest()
         if found != expected:
             return f"its {kind} is {found[:16]}..., but the store announced {expected[:16]}..."
+    # bytes of two versions may have the announced size together
     [now] = list_files(file.url, exact=True)
     if (now.size, now.version) != (file.size, file.version):
         return "it changed while it was read"
@@ -235,6 +239,7 @@ def _checksums(version: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _refuse_full_disk(files: Sequence[RemoteFile], cache: Path) -> None:
+    # what an interrupted download left counts as there
     needed = sum(file.size - _size(cache / f".{file.key}.partial") for file in files)
     if needed > (free := shutil.disk_usage(cache).free):
         raise StorageUnavailable(

@@ -71,6 +71,7 @@ def old_flow_runs(
     flows = FlowFilter.model_validate({"name": {"any_": FLOWS}})
     ended = FlowRunFilter.model_validate({"state": {"type": {"any_": ENDED}}})
     runs: list[FlowRun] = []
+    # Prefect gives a page at a time, and an empty one behind the last
     while page := client.read_flow_runs(flow_filter=flows, flow_run_filter=ended, limit=PAGE, offset=len(runs)):
         runs += page
     old: list[UUID] = []

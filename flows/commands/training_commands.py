@@ -138,9 +138,11 @@ def status(
     if as_json:
         print_json(facts)
         return
+    # metrics stand at the end, under their own names
     values = facts.pop("values")
     facts["worst_classes"], facts["remarks"] = ("; ".join(facts[key]) for key in ("worst_classes", "remarks"))
     facts["cause"], facts["class"] = facts.pop("error"), facts.pop("kind")
+    # what a person looks for first, in this order
     first = {key: facts.pop(key) for key in ("name", "state", "cause", "class", "to_do", "remarks")}
     shown: list[tuple[str, str]] = []
     for key, value in (first | facts).items():

@@ -73,7 +73,9 @@ def delete(name: str) -> DeploymentFacts:
     with get_client(sync_client=True) as client:
         found = _named(client, name)
         facts = _facts(client, found)
+        # the facts are read before: afterwards there is nothing left to ask
         client.delete_deployment(found.id)
+    # the record of limits goes last, because a run that just begins reads it
     forget(facts.deployment_id)
     return facts
 
@@ -122,6 +124,7 @@ def _facts(client: SyncPrefectClient, found: DeploymentResponse) -> DeploymentFa
         )
 
     now = datetime.datetime.now(datetime.UTC)
+    # by time, so that the first one in the future is the next one
     scheduled = runs("SCHEDULED", sort=FlowRunSort.EXPECTED_START_TIME_ASC)
     times = [run.expected_start_time for run in scheduled if run.expected_start_time]
     begun = runs(

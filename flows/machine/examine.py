@@ -62,6 +62,7 @@ def examine(hostfile: str = "", checks: Mapping[str, Check] = CHECKS, limit_s: f
 def _home() -> Iterator[None]:
     """Let the home exist inside: its file system is tried there, and nowhere else is anything written."""
     home = onward_home()
+    # from the inside out, in which order they are removed again
     missing = [each for each in (home, *home.parents) if not each.exists()]
     with contextlib.suppress(OSError):  # that it cannot be made is a finding
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,9 +77,11 @@ def _home() -> Iterator[None]:
 def _found(hostfile: str, checks: Mapping[str, Check], limit_s: float) -> list[Finding]:
     began_at = time.monotonic()
     running = dict(checks) | ({"hosts": partial(hosts, hostfile)} if hostfile else {})
+    # the checks run beside MPI, which needs the main thread for its signals and takes the longest
     threads = {subject: _Bounded(subject, check) for subject, check in running.items()}
     found = _findings("MPI", partial(mpi, hostfile))
     for thread in threads.values():
+        # one limit for all: the second check that hangs is not waited for as long again
         found += thread.result(limit_s - (time.monotonic() - began_at))
     return found
 

@@ -64,10 +64,12 @@ def compared(declared: Iterable[str], python: str, version: Callable[[str], str 
     for line in declared:
         requirement = Requirement(line)
         extra = _extra(requirement)
+        # what only developers need, or what belongs to another platform
         if extra == "dev" or (requirement.marker and not requirement.marker.evaluate({"extra": extra})):
             continue
         found = version(requirement.name)
         if found is None:
+            # an extra that is not installed is not wanted
             lacking += [] if extra else [requirement.name]
         elif not requirement.specifier.contains(found, prereleases=True):
             level: Level = "problem" if extra in NEEDED_EXTRAS else "note"
@@ -123,6 +125,7 @@ def _pair(version: Callable[[str], str | None]) -> Iterator[Finding]:
         return
     try:
         lines = metadata.requires("torchvision") or []
+        # each torchvision names the one torch whose binary interface it was built for
         pins = [each for each in map(Requirement, lines) if each.name == "torch"]
     except (metadata.PackageNotFoundError, InvalidRequirement):
         return

@@ -112,6 +112,7 @@ class RunFacts:
         if number is None or not math.isfinite(number):
             return "nothing"
         rows = self.classes[0].classes if self.classes else ()
+        # the names as the data has them; the table of classes has numbers where the data has none
         named = self._fitted_classes or tuple(row.name for row in rows)
         place = int(number)
         return named[place] if 0 <= place < len(named) else str(place)
@@ -136,6 +137,7 @@ def read_facts(run: RunDir) -> RunFacts:
             left_out.append(str(error))
             return None
 
+    # a damaged record takes away its part of the report, and nothing else
     def known(what: str, find: Callable[[], T], without: T) -> T:
         try:
             return find()
@@ -148,6 +150,7 @@ def read_facts(run: RunDir) -> RunFacts:
     ending = ending_of(run)
     # inside of its flow, whose ending is written already, the lock is still held
     running = ending is None and known("the lock", lambda: is_running(run), False)
+    # the lock decides before the records, which say nothing yet of a run that goes on
     state: State = "running" if running else known("the state", lambda: ended_state(run), "damaged")
     now_ms = time.time_ns() // 1_000_000 if running else None
     manifest = read(run.shards / "manifest.json", ShardManifest)
@@ -192,11 +195,13 @@ def _tokens_per_sample(
     """Return the mean number of tokens of a training sample; 0 for data that is not tokenized text."""
     if config is None or manifest is None or not config.data.text:
         return 0.0
+    # token ids are the integers that come as a sequence; a label is a single one
     integers = [column for column in manifest.columns if column.dtype.startswith("int")]
     sequences = [column for column in integers if len(column.shape) == 1]
     if not sequences:
         return 0.0
     first = sequences[0]
+    # padded or packed to one length: each sample has it
     if not first.variable:
         return float(first.shape[0])
     try:
@@ -219,5 +224,6 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):  # a table in a list, such as that of a metric
         return ", ".join(f"{name} = {_text(each)}" for name, each in value.items() if each not in (None, "", [], {}))
     if isinstance(value, list):
+        # entries of a table have commas of their own
         return ("; " if any(isinstance(each, dict) for each in value) else ", ").join(map(_text, value))
     return "not set" if value is None else str(value)

@@ -76,6 +76,7 @@ def variant_rows(exported: ExportedModel | RunOutcome) -> list[tuple[str, str]]:
     """Return one row per variant: its size, time and accuracy beside the exported file, or why it was refused."""
     rows = []
     for variant in exported.variants:
+        # accuracy, where there is one, is easier to judge than a loss
         name = next((name for name in ("evaluation/accuracy", "evaluation/loss") if name in variant.metrics), "")
         known = not math.isnan(variant.latency_ratio)
         time = f"{variant.latency_ratio:.0%} of the time" if known else "its time was too unsteady to tell"
@@ -106,6 +107,7 @@ def changed_lines(config: RunConfig, origins: Mapping[str, str]) -> Iterable[str
     """Yield the settings that differ from their defaults, one line each, with their origin."""
     changed = changed_settings(config)
     lines = {key: f"{key} = {as_toml(value)}" for key, value in changed.items() if value is not None}
+    # one long value must not move the origins of all others off the screen
     width = min(60, max(map(len, lines.values()), default=0))
     yield from (f"{line.ljust(width)}{_origin(key, origins)}" for key, line in lines.items())
 
@@ -119,6 +121,7 @@ def _table_lines(name: str, title: str, section: Section, origins: Mapping[str, 
     yield from ("", f"# {(type(section).__doc__ or '').splitlines()[0]}", title)
     # TOML has no null.
     values = section.model_dump(mode="json", exclude_none=True)
+    # TOML wants the keys of a table before the tables in it
     inner = {key: value for key, value in section if isinstance(value, Section)}
     for key, field in type(section).model_fields.items():
         if key not in inner:

@@ -53,6 +53,7 @@ def outcome_of(folder: SweepDir) -> SweepOutcome:
     trials = folder.trials()
     identity = read_record(folder.identity, RunIdentity) if folder.identity.exists() else None
     result = read_record(folder.result, SweepResult) if folder.result.exists() else None
+    # of the trials that are complete, so that a running sweep has a best one, too
     best = best_of(trials, greatest=plan.greatest)
     all_ended = len(trials) == plan.num_trials and all(trial.status != "running" for trial in trials)
     state: SweepState = "interrupted"
@@ -87,6 +88,7 @@ def outcome_of(folder: SweepDir) -> SweepOutcome:
 
 def table_of(trials: Sequence[Trial], metric: str, best: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the heads and the rows of the table of trials: settings, metric, steps, duration, status, reason."""
+    # all trials have the same settings, with values of their own
     keys = list(trials[0].settings) if trials else []
     heads = ("trial", *keys, metric, "steps", "seconds", "status", "run")
     rows: list[tuple[str, ...]] = []

@@ -67,6 +67,7 @@ def resume_sweep(sweep: str = "last", *, from_start: bool = False) -> SweepOutco
     from onward.trainer.run.directory import RunDir
 
     folder = find_sweep(sweep)
+    # two processes would train the same trial
     if is_running(RunDir(folder.root)):
         raise ConfigError(f"the sweep {folder.root.name} is running already; wait for its end, or stop it first")
     if from_start:

@@ -55,9 +55,11 @@ class StoppedRanks:
                 self._scanned_at = now
             ranks = self._ranks
             stopped = {rank: pid for rank, pid in ranks.items() if is_suspended(pid)}
+            # where all ranks are stopped, a scheduler has suspended the job on purpose
             if len(stopped) < max(2, len(ranks)):
                 for rank, pid in stopped.items():
                     before = self._stops.get(rank)
+                    # a rank that ran in between begins a new stop
                     since = before.since if before and before.until == self._looked_at else now
                     self._stops[rank] = _Stop(pid, since, now)
                     if now - since >= STOPPED_S:

@@ -47,10 +47,12 @@ class Attempt:
     def begin(cls, run: RunDir, config: RunConfig) -> Attempt:
         """Make the next attempt the one that may write to the run directory."""
         last = run.current_attempt
+        # an attempt without a record had a flow that was killed: its end is recorded before the next begins
         if last and not run.ending(last).exists():
             began_ms = int(run.fence.stat().st_mtime * 1000)
             cls(run, last, began_ms, 0, 0, 0).end_of_killed_flow(config)
         number = run.begin_attempt()
+        # now, because the record must be written also when the disk is full at the end
         reserve(run.reserved_for(number))
         run.heartbeat.unlink(missing_ok=True)  # its step is that of the attempt before
         events_at = run.events.stat().st_size if run.events.exists() else 0
@@ -67,6 +69,7 @@ class Attempt:
             raise
         except OSError as error:
             storage = storage_error(error, self.run.root)
+            # no rank has run, so only the disk of this process can say why
             kind: EndingKind = "storage" if storage else "unknown"
             self._write(kind, f"the job could not be started: {storage or error}", config, by_itself=False)
             raise
@@ -82,6 +85,7 @@ class Attempt:
         error = None
         if result is None:
             with contextlib.suppress(OSError):  # of a full disk
+                # a hang first: its error record names the cause, where the others name consequences
                 if not record_hang(self.run, self.number, config, outcome, output):
                     record_first_ending(self.run, self.number, config, output, oom_kills=oom_kills)
             error = self.run.first_error(self.number)
@@ -132,6 +136,7 @@ class Attempt:
         by_itself: bool = True,
     ) -> AttemptEnding:
         """Write the record. by_itself: whether another attempt may follow by itself."""
+        # from where the log ended when the attempt began: the rest is of earlier ones
         history = RunHistory.of(self.run.events, offset=self.events_at, series=())
         logged = history.attempts.get(self.number, AttemptHistory(self.number))
         rank, host = None, ""

@@ -34,6 +34,7 @@ def curves_of(history: RunHistory) -> dict[str, Curve]:
 
 def picture(curves: dict[str, Curve], title: str) -> str:
     """Return an SVG image. curves: name -> (step, value) in the order of steps, one at least."""
+    # the range is that of the drawn points: a single spike would press the rest flat
     thinned = {name: _thinned(curve) for name, curve in curves.items()}
     steps = [step for curve in curves.values() for step, _ in curve]
     values = [value for curve in thinned.values() for _, value in curve]

@@ -63,6 +63,7 @@ def first_tags(run: RunDir, config: RunConfig, identity: RunIdentity) -> dict[st
 
 def description(run: RunDir, config: RunConfig, identity: RunIdentity, result: str = "") -> str:
     """Return the text on the run's page, in Markdown; its first line is in the table of runs."""
+    # the table of runs shows the first line, so the result stands there once it is known
     lines = [f"**{result}**", ""] if result else []
     lines.append(f"`{config.model.path.name}` on `{config.data.source}`, {config.world_size} ranks")
     lines += ["", f"Run directory: `{run.root}`"]
@@ -86,6 +87,7 @@ def result_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
 
 def before_and_after(exported: ExportedModel, first: str) -> str:
     """Return the metrics of the file before and after the training, the deciding one first, in one line."""
+    # False sorts before True: the deciding metric, then accuracies, then by name
     names = sorted(exported.after, key=lambda name: (name != first, not name.endswith("accuracy"), name))
     shown = [
         f"{name.removeprefix('evaluation/')} {exported.before.get(name, math.nan):.4g} -> {exported.after[name]:.4g}"
@@ -108,6 +110,7 @@ def version_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
         "prefect.flow_run_url": identity.prefect_url,
         **{name: f"{value:.6g}" for name, value in exported.after.items()},
     }
+    # MLflow shows an empty tag as a row without content
     return {name: value for name, value in facts.items() if value}
 
 
@@ -144,6 +147,7 @@ def digests_of(manifest: ShardManifest) -> dict[str, str]:
     digests: dict[str, str] = {}
     for split, files in splits.items():
         if files:
+            # equal rows have equal files, so the digest of the digests is that of the rows
             joined = "".join(file.sha256 for file in files)
             digests[split] = hashlib.sha256(joined.encode()).hexdigest()
     return digests

@@ -32,6 +32,7 @@ def merged_weights(
     """Return the weights and running statistics that an exporter merged -> the parameters or nodes that they stand for.
 
     Where the exporter wrote which module a node belongs to, by these; elsewhere, judging by how often they are read.
+    stored: name -> tensor, of any shape.
     """
     read = parameters_read(main)
     often = _read_often(read, stored, roles)
@@ -101,6 +102,7 @@ def separated_weights(
 ) -> list[list[str]]:
     """Return groups of weights that were one parameter and differ by factors of their rows or columns.
 
+    stored: name -> tensor; those of [rows, columns, ...] are compared, with factors of [rows] or [columns].
     originals: stored tensor -> the weight that the exporter folded it from. Only tensors that the file assigns to one
     weight, or to the same operand of one module, are compared.
     """

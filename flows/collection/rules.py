@@ -169,6 +169,7 @@ def _registry_needs(run: RunDir, facts: Facts) -> str:
         if exported is None or not exported.registered_as:
             return ""
         model = read_record(run.identity, RunIdentity).tracking_uri, exported.registered_as
+        # asked once for each model and not for each run: MLflow may be on another machine
         if model not in facts.in_use:
             facts.in_use[model] = Registry(model[0]).in_use(model[1])
         if exported.version not in facts.in_use[model]:
@@ -194,4 +195,5 @@ def _text(path: Path) -> str:
 
 def linked_shards(runs: Iterable[RunDir]) -> set[str]:
     """Return the names of the shards of some runs."""
+    # the link leads to a directory of the cache, which is named after its content
     return {run.shards.readlink().name for run in runs if run.shards.is_symlink()}

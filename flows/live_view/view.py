@@ -182,7 +182,9 @@ class _Above:
     def write(self, text: str) -> int:
         *complete, begun = (self._begun + text).split("\n")
         for line in complete:
+            # of a line that was written over and over only the last state counts
             self._view.print(line.rpartition("\r")[2])
+        # a carriage return in a line without an end: a progress bar that goes on
         _, again, self._begun = begun.rpartition("\r")
         if again or complete:
             self._view.facts.note = Text.from_ansi(self._begun).plain.strip() if again else ""

@@ -53,6 +53,7 @@ def result_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
         known = {place: own[name] for place, own in enumerate(values) if name in own}
         greatest = is_greatest(name)
         best = None
+        # none is best where all are equal, or where nobody knows which direction is better
         if greatest is not None and len(set(known.values())) > 1:
             best = (max if greatest else min)(known, key=known.__getitem__)
         yield name.removeprefix(EVALUATION), [short_number(own.get(name)) for own in values], best
@@ -100,6 +101,7 @@ def _texts_of(facts: RunFacts) -> dict[str, str]:
 def differing_settings(runs: Sequence[RunFacts]) -> list[Row]:
     """Return the settings in which the runs differ, with the value of each."""
     flat = [settings_as_text(facts.config) if facts.config else {} for facts in runs]
+    # in the order of the configuration, whichever run has the setting
     names = dict.fromkeys(name for own in flat for name in own)
     rows: list[Row] = []
     for name in names:

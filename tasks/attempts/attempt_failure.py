@@ -89,7 +89,9 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
 def _record_printed(run: RunDir, attempt: int, config: RunConfig, output: str) -> None:
     """Write the error record of the first rank that has printed an error of its own, but could not write it."""
     printed = list(PRINTED_ERROR.finditer(output))
+    # an error about a lost peer follows from the error of that peer
     causes = [error for error in printed if not PEER_LOST.search(error["cause"])]
+    # records that exist say more than a consequence that was only printed
     if not printed or (not causes and run.ranks_with_errors(attempt)):
         return
     first = (causes or printed)[0]
@@ -170,5 +172,6 @@ def log_tail(run: RunDir, attempt: int) -> str:
     if not run.log(attempt).exists():
         return ""
     with run.log(attempt).open("rb") as log:
+        # a rank in a loop of warnings may have written gigabytes
         log.seek(max(0, log.seek(0, 2) - TAIL_BYTES))
         return log.read().decode(errors="replace")

@@ -80,4 +80,5 @@ def as_url(svg: str) -> str:
 def _thinned(curve: Curve) -> Curve:
     size = math.ceil(len(curve) / MOST_POINTS)
     groups = [curve[start : start + size] for start in range(0, len(curve), size)]
+    # a mean stands at the last step of its group, at which all of it is known
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]

@@ -222,6 +222,7 @@ def _value(value: onnx.ValueInfoProto) -> str:
 
 
 def _weights(audit: AuditInput) -> Iterator[Weight]:
+    # the type is that of the file: what is read may have been dequantized or widened
     places = dict(stored_protos(audit.model.graph)) | {tensor.name: tensor.proto for tensor in audit.inner}
     for name, role in audit.roles.items():
         tensor = audit.stored.get(name)

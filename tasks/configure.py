@@ -45,7 +45,7 @@ from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import accepted_changes, refuse_edited, write_settings
 from onward.trainer.run.names import name_of
 from onward.trainer.run.recorded.sweep_records import membership
-from onward.trainer.run.records import Rehearsal, RunIdentity, read_record, write_record
+from onward.trainer.run.records import Rehearsal, RunIdentity, read_record, record_if_written, write_record
 from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
 
 log = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     local = read_config(run)
     digest = model_digest(local.model.path)
     code = _code_digests(local)
-    known = read_record(run.identity, RunIdentity) if run.identity.exists() else None
+    known = record_if_written(run.identity, RunIdentity)
     if known is None and run.current_attempt:
         log.warning("%s is gone, and is written again", run.identity)
     if (began_with := known.model_sha256 if known else _model_of_checkpoint(run)) and began_with != digest:

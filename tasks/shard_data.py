@@ -110,7 +110,7 @@ def _record(run: RunDir, data: DataConfig, manifest: ShardManifest) -> None:
         Port(column.name, column.dtype, (-1,) if column.variable else column.shape)
         for column in manifest.table.values()
     )
-    splits: list[DataSplit] = []
+    splits = []
     for split in get_args(Split):
         if split in digests:
             num_bytes = sum(file.bytes for file in manifest.files(split))

@@ -74,7 +74,7 @@ def old_flow_runs(
     # Prefect gives a page at a time, and an empty one behind the last
     while page := client.read_flow_runs(flow_filter=flows, flow_run_filter=ended, limit=PAGE, offset=len(runs)):
         runs += page
-    old: list[UUID] = []
+    old = []
     for run in runs:
         is_old = run.updated is not None and run.updated < before
         if is_old and not is_kept(_directory_name(run)):

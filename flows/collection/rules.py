@@ -24,7 +24,7 @@ from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.recorded.sweep_records import SweepDir, SweepResult, membership
-from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
+from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, record_if_written
 
 DAY_S = 86400.0
 OTHER_FILES = {"preflight", "job.json"}
@@ -165,7 +165,7 @@ def _sweep_needs(run: RunDir) -> str:
 def _registry_needs(run: RunDir, facts: Facts) -> str:
     """Return which registered model in use came from this run: one with an alias, or the newest version; else ""."""
     try:
-        exported = read_record(run.exported, ExportedModel) if run.exported.exists() else None
+        exported = record_if_written(run.exported, ExportedModel)
         if exported is None or not exported.registered_as:
             return ""
         model = read_record(run.identity, RunIdentity).tracking_uri, exported.registered_as

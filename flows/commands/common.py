@@ -81,7 +81,7 @@ def layers_of(config: str, words: list[str] | None) -> tuple[list[str], list[str
     words = words or []
     overrides = [word for word in words if "=" in word]
     layers = [word for word in words if "=" not in word]
-    wrong: list[str] = []
+    wrong = []
     for word in layers:
         # a name with .toml may be absent, which the loading reports with the places where it looked
         if not (word.endswith(".toml") or word in MODELS or Path(word).is_file()):

@@ -138,7 +138,7 @@ def _cell(value: Any) -> str:
 def parsed_inputs(words: list[str] | None) -> dict[str, list[str]]:
     """Return input -> columns of the words INPUT=COLUMN,... Raises ConfigError for a word of another form."""
     inputs: dict[str, list[str]] = {}
-    wrong: list[str] = []
+    wrong = []
     for word in words or ():
         name, _, columns = word.partition("=")
         if name and columns:

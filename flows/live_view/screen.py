@@ -154,7 +154,7 @@ def _head(facts: LiveFacts, width: int) -> Text:
 
 def _phases(facts: LiveFacts, width: int) -> list[Text]:
     """Return one line or two with every phase: those before with their time, the present one, and those to come."""
-    begun: list[tuple[Phase, float]] = []
+    begun = []
     for phase, seconds in facts.elapsed_s():
         # every run goes through this one, and most without a question
         is_passed = phase == "approval" and seconds < 1

@@ -107,7 +107,7 @@ class _Bounded(threading.Thread):
             return self._found
         what = f"no answer in {time.monotonic() - self._began_at:.0f} s"
         fix = "a file system or a server that does not answer hangs everything that uses it: find out which one"
-        return [Finding(check=self._subject, level="problem", what=what, fix=fix)]
+        return [Finding.problem(self._subject, what, fix)]
 
 
 def _findings(subject: str, check: Check) -> list[Finding]:
@@ -117,5 +117,5 @@ def _findings(subject: str, check: Check) -> list[Finding]:
         found.extend(check())
     except Exception as error:
         what = f"the check failed: {type(error).__name__}: {error}"
-        found.append(Finding(check=subject, level="problem", what=what, fix="report it, with this line"))
+        found.append(Finding.problem(subject, what, "report it, with this line"))
     return found

@@ -28,29 +28,29 @@ def home_directory() -> Iterator[Finding]:
         # the run makes the missing directories below the nearest one that exists
         nearest = _existing(home)
         if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
-            yield Finding(check="home", level="ok", what=f"{home} will be made by the first run, for its owner alone")
+            yield Finding.ok("home", f"{home} will be made by the first run, for its owner alone")
         else:
             fix = "set ONWARD_HOME to a directory of yours"
-            yield Finding(check="home", level="problem", what=f"{home} cannot be made: no right in {nearest}", fix=fix)
+            yield Finding.problem("home", f"{home} cannot be made: no right in {nearest}", fix)
         return
     if not home.is_dir():
         fix = "set ONWARD_HOME to a directory"
-        yield Finding(check="home", level="problem", what=f"{home} is no directory", fix=fix)
+        yield Finding.problem("home", f"{home} is no directory", fix)
         return
     found = home.stat()
     mode = stat.S_IMODE(found.st_mode)
     # the worst first: each home gets one finding
     if not os.access(home, os.W_OK | os.X_OK):
         fix = f"`chmod u+rwx {home}`, or set ONWARD_HOME to a directory of yours"
-        yield Finding(check="home", level="problem", what=f"no right to write to {home} (mode {mode:04o})", fix=fix)
+        yield Finding.problem("home", f"no right to write to {home} (mode {mode:04o})", fix)
     elif found.st_uid != os.getuid():
         what = f"{home} belongs to user id {found.st_uid}, and you are {os.getuid()}"
-        yield Finding(check="home", level="note", what=what, fix="set ONWARD_HOME to a directory of yours")
+        yield Finding.note("home", what, "set ONWARD_HOME to a directory of yours")
     elif mode & 0o077:
         what = f"other users can enter {home} (mode {mode:04o}): data, weights and the login of the servers are in it"
-        yield Finding(check="home", level="note", what=what, fix=f"chmod 700 {home}")
+        yield Finding.note("home", what, f"chmod 700 {home}")
     else:
-        yield Finding(check="home", level="ok", what=f"{home} is for its owner alone (mode {mode:04o})")
+        yield Finding.ok("home", f"{home} is for its owner alone (mode {mode:04o})")
 
 
 def disk_space() -> Iterator[Finding]:
@@ -82,7 +82,7 @@ def file_system() -> Iterator[Finding]:
         folder = tempfile.TemporaryDirectory(dir=parent, prefix=".doctor-", ignore_cleanup_errors=True)
     except OSError as error:
         what = f"no directory can be made in {parent}: {error.strerror}"
-        yield Finding(check="file system", level="problem", what=what, fix=MOVE_HOME)
+        yield Finding.problem("file system", what, MOVE_HOME)
         return
     works = []
     with folder as name:
@@ -98,7 +98,7 @@ def file_system() -> Iterator[Finding]:
                 works.append(what)
     if works:
         what = f"at {parent} works: {', '.join(works)}"
-        yield Finding(check="file system", level="ok", what=what)
+        yield Finding.ok("file system", what)
 
 
 def _fsync(folder: Path) -> str:

@@ -201,7 +201,7 @@ def _losses_of_rows(facts: RunFacts) -> Drawing | None:
 
 def time_rows(account: TimeAccount) -> list[dict[str, Any]]:
     """Return the parts of the time, in their order, with the rest that is in none of them."""
-    rows: list[tuple[str, float, str, str]] = []
+    rows = []
     for name, seconds in account.parts.items():
         if name not in RARE or seconds >= 0.0005 * account.wall_s > 0:
             rows.append((name, seconds, TIME_COLOURS[name], PARTS[name]))

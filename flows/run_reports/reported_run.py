@@ -34,7 +34,7 @@ from onward.trainer.run.records import (
     RunIdentity,
     RuntimeReport,
     TrainResult,
-    read_record,
+    record_if_written,
 )
 from onward.trainer.run.timing.time_account import TimeAccount, time_account
 
@@ -132,7 +132,7 @@ def read_facts(run: RunDir) -> RunFacts:
 
     def read(path: Path, kind: type[R]) -> R | None:
         try:
-            return read_record(path, kind) if path.exists() else None
+            return record_if_written(path, kind)
         except (OnwardError, OSError) as error:
             left_out.append(str(error))
             return None

@@ -42,6 +42,7 @@ from onward.trainer.run.records import (
     TrainResult,
     Variant,
     read_record,
+    record_if_written,
 )
 
 WORST = 3
@@ -240,7 +241,7 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
     text = held_out_text(run) if reads_bytes else b""
     bits = bits_per_byte(exported.after["evaluation/loss"], text) if text else {}
     promotion = f"{exported.promotion.status}: {exported.promotion.reason}" if exported.promotion else ""
-    metrics = read_record(run.metrics, MetricsSummary) if run.metrics.exists() else None
+    metrics = record_if_written(run.metrics, MetricsSummary)
     known = dict(describe(run)) | {"step": trained.step, "attempts": trained.attempts, "elapsed_s": trained.elapsed_s}
     return RunOutcome(
         **known,
@@ -342,7 +343,7 @@ def _results(run: RunDir) -> Iterator[AttemptResult]:
 def _newest_result(run: RunDir) -> AttemptResult | None:
     """Return the result of the newest attempt; None if it left none."""
     path = run.result(run.current_attempt)
-    return read_record(path, AttemptResult) if path.exists() else None
+    return record_if_written(path, AttemptResult)
 
 
 def _worst(confusions: Iterable[ConfusionMatrix], run: RunDir) -> Iterator[str]:

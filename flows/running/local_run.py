@@ -179,7 +179,7 @@ def mark_orphaned_runs_crashed() -> None:
             flow_filter=FlowFilter.model_validate({"name": {"any_": ["train-onnx", "sweep-onnx"]}}),
             flow_run_filter=FlowRunFilter.model_validate(running),
         )
-        orphans: list[tuple[UUID, RunDir]] = []
+        orphans = []
         for flow_run in shown:
             run = run_directory_of(flow_run.id, flow_run.parameters)
             if is_running(run) or not _may_be_orphan(flow_run, run):

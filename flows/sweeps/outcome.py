@@ -9,7 +9,7 @@ from onward.flows.run_state.runs import Named, chosen, is_running
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.names import short_id
 from onward.trainer.run.recorded.sweep_records import Sweep, SweepDir, SweepResult, Trial, all_sweeps, best_of, shown
-from onward.trainer.run.records import Record, RunIdentity, read_record
+from onward.trainer.run.records import Record, RunIdentity, read_record, record_if_written
 
 SweepState = Literal["running", "exported", "interrupted", "failed"]
 
@@ -51,8 +51,8 @@ def outcome_of(folder: SweepDir) -> SweepOutcome:
     """Return the state of a sweep, read from its directory alone."""
     plan = read_record(folder.sweep, Sweep)
     trials = folder.trials()
-    identity = read_record(folder.identity, RunIdentity) if folder.identity.exists() else None
-    result = read_record(folder.result, SweepResult) if folder.result.exists() else None
+    identity = record_if_written(folder.identity, RunIdentity)
+    result = record_if_written(folder.result, SweepResult)
     # of the trials that are complete, so that a running sweep has a best one, too
     best = best_of(trials, greatest=plan.greatest)
     all_ended = len(trials) == plan.num_trials and all(trial.status != "running" for trial in trials)

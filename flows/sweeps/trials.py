@@ -30,7 +30,7 @@ from onward.trainer.errors import (
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.recorded.sweep_records import Membership, Pruned, Sweep, SweepDir, Trial
-from onward.trainer.run.records import RunIdentity, TrainResult, read_record, write_record
+from onward.trainer.run.records import RunIdentity, TrainResult, read_record, record_if_written, write_record
 
 RESULTS = (ConfigError, DataError, UnsupportedModel, Diverged, OutOfMemory, DeviceAssertion, TrainingFailed)
 """Errors that can come from the settings of a trial. Any other one, such as of a full disk, ends the sweep, and the
@@ -80,7 +80,7 @@ def train(trial: Trial, plan: Sweep, identity: RunIdentity, *, exports: bool = F
 def result_of(trial: Trial, plan: Sweep, state: State[Any] | None, *, first: Trial) -> Trial:
     """Return the trial with its result. Raises every other error than those of RESULTS."""
     run = trial.run
-    trained = read_record(run.train, TrainResult) if run.train.exists() else None
+    trained = record_if_written(run.train, TrainResult)
     known: dict[str, Any] = {"ended_at_ms": time.time_ns() // 1_000_000}
     if trained is not None:
         known |= {"step": trained.step, "elapsed_s": trained.elapsed_s}

@@ -77,7 +77,7 @@ class StoppedRanks:
 
         mpirun lets stopped ranks go on before it ends them, so the last seconds count.
         """
-        clauses: dict[int, str] = {}
+        clauses = {}
         for rank, stop in self._stops.items():
             # a stop that one look has seen may have lasted a moment
             lasted_s = stop.until - stop.since

@@ -149,7 +149,7 @@ def _sentence(ending: RankEnding, cause: Cause | None, config: RunConfig, traceb
 
 def _lines_of(rank: int, output: str) -> str:
     """Return the output without the lines that another rank has signed, as NCCL's watchdog and error records do."""
-    kept: list[str] = []
+    kept = []
     for line in output.splitlines():
         signature = SIGNED.match(line)
         if signature is None or int(signature[1] or signature[2]) == rank:

@@ -10,7 +10,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.outcomes.ending_kinds import TIMED_OUT, WATCHDOG
-from onward.trainer.run.records import RankError, read_record
+from onward.trainer.run.records import RankError, record_if_written
 
 
 def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, output: str) -> bool:
@@ -21,7 +21,7 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
     """
     dumps = {rank: _read(run, attempt, rank) for rank in range(config.world_size)}
     errors = {rank: _error(run, attempt, rank) for rank in dumps}
-    waited_in_vain: set[int] = set()
+    waited_in_vain = set()
     for rank, error in errors.items():
         if error is not None and error.secondary and TIMED_OUT.search(error.cause):
             waited_in_vain.add(rank)
@@ -67,8 +67,7 @@ def _read(run: RunDir, attempt: int, rank: int) -> str:
 
 
 def _error(run: RunDir, attempt: int, rank: int) -> RankError | None:
-    path = run.rank_error(attempt, rank)
-    return read_record(path, RankError) if path.exists() else None
+    return record_if_written(run.rank_error(attempt, rank), RankError)
 
 
 def _all_stacks(stacks: dict[int, RankStack], dumps: dict[int, str], errors: dict[int, RankError | None]) -> str:

@@ -16,7 +16,7 @@ def code(name: object) -> str:
     if _PLAIN.fullmatch(text):
         return f"`{text}`"
     # no code span can hold every character, in a table least of all
-    coded: list[str] = []
+    coded = []
     for letter in text or '""':
         is_plain = letter.isalnum() or letter in " ,"
         coded.append(letter if is_plain else f"&#{ord(letter)};")

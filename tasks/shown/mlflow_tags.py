@@ -38,7 +38,7 @@ SHOWN = 3
 def parameters(config: RunConfig) -> dict[str, str]:
     """Return the parameters that matter for every run, and those that differ from their defaults, as text."""
     settings = flat_settings(config)
-    wanted: list[str] = []
+    wanted = []
     for key in THAT_MATTER:
         # of train.num_steps and train.num_epochs a run has one, and the other is 0
         if key in settings and (settings[key] or "num_" not in key):
@@ -144,7 +144,7 @@ def data_digests(run: RunDir) -> dict[str, str]:
 def digests_of(manifest: ShardManifest) -> dict[str, str]:
     """Return split -> SHA-256 of the digests of its files, for the splits that have rows."""
     splits = {"train": manifest.train, "evaluation": manifest.evaluation, "test": manifest.test}
-    digests: dict[str, str] = {}
+    digests = {}
     for split, files in splits.items():
         if files:
             # equal rows have equal files, so the digest of the digests is that of the rows

@@ -31,7 +31,7 @@ from onward.trainer.run.recorded.preprocessing_record import (
     TableInput,
     TokenInput,
 )
-from onward.trainer.run.records import ExportedModel, RunIdentity, TrainResult, read_record
+from onward.trainer.run.records import ExportedModel, RunIdentity, TrainResult, read_record, record_if_written
 
 CARD = "README.md"
 MOST_NAMED = 50
@@ -58,10 +58,10 @@ def model_card(run: RunDir, exported: ExportedModel) -> str:
     """Return the card in Markdown, with the header that Hugging Face reads."""
     # as it was given: the paths of local copies mean nothing to a reader elsewhere
     config = read_config(run, "given")
-    identity = read_record(run.identity, RunIdentity) if run.identity.exists() else None
+    identity = record_if_written(run.identity, RunIdentity)
     shards = run.shards / "manifest.json"
     # the card is also written where shards or records are gone, with the rows that are known
-    manifest = read_record(shards, ShardManifest) if shards.exists() else None
+    manifest = record_if_written(shards, ShardManifest)
     record = next((file for file in exported.preprocessing if file.name == "preprocessing.json"), None)
     recipe = read_record(record, Preprocessing) if record else None
     sections: dict[str, Iterable[str]] = {
@@ -99,7 +99,7 @@ def _place(path: str) -> str:
 
 
 def _model(run: RunDir, config: RunConfig, exported: ExportedModel, identity: RunIdentity | None) -> list[str]:
-    trained = read_record(run.train, TrainResult) if run.train.exists() else None
+    trained = record_if_written(run.train, TrainResult)
     facts = {"SHA-256": f"`{exported.sha256}`", "trained from": _origin(run, config.model)}
     if identity and identity.model_sha256:
         facts["SHA-256 of that file"] = f"`{identity.model_sha256}`"

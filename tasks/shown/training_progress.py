@@ -100,7 +100,7 @@ class Progress:
         return list(itertools.chain.from_iterable(series.values for series in parts if series))
 
     def _summed_costs(self) -> dict[str, float]:
-        costs: dict[str, list[float]] = {}
+        costs = {}
         for name in COSTS:
             costs[name] = [value for value in self._all(name) if value]
         summed = {name: statistics.median(values) for name, values in costs.items() if values}

@@ -299,7 +299,7 @@ def _paths(sections: Sections) -> list[str]:
         "checkpoint.load": getattr(sections.get("checkpoint"), "load", ""),
     }
     named |= {key_of(losses, at, "file"): each.named.location for at, each in enumerate(losses)}
-    problems: list[str] = []
+    problems = []
     for key, path in named.items():
         if path and not url_of(path) and not Path(path).exists():
             problems.append(f"{key}: {path} does not exist")

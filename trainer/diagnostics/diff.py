@@ -107,7 +107,7 @@ def _model_changes(a: onnx.ModelProto, b: onnx.ModelProto) -> Iterator[str]:
     if a.graph.name != b.graph.name:
         yield f"graph name: {a.graph.name!r} -> {b.graph.name!r}"
     # as mappings, because the order of these entries means nothing
-    opsets: list[dict[str, str]] = []
+    opsets = []
     for model in (a, b):
         opsets.append({entry.domain or "ai.onnx": str(entry.version) for entry in model.opset_import})
     metadata = [{entry.key: entry.value for entry in model.metadata_props} for model in (a, b)]

@@ -247,7 +247,7 @@ def _weights(audit: AuditInput) -> Iterator[Weight]:
 
 def _totals(weights: Iterable[Weight]) -> dict[str, Total]:
     listed = list(weights)
-    totals: dict[str, Total] = {}
+    totals = {}
     for kind in ("trained", "statistic", "frozen"):
         members = [weight for weight in listed if weight.kind == kind]
         totals[kind] = Total(tensors=len(members), values=sum(math.prod(weight.shape) for weight in members))

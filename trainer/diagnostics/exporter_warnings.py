@@ -109,7 +109,7 @@ def _separated_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
     roles = {name: role for name, role in audit.roles.items() if name in trained}
     # buffers, such as running statistics, do not train and cannot drift apart
     kinds = audit.records.weights
-    folded: dict[str, list[str]] = {}
+    folded = {}
     for name, origins in audit.records.folded.items():
         folded[name] = [origin for origin in origins if kinds[origin] == "parameter"]
     found = separated_weights(audit.model.graph, audit.stored, roles, audit.records.originals)
@@ -172,7 +172,7 @@ def _copies(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 
 def _tables(audit: AuditInput) -> Iterator[ExporterWarning]:
-    frozen: dict[str, int] = {}
+    frozen = {}
     for name, role in audit.roles.items():
         # what the file says is no guess that could be wrong
         is_guessed = role.kind == "frozen" and not role.written

@@ -159,7 +159,7 @@ def _squeezed_batch(audit: AuditInput) -> Iterator[ExporterWarning]:
     # shape inference walks the whole graph, so it runs only where a node needs it
     types = known_types(audit.model) if without_axes else {}
     dims = {node.name or node.output[0]: dims_of(types.get(node.input[0])) for node in without_axes}
-    found: list[str] = []
+    found = []
     for name, lengths in dims.items():
         if lengths is None or None in lengths:
             found.append(name)

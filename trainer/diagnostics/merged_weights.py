@@ -74,7 +74,7 @@ def _read_often(
     A network may repeat whole layers, which reads its matrices as often as its vectors. So a vector is suspicious if it
     is read more often than the matrices are, and a matrix if all its elements are equal.
     """
-    readers: dict[str, list[str]] = {}
+    readers = {}
     for name, parameters in read.items():
         readers[name] = list(_nodes(itertools.chain.from_iterable(parameters.values())))
     changing = _changing(stored, roles)

@@ -64,7 +64,7 @@ def edited_settings(run: RunDir) -> list[str]:
     given = read_config(run, "given")
     kept = flat_settings(accepted)
     present = flat_settings(given)
-    edited: list[str] = []
+    edited = []
     for key in kept | present:
         # the limits of [stop] may change: a resume raises them
         is_limit = key.startswith("stop.") and key != "stop.metric"

@@ -333,7 +333,7 @@ class Rehearsal(Record):
         """Return it in one line."""
         if not self.batches:
             return "not rehearsed: " + "; ".join(self.not_rehearsed)
-        sizes: list[str] = []
+        sizes = []
         for what in dict.fromkeys(batch.what for batch in self.batches):
             rows = " and ".join(str(batch.rows) for batch in self.batches if batch.what == what)
             sizes.append(f"{rows} rows ({what})")
@@ -371,3 +371,8 @@ def read_record(path: Path, kind: type[R]) -> R:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise RecordError(f"{path} is not a {kind.__name__}, or it is damaged: {first_problem(error)}") from None
+
+
+def record_if_written(path: Path, kind: type[R]) -> R | None:
+    """Read a record; None as long as its file is absent. Raises RecordError for a damaged one."""
+    return read_record(path, kind) if path.exists() else None

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import RunDir, onward_home
-from onward.trainer.run.records import Record, read_record
+from onward.trainer.run.records import Record, read_record, record_if_written
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ def all_sweeps() -> list[SweepDir]:
 
 def membership(run: RunDir) -> Membership | None:
     """Return of which sweep a run is a trial; None if it is of none."""
-    return read_record(run.trial, Membership) if run.trial.exists() else None
+    return record_if_written(run.trial, Membership)
 
 
 def best_of(trials: tuple[Trial, ...], *, greatest: bool) -> Trial | None:

@@ -82,7 +82,6 @@ def doctor(
         print_json(found.model_dump(mode="json"))
     else:
         show_diagnosis(found, everything=everything)
-    # the report is printed first, because it names the reasons
     if not found.importable or not found.runtime.valid:
         raise typer.Exit(2)
 

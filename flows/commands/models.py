@@ -59,7 +59,6 @@ def export(
     exported = exports.export(
         checkpoint, output, variants=variant or (), training=training, overwrite=overwrite, run_code=run_code
     )
-    # the key is there only if it was asked for, or refused
     training_files: dict[str, Any] = {"training": [str(path) for path in exported.training]} if training else {}
     if exported.training_refused:
         training_files = {"training": "", "training_refused": exported.training_refused}
@@ -78,7 +77,6 @@ def export(
     if as_json:
         print_json({**facts, "variants": [each.model_dump(mode="json") for each in exported.variants]})
     else:
-        # a metric that the original file lacks, such as that of a new head, has no "before"
         both = [name for name in exported.after if name in exported.before]
         metrics = {name: f"{exported.before[name]:.4f} -> {exported.after[name]:.4f}" for name in both}
         metrics |= {name: f"{value:.4f}" for name, value in exported.test.items()}

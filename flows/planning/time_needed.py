@@ -167,14 +167,12 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
         )
     if pace.data and pace.data != config.data.source:
         guessed.append(f"the time of a step is that of other data, {pace.data}: reading this one may take longer")
-    # a measurement beside other programs shows their share of the cores as well
     if pace.load > BUSY:
         guessed.append(
             f"other programs were computing when it was measured (load average {pace.load:.1f}); measure again when "
             "the machine is free, if it will be during the run"
         )
     evaluations = number_of_evaluations(config, rows)
-    # the time of an evaluation is proportional to its rows
     evaluation_s = pace.evaluation_s * rows.evaluation / pace.evaluation_rows if pace.evaluation_rows else None
     evaluation_s = evaluation_s if rows.evaluation else None
     if evaluation_s is None:

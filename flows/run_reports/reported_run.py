@@ -150,7 +150,6 @@ def read_facts(run: RunDir) -> RunFacts:
     ending = ending_of(run)
     # inside of its flow, whose ending is written already, the lock is still held
     running = ending is None and known("the lock", lambda: is_running(run), False)
-    # the lock decides before the records, which say nothing yet of a run that goes on
     state: State = "running" if running else known("the state", lambda: ended_state(run), "damaged")
     now_ms = time.time_ns() // 1_000_000 if running else None
     manifest = read(run.shards / "manifest.json", ShardManifest)

@@ -50,18 +50,15 @@ def make_sweep(
     found = layered(source, [*overrides, *space.fixed], profile=profile)
     settings = found.settings
     problems = found.problems
-    # paths are made absolute now, because a sweep may be resumed in another directory
     choices = {key: tuple(_anchored(key, value) for value in values) for key, values in space.choices.items()}
     ranges = space.ranges
     problems += cannot_vary(settings, (*choices, *ranges))
-    # pruning compares what trials evaluate meanwhile
     if prune and "train.evaluation_period" not in choices and setting(settings, "train.evaluation_period") == 0:
         problems.append(
             "--prune compares evaluations while trials are trained, and train.evaluation_period is 0; set it, such as "
             "train.evaluation_period=100"
         )
     number = math.prod(map(len, choices.values()))
-    # a grid has a number of combinations; a range has none
     if ranges and trials < 1:
         which = " and ".join(ranges)
         problems.append(f"{which}: a range has no last value; say how many trials to make, such as --trials 20")
@@ -77,12 +74,10 @@ def make_sweep(
     else:
         problems += _all_problems(settings, choices, ranges, check)
     if problems:
-        # most problems are found once for each combination
         raise ConfigError(dict.fromkeys(problems))
     if (ranges or prune) and importlib.util.find_spec("optuna") is None:
         what = "--prune" if not ranges else "a range of values"
         raise RuntimeUnavailable(f"{what} needs optuna, which is not installed here: {how_to_install('sweep')}")
-    # what all trials share is read from any of them: the settings that decide it cannot vary
     first = load_config(settings, _corner(choices, ranges).items())
     pin = partial(_pinned, monitor=first.monitor)
     for key in REGISTERED:
@@ -106,7 +101,6 @@ def make_sweep(
         tracking_uri=store_of(first.monitor),
     )
     folder = SweepDir.of(sweep.sweep_id)
-    # sweep.json is written last: a directory without it is no sweep
     (folder.root / "trials").mkdir(parents=True)
     write_record(folder.sweep, sweep)
     return folder

@@ -159,7 +159,6 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     except UnsupportedModel as error:
         problems += error.problems
     try:
-        # roles of tensors inside of If, Loop and functions are found like those of the main graph
         main = lift_inner_tensors(part)
         audit.inner = tuple(inner_tensors(part))
         audit.records = read_records(main, audit.inner)

@@ -39,6 +39,7 @@ class Given:
         """Find files and examples by their names. Raises ConfigError when there is neither."""
         from onward.flows.examples import Example, find_config
 
+        # a string is a sequence, too, but names one file
         given = [config] if isinstance(config, str | os.PathLike | Mapping) or not _is_several(config) else list(config)
         layers: list[Any] = []
         examples: list[Example] = []
@@ -59,6 +60,7 @@ class Given:
             from onward.tasks.checks.file_check import check_files  # here: it takes a second to import
 
             for example in examples:
+                # the user may have replaced the example's model, which is then not written
                 if (model := sections.get("model")) and model.path == example.model:
                     with contextlib.suppress(OSError):  # reported below: no such file, ONWARD_HOME is not writable
                         example.write_model()
@@ -88,6 +90,7 @@ class Given:
         missing: list[str] = []
 
         def both(sections: Mapping[str, Any]) -> Iterable[str]:
+            # collected beside the check, because a machine that lacks something is another error than a wrong setting
             missing.extend(machine_problems(sections, resumed=resumed))
             return self.check(sections)
 
@@ -117,6 +120,7 @@ def check_all_rows(config: RunConfig) -> None:
     from onward.trainer.data.tables.class_names import single_classes
     from onward.trainer.run.remote.local_copies import urls_in
 
+    # remote data would be fetched before the run shows anything
     if any(urls_in(dict(config))) or source_bytes(config.data) > MOST_READ_BYTES:
         return
     # the run says what the machine lacks
@@ -181,6 +185,7 @@ def prefect_at_home() -> Iterator[None]:
     """Import Prefect inside: it makes its directory then, in Onward's home unless the user has one already."""
     from onward.trainer.run.directory import onward_home
 
+    # who uses Prefect already keeps its profiles
     if "PREFECT_HOME" in os.environ or Path("~/.prefect").expanduser().exists():
         yield
         return

@@ -53,7 +53,8 @@ def short_form(schema: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
 
 def _shorten(table: dict[str, Any], given: Mapping[str, Any], definitions: dict[str, Any], *, keep: set[str]) -> None:
     """Hide the settings of a table that are neither given nor among `keep`, and those of tables inside."""
-    shown = {name: setting for name, setting in table["properties"].items() if name in keep or name in given}
+    names = keep | given.keys()
+    shown = {name: setting for name, setting in table["properties"].items() if name in names}
     if hidden := {f"^{name}$": setting for name, setting in table["properties"].items() if name not in shown}:
         table |= {"properties": shown, "patternProperties": hidden}
         table["description"] = f"{table.get('description', '')} {OTHERS}".strip()

@@ -106,13 +106,16 @@ def evaluate(
         raise ConfigError(f"{opened.path} has a preprocessing.json, which decides; leave out the settings")
     meanings = opened.predictor.meanings
     config = opened.config
+    # the loss by which the run was trained, else one that fits the meaning of the output
     losses = evaluating.losses_of(meanings, config.losses if config else ())
     kinds = evaluating.label_kinds(losses, meanings)
+    # a mask is an image, which the reader of raw rows does not take as a label
     masks = set(config.data.image.mask_columns if config and config.data.image else ())
     if masks & set(kinds):
         raise ConfigError(f"the labels {', '.join(masks)} are masks, which are not measured here; a run measures them")
     batches = raw_batches(opened, data, batch_rows(opened.predictor, batch_size), kinds)
     found = Predictions(opened.predictor, batches, skips=bad_rows == "skip", report=report)
+    # the widest output: metrics of several classes need their number
     widths = [max(opened.predictor.row_shape(meaning["name"]), default=1) for meaning in meanings]
     chosen = evaluating.metrics_that_fit(losses, config.metrics if config else (), num_classes=max(widths))
     metrics = evaluating.evaluate(found, losses, meanings, chosen)
@@ -128,6 +131,7 @@ def _guessed(opened: OpenedModel, data: Any, overrides: Overrides) -> tuple[Open
     if not isinstance(data, str | os.PathLike):
         raise ConfigError(f"{opened.path} has no preprocessing.json; give a path, from which the labels can be guessed")
     changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
+    # labels in the data let the guess be judged: the preprocessing with the best result is taken
     recipe, folder, config, words = guess_recipe(opened.path, os.fspath(data), changes)
     try:
         predictor = Predictor(opened.path, recipe, folder, content=guarded_content(opened.path))
@@ -202,6 +206,7 @@ def _file_of(source: str) -> tuple[Path, RunConfig | None]:
     """Return the ONNX file that a source names, and the settings of the run if it is one."""
     from onward.trainer.config.urls import url_of
 
+    # a run may have any name but one that ends like a file
     if url_of(source) or source.lower().endswith(".onnx"):
         from onward.tasks.checks.registered_models import local_model
 
@@ -220,6 +225,7 @@ def _file_of(source: str) -> tuple[Path, RunConfig | None]:
             "newest checkpoint"
         )
     exported = read_record(run.exported, ExportedModel).path
+    # the record has an absolute path, and the run directory may have been moved
     return exported if exported.is_file() else run.export / exported.name, read_config(run)
 
 

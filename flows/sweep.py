@@ -59,15 +59,18 @@ def sweep_onnx(sweep: str, name: str = "sweep") -> SweepResult | State[Any]:
         identity = identify(folder, plan)
         tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
         for number in range(1, plan.num_trials + 1):
+            # an ended trial is returned as it is, so a resumed sweep passes over it
             trial = begin(folder, plan, number)
             if trial.status == "running":
                 log.info("trial %d of %d: %s", number, plan.num_trials, describe_settings(trial.settings))
                 state = train(trial, plan, identity)
+                # a pruned trial is cancelled, too, but by the sweep itself
                 if state is not None and state.is_cancelled() and not trial.run.pruned.exists():
                     raise_stop(trial.run, f"stopped; to continue: onward sweep --resume {sweep}")
                 trial = result_of(trial, plan, state, first=folder.trials()[0])
                 write_record(folder.trial(number), trial)
                 log.info("trial %d: %s", number, report.ending(trial, plan))
+            # also for trials that ended before: the sweep may have been killed before it recorded them
             report.record(tracker, trial, plan)
         trials = folder.trials()
         best = best_of(trials, greatest=plan.greatest)
@@ -78,8 +81,10 @@ def sweep_onnx(sweep: str, name: str = "sweep") -> SweepResult | State[Any]:
                 f"none of the {len(trials)} trials is complete; trial 1 ({describe_settings(first.settings)}) "
                 f"{first.status}: {first.reason}"
             )
+        # a sweep that was resumed behind its export has nothing left to do
         if not folder.result.exists():
             log.info("trial %d is the best; it is exported: %s", best.number, describe_settings(best.settings))
+            # the trial was trained to its end, so this flow only exports its checkpoint
             state = train(best, plan, identity, exports=True)
             assert state is not None
             if state.is_cancelled():

@@ -28,6 +28,7 @@ class TensorBoard:
 
     def histogram(self, name: str, counts: Sequence[int], edges: Sequence[float], *, step: int, at_ms: int) -> None:
         """Add a histogram; `len(edges) == len(counts) + 1`, sums are taken at the middle of each bin."""
+        # single elements are not known any more, and the bins are narrow
         middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
         proto = HistogramProto(
             min=edges[0],

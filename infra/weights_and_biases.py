@@ -45,6 +45,7 @@ def login_problem() -> str:
 
     try:
         with _hooks_kept():
+            # the settings of wandb itself decide: files, environment and login are read as `wandb` does
             session = wandb.setup(wandb.Settings(silent=True))
             if session.settings.mode in WITHOUT_SERVER or wandb.login(prompt=False, verify=False):
                 return ""
@@ -72,6 +73,7 @@ class WeightsAndBiases:
 
         if problem := login_problem():
             raise RuntimeError(problem)  # wandb would ask for a key on the terminal
+        # offline files of a former attempt would be sent a second time by `wandb sync`
         shutil.rmtree(folder / "wandb", ignore_errors=True)
         folder.mkdir(exist_ok=True)
         settings = wandb.Settings(
@@ -91,6 +93,7 @@ class WeightsAndBiases:
         )
         with _hooks_kept():
             self._run = wandb.init(
+                # an id that is the same at each resume: the server then goes on with the same run
                 id=re.sub(r"[^A-Za-z0-9_-]", "-", run_id)[-64:],
                 project=re.sub(r"[/\\#?%:]", "-", project)[:128],
                 name=name,
@@ -101,6 +104,7 @@ class WeightsAndBiases:
                 settings=settings,
                 mode=None if _can_be_reached() else "offline",
             )
+        # a server that has a part of the steps already refuses them
         self._next = self._run.starting_step
         if self._run.offline:
             log.info("Weights & Biases: `wandb sync %s/wandb/offline-run-*` sends what is written there", folder)
@@ -119,6 +123,7 @@ class WeightsAndBiases:
         self._add({name: drawn}, step, at_ms)
 
     def _add(self, values: Mapping[str, Any], step: int, at_ms: int) -> None:
+        # wandb closes a row as soon as a later step is logged, and drops values for an earlier one
         if step >= self._next:
             self._run.log({**values, "_timestamp": at_ms / 1000}, step=step)
             self._next = step
@@ -137,6 +142,7 @@ def _can_be_reached() -> bool:
 
     settings = wandb.setup().settings
     url = urlsplit(str(settings.base_url))
+    # behind a proxy a direct connection proves nothing
     if settings.mode in WITHOUT_SERVER or any(name.lower().endswith("_proxy") for name in os.environ):
         return True
     try:

@@ -65,9 +65,12 @@ def checkpoint(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) ->
         if not closed:
             run.wait_for_end(tick_s)
     recorder.finish(retention.kept, patience_s=0 if storage_problem(run.root) else patience_s)
-    if retention.kept and not any(each.best for each in retention.kept):
+    if not retention.kept:
+        return None
+    best = [info for info in retention.kept if info.best]
+    if not best:
         log.warning("no checkpoint has the metric %s, so the newest counts as the best", config.best_metric)
-    return next((each for each in retention.kept if each.best), retention.kept[-1] if retention.kept else None)
+    return best[0] if best else retention.kept[-1]
 
 
 class CheckpointRetention:
@@ -83,6 +86,7 @@ class CheckpointRetention:
     def update(self) -> None:
         """Verify new checkpoints, delete those no longer needed, announce the rest. An OSError is logged once."""
         try:
+            # first what a killed writer has left, so that its space is free for the list
             sweep(self._run)
             found = self._found()
             unneeded = prunable(found, keep_newest=self._config.keep_newest)
@@ -104,10 +108,12 @@ class CheckpointRetention:
         infos = []
         for path in list_checkpoints(self._run):
             info = known.get(path)
+            # a resumed attempt may have written the same step again, with other bytes
             if info is None or not _unchanged(info):
                 try:
                     info = _verify_beside_training(path)
                 except CheckpointError as error:
+                    # renamed, so that no resume tries it, and kept, so that somebody can look at it
                     self._log.warning("%s; renamed to %s", error, set_aside(path).name)
                     continue
                 self._log.info("step %d: %s is complete, %.1f MB", info.step, path.name, info.bytes / 1e6)
@@ -166,6 +172,7 @@ class CheckpointRecorder:
 
     def _mark_deleted(self, kept: frozenset[str]) -> None:
         """Mark the records of checkpoints that were deleted since the last call."""
+        # MLflow is asked only after a deletion
         if self._shown - kept:
             try:
                 self._tracker.mark_deleted_checkpoints()

@@ -45,7 +45,7 @@ from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import accepted_changes, refuse_edited, write_settings
 from onward.trainer.run.names import name_of
 from onward.trainer.run.recorded.sweep_records import membership
-from onward.trainer.run.records import Rehearsal, RunIdentity, read_record, write_record
+from onward.trainer.run.records import Rehearsal, RunIdentity, read_record, record_if_written, write_record
 from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
 
     # Prefect validates each section by itself; the rules across sections and the files are checked here.
     config = build_config(dict(settings), check=check)
+    # the check has fetched the remote files, and read the code that may be executed
     copies = checked[0].copies
     code = checked[0].code
     config = with_inputs(config, with_copies(config, copies))
@@ -91,6 +92,7 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
         if _tensors_read(saved) == _tensors_read(reads_scores):  # else it is of a version that chose none
             config = reads_scores
         refuse_changes(saved, config)
+        # the saved values count, because "auto" has been replaced in them; only [stop] may be new
         config = saved.model_copy(update={"stop": config.stop})
         if config != saved:
             write_settings(run, config)
@@ -144,16 +146,19 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
     # With "auto" the saved values were chosen when the run began, and the given ones are still the defaults.
     if given.parallel.sizes == saved.parallel.sizes == "auto":
         chosen = CHOSEN if given.parallel.memory_gib else {*CHOSEN, "parallel.memory_gib"}
-        before, now = ({key: value for key, value in each.items() if key not in chosen} for each in (before, now))
+        before = {key: value for key, value in before.items() if key not in chosen}
+        now = {key: value for key, value in now.items() if key not in chosen}
     if given.model.fixed_batch == "auto":
         before["model.fixed_batch"] = "auto"
     if given.precision.compute == "auto":
         before["precision.compute"] = "auto"
     if given.graph.compile == "auto":
         before["graph.compile"] = "auto"
+        # without compiling the settings of how were dropped when the run was saved
         if not saved.graph.compile:
             for name in HOW_TO_COMPILE:
                 before[f"graph.{name}"] = now[f"graph.{name}"]
+    # the metric decides which values are compared, and so what the saved best value means
     for name in set(type(saved.stop).model_fields) - {"metric"}:
         before[f"stop.{name}"] = now[f"stop.{name}"]
     if changed := [key for key in before | now if before.get(key) != now.get(key)]:
@@ -189,7 +194,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     local = read_config(run)
     digest = model_digest(local.model.path)
     code = _code_digests(local)
-    known = read_record(run.identity, RunIdentity) if run.identity.exists() else None
+    known = record_if_written(run.identity, RunIdentity)
     if known is None and run.current_attempt:
         log.warning("%s is gone, and is written again", run.identity)
     if (began_with := known.model_sha256 if known else _model_of_checkpoint(run)) and began_with != digest:
@@ -197,6 +202,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
             f"{config.model.path} changed since the run began (SHA-256 {began_with[:12]}, now "
             f"{digest[:12]}); put the file back, or start a new run"
         )
+    # both records: that of an earlier version has the digests in the identity alone
     permitted = read_record(run.code, AllowedCode).files if run.code.exists() else {}
     before = {**(known.code_sha256 if known else {}), **permitted}
     if changed := [path for path, sha256 in before.items() if code.get(path) != sha256]:
@@ -208,17 +214,9 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     # the sweep has named its trials, such as trial 2 of `mlp-15`: `mlp-15-2`
     trial = membership(run)
     name = name_of(run, config.name, wanted=config.name if trial else "")
-    identity = RunIdentity(
-        run_id=run.root.name,
-        name=name,
-        config_name=known.config_name if known else config.name.rpartition("-")[0] if trial else config.name,
-        created_at=known.created_at if known else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        model_sha256=digest,
-        code_sha256=code,
-        prefect_url=_prefect_url(),
-        tracking_uri=known.tracking_uri if known else store_of(config.monitor),
-        git_commit=known.git_commit if known else commit_of(Path.cwd()),
-    )
+    identity = known or _new_identity(run, config, is_trial=trial is not None)
+    current = {"run_id": run.root.name, "name": name, "prefect_url": _prefect_url()}
+    identity = identity.model_copy(update=current | {"model_sha256": digest, "code_sha256": code})
     try:
         tracker = tracking.Tracker(identity.tracking_uri)
         mlflow_run_id, mlflow_url = tracker.start_run(
@@ -241,6 +239,20 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     except mlflow_store.TrackingError as error:
         raise RuntimeUnavailable(str(error)) from None
     return identity.model_copy(update={"mlflow_run_id": mlflow_run_id, "mlflow_url": mlflow_url})
+
+
+def _new_identity(run: RunDir, config: RunConfig, *, is_trial: bool) -> RunIdentity:
+    """Return what a run keeps from its beginning: the configuration's name, the time, the store and the commit."""
+    return RunIdentity(
+        run_id=run.root.name,
+        name=config.name,
+        # the name of a trial is the sweep's, with its number behind it
+        config_name=config.name.rpartition("-")[0] if is_trial else config.name,
+        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        model_sha256="",
+        tracking_uri=store_of(config.monitor),
+        git_commit=commit_of(Path.cwd()),
+    )
 
 
 def _model_of_checkpoint(run: RunDir) -> str:

@@ -41,7 +41,7 @@ from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.data.schema.signature import TensorInfo, model_digest, read_signature
-from onward.trainer.diagnostics.config_check import export_conflicts, files_in_the_way
+from onward.trainer.diagnostics.export_conflicts import export_conflicts, files_in_the_way
 from onward.trainer.errors import (
     CheckpointError,
     ConfigError,
@@ -86,6 +86,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
     config = read_config(run)
     chosen = choose(checkpoints, config.export.checkpoint)
     log.info("exporting %s", describe_exported(chosen.step, checkpoints, result, config.checkpoint))
+    # the imports for the registration take about a second, which passes while the process exports
     with registering_prepared(read_record(run.identity, RunIdentity).tracking_uri):
         exported = _verified_before(run, chosen) or export_file(run, chosen.path)
     tags = {"step": str(exported.step), "checkpoint": chosen.path.name, "attempts": str(result.attempts)}
@@ -102,6 +103,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
         failed.append(error)
     show_result(run, exported, result)
     for each in failed:
+        # a full disk is the reason behind the others, and its class decides about the ending of the run
         if isinstance(each, StorageUnavailable):
             raise each
     if failed:
@@ -113,8 +115,11 @@ def choose(checkpoints: Sequence[CheckpointInfo], which: str) -> CheckpointInfo:
     """Return the best checkpoint, or the last one, also when none was evaluated. Raises CheckpointError without one."""
     if not checkpoints:
         raise CheckpointError("there is no checkpoint to export; train first, with `onward run` or `onward resume`")
-    best = [info for info in checkpoints if info.best and which == "best"]
-    return best[0] if best else max(checkpoints, key=lambda info: info.step)
+    if which == "best":
+        for info in checkpoints:
+            if info.best:
+                return info
+    return max(checkpoints, key=lambda info: info.step)
 
 
 def export_file(
@@ -150,23 +155,31 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
     identity = read_record(run.identity, RunIdentity)
     signature = read_signature(exported.path)
     average = config.exports_average
+    # metrics that the run has sent already are named again by the same points, so that MLflow stores them once
     sent = points_of_file(points_of_step(RunHistory.of(run.events, series=()), exported.step), average=average)
     parity = {"exported/parity": exported.parity}
+    documents = [*exported.preprocessing]
+    if exported.card:
+        documents.append(exported.card)
+    documents += _optimized(exported)
+    names = {info.name for info in signature.inputs}
     with np.load(example_in(run.export), allow_pickle=False) as example:
         file = ModelFile(
             path=exported.path,
             sha256=exported.sha256,
             beside=exported.beside,
-            documents=(*exported.preprocessing, *([exported.card] if exported.card else []), *_optimized(exported)),
+            documents=tuple(documents),
             inputs=tuple(map(_port, signature.inputs)),
             outputs=tuple(map(_port, signature.outputs)),
             step=exported.step,
-            example=dict(example) if set(example) == {info.name for info in signature.inputs} else {},  # a part's
+            # it is an example of the part of the graph that was trained, which may have other inputs than the file
+            example=dict(example) if set(example) == names else {},
             metrics={**only_of_file(exported.after, sent, average=average), **exported.test, **parity},
             points=sent,
             tags=version_tags(run, exported) | tags,
             raw=raw_prediction_of(exported),
         )
+    # an empty setting means the name of the configuration
     name = config.export.register_as or config.name
     tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
     version = _register_with_retries(tracker, file, name)
@@ -210,12 +223,16 @@ def _register_with_retries(tracker: Tracker, file: ModelFile, name: str) -> str:
 
 def _optimized(exported: ExportedModel) -> Iterator[Path]:
     """Yield the variant that runs faster with the same results, if it was made: it is registered with the file."""
-    yield from (each.path for each in exported.variants if each.kind == "optimized" and each.path)
+    for variant in exported.variants:
+        if variant.kind == "optimized" and variant.path:
+            yield variant.path
 
 
 def _port(info: TensorInfo) -> Port:
     dtype = {"bfloat16": "float32", "string": "str"}.get(info.dtype, info.dtype)  # numpy's names
-    return Port(info.name, dtype, tuple(-1 if dim is None else dim for dim in info.shape or (None,)))
+    # MLflow writes -1 for any length; a tensor of unknown rank, or of rank 0, gets one such axis
+    shape = info.shape or (None,)
+    return Port(info.name, dtype, tuple(-1 if dim is None else dim for dim in shape))
 
 
 def _verified_before(run: RunDir, chosen: CheckpointInfo) -> ExportedModel | None:
@@ -223,6 +240,7 @@ def _verified_before(run: RunDir, chosen: CheckpointInfo) -> ExportedModel | Non
     if not run.exported.exists():
         return None
     known = read_record(run.exported, ExportedModel)
+    # a killed export may have left some of its files, and a file that was edited is not the verified one
     complete = known.path.exists() and example_in(run.export).exists() and model_digest(known.path) == known.sha256
     return known if complete and known.step == chosen.step else None
 
@@ -234,8 +252,10 @@ def _deliver(config: RunConfig, exported: ExportedModel) -> None:
         copy_to(Path(config.export.path), exported, source=config.model.path, overwrite=config.export.overwrite)
         return
     with owned_folder("onward-export-") as folder:
+        # first a copy in a directory of this machine, with the names and the layout that the store is to have
         copied = copy_to(folder / url.rpartition("/")[2], exported, source=config.model.path, temporary=True)
-        files = sorted(file for file in folder.rglob("*") if file.is_file() and file != copied.path)
+        written = (path for path in folder.rglob("*") if path.is_file())
+        files = sorted(file for file in written if file != copied.path)
         try:
             for file in (*files, copied.path):  # the model itself last: when it is there, all its files are
                 upload(file, url.rpartition("/")[0] + "/" + file.relative_to(folder).as_posix())
@@ -255,8 +275,10 @@ def copy_to(
     """
     folder = target.parent
     written = [variant for variant in exported.variants if variant.path]
+    # all targets are checked before the first byte is written
     if problems := export_conflicts(target, source, [variant.kind for variant in written]):
         raise RuntimeUnavailable(f"cannot write the exported file to {target}: {why}" for why in problems)
+    # everything beside the file is named after it, so that several exported files can share a directory
     places = {variant.kind: target.with_name(f"{target.stem}.{variant.kind}.onnx") for variant in written}
     copies = {file: folder / file.relative_to(exported.path.parent) for file in exported.beside}
     copies |= {variant.path: places[variant.kind] for variant in written if variant.path}
@@ -270,6 +292,7 @@ def copy_to(
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             if not temporary:
+                # before the copy: a copy that is cut off must be known as ours, to be replaced the next time
                 remember(place, file)
             remove_partials(place)
             with durable_file(place) as partial:
@@ -277,15 +300,19 @@ def copy_to(
         except OSError as error:
             why = f"cannot write the exported file to {place}: {error}"
             raise (storage_error(error, place) or RuntimeUnavailable(why)) from error
+
+    def copied(files: Sequence[Path]) -> tuple[Path, ...]:
+        return tuple(copies[file] for file in files)
+
+    # a variant that was refused has no file, and keeps its reason
+    variants = tuple(variant.model_copy(update={"path": places.get(variant.kind)}) for variant in exported.variants)
     moved = {
         "path": target,
-        "beside": tuple(copies[file] for file in exported.beside),
-        "training": tuple(copies[file] for file in exported.training),
-        "preprocessing": tuple(copies[file] for file in exported.preprocessing),
+        "beside": copied(exported.beside),
+        "training": copied(exported.training),
+        "preprocessing": copied(exported.preprocessing),
         "card": copies[exported.card] if exported.card else None,
-        "variants": tuple(
-            variant.model_copy(update={"path": places.get(variant.kind)}) for variant in exported.variants
-        ),
+        "variants": variants,
     }
     return exported.model_copy(update=moved)
 
@@ -307,6 +334,7 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
         raise ExportRefused(f"the exporting process {ending or 'left no record'}")
     # The variants are made from the verified file, each in a process with a fresh memory.
     exported = read_record(record, ExportedModel)
+    # helper nodes that cost something are removed in a variant of their own, also if nobody has asked for it
     kinds = (*extras.variants, *(("optimized",) if exported.helpers else ()))
     variants = tuple(_variant(kind, run, folder) for kind in dict.fromkeys(kinds))
     exported = exported.model_copy(update={"variants": variants})

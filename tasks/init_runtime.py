@@ -49,6 +49,7 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     """
     config = read_config(run)
     folder = run.root / "preflight"
+    # reports of an earlier start would be counted as ranks of this one
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     # Attempt 0 is the preflight; its errors are those of an earlier start of this run.
@@ -64,6 +65,7 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     needs = needs_of(run, config)
     tracking_uri = read_record(run.identity, RunIdentity).tracking_uri if run.identity.exists() else ""
     written = space_problems(shares(run, config, needs, tracking_uri=tracking_uri))
+    # all at once: memory, devices and disk are independent of each other
     if found := [*problems(report, config, needs), *written]:
         raise RuntimeUnavailable(found)
     write_durably(run.packages, packages().encode())
@@ -176,7 +178,8 @@ def places(ranks: Sequence[RankReport]) -> Iterable[Place]:
 def packages() -> str:
     """Return the installed Python packages with their versions, one in a line, as `pip freeze` lists them."""
     # the two lines alone: parsing the descriptions of 300 packages takes most of a second
-    texts = (each.read_text("METADATA") or each.read_text("PKG-INFO") or "" for each in metadata.distributions())
-    names = (dict(re.findall(r"^(Name|Version): *(.*?) *$", text.split("\n\n", 1)[0], re.MULTILINE)) for text in texts)
+    texts = (each.read_text("METADATA") or each.read_text("PKG-INFO") for each in metadata.distributions())
+    heads = ((text or "").split("\n\n", 1)[0] for text in texts)
+    names = (dict(re.findall(r"^(Name|Version): *(.*?) *$", head, re.MULTILINE)) for head in heads)
     found = {each["Name"]: each["Version"] for each in names if len(each) == 2}
     return "".join(f"{name}=={version}\n" for name, version in sorted(found.items(), key=lambda pair: pair[0].lower()))

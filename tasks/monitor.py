@@ -50,6 +50,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
     announcer = Announcer(run)
     pruning = MedianRule(run, history)
     reporters = reporters_of(run, log, patience_s=patience_s)
+    # each of them gets the events of earlier attempts as well, and decides itself what is new
     readers: list[Reader] = [lines, announcer, pruning, *reporters]
     closed = False
     while not closed:
@@ -61,6 +62,7 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
         for reporter in reporters:
             reporter.flush(last=closed)
         artifact.show(progress, now=closed)
+        # after the first pass, which reads what the log had before this monitor began
         announcer.is_new = True
         if not closed:
             lines.tick(progress)

@@ -54,16 +54,13 @@ def shard_data(run: RunDir) -> ShardManifest:
     write_resolved(run)
     files = len(manifest.train) + len(manifest.evaluation)
     size_bytes = source_bytes(config.data)
+    made = "found" if cached else "written"
+    took_s = time.monotonic() - started_at
+    # too little data has no speed that says something
+    pace = "" if cached or size_bytes < 1e6 else f" ({speed(size_bytes, took_s)})"
     log.info(
         "%d rows to train on, %d to evaluate on, %d %s files %s in %.1f s%s: %s",
-        manifest.rows("train"),
-        manifest.rows("evaluation"),
-        files,
-        manifest.format,
-        "found" if cached else "written",
-        took_s := time.monotonic() - started_at,
-        "" if cached or size_bytes < 1e6 else f" ({speed(size_bytes, took_s)})",
-        directory,
+        *(manifest.rows("train"), manifest.rows("evaluation"), files, manifest.format, made, took_s, pace, directory),
     )
     if config.data.sources:
         shares = zip(config.data.sources, stream.shares, manifest.sizes, strict=True)
@@ -113,17 +110,16 @@ def _record(run: RunDir, data: DataConfig, manifest: ShardManifest) -> None:
         Port(column.name, column.dtype, (-1,) if column.variable else column.shape)
         for column in manifest.table.values()
     )
-    splits = [
-        DataSplit(
-            f"{name}/{split}",
-            "training" if split == "train" else split,
-            digests[split],
-            {"num_rows": manifest.rows(split), "num_bytes": sum(file.bytes for file in manifest.files(split))},
-            columns,
-        )
-        for split in get_args(Split)
-        if split in digests
-    ]
+    splits = []
+    for split in get_args(Split):
+        if split in digests:
+            num_bytes = sum(file.bytes for file in manifest.files(split))
+            profile = {"num_rows": manifest.rows(split), "num_bytes": num_bytes}
+            splits.append(
+                DataSplit(
+                    f"{name}/{split}", "training" if split == "train" else split, digests[split], profile, columns
+                )
+            )
     try:
         tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
         tracker.log_datasets(splits, source=run.shards.resolve())

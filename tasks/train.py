@@ -86,6 +86,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     record = _write_record(run, result) if result is not None else None
     if record is not None and record.status == "done":
         return record
+    # with a record the ranks saved in time; without one only the earlier checkpoints are left
     if ending.kind == "stopped" and record is not None:
         return Cancelled(message=f"stopped; the checkpoint of step {record.step} is saved")
     if ending.kind == "stopped" and outcome.reason == "stopped":

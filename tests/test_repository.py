@@ -84,7 +84,6 @@ LONG_FUNCTIONS = {
     "flows/commands/inspection.py doctor": 62,  # options
     "flows/deploying/deploy.py deploy": 61,
     "flows/sweeps/making.py make_sweep": 72,
-    "tasks/configure.py identify": 63,
     "trainer/diagnostics/doctor.py diagnose": 72,
     "trainer/export/exported_model.py export": 95,
     "trainer/export/training/files.py write_artifacts": 70,

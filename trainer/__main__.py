@@ -111,6 +111,7 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
     # This file is the only proof of success; the exit status of mpirun is none.
     if mpi.rank == 0:
         write_record(run.result(attempt), result)
+    # after the result is written: a rank that hangs while it leaves must not hide a success
     disconnect()
     run.reserved_for(attempt, mpi.rank).unlink(missing_ok=True)
     return 0 if result.status == "done" else Stopped.exit_code
@@ -165,6 +166,7 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
 
     with exit_with_refusal(folder):
         state, tensors = load(verify(path))
+        # the moving average if [average] asks for it, else as they were trained
         weights = exported_weights(read_config(run), tensors, source=f"checkpoint {path}")
         checkpoint = export.Checkpoint(step=state.step, weights=weights)
         if training:
@@ -296,6 +298,7 @@ def main() -> int:
     signed = f"rank {launched_rank() or 0}: " if arguments.command == "train" else ""
     line = f"{signed}%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=line, stream=sys.stderr)
+    # before any command: converters and loss files are executed by most of them
     allow_code_of(arguments.run)
     if arguments.command == "preflight":
         run_preflight(arguments.run)

@@ -76,12 +76,14 @@ def in_a_fork(role: Callable[[], int]) -> int:
     The fork ends here whatever happens in it: it must never go on as the process from which it was forked. Nor does it
     outlive that process. Raises OSError where no process can be made.
     """
+    # read before the fork: afterwards getppid() could already be that of a parent that has adopted it
     parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
+        # the parent may have died between the fork and the request to be killed with it
         if killed_with(parent):
             status = role()
     finally:
@@ -98,16 +100,20 @@ def keep(connection: socket.socket, listener: socket.socket, alive: int) -> int:
     """Run the program of a client in a fork, end or stop it with the client, and send how it has ended."""
     listener.close()
     os.close(alive)
+    # stdin, stdout and stderr of the client come with the first byte, as file descriptors
     _, output, *_ = socket.recv_fds(connection, 1, 3)
     with connection.makefile("rb") as request:
         words, environment, folder = json.loads(request.readline())
     if not _libraries(environment) <= _LIBRARIES:  # the loader reads them only when a program starts
         return 0  # the client becomes the program itself
+    # the kernel says which process the client is; what it says itself could be wrong or old
     client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     pid = in_a_fork(partial(be_program, connection, output, partial(_run, words, environment, folder)))
+    # the program alone holds them now, so that the end of its output is seen
     for file in output:
         os.close(file)
     connection.sendall(b"%d\n" % pid)
+    # a descriptor that becomes readable when the program ends, so one select waits for both
     ended = os.pidfd_open(pid)
     is_stopped = False
     while not select.select([ended, connection.fileno()], [], [], LOOK_S)[0]:
@@ -118,6 +124,7 @@ def keep(connection: socket.socket, listener: socket.socket, alive: int) -> int:
                 for each in (client, pid):
                     os.kill(each, signal.SIGSTOP if is_stopped else signal.SIGCONT)
     os.kill(pid, signal.SIGKILL)  # the client has ended; a program that has ended by itself is not changed
+    # waiting also removes the zombie, whose process id nobody can take until then
     _, status = os.waitpid(pid, 0)
     connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
     return 0
@@ -141,6 +148,7 @@ def _is_stopped(pid: int) -> bool:
 
 def be_program(connection: socket.socket, output: list[int], run: Callable[[], object]) -> int:
     """Run a program as the interpreter does, with the client's stdin, stdout and stderr; return its exit status."""
+    # the program writes to the client's terminal or log, without a copy in between
     for number, file in enumerate(output):
         os.dup2(file, number)
         os.close(file)
@@ -154,12 +162,14 @@ def be_program(connection: socket.socket, output: list[int], run: Callable[[], o
         ended_by = error
         with contextlib.suppress(BaseException):  # stderr is closed or on a full disk
             status = _report(error)
+    # os._exit ends the fork, so what the interpreter does at its end is done here, in its order
     for last in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
         try:
             last()
         except BaseException:
             status = 120  # that of the interpreter where output is lost
     if isinstance(ended_by, KeyboardInterrupt):
+        # the interpreter ends by SIGINT itself after Ctrl-C, which a shell tells from an exit status
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
     return status
@@ -189,6 +199,7 @@ def _flush() -> None:
 
 def _run(words: list[str], environment: dict[str, str], folder: str) -> None:
     """Do what `python -m MODULE ARGUMENTS` does, in this process."""
+    # a group of its own: Ctrl-C in the terminal goes to the client, which passes it on
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)
@@ -197,6 +208,7 @@ def _run(words: list[str], environment: dict[str, str], folder: str) -> None:
     os.chdir(folder)
     if "PYTHONFAULTHANDLER" in environment:
         faulthandler.enable()
+    # `python -m` puts the working directory first
     sys.path[0] = folder
     _, module, *sys.argv[1:] = words
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -219,6 +231,7 @@ def _threads() -> set[str]:
 
 def main(listener: int, alive: int, folder: str) -> None:
     """Import what the forks need, then serve."""
+    # threads that exist already were not started by the imports
     own = _threads()
     gc.disable()  # what is imported stays: looking through it for garbage takes a tenth of the time
     spin_briefly_if_busy()  # what OpenMP reads when torch is imported, the forks keep

@@ -189,8 +189,8 @@ def train(
             checkpoints.compare_copies(parts, step=step, beat=beat)
             bad_values.remember_weights(step)
         pace.add(size, agreed.work)
-        is_logged = every(config.train.log_period, step) or agreed.stop or ending
-        if is_logged and not skipped:
+        logs = every(config.train.log_period, step) or agreed.stop or ending
+        if logs and not skipped:
             cost = pace.values(step)
             events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **cost)
         if every(config.train.log_period, step):
@@ -205,8 +205,8 @@ def train(
         reason = reason_to_end(state.stop, config)
         last = agreed.stop or ending or bool(reason)
         is_best = state.is_best and config.export.checkpoint == "best"
-        is_due = every(config.checkpoint.period, step) or agreed.save
-        if is_due or last or is_best:
+        saves = every(config.checkpoint.period, step) or agreed.save
+        if saves or last or is_best:
             with clock("checkpoint"):
                 checkpoints.save(state, parts, beat=beat, last=last)
             bad_values.remember_weights(step)

@@ -71,10 +71,15 @@ def old_flow_runs(
     flows = FlowFilter.model_validate({"name": {"any_": FLOWS}})
     ended = FlowRunFilter.model_validate({"state": {"type": {"any_": ENDED}}})
     runs: list[FlowRun] = []
+    # Prefect gives a page at a time, and an empty one behind the last
     while page := client.read_flow_runs(flow_filter=flows, flow_run_filter=ended, limit=PAGE, offset=len(runs)):
         runs += page
-    old = [run for run in runs if run.updated and run.updated < before]
-    return [run.id for run in old if not is_kept(_directory_name(run))]
+    old = []
+    for run in runs:
+        is_old = run.updated is not None and run.updated < before
+        if is_old and not is_kept(_directory_name(run)):
+            old.append(run.id)
+    return old
 
 
 def _directory_name(run: FlowRun) -> str:

@@ -67,6 +67,7 @@ def _found(rules: Rules, kinds: tuple[Kind, ...], facts: Facts, prefect: SyncPre
             else:
                 items.append(Item(kind="run", name=str(run.root), bytes=size_of(run.root), why=_history(run, facts)))
                 doomed.add(run.root.name)
+    # shards and checkpoints are needed by the runs that stay
     remaining = [run for run in runs_of_home() if run.root.name not in doomed]
     if "shards" in kinds:
         items += _shards(remaining, rules, kept)
@@ -91,7 +92,9 @@ def runs_of_home() -> list[RunDir]:
 
 def size_of(folder: Path) -> int:
     """Return the bytes of the files in a directory; links are not followed."""
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    files = (path for path in folder.rglob("*") if path.is_file())
+    # a link has the size of its path only, and what it leads to belongs to another directory
+    return sum(path.lstat().st_size for path in files if not path.is_symlink())
 
 
 def cutoff(rules: Rules) -> datetime.datetime:
@@ -131,7 +134,9 @@ def _history(run: RunDir, facts: Facts) -> str:
 def _shards(remaining: list[RunDir], rules: Rules, kept: list[Kept]) -> Iterator[Item]:
     """Yield the shards to which no run links that stays."""
     folder = onward_home() / "shards"
-    if waiting := [run.root.name for run in remaining if is_running(run) and not run.shards.is_symlink()]:
+    # a run links its shards only when they are complete, and until then no link protects them
+    running = (run for run in remaining if is_running(run))
+    if waiting := [run.root.name for run in running if not run.shards.is_symlink()]:
         kept.append(Kept(name=str(folder), why=f"the run {waiting[0]} is just about to use some"))
         return
     needed = linked_shards(remaining)
@@ -162,6 +167,7 @@ def _mlflow(facts: Facts, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:
     """Yield the records of checkpoints that were deleted, for each store."""
     for store in sorted({local_store(onward_home()), *facts.stores}):
         database = database_of(store)
+        # connecting would create it
         if database and not database.exists():
             continue
         try:

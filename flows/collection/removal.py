@@ -41,9 +41,11 @@ def collect(rules: Rules, kinds: tuple[Kind, ...] = KINDS) -> Found:
 def _collected(rules: Rules, facts: Facts, found: Found, prefect: SyncPrefectClient | None) -> Found:
     removed: list[Item] = []
     kept = list(found.kept)
+    # runs that go: records of them may go as well
     doomed = {Path(item.name).name for item in found.items if item.kind == "run"}
     for item in found.items:
         try:
+            # time has passed since the list was made, so each thing is looked at again
             why, size = _remove(item, rules, facts, doomed, prefect)
         except (OSError, TrackingError, ConfigError) as error:
             why = str(error).splitlines()[0]
@@ -95,6 +97,7 @@ def _remove_run(run: RunDir, rules: Rules, facts: Facts) -> str:
 def _remove_shards(path: Path) -> str:
     """Remove shards, unless a run has found them meanwhile; return why they stay."""
     aside = path.with_name(f".{path.name}.gc.partial")  # the name of an unfinished one, which is deleted later
+    # after the rename no new run finds them; one that found them before has a link, which is looked for now
     path.rename(aside)
     if path.name in linked_shards(runs_of_home()):
         with contextlib.suppress(OSError):  # it has made them again

@@ -24,16 +24,14 @@ from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.recorded.sweep_records import SweepDir, SweepResult, membership
-from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
+from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, record_if_written
 
 DAY_S = 86400.0
 OTHER_FILES = {"preflight", "job.json"}
 """Files of a run directory that are no properties of RunDir."""
-FILES = {
-    path.name
-    for name, kind in vars(RunDir).items()
-    if isinstance(kind, property) and isinstance(path := getattr(RunDir(Path("run")), name), Path)
-} | {*OTHER_FILES, "flow.log"}
+PROPERTIES = [name for name, attribute in vars(RunDir).items() if isinstance(attribute, property)]
+VALUES = [getattr(RunDir(Path("run")), name) for name in PROPERTIES]
+FILES = {value.name for value in VALUES if isinstance(value, Path)} | {*OTHER_FILES, "flow.log"}
 """Names of what Onward writes into a run directory."""
 
 
@@ -71,9 +69,11 @@ def gather(rules: Rules, deployments: Mapping[str, str]) -> Facts:
     listed = listed_runs()
     runs = onward_home() / "runs"
     texts = {name: _text(runs / name / "config.json") for name, _ in listed}
+    # a sweep names models and data for trials that have not begun
     texts |= {path.parent.name: _text(path) for path in (onward_home() / "sweeps").glob("*/sweep.json")}
+    states = {RunDir(runs / name): _state(RunDir(runs / name), status["state"]) for name, status in listed}
     return Facts(
-        states={RunDir(runs / name): _state(RunDir(runs / name), status["state"]) for name, status in listed},
+        states=states,
         newest=frozenset(RunDir(runs / name) for name, _ in listed[: rules.keep]),
         named_by=_named_by({**texts, **deployments}),
         stores=frozenset(filter(None, (status["tracking_uri"] for _, status in listed))),
@@ -86,6 +86,7 @@ def _named_by(texts: Mapping[str, str]) -> dict[str, frozenset[str]]:
     runs = re.compile(re.escape(f"{onward_home() / 'runs'}/") + r"([^/\"'\\]+)")
     found: dict[str, set[str]] = {}
     for name, text in texts.items():
+        # each run names files of its own directory
         for run in set(runs.findall(text)) - {name}:
             found.setdefault(run, set()).add(name)
     return {run: frozenset(names) for run, names in found.items()}
@@ -95,11 +96,14 @@ def reason_to_keep(run: RunDir, rules: Rules, facts: Facts, *, is_ours: bool = F
     """Return why a run stays; "" if it may go. is_ours: whether this process holds its lock."""
     state = facts.states.get(run)
     # while this process holds the lock no job can begin, so that it is looked for once more
-    if (not is_ours and is_running(run)) or running_job(run.root, among=None if is_ours else facts.working):
+    tags = None if is_ours else facts.working
+    is_locked = not is_ours and is_running(run)
+    if is_locked or running_job(run.root, among=tags):
         return "it is running"
     if state is None:
         return "it has neither identity.json nor config.json, so it is not known to be a run"
-    if unknown := sorted(each.name for each in os.scandir(run.root) if each.name not in FILES and each.name[0] != "."):
+    names = {entry.name for entry in os.scandir(run.root) if entry.name[0] != "."}
+    if unknown := sorted(names - FILES):
         return f"Onward did not write {', '.join(unknown[:3])}"
     if state not in rules.states:
         return f"its state is {state}"
@@ -107,11 +111,16 @@ def reason_to_keep(run: RunDir, rules: Rules, facts: Facts, *, is_ours: bool = F
         return f"it is among the {rules.keep} newest"
     if (age := age_days(run.root)) < rules.days:
         return f"it was changed {age:.1f} days ago"
-    if not rules.resumable and state != "exported" and (state == "trained" or list_checkpoints(run)):
+    if not rules.resumable and _can_go_on(run, state):
         return "`onward resume` can continue it (--resumable)"
     if is_ours:  # what the registry said when the list was made may be no longer true
         facts.in_use.clear()
     return _sweep_needs(run) or _registry_needs(run, facts) or _others_need(run, facts)
+
+
+def _can_go_on(run: RunDir, state: State) -> bool:
+    """Return whether `onward resume` would do something: export what is trained, or train from a checkpoint."""
+    return state == "trained" or (state != "exported" and bool(list_checkpoints(run)))
 
 
 def _state(run: RunDir, listed: State) -> State:
@@ -131,6 +140,7 @@ def age_days(folder: Path) -> float:
     for entry in os.scandir(folder):
         if entry.name != "lock":  # it is opened by whoever looks whether the run is running
             newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
+        # a change deep inside, such as of a checkpoint, changes only the directory that holds it
         if entry.is_dir(follow_symlinks=False):
             below = (each.stat(follow_symlinks=False).st_mtime for each in os.scandir(entry))
             newest = max(newest, *below, 0.0)
@@ -143,6 +153,7 @@ def _sweep_needs(run: RunDir) -> str:
         trial = membership(run)
         if trial is None or not (folder := SweepDir.of(trial.sweep_id)).root.exists():
             return ""
+        # the sweep may still export this trial, if it turns out to be the best
         if not folder.result.exists():
             return f"the sweep {trial.sweep_id} has not ended"
         best = read_record(folder.result, SweepResult).best == trial.number
@@ -154,10 +165,11 @@ def _sweep_needs(run: RunDir) -> str:
 def _registry_needs(run: RunDir, facts: Facts) -> str:
     """Return which registered model in use came from this run: one with an alias, or the newest version; else ""."""
     try:
-        exported = read_record(run.exported, ExportedModel) if run.exported.exists() else None
+        exported = record_if_written(run.exported, ExportedModel)
         if exported is None or not exported.registered_as:
             return ""
         model = read_record(run.identity, RunIdentity).tracking_uri, exported.registered_as
+        # asked once for each model and not for each run: MLflow may be on another machine
         if model not in facts.in_use:
             facts.in_use[model] = Registry(model[0]).in_use(model[1])
         if exported.version not in facts.in_use[model]:
@@ -183,4 +195,5 @@ def _text(path: Path) -> str:
 
 def linked_shards(runs: Iterable[RunDir]) -> set[str]:
     """Return the names of the shards of some runs."""
+    # the link leads to a directory of the cache, which is named after its content
     return {run.shards.readlink().name for run in runs if run.shards.is_symlink()}

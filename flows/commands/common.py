@@ -78,14 +78,19 @@ Output = Annotated[
 
 def layers_of(config: str, words: list[str] | None) -> tuple[list[str], list[str]]:
     """Return the files (or examples) of a command line and its overrides; a word without "=" is a file."""
-    overrides = [word for word in words or () if "=" in word]
-    files = [config, *(word for word in words or () if "=" not in word)]
-    known = [word for word in files[1:] if word.endswith(".toml") or word in MODELS or Path(word).is_file()]
-    if wrong := [word for word in files[1:] if word not in known]:
+    words = words or []
+    overrides = [word for word in words if "=" in word]
+    layers = [word for word in words if "=" not in word]
+    wrong = []
+    for word in layers:
+        # a name with .toml may be absent, which the loading reports with the places where it looked
+        if not (word.endswith(".toml") or word in MODELS or Path(word).is_file()):
+            wrong.append(word)
+    if wrong:
         raise ConfigError(
             f"{shown(repr(word))} is neither a setting, SECTION.KEY=VALUE, nor a TOML file" for word in wrong
         )
-    return files, overrides
+    return [config, *layers], overrides
 
 
 def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:

@@ -170,6 +170,7 @@ def squeezenet(
     """Write SqueezeNet v1.1: image to logits."""
     from onward.trainer.onnx_graph.examples.reference_models import build_squeezenet
 
+    # about as many as the body has; the first and the last layer depend on the options
     _refuse_large(750_000 + 64 * 9 * channels + 512 * num_classes)
     model = build_squeezenet(
         num_classes=num_classes, image_size=image_size, channels=channels, dropout=dropout, seed=seed
@@ -191,6 +192,7 @@ def gpt2(
     """Write GPT-2: input_ids to logits. The default sizes are those of the 124M model."""
     from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 
+    # embeddings, and 12 width^2 of each block: 4 for attention, 8 for the layers behind it
     _refuse_large(width * (vocab_size + sequence_length + 12 * num_layers * width))
     model = build_gpt2(
         vocab_size=vocab_size,
@@ -220,6 +222,7 @@ def _write_model(model: Any, output: Path, *, as_json: bool) -> None:
     except EncodeError as error:
         raise MemoryError from error  # its size was checked: protobuf did not get the memory
     write_durably(output, content)
+    # the names are what a configuration needs next
     inputs = [value.name for value in model.graph.input]
     outputs = [value.name for value in model.graph.output]
     facts = {"path": str(output), "bytes": output.stat().st_size, "sha256": sha256(output)}

@@ -137,10 +137,17 @@ def _cell(value: Any) -> str:
 
 def parsed_inputs(words: list[str] | None) -> dict[str, list[str]]:
     """Return input -> columns of the words INPUT=COLUMN,... Raises ConfigError for a word of another form."""
-    parts = [word.partition("=") for word in words or ()]
-    if wrong := ["".join(part) for part in parts if not (part[0] and part[2])]:
+    inputs: dict[str, list[str]] = {}
+    wrong = []
+    for word in words or ():
+        name, _, columns = word.partition("=")
+        if name and columns:
+            inputs[name] = columns.split(",")
+        else:
+            wrong.append(word)
+    if wrong:
         raise ConfigError(f"--input {word!r} is not of the form INPUT=COLUMN,COLUMN" for word in wrong)
-    return {name: columns.split(",") for name, _, columns in parts}
+    return inputs
 
 
 def evaluate(

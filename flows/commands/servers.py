@@ -93,13 +93,14 @@ def deploy(
 
         when: dict[str, Any] = {"cron": cron, "interval_s": interval, "timezone": timezone}
         deployment_id, limits = make_deployment(resolved, name, **when, allowed=allow or (), all_waiting=all_waiting)
-    facts = {
+    facts: dict[str, Any] = {
         "deployment": f"train-onnx/{name}",
         "deployment_id": deployment_id,
         "url": f"{url.removesuffix('/api')}/v2/deployments/deployment/{deployment_id}",
         "may_use": limits.roots if as_json else ", ".join(limits.roots),
-        **({"executes": list(limits.code) if as_json else ", ".join(limits.code)} if limits.code else {}),
     }
+    if limits.code:
+        facts["executes"] = list(limits.code) if as_json else ", ".join(limits.code)
     print_facts(facts, as_json=as_json)
 
 

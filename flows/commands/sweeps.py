@@ -65,7 +65,8 @@ def sweep(
         raise ConfigError(
             f"give one of CONFIG, --resume SWEEP and --list, not {' and '.join(chosen) or 'none of them'}"
         )
-    if not config and (settings or trials or prune or seed):
+    has_search = bool(trials or prune or seed)
+    if not config and (settings or has_search):
         raise ConfigError(f"{chosen[0]} takes no settings: a sweep goes on with those that it began with")
     if from_start and not resume:
         raise ConfigError("--from-start needs --resume SWEEP: a new sweep begins at step 0 anyway")
@@ -75,8 +76,7 @@ def sweep(
         _show(api.resume_sweep(resume, from_start=from_start), as_json=as_json)
     else:
         files, space = layers_of(config, settings)
-        found = api.sweep(files, space, profile=profile, trials=trials, prune=prune, seed=seed)
-        _show(found, as_json=as_json)
+        _show(api.sweep(files, space, profile=profile, trials=trials, prune=prune, seed=seed), as_json=as_json)
 
 
 def _list(found: list[SweepOutcome], *, as_json: bool) -> None:

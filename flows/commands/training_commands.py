@@ -158,15 +158,17 @@ def status(
     if as_json:
         print_json(facts)
         return
+    # metrics stand at the end, under their own names
     values = facts.pop("values")
     facts["worst_classes"], facts["remarks"] = ("; ".join(facts[key]) for key in ("worst_classes", "remarks"))
     facts["cause"], facts["class"] = facts.pop("error"), facts.pop("kind")
+    # what a person looks for first, in this order
     first = {key: facts.pop(key) for key in ("name", "state", "cause", "class", "to_do", "remarks")}
-    shown = [
-        (key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
-        for key, value in (first | facts).items()
-        if value not in ("", 0, None)
-    ]
+    shown: list[tuple[str, str]] = []
+    for key, value in (first | facts).items():
+        if value not in ("", 0, None):
+            text = f"{value:.6g}" if isinstance(value, float) else str(value)
+            shown.append((key.replace("_", " "), text))
     table([*shown, *((key, f"{value:.6g}") for key, value in values.items())])
 
 
@@ -221,18 +223,21 @@ def runs(
     if unknown := set(states) - {*get_args(State)}:
         known = ", ".join(get_args(State))
         raise ConfigError(f"--state: there is no state {', '.join(sorted(unknown))}; choose from {known}")
-    found = [each for _, each in listed_runs() if not states or each["state"] in states]
-    found = [each for each in found if not name or name in (each["name"], each["config_name"])]
-    shown = found if everything else found[: last or None]
+    selected = [status for _, status in listed_runs()]
+    if states:
+        selected = [status for status in selected if status["state"] in states]
+    if name:
+        selected = [status for status in selected if name in (status["name"], status["config_name"])]
+    shown = selected if everything else selected[: last or None]
     if as_json:
-        print_json({"runs": shown, "total": len(found)})
+        print_json({"runs": shown, "total": len(selected)})
         return
     # a pipe has no width, and gets all columns
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     heads, rows = rows_of(shown, width)
     table(rows, heads=heads)
-    if len(shown) < len(found):
-        print(f"onward: the newest {len(shown)} of {len(found)}; --all shows all", file=sys.stderr)
+    if len(shown) < len(selected):
+        print(f"onward: the newest {len(shown)} of {len(selected)}; --all shows all", file=sys.stderr)
     for each in shown:
         if each["state"] == "damaged":
             print(f"{each['name'] or each['run_id']} is damaged: {each['error']}", file=sys.stderr)

@@ -53,8 +53,10 @@ def limits_of(
 
     Raises ConfigError for an allowed directory that does not exist and for code at a URL, whose content may change.
     """
+    # without links, because what a run names is compared without links, too
     given = [os.path.realpath(Path(each).expanduser()) for each in allowed]
     problems = [f"--allow {each}: there is no such directory" for each in given if not Path(each).is_dir()]
+    # code is not covered by directories: whoever may write there could have it executed
     files = [(key, file.location) for key, file in named_files(settings) if file.is_code]
     problems += [
         f"{key}: a deployment executes code from local files only, not {redacted(url)}; download it"
@@ -66,6 +68,7 @@ def limits_of(
     named = [value for _, value in _places(settings) if not is_registered(url_of(value))]
     roots = sorted({*given, *(root for value in named for root in _roots(value))})
     uri = without_password(settings["monitor"].tracking_uri)
+    # the content now: a file that changes later is not the one that was deployed
     code = {os.path.realpath(path): sha256(Path(path)) for _, path in files}
     return Limits(deployment=name, roots=tuple(roots), code=code, tracking_uri=uri, all_waiting=all_waiting)
 
@@ -96,6 +99,7 @@ def check_limits(deployment_id: str, settings: Mapping[str, Any]) -> dict[str, s
     if not path.exists():
         raise ConfigError(f"{path}, the record of what runs of this deployment may use, does not exist; {again}")
     try:
+        # an absent or damaged record allows nothing
         limits = read_record(path, Limits)
     except OnwardError:
         raise ConfigError(f"{path}, the record of what runs of this deployment may use, is damaged; {again}") from None
@@ -114,9 +118,12 @@ def check_limits(deployment_id: str, settings: Mapping[str, Any]) -> dict[str, s
 def _outside(settings: Mapping[str, Any], limits: Limits) -> Iterator[str]:
     """Yield what is wrong with each path or URL that is not below one of the roots."""
     known = ", ".join(limits.roots) or "none"
+    urls = [root for root in limits.roots if url_of(root)]
     for key, value in _places(settings):
         if url := url_of(value):
-            if not is_registered(url) and not any(url.startswith(root + "/") for root in limits.roots if url_of(root)):
+            # the slash keeps s3://data-of-others out of the root s3://data
+            is_allowed = is_registered(url) or any(url.startswith(root + "/") for root in urls)
+            if not is_allowed:
                 yield f"{key} {redacted(url)} is not below what this deployment may use: {known}"
             continue
         # a pattern is checked itself and with every file that it finds, because a link may lead elsewhere
@@ -129,6 +136,7 @@ def _outside(settings: Mapping[str, Any], limits: Limits) -> Iterator[str]:
 
 def _is_below(real: Path, limits: Limits) -> bool:
     """Return whether a path without links is below a root. A root above Onward's home does not open all of that."""
+    # a root such as the user's home would open the login and the records of limits in Onward's home
     home = Path(os.path.realpath(onward_home()))
     if any(real.is_relative_to(home / name) for name in OF_HOME):
         return True
@@ -139,6 +147,7 @@ def _is_below(real: Path, limits: Limits) -> bool:
 def _unknown_code(settings: Mapping[str, Any], limits: Limits, code: Mapping[str, str]) -> Iterator[str]:
     """Yield the Python files that are not those of the limits. code: path -> SHA-256 of those that there are."""
     for key, file in named_files(settings):
+        # compared by the real path: a link that was moved to other code is another file
         known = limits.code.get(os.path.realpath(file.location))
         if file.is_code and known is None:
             named = ", ".join(limits.code) or "none"
@@ -158,8 +167,9 @@ def _places(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     data: DataConfig = settings["data"]
     if data.image and (folder := data.image.mask_folder):  # relative to each source
         named = [*(each.source for each in data.mixture), data.evaluation_source, data.test_source]
-        given = [source for source in named if source and source not in BUNDLED_SOURCES]
-        for source in given:
+        for source in named:
+            if not source or source in BUNDLED_SOURCES:
+                continue
             if not url_of(source):
                 yield "data.image.mask_folder", str(folder_of(source) / folder)
             elif Path(folder).is_absolute() or ".." in Path(folder).parts:  # out of the copy that is fetched
@@ -170,6 +180,7 @@ def _roots(value: str) -> set[str]:
     """Return a path if it is a directory, else that of the path; of a pattern those of its fixed part and files."""
     if url := url_of(value):
         return {url.rpartition("/")[0]}
+    # the fixed part and each file that is found: links in a pattern may lead to several directories
     real = [Path(os.path.realpath(each)) for each in (_fixed(value), *_found(value))]
     return {str(each if each.is_dir() else each.parent) for each in real}
 
@@ -177,6 +188,7 @@ def _roots(value: str) -> set[str]:
 def _fixed(value: str) -> Path:
     """Return the directories of a pattern before its first `*`; a path that is no pattern as it is."""
     fixed = Path(value)
+    # each turn drops the last part until no wildcard is left
     while set("*?[") & set(str(fixed)):
         fixed = fixed.parent
     return fixed

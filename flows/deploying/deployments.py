@@ -73,7 +73,9 @@ def delete(name: str) -> DeploymentFacts:
     with get_client(sync_client=True) as client:
         found = _named(client, name)
         facts = _facts(client, found)
+        # the facts are read before: afterwards there is nothing left to ask
         client.delete_deployment(found.id)
+    # the record of limits goes last, because a run that just begins reads it
     forget(facts.deployment_id)
     return facts
 
@@ -122,26 +124,43 @@ def _facts(client: SyncPrefectClient, found: DeploymentResponse) -> DeploymentFa
         )
 
     now = datetime.datetime.now(datetime.UTC)
+    # by time, so that the first one in the future is the next one
     scheduled = runs("SCHEDULED", sort=FlowRunSort.EXPECTED_START_TIME_ASC)
     times = [run.expected_start_time for run in scheduled if run.expected_start_time]
     begun = runs(
         *("RUNNING", "COMPLETED", "FAILED", "CANCELLED", "CANCELLING", "CRASHED", "PAUSED"),
         sort=FlowRunSort.START_TIME_DESC,
     )
-    begun = [run for run in begun if run.start_time and run.run_count]  # not one that was skipped while it waited
-    last = begun[0] if begun else None
-    return DeploymentFacts(
+    begun = [run for run in begun if _has_run(run)]
+    paused = found.paused
+    # each schedule has a switch of its own, and with all of them off nothing begins by itself either
+    if found.schedules and not any(schedule.active for schedule in found.schedules):
+        paused = True
+    next_at = next((_iso(at) for at in times if at > now), "")
+    waiting = sum(at <= now for at in times)
+    facts = DeploymentFacts(
         name=found.name,
         deployment_id=str(found.id),
         schedule=", ".join(map(_when, found.schedules)) or "by hand",
-        paused=found.paused or bool(found.schedules and not any(each.active for each in found.schedules)),
-        next_at=next((_iso(at) for at in times if at > now), ""),
-        running=sum(run.state_type is not None and run.state_type.value == "RUNNING" for run in begun),
-        waiting=sum(at <= now for at in times),
-        last_run=str(last.id) if last else "",
-        last_state=(last.state_name or "") if last else "",
-        last_at=_iso(last.start_time) if last and last.start_time else "",
+        paused=paused,
+        next_at=next_at,
+        running=sum(_is_running(run) for run in begun),
+        waiting=waiting,
     )
+    if not begun:
+        return facts
+    last = begun[0]
+    began_at = _iso(last.start_time) if last.start_time else ""
+    return facts.model_copy(update={"last_run": str(last.id), "last_state": last.state_name or "", "last_at": began_at})
+
+
+def _has_run(run: FlowRun) -> bool:
+    """Return whether a run has begun; one that was skipped while it waited has an end, and never began."""
+    return bool(run.start_time and run.run_count)
+
+
+def _is_running(run: FlowRun) -> bool:
+    return run.state_type is not None and run.state_type.value == "RUNNING"
 
 
 def _when(schedule: DeploymentSchedule) -> str:

@@ -46,6 +46,7 @@ def variables_of(template: Template) -> list[str]:
         return ["everything"]  # Prefect's worker puts its default in the place of an empty one
     configuration = template.get("job_configuration", {})
     named = set(template.get("variables", {}).get("properties", {}))
+    # placeholders of the server itself, prefect. and ctx., cannot be set by a run
     named |= set(re.findall(r"{{\s*(?!prefect\.|ctx\.|\$)([\w.\-\[\]$]+)\s*}}", json.dumps(configuration)))
     return sorted(named | ({"env"} if isinstance(configuration.get("env"), dict) else set()))
 
@@ -60,6 +61,7 @@ def problem_of_pool(client: SyncPrefectClient) -> str:
     if not found:
         return ""
     path = onward_home() / "work-pool.json"
+    # the command of the remedy needs a file
     path.write_text(json.dumps(closed_template(), indent=2))
     return (
         f"who may start a run can run any program: the work pool {POOL!r} of {client.api_url} has the variables "
@@ -86,6 +88,7 @@ def prepare_pool(client: SyncPrefectClient, command: str = "") -> None:
     if _is_default(pool.base_job_template):
         log.warning("the work pool %r obeyed the job_variables of runs; it obeys none from now on", POOL)
         _clear_job_variables(client)
+    # a template that somebody has chosen is not replaced
     elif problem := problem_of_pool(client):
         raise RuntimeUnavailable(problem)
     elif not command:
@@ -107,6 +110,7 @@ def _is_default(template: Template) -> bool:
     """Return whether a template is that of Prefect's worker, in which nobody has given a variable another default."""
     configuration = template.get("job_configuration", {})
     defaults = [each.get("default") for each in template.get("variables", {}).get("properties", {}).values()]
+    # each entry is the placeholder of its own name
     is_plain = all(value == f"{{{{ {name} }}}}" for name, value in configuration.items())
     return is_plain and all(default in (None, True, {}) for default in defaults)
 

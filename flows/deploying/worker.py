@@ -25,6 +25,7 @@ RUN = "run"
 
 def work() -> None:
     """Take deployed runs until SIGTERM."""
+    # before Prefect is imported, whose client would send the login with its first call
     is_own = _keep_login()
     for name, value in CLIENT_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -34,6 +35,7 @@ def work() -> None:
     from onward.flows.deploying.work_pool import prepare_pool
 
     with get_client(sync_client=True) as client:
+        # the command replaces Prefect's own only on Onward's server: another one may have workers of other machines
         prepare_pool(client, shlex.join([sys.executable, "-m", "onward.flows.deploying.worker", RUN]) if is_own else "")
     # Without --limit: with it, Prefect's worker exits when a run that is still running is scheduled again.
     words = ["--pool", POOL, "--type", "process", "--name", f"onward-{socket.gethostname()}"]

@@ -74,6 +74,7 @@ def find_config(text: str) -> Path | Example:
         return Path(text)
     if text in MODELS:
         return Example(text, onward_home() / "models" / f"{text}.onnx")
+    # these have data of their own, which must be written somewhere that the user chooses
     if text in FOLDERS:
         raise ConfigError(
             f"the example {text} has files of its own: `onward example {text}` writes them into the folder {text}, and "

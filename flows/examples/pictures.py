@@ -23,6 +23,7 @@ def write_digits(folder: Path, *, rows: int = 1797, size: int = 32) -> None:
 
     pixels, labels = load_digits(return_X_y=True)
     for number, (row, label) in enumerate(zip(pixels[:rows], labels, strict=False)):
+        # scikit-learn has 17 levels of grey, 0 to 16
         image = Image.fromarray((row.reshape(8, 8) * (255 / 16)).astype(np.uint8))
         split = "val" if number % EVALUATED == 0 else "train"
         path = folder / split / DIGITS[label] / f"{number:04d}.jpg"
@@ -49,15 +50,19 @@ def drawings(rows: int, *, size: int, coloured: bool, seed: int = 0) -> Iterator
     shape has a colour of its own, more or less."""
     random = np.random.default_rng(seed)
     for _ in range(rows):
+        # drawn in a fixed order from one generator, so that equal seeds give equal files
         kind = str(random.choice(list(SHAPES)))
         ground, colour = _two_colours(random)
         if coloured:
+            # neither black nor white, so that the noise is not cut off
             ground = np.full(3, random.uniform(50, 200))
             colour = (SHAPES[kind] + random.uniform(-40, 40, 3)).clip(0, 255)
         noise = random.normal(0, 20, (size, size, 3))
         image = Image.fromarray((ground + noise).clip(0, 255).astype(np.uint8))
+        # 8 bits a pixel: the value is the class
         mask = Image.new("L", (size, size))
         radius = float(random.uniform(0.15, 0.3)) * size
+        # the whole shape is inside of the image
         x, y = (float(random.uniform(radius, size - radius)) for _ in range(2))
         for canvas, fill in ((image, tuple(map(int, colour))), (mask, list(SHAPES).index(kind) + 1)):
             _draw(ImageDraw.Draw(canvas), kind, x, y, radius, fill)
@@ -68,6 +73,7 @@ def _two_colours(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Return two colours, [3] each, that differ by at least a third of the range in some channel."""
     while True:
         ground, colour = random.uniform(0, 255, (2, 3))
+        # drawn again until a shape can be seen
         if np.abs(ground - colour).max() > 85:
             return ground, colour
 

@@ -21,11 +21,14 @@ def write_table(folder: Path, *, rows: int = 4000, seed: int = 0) -> None:
 
     random = np.random.default_rng(seed)
     x = random.standard_normal((rows, NUM_FEATURES))
+    # linear terms, a product, a sine and a kink: a linear model explains a part only
     price = x[:, 0] + 0.5 * x[:, 1] - x[:, 2] + np.abs(x[:, 3]) + x[:, 4] * x[:, 5] + np.sin(2 * x[:, 6])
     price += -0.5 * x[:, 7].clip(0) + random.normal(0, 0.1, rows)
+    # six orders of magnitude, so that a run without standardised columns fails visibly
     scales = 10.0 ** random.uniform(-2, 4, NUM_FEATURES)
     means = random.uniform(-3, 3, NUM_FEATURES)
     cells = (x + means) * scales
+    # after the price was computed: what is missing had an influence
     cells[random.random(cells.shape) < MISSING] = np.nan
     columns = {f"f{place}": pa.array(column, from_pandas=True) for place, column in enumerate(cells.T)}
     parquet.write_table(pa.table({**columns, "price": price}), folder / "table.parquet")

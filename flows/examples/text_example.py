@@ -33,10 +33,12 @@ def reviews(rows: int, *, seed: int = 0) -> list[tuple[str, str]]:
     draw = random.Random(seed)
     found = []
     for _ in range(rows):
+        # facts say nothing about the class, so the model has to find the clause that does
         clauses = draw.sample(FACTS, draw.randint(1, 3))
         label = draw.choice(("negative", "neutral", "positive"))
         if label != "neutral":
             negated = draw.random() < 0.4
+            # a negation turns the class around, with the same adjectives
             adjective = draw.choice(GOOD if (label == "positive") != negated else BAD)
             words = (draw.choice(SUBJECTS), draw.choice(VERBS), "not" * negated, draw.choice(DEGREES), adjective)
             clauses.insert(draw.randint(0, len(clauses)), " ".join(filter(None, words)))
@@ -54,6 +56,7 @@ def write_reviews(folder: Path, *, rows: int = 3000) -> Tokenizer:
     # the words and letters of the texts; a trained vocabulary would have another order each time
     words = {word for text, _ in table for word in re.findall(r"[a-z]+", text.lower())}
     letters = {letter for word in words for letter in word}
+    # the ids of the first five are fixed, because the post-processor names them by number
     entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *sorted(words | letters)]
     entries += [f"##{letter}" for letter in sorted(letters)]
     vocabulary = {entry: place for place, entry in enumerate(entries)}
@@ -70,6 +73,7 @@ def documentation() -> Iterable[tuple[str, str]]:
     """Return the topics of Python's documentation that `help()` shows, as (name, text)."""
     from pydoc_data.topics import topics
 
+    # installed with every Python, so that nothing is downloaded
     return sorted(topics.items())
 
 

@@ -90,6 +90,7 @@ class LiveFacts:
     def is_training(self) -> bool:
         """Whether the ranks of the newest attempt are ready, or have been."""
         start = self.history.start
+        # the newest attempt has an own start only when its ranks are ready; until then that of a former one is newest
         return start is not None and 0 < self.attempt == start.attempt
 
     def elapsed_s(self) -> list[tuple[Phase, float]]:
@@ -112,8 +113,10 @@ class LiveFacts:
     def losses(self) -> list[tuple[int, float]]:
         """Return step and training loss from the first to the newest step, `MOST_POINTS` or one more at most."""
         curve = self.history.curve("train/loss", newest=True)
+        # every period-th point, so that the curve of a long run costs as much to draw as that of a short one
         period = 1 + len(curve.steps) // MOST_POINTS
         points = [*zip(curve.steps[::period], curve.values[::period], strict=True)]
+        # the newest loss is shown as a number beside the curve, so the curve ends with it
         if (len(curve.steps) - 1) % period:
             points.append((curve.steps[-1], curve.values[-1]))
         return [(step, loss) for step, loss in points if math.isfinite(loss)]
@@ -123,7 +126,9 @@ class LiveFacts:
         steps = self.history.newest.logged.steps
         logged_s = self.history.newest.logged.values
         if len(steps) > 1:
+            # the times are ascending, so the first line of the last minute is found by bisection
             first = bisect_left(logged_s, logged_s[-1] - PACE_S)
+            # one line alone has no duration
             if steps[-1] > steps[first] and logged_s[-1] > logged_s[first]:
                 step_s = (logged_s[-1] - logged_s[first]) / (steps[-1] - steps[first])
                 return (self.history.num_steps - self.history.step) * step_s
@@ -132,6 +137,7 @@ class LiveFacts:
     def change(self) -> Change | None:
         """Return the trend of the loss; None for fewer than four losses."""
         losses = self.losses
+        # the newest fifth against the fifth before; of few losses the two halves
         size = len(losses) // 5 or len(losses) // 2
         if size < 2:
             return None
@@ -139,6 +145,7 @@ class LiveFacts:
         newest = losses[-size:]
         levels = [statistics.fmean(loss for _, loss in part) for part in (before, newest)]
         middles = [statistics.fmean(step for step, _ in part) for part in (before, newest)]
+        # a ratio to zero means nothing
         if not levels[0] or not all(map(math.isfinite, levels)):
             return None
         return Change((levels[1] - levels[0]) / abs(levels[0]), round(middles[1] - middles[0]))
@@ -157,11 +164,14 @@ class LiveFacts:
         if run.identity.exists():
             with contextlib.suppress(OnwardError):  # it is damaged, which `onward status` says
                 self.name = read_record(run.identity, RunIdentity).name
+        # before the events: an attempt is numbered before its ranks write the first line
         self.attempt = run.current_attempt
         for event, after in read_events(run.phases, self._phases_offset, RECORDS):
+            # a line that is half-written is not yielded, and is read at the next call
             self._phases_offset = after
             self._add_phase(event)
         self.history.read()
+        # there is a file for each node, and a new line every few seconds only
         if time.monotonic() >= self._usage_due_at:
             self._usage_due_at = time.monotonic() + USAGE_PERIOD_S
             self.usage = dict(filter(None, map(_newest_usage, sorted(run.nodes.glob("rank-*.jsonl")))))
@@ -173,6 +183,7 @@ class LiveFacts:
         if not isinstance(event, PhaseStart):
             return
         self.phase_note = ""
+        # a resumed run has the phases of its former flows in the same file; the view shows those of the newest one
         if event.pid != self._owner or self.phase == "end" or event.kind == "start":
             self.phases = []
             self._owner = event.pid
@@ -185,6 +196,7 @@ def curve(losses: list[tuple[int, float]], width: int) -> list[float]:
         return []
     first = losses[0][0]
     last = losses[-1][0]
+    # groupby joins neighbours only, which is enough because the steps ascend
     parts = itertools.groupby(losses, lambda point: min(width - 1, (point[0] - first) * width // max(1, last - first)))
     return [statistics.fmean(loss for _, loss in part) for _, part in parts]
 
@@ -193,6 +205,7 @@ def _newest_usage(path: Path) -> tuple[str, Mapping[str, float]] | None:
     """Return node and values of the newest line of a node's file."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
+        # the file of a long run has megabytes, and its newest line is at the end
         file.seek(max(0, size - USAGE_BYTES))
         lines = file.read().split(b"\n")[:-1]  # behind the last newline a line may be half-written
     newest = event_of(lines[-1]) if lines else None

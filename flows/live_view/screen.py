@@ -51,6 +51,7 @@ class Screen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in lines(self._facts, options.max_width, ascii_only=options.ascii_only):
+            # a line that wraps would move the cursor further than rich takes back at the next drawing
             line.truncate(options.max_width)
             line.no_wrap = True
             yield line
@@ -58,17 +59,22 @@ class Screen:
 
 def lines(facts: LiveFacts, width: int, *, ascii_only: bool = False) -> list[Text]:
     """Return the lines of the view, each at most `width` wide."""
+    # the head and the phases stand from the first moment; the bar needs the number of steps, which the ranks log
     drawn = [_head(facts, width), *_phases(facts, width)]
     if facts.progress.num_steps:
         drawn.append(_bar(facts, width, ascii_only=ascii_only))
-    known = [(label, [each for each in parts if each]) for label, parts in _rows(facts, ascii_only=ascii_only)]
-    known = [(label, parts) for label, parts in known if parts]
+    rows: list[tuple[str, list[str]]] = []
+    for label, parts in _rows(facts, ascii_only=ascii_only):
+        if known := [part for part in parts if part]:
+            rows.append((label, known))
     if width < TWO_COLUMNS:
-        return [*drawn, *(_row(label, parts, width) for label, parts in known)]
+        return [*drawn, *(_row(label, parts, width) for label, parts in rows)]
     half = (width - 2) // 2
-    for left, right in zip(known[::2], [*known[1::2], None], strict=False):
+    # with an odd number of rows the last one has no right neighbour, which None stands for
+    for left, right in zip(rows[::2], [*rows[1::2], None], strict=False):
         line = _row(*left, half)
         if right:
+            # cells, not characters: a bar of a sparkline or a Chinese name may be wider than one cell
             line.pad_right(half + 2 - line.cell_len)
             line.append_text(_row(*right, half))
         drawn.append(line)
@@ -91,6 +97,7 @@ def sentence(facts: LiveFacts) -> str:
         _known("data wait {:.0%}", progress.newest("data_wait")),
         _time_left(facts),
     ]
+    # what is not known yet is an empty text
     text = ", ".join(filter(None, parts))
     if evaluations := facts.history.evaluations:
         values = ", ".join(f"{name} {value}" for name, value in _evaluated(facts))
@@ -112,6 +119,7 @@ def clock(seconds: float) -> str:
 def amount(value: float) -> str:
     """Return a number with three or four digits, such as `221.5`, `12.3k` or `4.1M`."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        # 1e4 in place of 1e3, because four digits are still read at a glance
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
     return f"{value:.4g}"
@@ -122,6 +130,7 @@ def fitted(parts: Iterable[str], width: int, between: str = "  ") -> str:
     shown = ""
     for part in parts:
         longer = f"{shown}{between}{part}" if shown else part
+        # the first part stays even if it is too long: an empty row would look like a fault
         if shown and len(longer) > width:
             break
         shown = longer
@@ -137,6 +146,7 @@ def _head(facts: LiveFacts, width: int) -> Text:
     line = Text().append(name, style="bold")
     rest = fitted([f"{again}{NAMES.get(phase, phase)}", *meaning], width - len(name) - len(total) - 3, ": ")
     line.append(f"  {rest}", style="cyan")
+    # a long name is cut, so that the time at the right end stays in its place
     line.truncate(width - len(total) - 1)
     line.pad_right(width - len(total) - line.cell_len)
     return line.append(total)
@@ -144,19 +154,24 @@ def _head(facts: LiveFacts, width: int) -> Text:
 
 def _phases(facts: LiveFacts, width: int) -> list[Text]:
     """Return one line or two with every phase: those before with their time, the present one, and those to come."""
-    begun = facts.elapsed_s()
-    # every run goes through this one, and most without a question
-    begun = [(phase, s) for phase, s in begun if phase != "approval" or s >= 1 or phase == facts.phase]
+    begun = []
+    for phase, seconds in facts.elapsed_s():
+        # every run goes through this one, and most without a question
+        is_passed = phase == "approval" and seconds < 1
+        if not is_passed or phase == facts.phase:
+            begun.append((phase, seconds))
     known = {phase for phase, _ in begun}
+    # approval and end stand in no fixed place of the order, so they decide nothing about what is to come
     last = max((SHOWN.index(phase) for phase in known if phase in SHOWN), default=0)
-    to_come = [phase for phase in SHOWN[last + 1 :] if phase not in known and facts.phase != "end"]
-    parts = [
-        *((f"{NAMES.get(phase, phase)} {clock(seconds)}", "") for phase, seconds in begun[:-1]),
-        *((f"{NAMES.get(phase, phase)} {clock(seconds)}", "bold cyan") for phase, seconds in begun[-1:]),
-        *((phase, "dim") for phase in to_come),
-    ]
+    parts = [(f"{NAMES.get(phase, phase)} {clock(seconds)}", "") for phase, seconds in begun]
+    if parts:
+        parts[-1] = (parts[-1][0], "bold cyan")
+    # a run that failed in an early phase has no later ones to come
+    upcoming = () if facts.phase == "end" else SHOWN[last + 1 :]
+    parts += [(phase, "dim") for phase in upcoming if phase not in known]
     drawn = [Text()]
     for text, style in parts:
+        # a phase that does not fit begins a new line, and is never broken in two
         if drawn[-1] and drawn[-1].cell_len + 2 + len(text) > width:
             drawn.append(Text())
         drawn[-1].append("  " if drawn[-1] else "").append(text, style=style)
@@ -167,7 +182,9 @@ def _bar(facts: LiveFacts, width: int, *, ascii_only: bool) -> Text:
     progress = facts.progress
     counts = [f"{progress.step}/{progress.num_steps}", f"{progress.percent:.0f}%", _time_left(facts)]
     numbers = fitted(filter(None, counts), width - 12)
+    # a bar of fewer than 8 cells shows no progress
     size = max(8, width - len(numbers) - 2)
+    # rounded down: a full bar means that the last step is made
     done = min(size, int(size * progress.percent / 100))
     full, empty = ("#", "-") if ascii_only else ("━", "─")
     return (
@@ -192,13 +209,18 @@ def _rows(facts: LiveFacts, *, ascii_only: bool) -> list[tuple[str, list[str]]]:
     ]
     if not saved and progress.num_steps:
         saved = ["none yet"]
+    unit = "updates"
+    epoch = ""
+    if facts.epochs:
+        unit = "epoch"
+        epoch = f"{facts.epoch:.2f} of {facts.epochs:.4g}"
     return [
         ("loss", _loss(facts, ascii_only=ascii_only)),
         ("evaluation", [*evaluated, *map(" ".join, _evaluated(facts))]),
         (
-            "epoch" if facts.epochs else "updates",
+            unit,
             [
-                f"{facts.epoch:.2f} of {facts.epochs:.4g}" if facts.epochs else "",
+                epoch,
                 _known("learning rate {:.3g}", progress.newest("learning_rate")),
                 _known("gradient norm {:.3g}", progress.newest("gradient_norm")),
             ],
@@ -224,6 +246,7 @@ def _loss(facts: LiveFacts, *, ascii_only: bool) -> list[str]:
         return []
     change = facts.change()
     levels = curve(facts.losses, 16)
+    # the bars show the course between the least and the greatest loss, because the absolute value says nothing
     low = min(levels, default=0.0)
     high = max(levels, default=0.0)
     drawn = "".join(BARS[round((level - low) / (high - low) * (len(BARS) - 1))] for level in levels if high > low)
@@ -270,6 +293,7 @@ def _memory(facts: LiveFacts) -> list[str]:
     kinds = (("memory_usage", "GPU"), ("system_memory_usage", "node"))
     for key, what in kinds:
         fullest = max((found for node in facts.usage.values() for found in _shares(node, key)), default=None)
+        # a node without GPUs has no such values
         if fullest:
             parts.append(f"{what} {gib(fullest[1] * MEGABYTE)} ({fullest[0]:.0f}%)")
     return parts
@@ -277,6 +301,8 @@ def _memory(facts: LiveFacts) -> list[str]:
 
 def _shares(values: Mapping[str, float], key: str) -> list[tuple[float, float]]:
     """Return (percentage, megabytes) of the node's memory, or of the memory of each of its GPUs."""
-    own = key.startswith("system")
-    names = [name for name in values if name.endswith(f"{key}_percentage") and name.startswith("system") == own]
+    names = [name for name in values if name.endswith(f"{key}_percentage")]
+    # "memory_usage" ends the names of the node's values and of those of its GPUs
+    of_node = key.startswith("system")
+    names = [name for name in names if name.startswith("system") == of_node]
     return [(values[name], values.get(name.replace("percentage", "megabytes"), 0.0)) for name in names]

@@ -37,6 +37,8 @@ class ViewConsole(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
+            # control segments are those of the console itself; texts come from files and may contain escape codes of
+            # anybody
             text = segment.text if segment.control else printable(segment.text, keep="\n\t")
             yield Segment(text, segment.style, segment.control)
 
@@ -91,6 +93,8 @@ class LiveView:
         if self._live is not None:
             self._fit()
             self._live.refresh()
+        # without a terminal a line is printed only if it differs, so that a log file does not fill up while nothing
+        # happens
         elif self._is_attached and (text := sentence(self.facts)) != self._said and self._due():
             self._said = text
             print(f"onward: {text}", file=self._stream, flush=True)
@@ -117,6 +121,7 @@ class LiveView:
             break_long_words=False,
             break_on_hyphens=False,
         )
+        # soft_wrap keeps rich from wrapping the text a second time, at its own places
         self.console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
 
 
@@ -140,6 +145,7 @@ def live_view(
         while not done.wait(tick_s):
             view.tick()
 
+    # the main thread belongs to the flow, which receives the signals
     thread = threading.Thread(target=update, name="live view", daemon=True)
     with _printed_above(view, stream):
         view.start()
@@ -147,6 +153,7 @@ def live_view(
         try:
             yield view
         finally:
+            # the thread ends first: a tick after the stop would draw the view again
             done.set()
             thread.join()
             view.stop()
@@ -175,7 +182,9 @@ class _Above:
     def write(self, text: str) -> int:
         *complete, begun = (self._begun + text).split("\n")
         for line in complete:
+            # of a line that was written over and over only the last state counts
             self._view.print(line.rpartition("\r")[2])
+        # a carriage return in a line without an end: a progress bar that goes on
         _, again, self._begun = begun.rpartition("\r")
         if again or complete:
             self._view.facts.note = Text.from_ansi(self._begun).plain.strip() if again else ""
@@ -204,25 +213,25 @@ def _printed_above(view: LiveView, stream: TextIO) -> Iterator[None]:
     if not view.is_live:
         yield
         return
+    # from now on each line that is printed goes through the view, which draws itself again below it
     above = _Above(view, stream)
     # handlers keep the stream they were made with, so each of them has to be redirected
     loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
-    handlers = {
-        handler
-        for logger in loggers
-        for handler in logger.handlers
-        if isinstance(handler, logging.StreamHandler) and handler.stream is stream
-    }
+    handlers: set[logging.StreamHandler[Any]] = set()
+    for logger in loggers:
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
+                handlers.add(handler)
     is_stderr = sys.stderr is stream
     try:
-        for handler in handlers:
-            handler.setStream(cast(TextIO, above))
+        for redirected in handlers:
+            redirected.setStream(cast(TextIO, above))
         if is_stderr:
             sys.stderr = cast(TextIO, above)
         yield
     finally:
         above.end()
-        for handler in handlers:
-            handler.setStream(stream)
+        for redirected in handlers:
+            redirected.setStream(stream)
         if is_stderr:
             sys.stderr = stream

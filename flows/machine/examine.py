@@ -62,6 +62,7 @@ def examine(hostfile: str = "", checks: Mapping[str, Check] = CHECKS, limit_s: f
 def _home() -> Iterator[None]:
     """Let the home exist inside: its file system is tried there, and nowhere else is anything written."""
     home = onward_home()
+    # from the inside out, in which order they are removed again
     missing = [each for each in (home, *home.parents) if not each.exists()]
     with contextlib.suppress(OSError):  # that it cannot be made is a finding
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,9 +77,11 @@ def _home() -> Iterator[None]:
 def _found(hostfile: str, checks: Mapping[str, Check], limit_s: float) -> list[Finding]:
     began_at = time.monotonic()
     running = dict(checks) | ({"hosts": partial(hosts, hostfile)} if hostfile else {})
+    # the checks run beside MPI, which needs the main thread for its signals and takes the longest
     threads = {subject: _Bounded(subject, check) for subject, check in running.items()}
     found = _findings("MPI", partial(mpi, hostfile))
     for thread in threads.values():
+        # one limit for all: the second check that hangs is not waited for as long again
         found += thread.result(limit_s - (time.monotonic() - began_at))
     return found
 
@@ -104,7 +107,7 @@ class _Bounded(threading.Thread):
             return self._found
         what = f"no answer in {time.monotonic() - self._began_at:.0f} s"
         fix = "a file system or a server that does not answer hangs everything that uses it: find out which one"
-        return [Finding(check=self._subject, level="problem", what=what, fix=fix)]
+        return [Finding.problem(self._subject, what, fix)]
 
 
 def _findings(subject: str, check: Check) -> list[Finding]:
@@ -114,5 +117,5 @@ def _findings(subject: str, check: Check) -> list[Finding]:
         found.extend(check())
     except Exception as error:
         what = f"the check failed: {type(error).__name__}: {error}"
-        found.append(Finding(check=subject, level="problem", what=what, fix="report it, with this line"))
+        found.append(Finding.problem(subject, what, "report it, with this line"))
     return found

@@ -25,30 +25,32 @@ def home_directory() -> Iterator[Finding]:
     """Find out whether the home belongs to this user alone, and can be written."""
     home = onward_home()
     if not home.exists():
+        # the run makes the missing directories below the nearest one that exists
         nearest = _existing(home)
         if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
-            yield Finding(check="home", level="ok", what=f"{home} will be made by the first run, for its owner alone")
+            yield Finding.ok("home", f"{home} will be made by the first run, for its owner alone")
         else:
             fix = "set ONWARD_HOME to a directory of yours"
-            yield Finding(check="home", level="problem", what=f"{home} cannot be made: no right in {nearest}", fix=fix)
+            yield Finding.problem("home", f"{home} cannot be made: no right in {nearest}", fix)
         return
     if not home.is_dir():
         fix = "set ONWARD_HOME to a directory"
-        yield Finding(check="home", level="problem", what=f"{home} is no directory", fix=fix)
+        yield Finding.problem("home", f"{home} is no directory", fix)
         return
     found = home.stat()
     mode = stat.S_IMODE(found.st_mode)
+    # the worst first: each home gets one finding
     if not os.access(home, os.W_OK | os.X_OK):
         fix = f"`chmod u+rwx {home}`, or set ONWARD_HOME to a directory of yours"
-        yield Finding(check="home", level="problem", what=f"no right to write to {home} (mode {mode:04o})", fix=fix)
+        yield Finding.problem("home", f"no right to write to {home} (mode {mode:04o})", fix)
     elif found.st_uid != os.getuid():
         what = f"{home} belongs to user id {found.st_uid}, and you are {os.getuid()}"
-        yield Finding(check="home", level="note", what=what, fix="set ONWARD_HOME to a directory of yours")
+        yield Finding.note("home", what, "set ONWARD_HOME to a directory of yours")
     elif mode & 0o077:
         what = f"other users can enter {home} (mode {mode:04o}): data, weights and the login of the servers are in it"
-        yield Finding(check="home", level="note", what=what, fix=f"chmod 700 {home}")
+        yield Finding.note("home", what, f"chmod 700 {home}")
     else:
-        yield Finding(check="home", level="ok", what=f"{home} is for its owner alone (mode {mode:04o})")
+        yield Finding.ok("home", f"{home} is for its owner alone (mode {mode:04o})")
 
 
 def disk_space() -> Iterator[Finding]:
@@ -65,6 +67,7 @@ def disk_space() -> Iterator[Finding]:
         if found.f_files:  # else it has no such limit
             what += f", and {inodes:,} inodes"
             few: Level = "problem" if inodes < LEAST_INODES else "note" if inodes < FEW_INODES else "ok"
+            # the worse of bytes and inodes decides
             level = max(level, few, key=("ok", "note", "problem").index)
         variable = "TMPDIR" if check.endswith("TMPDIR") else "ONWARD_HOME"
         fix = f"make room (`onward gc`), or set {variable} to a directory on a larger disk; `onward plan` says what a "
@@ -79,7 +82,7 @@ def file_system() -> Iterator[Finding]:
         folder = tempfile.TemporaryDirectory(dir=parent, prefix=".doctor-", ignore_cleanup_errors=True)
     except OSError as error:
         what = f"no directory can be made in {parent}: {error.strerror}"
-        yield Finding(check="file system", level="problem", what=what, fix=MOVE_HOME)
+        yield Finding.problem("file system", what, MOVE_HOME)
         return
     works = []
     with folder as name:
@@ -95,7 +98,7 @@ def file_system() -> Iterator[Finding]:
                 works.append(what)
     if works:
         what = f"at {parent} works: {', '.join(works)}"
-        yield Finding(check="file system", level="ok", what=what)
+        yield Finding.ok("file system", what)
 
 
 def _fsync(folder: Path) -> str:
@@ -105,6 +108,7 @@ def _fsync(folder: Path) -> str:
 
 
 def _lock(folder: Path) -> str:
+    # two descriptors of one file in this process stand for two processes: flock belongs to the open file
     with (folder / "lock").open("wb") as one, (folder / "lock").open("wb") as other:
         fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with contextlib.suppress(BlockingIOError):
@@ -115,6 +119,7 @@ def _lock(folder: Path) -> str:
 
 def _hard_link(folder: Path) -> str:
     (folder / "linked").write_text("x")
+    # some file systems make a copy in place of a link, without an error
     os.link(folder / "linked", folder / "link")
     return "" if (folder / "link").stat().st_nlink == 2 else "it is a copy"
 

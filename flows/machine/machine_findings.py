@@ -22,6 +22,18 @@ class Finding(Record):
     fix: str = ""
     """What to do; "" if nothing is to be done."""
 
+    @classmethod
+    def ok(cls, check: str, what: str) -> Finding:
+        return cls(check=check, level="ok", what=what)
+
+    @classmethod
+    def note(cls, check: str, what: str, fix: str) -> Finding:
+        return cls(check=check, level="note", what=what, fix=fix)
+
+    @classmethod
+    def problem(cls, check: str, what: str, fix: str) -> Finding:
+        return cls(check=check, level="problem", what=what, fix=fix)
+
 
 class MachineReport(Record):
     """What an examination of the machine has found."""

@@ -38,7 +38,7 @@ def mpi(hostfile: str = "") -> Iterator[Finding]:
     try:
         program = Mpirun().program()
     except LaunchError as error:
-        yield Finding(check="MPI", level="problem", what=str(error), fix=how_to_install("mpi"))
+        yield Finding.problem("MPI", str(error), how_to_install("mpi"))
         return
     version = _version(program)
     # the directory of a job must exist on all hosts
@@ -48,11 +48,12 @@ def mpi(hostfile: str = "") -> Iterator[Finding]:
         folder = tempfile.TemporaryDirectory(dir=place, prefix=".doctor-mpi-", ignore_cleanup_errors=True)
     except OSError as error:
         what = f"the ranks were not started: no directory can be made in {place}: {error.strerror}"
-        yield Finding(check="MPI", level="problem", what=what, fix="set ONWARD_HOME and TMPDIR to directories of yours")
+        yield Finding.problem("MPI", what, "set ONWARD_HOME and TMPDIR to directories of yours")
         return
     with folder as name:
         found = list(_alone(Path(name), program, version, hostfile))
         yield from found
+        # torch would fail at the same place, and with a message that explains less
         if not any(each.level == "problem" for each in found):
             yield from _with_torch(Path(name), hostfile)
 
@@ -67,37 +68,39 @@ def _version(program: Path) -> str:
 
 
 def _alone(folder: Path, program: Path, version: str, hostfile: str) -> Iterator[Finding]:
+    # a single rank sends no message
     ranks = max(2, len(read_hostfile(Path(hostfile)))) if hostfile else 2
     ended = _job(folder, ("onward.trainer.distributed.mpi_report", str(folder)), ranks, MPI_S, hostfile)
     reports = [read_record(path, MpiReport) for path in sorted(folder.glob("mpi-*.json"))]
     if ended or not reports:
         fix = f"run `{program} -n {ranks} hostname`; if that fails, repair MPI, else reinstall mpi4py for this MPI"
         what = f"{program} ({version or 'unknown version'}) did not start {ranks} ranks: {ended or 'no rank reported'}"
-        yield Finding(check="MPI", level="problem", what=what, fix=fix)
+        yield Finding.problem("MPI", what, fix)
         return
     library = reports[0].library
     hosts = sorted({each.host for each in reports})
+    # mpi4py with the library of another MPI starts each process as a world of its own
     if any(each.size != ranks for each in reports):
         what = f"{program} is {version}, but mpi4py {reports[0].mpi4py} has loaded {library}: {ranks} processes each "
         what += f"see a world of {reports[0].size}"
         fix = "put the mpirun of that library first in PATH, or let MPI4PY_LIBMPI name the libmpi.so of this mpirun"
-        yield Finding(check="MPI", level="problem", what=what, fix=fix)
+        yield Finding.problem("MPI", what, fix)
         return
     expected = ranks * (ranks + 1) // 2
     if wrong := [each for each in reports if each.total != expected]:
         what = f"MPI's all-reduce of {ranks} ranks gave {wrong[0].total} in place of {expected}"
-        yield Finding(check="MPI", level="problem", what=what, fix="repair MPI: a training would be wrong")
+        yield Finding.problem("MPI", what, "repair MPI: a training would be wrong")
         return
     where = f"on {', '.join(hosts)}" if hostfile else "on this machine"
     what = f"{program} ({version}) starts {ranks} ranks {where}; mpi4py {reports[0].mpi4py} with {library}"
     if _numbers(version)[:2] != _numbers(library)[:2]:
         fix = "let MPI4PY_LIBMPI name the libmpi.so of this mpirun"
-        yield Finding(check="MPI", level="note", what=f"{what}: other versions", fix=fix)
+        yield Finding.note("MPI", f"{what}: other versions", fix)
     elif not version.startswith("Open MPI 5"):
         fix = "Onward is tested with Open MPI 5; stopping and error messages of another MPI may differ"
-        yield Finding(check="MPI", level="note", what=what, fix=fix)
+        yield Finding.note("MPI", what, fix)
     else:
-        yield Finding(check="MPI", level="ok", what=what)
+        yield Finding.ok("MPI", what)
 
 
 def _with_torch(folder: Path, hostfile: str) -> Iterator[Finding]:
@@ -107,6 +110,7 @@ def _with_torch(folder: Path, hostfile: str) -> Iterator[Finding]:
     ranks = max(2, len(read_hostfile(Path(hostfile)))) if hostfile else here
     run = RunDir(folder)
     settings = {
+        # the preflight opens neither model nor data
         "model": {"path": folder / "none.onnx"},
         "data": {"source": "digits"},
         "train": {"num_steps": 1, "global_batch_size": ranks},
@@ -122,31 +126,37 @@ def _with_torch(folder: Path, hostfile: str) -> Iterator[Finding]:
         first = None
         reports = []
         ended = str(error)
+    # the first rank with an error explains the others, which lost it
     if first or ended or len(reports) != ranks:
         said = f"rank {first.rank} on {first.host}: {first.cause}" if first else ended
         what = f"MPI works, but {ranks} rank{'s' * (ranks > 1)} did not connect through torch: "
         what += said or f"only {len(reports)} reported"
-        yield Finding(check="ranks", level="problem", what=what, fix="correct what is named; a run would fail, too")
+        yield Finding.problem("ranks", what, "correct what is named; a run would fail, too")
         return
     if wrong := [each for each in reports if each.all_reduce != each.all_reduce_expected]:
         what = f"an all-reduce on {wrong[0].device} by {wrong[0].backend} gave {wrong[0].all_reduce:g} in place of "
         what += f"{wrong[0].all_reduce_expected:g}"
-        yield Finding(check="ranks", level="problem", what=what, fix="replace the device: a training would be wrong")
+        yield Finding.problem("ranks", what, "replace the device: a training would be wrong")
         return
     devices = ", ".join(sorted({f"{each.device} ({each.gpu})" if each.gpu else each.device for each in reports}))
     versions = reports[0].versions
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if name not in ("MPI", "mpi4py"))
     what = f"{ranks} rank{'s' * (ranks > 1)} connected by {reports[0].backend} on {devices}; {shown}"
-    yield Finding(check="ranks", level="ok", what=what)
-    if differing := [name for name in versions if len({each.versions.get(name) for each in reports}) > 1]:
+    yield Finding.ok("ranks", what)
+    differing = []
+    for name, version in versions.items():
+        if any(report.versions.get(name) != version for report in reports):
+            differing.append(name)
+    if differing:
         listed = "; ".join(f"{each.host}: {each.versions.get(differing[0])}" for each in reports)
         what = f"the hosts have other versions of {', '.join(differing)}: {listed}"
-        yield Finding(check="ranks", level="problem", what=what, fix="install the same versions on all hosts")
+        yield Finding.problem("ranks", what, "install the same versions on all hosts")
 
 
 def _job(folder: Path, module: Sequence[str], ranks: int, limit_s: float, hostfile: str) -> str:
     """Run a module on ranks; return how they ended if they did not end well, with the last lines of their output."""
     log = folder / "ranks.log"
+    # both checks write to the same log
     log.unlink(missing_ok=True)
     job = job_of(
         LaunchConfig(hostfile=hostfile, start_timeout_s=limit_s), module, num_ranks=ranks, run_dir=folder, log=log

@@ -33,41 +33,42 @@ def loopback() -> Iterator[Finding]:
         address = socket.gethostbyname(name)
     except OSError as error:
         what = f"the name of this machine, {name}, has no address ({error}); ranks of several hosts look it up"
-        yield Finding(check="loopback", level="note", what=what, fix=f"add `{LOOPBACK} {name}` to /etc/hosts")
+        yield Finding.note("loopback", what, f"add `{LOOPBACK} {name}` to /etc/hosts")
     else:
-        yield Finding(check="loopback", level="ok", what=f"{name} is {address}")
+        yield Finding.ok("loopback", f"{name} is {address}")
+    # https_proxy is no matter: the servers speak http
     proxies = sorted(key for key in os.environ if key.lower() in ("http_proxy", "all_proxy"))
     excepted = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     if proxies and not {LOOPBACK, "*"} & {each.strip() for each in excepted.split(",")}:
         what = f"{', '.join(proxies)} would send the calls to servers of yours at {LOOPBACK} to a proxy"
         fix = f"export NO_PROXY={LOOPBACK},localhost"
-        yield Finding(check="loopback", level="note", what=what, fix=fix)
+        yield Finding.note("loopback", what, fix)
 
 
 def servers() -> Iterator[Finding]:
     """Report Onward's own servers, and whether a configured Prefect server and MLflow store answer."""
     if missing := [name for name in ("prefect", "mlflow") if importlib.util.find_spec(name) is None]:
         what = f"{' and '.join(missing)} not installed: `onward run` cannot work here, a compute node can"
-        yield Finding(check="servers", level="note", what=what, fix=how_to_install("flow"))
+        yield Finding.note("servers", what, how_to_install("flow"))
     yield from _own_servers()
     url = services.configured_prefect()
     if not url:
-        yield Finding(check="Prefect", level="ok", what="none is configured: `onward run` uses Onward's own")
+        yield Finding.ok("Prefect", "none is configured: `onward run` uses Onward's own")
     else:
         try:
             services.check_reachable(url)
-            yield Finding(check="Prefect", level="ok", what=f"{redacted(url)} answers")
+            yield Finding.ok("Prefect", f"{redacted(url)} answers")
         except services.ServiceError as error:
             what, _, fix = str(error).rpartition("; ")
-            yield Finding(check="Prefect", level="problem", what=what, fix=fix)
+            yield Finding.problem("Prefect", what, fix)
     uri = store_of(MonitorConfig())
     if problems := list(store_problems(uri)):
         what, _, fix = problems[0].rpartition("; ")
-        yield Finding(check="MLflow", level="problem", what=what, fix=fix)
+        yield Finding.problem("MLflow", what, fix)
     else:
         is_remote = uri.startswith(("http:", "https:"))
         what = f"{redacted(uri)} answers" if is_remote else f"runs are recorded in {redacted(uri)}"
-        yield Finding(check="MLflow", level="ok", what=what)
+        yield Finding.ok("MLflow", what)
 
 
 def work_pool() -> Iterator[Finding]:
@@ -90,27 +91,27 @@ def work_pool() -> Iterator[Finding]:
         return  # without a server or a worker, which the servers' own check reports
     if problem:
         what, _, fix = problem.rpartition("; ")
-        yield Finding(check="work pool", level="problem", what=what, fix=fix)
+        yield Finding.problem("work pool", what, fix)
     else:
         what = "what deployed runs execute is decided by the worker, not by those who start them"
-        yield Finding(check="work pool", level="ok", what=what)
+        yield Finding.ok("work pool", what)
 
 
 def _own_servers() -> Iterator[Finding]:
     home = onward_home()
     if not (home / "services").is_dir():
-        yield Finding(check="servers", level="ok", what="Onward's own have not been started yet; `onward run` does it")
+        yield Finding.ok("servers", "Onward's own have not been started yet; `onward run` does it")
         return
     healthy = services.running(home)
     for name in SERVICES:
         if name in healthy:
-            yield Finding(check="servers", level="ok", what=f"{name} is running {healthy[name]}".rstrip())
+            yield Finding.ok("servers", f"{name} is running {healthy[name]}".rstrip())
         elif is_supervised(home, name):
             what = f"{name} was started and does not answer; the end of {directory(home) / name}.log says why"
             fix = "wait if it was started just now; else `onward down`, then `onward up`"
-            yield Finding(check="servers", level="problem", what=what, fix=fix)
+            yield Finding.problem("servers", what, fix)
     if not healthy:
-        yield Finding(check="servers", level="ok", what="none of Onward's own is running; `onward run` starts them")
+        yield Finding.ok("servers", "none of Onward's own is running; `onward run` starts them")
 
 
 def hosts(hostfile: str) -> Iterator[Finding]:
@@ -119,20 +120,21 @@ def hosts(hostfile: str) -> Iterator[Finding]:
     try:
         found = read_hostfile(path)
     except (OSError, UnicodeDecodeError) as error:
-        yield Finding(check="hosts", level="problem", what=f"{path} cannot be read: {error}", fix="name a hostfile")
+        yield Finding.problem("hosts", f"{path} cannot be read: {error}", "name a hostfile")
         return
     if not found:
         fix = "write one in each line, such as `node1 slots=4`"
-        yield Finding(check="hosts", level="problem", what=f"{path} names no host", fix=fix)
+        yield Finding.problem("hosts", f"{path} names no host", fix)
         return
     silent = silent_hosts(list(found))
     for host, said in silent.items():
         fix = f"make `ssh {host} true` work without a password"
-        yield Finding(check="hosts", level="problem", what=f"{host} does not answer: {said}", fix=fix)
+        yield Finding.problem("hosts", f"{host} does not answer: {said}", fix)
     answering = [host for host in found if host not in silent]
     if answering:
-        yield Finding(check="hosts", level="ok", what=f"{len(answering)} of {len(found)} hosts answer")
+        yield Finding.ok("hosts", f"{len(answering)} of {len(found)} hosts answer")
     for host, skew in clock_skews(answering).items():
+        # what the measurement itself cannot know is no difference
         if skew is not None and abs(skew.seconds) > MOST_SKEW_S + skew.uncertain_s:
             what = f"the clock of {host} differs by {skew.seconds:+.1f} s (known to {skew.uncertain_s:.1f} s)"
-            yield Finding(check="hosts", level="note", what=what, fix=SYNCHRONISE)
+            yield Finding.note("hosts", what, SYNCHRONISE)

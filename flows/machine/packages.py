@@ -40,7 +40,7 @@ def packages() -> Iterator[Finding]:
         python = metadata.metadata("onward").json.get("requires_python", "")
     except metadata.PackageNotFoundError:
         what = "Onward was not installed by pip, so the ranges of its packages are not known"
-        yield Finding(check="packages", level="note", what=what, fix="pip install -e . in the directory of its source")
+        yield Finding.note("packages", what, "pip install -e . in the directory of its source")
         return
     yield from compared(declared, str(python), installed_version)
 
@@ -58,16 +58,18 @@ def compared(declared: Iterable[str], python: str, version: Callable[[str], str 
     here = platform.python_version()
     if python and here not in SpecifierSet(python, prereleases=True):
         what = f"Python is {here}, and Onward needs {python}"
-        yield Finding(check="packages", level="problem", what=what, fix="make the environment anew with such a Python")
+        yield Finding.problem("packages", what, "make the environment anew with such a Python")
     fitting = 0
     lacking = list[str]()
     for line in declared:
         requirement = Requirement(line)
         extra = _extra(requirement)
+        # what only developers need, or what belongs to another platform
         if extra == "dev" or (requirement.marker and not requirement.marker.evaluate({"extra": extra})):
             continue
         found = version(requirement.name)
         if found is None:
+            # an extra that is not installed is not wanted
             lacking += [] if extra else [requirement.name]
         elif not requirement.specifier.contains(found, prereleases=True):
             level: Level = "problem" if extra in NEEDED_EXTRAS else "note"
@@ -79,9 +81,9 @@ def compared(declared: Iterable[str], python: str, version: Callable[[str], str 
             yield from _newer(requirement.name, found)
     if lacking:
         what = f"not installed: {', '.join(lacking)}"
-        yield Finding(check="packages", level="problem", what=what, fix=f"pip install {' '.join(lacking)}")
+        yield Finding.problem("packages", what, f"pip install {' '.join(lacking)}")
     yield from _pair(version)
-    yield Finding(check="packages", level="ok", what=f"{fitting} are in their ranges")
+    yield Finding.ok("packages", f"{fitting} are in their ranges")
 
 
 def _newer(name: str, found: str) -> Iterator[Finding]:
@@ -91,11 +93,11 @@ def _newer(name: str, found: str) -> Iterator[Finding]:
         return
     what = f"{name} {found} is newer than {tried}, the newest that was tried"
     fix = f"if something fails, pip install '{name}=={tried}.*'"
-    yield Finding(check="packages", level="note", what=what, fix=fix)
+    yield Finding.note("packages", what, fix)
     if name != "torch":
         return
     for what in _lacking(found):
-        yield Finding(check="packages", level="problem", what=what, fix=fix)
+        yield Finding.problem("packages", what, fix)
 
 
 def _lacking(found: str) -> list[str]:
@@ -123,9 +125,10 @@ def _pair(version: Callable[[str], str | None]) -> Iterator[Finding]:
         return
     try:
         lines = metadata.requires("torchvision") or []
+        # each torchvision names the one torch whose binary interface it was built for
         pins = [each for each in map(Requirement, lines) if each.name == "torch"]
     except (metadata.PackageNotFoundError, InvalidRequirement):
         return
     if wrong := [pin for pin in pins if not pin.specifier.contains(torch, prereleases=True)]:
         what = f"torchvision {vision} was built for torch {wrong[0].specifier}, but torch is {torch}"
-        yield Finding(check="packages", level="problem", what=what, fix="install both with one call of pip")
+        yield Finding.problem("packages", what, "install both with one call of pip")

@@ -50,16 +50,16 @@ def cores() -> Iterator[Finding]:
         together = max(1, int(quota))
         fix = "leave launch.threads_per_rank at 0, which counts on it, or set it so that all ranks together have "
         fix += f"{together} thread{'s' * (together > 1)}"
-        yield Finding(check="cores", level="note", what=what, fix=fix)
+        yield Finding.note("cores", what, fix)
     else:
-        yield Finding(check="cores", level="ok", what=what)
+        yield Finding.ok("cores", what)
 
 
 def shared_memory() -> Iterator[Finding]:
     """Report the room of /dev/shm, through which NCCL sends tensors between the ranks of a host."""
     fix = "NCCL sends tensors through it: start the container with --shm-size=1g or --ipc=host"
     if not SHARED.is_dir():
-        yield Finding(check="/dev/shm", level="note", what="there is no /dev/shm", fix=fix)
+        yield Finding.note("/dev/shm", "there is no /dev/shm", fix)
         return
     found = os.statvfs(SHARED)
     free = found.f_bavail * found.f_frsize
@@ -89,9 +89,9 @@ def compiler() -> Iterator[Finding]:
     """Report a C++ compiler that graph.compile would lack."""
     what, _, fix = missing_compiler().partition("; ")
     if what:
-        yield Finding(check="C++ compiler", level="note", what=what, fix=fix)
+        yield Finding.note("C++ compiler", what, fix)
     else:
-        yield Finding(check="C++ compiler", level="ok", what="there is one for graph.compile")
+        yield Finding.ok("C++ compiler", "there is one for graph.compile")
 
 
 def gpus() -> Iterator[Finding]:
@@ -99,13 +99,13 @@ def gpus() -> Iterator[Finding]:
     number, why = most_gpus()
     if number:
         what = f"torch may use {number} GPU{'s' * (number > 1)}: {why}; the ranks of the MPI check report theirs"
-        yield Finding(check="GPUs", level="ok", what=what)
+        yield Finding.ok("GPUs", what)
         return
     present = shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
     if number == 0 and present:
         what = f"this machine seems to have GPUs, but torch finds none: {why}"
         fix = "install a torch that is built for them, or give the container access to them; ranks compute on the CPU"
-        yield Finding(check="GPUs", level="note", what=what, fix=fix)
+        yield Finding.note("GPUs", what, fix)
         return
     what = f"none, ranks compute on the CPU: {why}" if number == 0 else "not known before torch is asked"
-    yield Finding(check="GPUs", level="ok", what=what)
+    yield Finding.ok("GPUs", what)

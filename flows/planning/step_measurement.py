@@ -48,6 +48,7 @@ def measure(config: RunConfig, copies: LocalCopies, *, steps: int) -> tuple[RunC
     config = completed(config, with_copies(config, copies))
     if missing := machine_problems(dict(config), resumed=True):  # resumed: no MLflow server is needed
         raise RuntimeUnavailable(missing)
+    # before anything of its own computes, so that it is the load of others
     load = os.getloadavg()[0]
     with _directory() as run:
         if config.quantize.aware:
@@ -70,6 +71,7 @@ def measure(config: RunConfig, copies: LocalCopies, *, steps: int) -> tuple[RunC
 def few_steps(config: RunConfig, steps: int) -> RunConfig:
     """Return the configuration of the measurement: what does not change a step is left out."""
     train = {"num_steps": steps, "num_epochs": 0.0, "log_period": 1, "evaluation_period": 0, "skip_steps": ()}
+    # a few batches tell the time of an evaluation, which grows with its rows
     rows = EVALUATED * config.evaluation_batch_size * config.parallel.data
     data = {"evaluation_rows": min(config.data.evaluation_rows or rows, rows)}
     changes = {
@@ -90,6 +92,7 @@ def _directory() -> Iterator[RunDir]:
     prefix = f".measure-{socket.gethostname()}-"
     for left in onward_home().glob(f"{prefix}*"):
         process = left.name.removeprefix(prefix).partition("-")[0]
+        # the name has the process that made it; the host too, because a home may be shared
         if process.isdigit() and not Path("/proc", process).exists():
             shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=onward_home(), prefix=f"{prefix}{os.getpid()}-") as name:
@@ -101,6 +104,7 @@ def _shard(run: RunDir) -> int:
     config = read_config(run)
     cache = onward_home() / "shards"
     run.root.mkdir(parents=True, exist_ok=True)
+    # what is made for a measurement alone goes with it
     if cached_shards(config, cache) is None:
         cache = run.root.parent / "shards"
     directory, manifest, _ = make_training_shards(config, cache)

@@ -88,6 +88,7 @@ def known_pace(config: RunConfig) -> Pace | None:
 def _paces_of_runs(config: RunConfig) -> Iterator[Pace]:
     settings = settings_of_pace(config)
     structure = structure_digest(config.model.path)
+    # newest first, so that the first match is the newest measurement
     for run in all_runs()[:TRIED_RUNS]:
         try:
             if run.train.exists() and _is_alike(run, config, settings, structure) and (pace := _pace(run)):
@@ -106,8 +107,10 @@ def _is_alike(run: RunDir, config: RunConfig, settings: object, structure: str) 
         own = own.model_copy(update={"graph": own.graph.model_copy(update=asked)})
     if identity is None or settings_of_pace(own) != settings or own.launch.hostfile != config.launch.hostfile:
         return False
+    # a hostfile names its hosts; without one the run must have been on this machine
     ranks = read_record(run.runtime, RuntimeReport).ranks
     is_here = bool(own.launch.hostfile) or {rank.host for rank in ranks} == {socket.gethostname()}
+    # another torch has other kernels, and so another speed
     if not is_here or {rank.versions.get("torch") for rank in ranks} != {metadata.version("torch")}:
         return False
     if identity.model_sha256 == model_digest(config.model.path):
@@ -124,13 +127,16 @@ def _pace(run: RunDir) -> Pace | None:
         return None
     manifest = run.shards / "manifest.json"
     rows = read_record(manifest, ShardManifest).rows("evaluation") if manifest.exists() else 0
+    # train.json is written when the training ends
     ended = datetime.datetime.fromtimestamp(run.train.stat().st_mtime, datetime.UTC)
+    # 0 means all rows
+    evaluated = own.data.evaluation_rows or rows
     facts = {
         "run": identity.name or identity.run_id,
         "measured_at": ended.isoformat(timespec="seconds"),
-        "host": socket.gethostname() if not own.launch.hostfile else own.launch.hostfile,
+        "host": own.launch.hostfile or socket.gethostname(),
         "data": own.data.source,
-        "evaluation_rows": min(own.data.evaluation_rows or rows, rows),
+        "evaluation_rows": min(evaluated, rows),
     }
     return pace.model_copy(update=facts)
 
@@ -139,8 +145,10 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
     """Return how long the run takes. config: with the sizes of the plan. pace: as `known_pace` has found it."""
     batch = config.train.global_batch_size
     steps = number_of_steps(config, rows)
+    # each thing that is not counted is named, so that the total is not taken for more than it is
     guessed = [*_left_out(config, rows)]
     if pace is None:
+        # without a measurement: the FLOPs of a step over the usual rate of the device
         per_second = batch / plan.step_s if plan.step_s else 0.0
         guessed.append(
             "the time of a step is estimated from counted FLOPs and the usual rate of the device, and may be "
@@ -174,6 +182,7 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
     checkpoints = None
     total_s = None
     if steps_s is not None:
+        # checkpoints by time are counted over training and evaluations together, because both pass on the clock
         evaluated_s = (evaluations or 0) * (evaluation_s or 0.0)
         checkpoints = number_of_checkpoints(config, steps or 0, steps_s + evaluated_s)
         total_s = setup_s + steps_s + evaluated_s + checkpoints * pace.checkpoint_s
@@ -223,6 +232,7 @@ def number_of_evaluations(config: RunConfig, rows: RowCount) -> int | None:
     if steps is None or (period == "epoch" and not rows.train):
         return None
     if period == "epoch":
+        # one before the first step, one behind each epoch, and one behind a last epoch that is not whole
         full, rest = divmod(config.total_samples(rows.train), rows.train)
         return 1 + full + bool(rest)
     return 1 + (math.ceil(steps / period) if period else 1)
@@ -231,7 +241,9 @@ def number_of_evaluations(config: RunConfig, rows: RowCount) -> int | None:
 def number_of_checkpoints(config: RunConfig, steps: int, trained_s: float) -> int:
     """Return how many checkpoints the run saves in all."""
     saving = config.checkpoint
+    # saving by time counts only where saving by step does not happen
     by_step = steps // saving.period if saving.period else 0
     by_time = int(trained_s / (60 * saving.minutes)) if saving.minutes and not by_step else 0
+    # the last step is saved in any case, and not twice if its turn comes then
     is_last_saved = saving.period and by_step and steps % saving.period == 0
     return by_step + by_time + (not is_last_saved)

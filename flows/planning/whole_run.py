@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from onward.flows.configuration import prefect_at_home
-from onward.flows.planning.disk_needed import DiskNeeded, disk_needed
 from onward.flows.planning.time_needed import TimeNeeded, key_of_run, known_pace, number_of_steps, time_needed
+from onward.tasks.checks.disk_space import most_checkpoints, shares, space_problems
+from onward.tasks.checks.registered_models import store_of
 from onward.tasks.checks.rehearsing import plan as make_plan
 from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.config.run_config import RunConfig
@@ -16,11 +17,34 @@ from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.storage.row_counts import RowCount, count_rows
 from onward.trainer.parallel.planning.plan_record import Plan, with_plan
-from onward.trainer.run.directory import onward_home
+from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.machine.private_home import make_private
-from onward.trainer.run.records import write_record
+from onward.trainer.run.records import Needs, Record, write_record
 from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
 from onward.trainer.run.timing.step_timing import calibration_file
+
+
+class DiskShare(Record):
+    """Something that the run writes."""
+
+    what: str
+    place: str
+    """The directory, or one above it that exists."""
+    bytes: int
+
+
+class DiskNeeded(Record):
+    """What a run writes at most at a time."""
+
+    checkpoint_bytes: int
+    checkpoints: int
+    """How many are on the disk at most: the newest (checkpoint.keep_newest), the best, and the one being written."""
+    model_bytes: int
+    """The exported file with its external data."""
+    shares: tuple[DiskShare, ...]
+    total_bytes: int
+    problems: tuple[str, ...] = ()
+    """File systems without room for it."""
 
 
 class RunPlan(Plan):
@@ -66,21 +90,40 @@ def plan_run(
         write_record(calibration_file(key_of_run(chosen)), pace)
     rows = count_rows(local, onward_home() / "shards")
     samples = chosen.total_samples(rows.train) if chosen.train.num_steps or rows.train else None
+    epochs = samples / rows.train if samples is not None and rows.train else None
     changed = changed_settings(config)
+    known = origins or {}
+    origins = {key: where for key, where in known.items() if key in changed}
     assert layout.needs is not None, "the process of a plan computes them"
+    copy_bytes = 0
+    if _writes_beside_training(chosen.parallel, chosen.checkpoint, layout):
+        copy_bytes = layout.needs.checkpoint_bytes
+    planned = {name: getattr(layout, name) for name in Plan.model_fields}
     return RunPlan(
-        **{name: getattr(layout, name) for name in Plan.model_fields},
+        **planned,
         rows=rows,
         num_steps=number_of_steps(chosen, rows),
         num_samples=samples,
-        epochs=samples / rows.train if samples is not None and rows.train else None,
+        epochs=epochs,
         time=time_needed(chosen, layout, rows, pace),
         disk=disk_needed(chosen, layout.needs),
-        copy_bytes=layout.needs.checkpoint_bytes
-        if _writes_beside_training(chosen.parallel, chosen.checkpoint, layout)
-        else 0,
+        copy_bytes=copy_bytes,
         changed=changed,
-        origins={key: where for key, where in (origins or {}).items() if key in changed},
+        origins=origins,
+    )
+
+
+def disk_needed(config: RunConfig, needs: Needs) -> DiskNeeded:
+    """Return what the run writes; shards are not counted, because runs share them."""
+    home = next(each for each in (onward_home(), *onward_home().parents) if each.exists())
+    found = list(shares(RunDir(home), config, needs, tracking_uri=store_of(config.monitor)))
+    return DiskNeeded(
+        checkpoint_bytes=needs.checkpoint_bytes,
+        checkpoints=most_checkpoints(config),
+        model_bytes=needs.model_bytes,
+        shares=tuple(DiskShare(what=each.what, place=str(each.path), bytes=each.bytes) for each in found),
+        total_bytes=sum(each.bytes for each in found),
+        problems=tuple(space_problems(found)),
     )
 
 

@@ -83,6 +83,7 @@ def draw(lines: Sequence[Line], marks: Marks = Marks(), *, from_zero: bool = Fal
     for line in lines:
         steps, values = thinned(line.series)
         finite = [value for value in values if math.isfinite(value)]
+        # the axis is chosen over all lines together
         least = min([least, *finite])
         most = max([most, *finite])
         markers: dict[str, Any] = (
@@ -91,6 +92,7 @@ def draw(lines: Sequence[Line], marks: Marks = Marks(), *, from_zero: bool = Fal
         axes.plot(steps, values, color=line.colour, linewidth=1.4, **markers)
     if not math.isfinite(least):
         return ""
+    # on a linear axis all but the greatest values would lie on the bottom
     if least > 0 and most / least > 50 and not from_zero:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -102,6 +104,7 @@ def draw(lines: Sequence[Line], marks: Marks = Marks(), *, from_zero: bool = Fal
     under = axes.get_xaxis_transform()  # x in steps, y in parts of the axes
     axes.plot(marks.deaths, [0.97] * len(marks.deaths), "x", color="#d1242f", markersize=5, transform=under)
     if marks.checkpoints:
+        # more marks would run into a line
         places = list(marks.checkpoints)[:: max(1, len(marks.checkpoints) // MANY_CHECKPOINTS)]
         axes.plot(places, [0.02] * len(places), "^", color="#57606a", markersize=3.5, transform=under, clip_on=False)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -116,6 +119,7 @@ def draw_scatter(pairs: Sequence[tuple[float, float]]) -> str:
         return ""
     figure, axes = _figure()
     targets, predicted = zip(*finite, strict=True)
+    # the diagonal spans the targets, so that predictions outside of them stand out
     ends = [min(targets), max(targets)]
     axes.plot(ends, ends, color="#8b949e", linewidth=1)
     axes.plot(targets, predicted, "o", color=COLOURS[0], markersize=2.2, alpha=0.6, markeredgewidth=0)
@@ -142,13 +146,16 @@ def thinned(series: Series) -> tuple[list[int], list[float]]:
     values = series.values
     if len(steps) <= MOST_POINTS:
         return list(steps), list(values)
+    # each stretch gives two points; rounded up, so that there are not more than allowed
     width = -(-len(steps) * 2 // MOST_POINTS)
     kept: list[int] = []
     for first in range(0, len(steps), width):
         places = range(first, min(first + width, len(steps)))
         # NaN compares with nothing, and would hide the others
-        finite = [place for place in places if math.isfinite(values[place])] or [places[0]]
-        kept += sorted({min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)})
+        finite = [place for place in places if math.isfinite(values[place])]
+        drawn = finite or [places[0]]
+        kept += sorted({min(drawn, key=values.__getitem__), max(drawn, key=values.__getitem__)})
+    # the first and the last point stay, so that the curve has its whole length
     kept = sorted({0, *kept, len(steps) - 1})
     return [steps[place] for place in kept], [values[place] for place in kept]
 
@@ -165,4 +172,5 @@ def _svg(figure: Figure) -> str:
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(content, format="svg", transparent=True, metadata=nothing)
     text = content.getvalue()
+    # the element is put into an HTML page, where an XML header is an error
     return text[text.index("<svg") :].replace("<svg ", '<svg class="curve" role="img" ', 1).strip()

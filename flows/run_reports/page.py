@@ -68,6 +68,7 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
+        # a name that a template misspells is an error, and not an empty place in a report
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -80,6 +81,11 @@ def render(template: str, **values: Any) -> str:
 def page_of(facts: RunFacts) -> str:
     """Return the report of a run as HTML."""
     config = facts.config
+    changed: dict[str, str] = {}
+    lines: list[str] = []
+    if config:
+        changed = settings_as_text(config, only_changed=True)
+        lines = [line for line in config_lines(config) if not line.startswith("#")]
     return render(
         "report.html",
         facts=facts,
@@ -94,8 +100,8 @@ def page_of(facts: RunFacts) -> str:
         losses=_losses_of_rows(facts),
         changes=_changes(facts),
         environment=environment_rows(facts),
-        changed=settings_as_text(config, only_changed=True) if config else {},
-        toml="\n".join(line for line in config_lines(config) if not line.startswith("#")) if config else "",
+        changed=changed,
+        toml="\n".join(lines),
     )
 
 
@@ -105,10 +111,12 @@ def page_of(facts: RunFacts) -> str:
 def drawings(facts: RunFacts) -> list[Drawing]:
     """Return the curves of a run, those that its log has."""
     marks = _marks(facts)
+    # training and evaluation loss share a drawing, because their distance is what is looked for
     losses = [("training", facts.curve("loss")), ("evaluation", facts.curves.get(f"{EVALUATION}loss"))]
     named = [(name, series) for name, series in losses if series]
     found = []
     if named:
+        # evaluations are few, so their points are marked
         lines = [Line(series, COLOURS[place], dots=place > 0) for place, (_, series) in enumerate(named)]
         found.append(_drawing("Loss", lines, marks, [name for name, _ in named]))
     measured = {name: each for name, each in facts.evaluations.items() if name != f"{EVALUATION}loss"}
@@ -119,6 +127,7 @@ def drawings(facts: RunFacts) -> list[Drawing]:
             found.append(_drawing(title, [Line(curve, COLOURS[0])], marks, from_zero=what == "learning_rate"))
     if speed := facts.curve("samples_per_s"):
         note = f"median {median(speed):.4g}"
+        # rows of equal length are counted as samples only; their tokens follow by multiplication
         if not facts.curve("tokens_per_s") and facts.tokens_per_sample:
             tokens = median(speed) * facts.tokens_per_sample
             note += f", or {tokens:.4g} tokens/s at {facts.tokens_per_sample:.4g} tokens a sample"
@@ -145,6 +154,7 @@ def _drawing(
 
 
 def _marks(facts: RunFacts) -> Marks:
+    # the first attempt begins at the left edge, where a mark says nothing
     starts = [start.step for start in facts.history.starts if start.attempt > 1]
     deaths = [each.step for each in facts.attempts if each.kind not in ("done", "stopped")]
     return Marks(starts, deaths, [event.step for event in facts.history.checkpoints])
@@ -152,6 +162,7 @@ def _marks(facts: RunFacts) -> Marks:
 
 def median(series: Series) -> float:
     """Return the median of the finite values; NaN if there are none."""
+    # the median, because the first steps and those behind a checkpoint are slower than the others
     ordered = sorted(value for value in series.values if math.isfinite(value))
     return ordered[len(ordered) // 2] if ordered else math.nan
 
@@ -164,10 +175,12 @@ def _residuals(facts: RunFacts) -> list[Drawing]:
     errors = sorted(predicted - target for target, predicted in pairs if math.isfinite(predicted - target))
     if not errors:
         return []
+    # equal residuals have no range, and would give bins of width 0
     width = (errors[-1] - errors[0]) / 30 or 1.0
     edges = [errors[0] + width * number for number in range(31)]
     counts = [0] * 30
     for error in errors:
+        # the greatest error lies on the right border of the last bin
         counts[min(29, int((error - errors[0]) / width))] += 1
     note = f"{len(pairs):,} rows"
     return [
@@ -188,11 +201,11 @@ def _losses_of_rows(facts: RunFacts) -> Drawing | None:
 
 def time_rows(account: TimeAccount) -> list[dict[str, Any]]:
     """Return the parts of the time, in their order, with the rest that is in none of them."""
-    rows = [
-        (name, seconds, TIME_COLOURS[name], PARTS[name])
-        for name, seconds in account.parts.items()
-        if name not in RARE or seconds >= 0.0005 * account.wall_s > 0
-    ]
+    rows = []
+    for name, seconds in account.parts.items():
+        if name not in RARE or seconds >= 0.0005 * account.wall_s > 0:
+            rows.append((name, seconds, TIME_COLOURS[name], PARTS[name]))
+    # the parts must add up to the whole, or a reader takes the bar for complete
     rows.append(("in no part", account.unaccounted_s, "#d0d7de", "what the clocks of flow and ranks do not explain"))
     return [
         {
@@ -211,7 +224,12 @@ def profile_of(facts: RunFacts) -> dict[str, Any]:
     if not facts.profiles:
         return {}
     first = facts.profiles[0]
-    steps = f"step {first.first_step:,}" + f" to {first.last_step:,}" * (first.last_step > first.first_step)
+    steps = f"step {first.first_step:,}"
+    if first.last_step > first.first_step:
+        steps += f" to {first.last_step:,}"
+    nodes: set[str] = set()
+    for profile in facts.profiles:
+        nodes |= {row.name for row in profile.rows if row.kind == "node"}
     return {
         "steps": steps,
         "step_ms": max(each.step_ms for each in facts.profiles),
@@ -219,7 +237,7 @@ def profile_of(facts: RunFacts) -> dict[str, Any]:
         "note": first.note,
         "nodes": slowest_nodes(facts.profiles),
         "others": other_rows(facts.profiles),
-        "num_nodes": len({row.name for each in facts.profiles for row in each.rows if row.kind == "node"}),
+        "num_nodes": len(nodes),
     }
 
 
@@ -252,8 +270,10 @@ def environment_rows(facts: RunFacts) -> list[tuple[str, str]]:
     if facts.runtime and facts.runtime.ranks:
         ranks = facts.runtime.ranks
         hosts = list(dict.fromkeys(rank.host for rank in ranks))
+        # ranks of several hosts may have different devices, which are counted by kind
         devices = [rank.gpu or rank.device for rank in ranks]
         counted = ", ".join(f"{devices.count(each)} x {each}" for each in dict.fromkeys(devices))
+        # the rank with the least memory is the one that runs out
         memory = min(rank.memory_bytes for rank in ranks)
         rows += [
             ("hosts", ", ".join(hosts)),

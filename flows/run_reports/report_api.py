@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,9 +43,6 @@ def report(*runs: str, output: AnyPath | None = None) -> ReportFile:
         page = page_of_several(facts)
     path = Path(os.fspath(output)).absolute() if output else path
     write_durably(path, page.encode())
-    return ReportFile(
-        path=path,
-        runs=tuple(run.root.name for run in found),
-        bytes=path.stat().st_size,
-        left_out=tuple(problem for each in facts for problem in each.left_out),
-    )
+    names = tuple(run.root.name for run in found)
+    left_out = tuple(itertools.chain.from_iterable(run_facts.left_out for run_facts in facts))
+    return ReportFile(path=path, runs=names, bytes=path.stat().st_size, left_out=left_out)

@@ -34,7 +34,7 @@ from onward.trainer.run.records import (
     RunIdentity,
     RuntimeReport,
     TrainResult,
-    read_record,
+    record_if_written,
 )
 from onward.trainer.run.timing.time_account import TimeAccount, time_account
 
@@ -112,6 +112,7 @@ class RunFacts:
         if number is None or not math.isfinite(number):
             return "nothing"
         rows = self.classes[0].classes if self.classes else ()
+        # the names as the data has them; the table of classes has numbers where the data has none
         named = self._fitted_classes or tuple(row.name for row in rows)
         place = int(number)
         return named[place] if 0 <= place < len(named) else str(place)
@@ -131,11 +132,12 @@ def read_facts(run: RunDir) -> RunFacts:
 
     def read(path: Path, kind: type[R]) -> R | None:
         try:
-            return read_record(path, kind) if path.exists() else None
+            return record_if_written(path, kind)
         except (OnwardError, OSError) as error:
             left_out.append(str(error))
             return None
 
+    # a damaged record takes away its part of the report, and nothing else
     def known(what: str, find: Callable[[], T], without: T) -> T:
         try:
             return find()
@@ -153,16 +155,22 @@ def read_facts(run: RunDir) -> RunFacts:
     manifest = read(run.shards / "manifest.json", ShardManifest)
     history = known("the event log", lambda: RunHistory.of(run.events), None)
     tables = [read(path, ClassTable) for path in sorted(run.classes.glob("*classes.json"))]
+    classes = [table for table in tables if table]
+    curves: dict[str, Series] = {}
+    account: TimeAccount | None = None
+    if history:
+        curves = {name: history.curve(name) for name in history.values}
+        account = known("the account of the time", lambda: time_account(run, history, now_ms), None)
     return RunFacts(
         run=run,
         state=state,
         identity=read(run.identity, RunIdentity),
         config=config,
         history=history or RunHistory(run.events),
-        curves={name: history.curve(name) for name in history.values} if history else {},
+        curves=curves,
         attempts=endings(run),
         ending=ending,
-        account=known("the account of the time", lambda: time_account(run, history, now_ms), None) if history else None,
+        account=account,
         trained=read(run.train, TrainResult),
         metrics=read(run.metrics, MetricsSummary),
         exported=read(run.exported, ExportedModel),
@@ -170,7 +178,7 @@ def read_facts(run: RunDir) -> RunFacts:
         rehearsal=read(run.rehearsal, Rehearsal),
         runtime=read(run.runtime, RuntimeReport),
         manifest=manifest,
-        classes=[table for table in tables if table],
+        classes=classes,
         samples=read(samples_in(run.export), Samples),
         changes=read(changes_in(run.export), Difference),
         profiles=known("the profile", lambda: read_profiles(run), []),
@@ -186,10 +194,13 @@ def _tokens_per_sample(
     """Return the mean number of tokens of a training sample; 0 for data that is not tokenized text."""
     if config is None or manifest is None or not config.data.text:
         return 0.0
-    columns = [each for each in manifest.columns if each.dtype.startswith("int") and len(each.shape) == 1]
-    if not columns:
+    # token ids are the integers that come as a sequence; a label is a single one
+    integers = [column for column in manifest.columns if column.dtype.startswith("int")]
+    sequences = [column for column in integers if len(column.shape) == 1]
+    if not sequences:
         return 0.0
-    first = columns[0]
+    first = sequences[0]
+    # padded or packed to one length: each sample has it
     if not first.variable:
         return float(first.shape[0])
     try:
@@ -212,5 +223,6 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):  # a table in a list, such as that of a metric
         return ", ".join(f"{name} = {_text(each)}" for name, each in value.items() if each not in (None, "", [], {}))
     if isinstance(value, list):
+        # entries of a table have commas of their own
         return ("; " if any(isinstance(each, dict) for each in value) else ", ").join(map(_text, value))
     return "not set" if value is None else str(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
@@ -22,6 +22,11 @@ TITLES = {
     "tokens_per_s": "Tokens per second",
     "mfu": "MFU (share of the peak)",
 }
+FACTS = (
+    *("state", "steps", "attempts", "samples/s", "MFU", "ranks", "parity", "registered", "promotion"),
+    *("git commit", "data", "original model"),
+)
+"""What is said of each run in one line, in the order of the rows."""
 Row = tuple[str, list[str], int | None]
 """What it is, the value of each run, and which run has the best one."""
 
@@ -48,6 +53,7 @@ def result_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
         known = {place: own[name] for place, own in enumerate(values) if name in own}
         greatest = is_greatest(name)
         best = None
+        # none is best where all are equal, or where nobody knows which direction is better
         if greatest is not None and len(set(known.values())) > 1:
             best = (max if greatest else min)(known, key=known.__getitem__)
         yield name.removeprefix(EVALUATION), [short_number(own.get(name)) for own in values], best
@@ -61,43 +67,58 @@ def _results(facts: RunFacts) -> dict[str, float]:
 
 def fact_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
     """Yield what else is said of each run in one line."""
-    rows: dict[str, Callable[[RunFacts], str]] = {
-        "state": lambda facts: facts.state,
-        "steps": lambda facts: f"{facts.history.last_step:,} of {facts.history.num_steps:,}",
-        "attempts": lambda facts: str(len(facts.attempts) or len(facts.history.starts)),
-        "samples/s": lambda facts: f"{median(speed):.4g}" if (speed := facts.curve("samples_per_s")) else "",
-        "MFU": lambda facts: f"{median(mfu):.1%}" if (mfu := facts.curve("mfu")) else "",
-        "ranks": lambda facts: str(facts.config.world_size) if facts.config else "",
-        "parity": lambda facts: short_number(facts.exported.parity) if facts.exported else "",
-        "registered": lambda facts: (
-            f"{facts.exported.registered_as} {facts.exported.version}" if facts.exported else ""
-        ),
-        "promotion": lambda facts: (
-            facts.exported.promotion.status if facts.exported and facts.exported.promotion else ""
-        ),
-        "git commit": lambda facts: facts.identity.git_commit[:12] if facts.identity else "",
-        "data": lambda facts: facts.manifest.key[:12] if facts.manifest else "",
-        "original model": lambda facts: facts.identity.model_sha256[:12] if facts.identity else "",
+    texts = [_texts_of(facts) for facts in runs]
+    for name in FACTS:
+        yield name, [known.get(name, "") for known in texts], None
+
+
+def _texts_of(facts: RunFacts) -> dict[str, str]:
+    """Return those of `FACTS` that are known of a run."""
+    texts: dict[str, str] = {
+        "state": facts.state,
+        "steps": f"{facts.history.last_step:,} of {facts.history.num_steps:,}",
+        "attempts": str(len(facts.attempts) or len(facts.history.starts)),
     }
-    for name, value in rows.items():
-        yield name, [value(facts) for facts in runs], None
+    if speed := facts.curve("samples_per_s"):
+        texts["samples/s"] = f"{median(speed):.4g}"
+    if mfu := facts.curve("mfu"):
+        texts["MFU"] = f"{median(mfu):.1%}"
+    if facts.config:
+        texts["ranks"] = str(facts.config.world_size)
+    if exported := facts.exported:
+        texts["parity"] = short_number(exported.parity)
+        texts["registered"] = f"{exported.registered_as} {exported.version}"
+        if exported.promotion:
+            texts["promotion"] = exported.promotion.status
+    if facts.identity:
+        texts["git commit"] = facts.identity.git_commit[:12]
+        texts["original model"] = facts.identity.model_sha256[:12]
+    if facts.manifest:
+        texts["data"] = facts.manifest.key[:12]
+    return texts
 
 
 def differing_settings(runs: Sequence[RunFacts]) -> list[Row]:
     """Return the settings in which the runs differ, with the value of each."""
     flat = [settings_as_text(facts.config) if facts.config else {} for facts in runs]
+    # in the order of the configuration, whichever run has the setting
     names = dict.fromkeys(name for own in flat for name in own)
-    return [
-        (name, [own.get(name, "") for own in flat], None) for name in names if len({own.get(name) for own in flat}) > 1
-    ]
+    rows: list[Row] = []
+    for name in names:
+        # None stands for a setting that a run does not have, such as one of a second loss
+        if len({settings.get(name) for settings in flat}) > 1:
+            rows.append((name, [settings.get(name, "") for settings in flat], None))
+    return rows
 
 
 def overlaid(runs: Sequence[RunFacts], colours: Sequence[str]) -> list[Drawing]:
     """Return each curve of the runs in one drawing, for those that at least one of them has."""
     evaluated = list(dict.fromkeys(name for facts in runs for name in facts.evaluations))
-    curves: list[tuple[str, bool, list[Series | None]]] = [
-        (TITLES[what], False, [facts.curve(what) for facts in runs]) for what in NAMES if what in TITLES
-    ]
+    curves: list[tuple[str, bool, list[Series | None]]] = []
+    for what in NAMES:
+        if what in TITLES:
+            curves.append((TITLES[what], False, [facts.curve(what) for facts in runs]))
+    # the evaluations stand behind the training loss, with which they are compared
     curves[1:1] = [(name, True, [facts.curves.get(name) for facts in runs]) for name in evaluated[:MOST_EVALUATED]]
     found = []
     for title, dots, each in curves:

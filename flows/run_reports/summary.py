@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from onward.flows.run_reports.reported_run import EVALUATION, RunFacts
 from onward.trainer.config.metric_names import is_greatest
@@ -23,6 +23,7 @@ HEADINGS = {
 def verdict(facts: RunFacts) -> list[str]:
     """Return what became of the run, a sentence each."""
     heading = HEADINGS[facts.state]
+    # the training went well, which "the run failed" would hide
     if facts.state == "failed" and facts.refusal:
         heading = "The trained file was refused by its checks, and not exported."
     exported = _exported(facts.exported) if facts.exported else ()
@@ -35,6 +36,7 @@ def _trained(facts: RunFacts) -> Iterator[str]:
     if config is None:
         return
     what = f"{config.model.path.name} on {config.data.source}"
+    # without a start no rank has begun a step
     if start is None or not start.num_steps:
         yield f"It was to train {what}; no step was made."
         return
@@ -48,8 +50,10 @@ def _why(facts: RunFacts) -> Iterator[str]:
         yield f"It ended early: {facts.trained.ended_early}."
     if facts.ending and facts.ending.status != "completed":
         yield from facts.ending.problems
+    # a killed flow has written no ending, so the last attempt says the most
     elif facts.ending is None and facts.state != "running" and facts.attempts:
         yield f"{facts.attempts[-1]}."
+    # of a run that has failed, the reason is in the sentences above
     died = [each for each in facts.attempts if each.kind not in ("done", "stopped")]
     if died and facts.state not in ("failed", "interrupted"):
         times = "attempt" if len(died) == 1 else "attempts"
@@ -84,14 +88,19 @@ def results(facts: RunFacts) -> list[tuple[str, str, str, str]]:
     """
     exported = facts.exported
     metrics = facts.metrics
-    before = exported.before if exported else metrics.first if metrics else {}
-    after = exported.after if exported else metrics.last if metrics else {}
+    before: Mapping[str, float] = {}
+    after: Mapping[str, float] = {}
+    if exported:
+        before, after = exported.before, exported.after
+    elif metrics:
+        before, after = metrics.first, metrics.last
     if not after:  # it has not ended, or has no record of it
         before, after = ({name: each.values[place] for name, each in facts.evaluations.items()} for place in (0, -1))
+    if not exported:
+        after = {name: value for name, value in after.items() if name.startswith(EVALUATION)}
     rows = [
         (_short(name), _number(before.get(name)), _number(value), _trend(name, before.get(name), value))
         for name, value in sorted(after.items(), key=lambda item: (not item[0].endswith("/loss"), item[0]))
-        if name.startswith(EVALUATION) or exported
     ]
     tested = exported.test if exported else {}
     return [*rows, *((name.replace("/", ": "), "", _number(value), "") for name, value in sorted(tested.items()))]
@@ -107,6 +116,7 @@ def _number(value: float | None) -> str:
 
 def _trend(name: str, before: float | None, after: float) -> str:
     greatest = is_greatest(name)
+    # a metric of unknown direction has a trend, but no better and worse
     if before is None or greatest is None or before == after:
         return ""
     return "better" if (after > before) == greatest else "worse"
@@ -129,6 +139,7 @@ def markdown(facts: RunFacts) -> str:
 
 def _cell(text: str) -> str:
     """Return text without what Markdown would read: pipes, tags, line breaks."""
+    # the ampersand first, or it would escape what the others have written
     for special, plain in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", " ")):
         text = text.replace(special, plain)
     return text

@@ -19,6 +19,7 @@ def cost_line(metrics: MetricsSummary | None) -> str:
 def _parts(metrics: MetricsSummary) -> Iterator[str]:
     costs = metrics.costs
     yield f"{metrics.samples_per_s:.4g} samples/s"
+    # only what the log has: FLOPs cannot be counted for every model, and the peak is not known for every device
     if "tokens_per_s" in costs:
         yield f"{costs['tokens_per_s']:.4g} tokens/s"
     if "tflops" in costs:

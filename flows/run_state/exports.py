@@ -39,6 +39,7 @@ def export(
         from onward.tasks.export import export_file
     from onward.trainer.config.sections.results import ExportConfig
 
+    # validated like settings, so that a wrong variant is refused with the same sentence
     extras = ExportConfig.model_validate({"variants": tuple(variants), "training": training, "overwrite": overwrite})
     with opened(os.fspath(source), run_code=run_code) as (found, checkpoint):
         return export_file(found, checkpoint, Path(output), extras=extras)
@@ -70,6 +71,7 @@ def opened(text: str, *, run_code: bool = False) -> Iterator[tuple[RunDir, Path]
     from onward.infra.job.temporary_folders import owned_folder
     from onward.trainer.checkpoint.bundle import unpack
 
+    # names of runs and checkpoints are directories, and a bundle is one file
     if not Path(text).is_file():
         yield find_checkpoint(text)
         return

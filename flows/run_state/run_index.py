@@ -50,16 +50,19 @@ def listed_runs() -> list[tuple[str, Status]]:
         stamp = _stamp(f"{home}/runs/{name}")
         if stamp is None:
             continue
+        # nothing has changed since the entry was made, so the records need not be read
         if (entry := known.get(name)) and entry[0] == stamp:
             entries[name] = entry
             continue
         status = _described(home / "runs" / name)
+        # such a status changes without a change of the directory
         if status["state"] in UNSETTLED or time.time_ns() - max(stamp[1:]) < SETTLED_S * 1e9:
             unsettled.append((name, status))
         else:
             entries[name] = (stamp, status)
     if entries != known:
         _write(home, entries)
+    # sorted twice: by name, so that runs of the same moment keep a fixed order
     found = sorted([*((name, status) for name, (_, status) in entries.items()), *unsettled])
     return sorted(found, key=lambda each: str(each[1]["created_at"]), reverse=True)
 
@@ -107,6 +110,7 @@ def _read(home: Path) -> dict[str, Entry]:
 def _write(home: Path, entries: dict[str, Entry]) -> None:
     """Replace the index. It is no loss if that is not possible, or if a power failure damages it."""
     content = json.dumps(entries, separators=(",", ":")).encode()
+    # renamed without fsync: a damaged index is made again
     partial = home / f".runs.index.{os.getpid()}.partial"
     with contextlib.suppress(OSError):
         try:

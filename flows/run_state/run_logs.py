@@ -44,6 +44,7 @@ def files(run: RunDir, rank: int | None) -> Sequence[Path]:
     """Return the files that may have something to show, in their order."""
     attempt = run.current_attempt
     if rank is None:
+        # before the first attempt the preflight is the only job that was started
         ranks = [run.log(attempt)] if attempt else [run.root / "preflight" / "preflight.log"]
         return [run.root / "flow.log", *ranks, *([run.stacks(attempt)] if attempt else [])]
     return [run.log(attempt), run.traceback(attempt, rank), run.stack(attempt, rank)] if attempt else []
@@ -77,9 +78,11 @@ class _Shown:
                 text = file.read()
         except OSError:
             return
+        # the last line may be half-written; the next call begins with it
         whole = text[: text.rfind(b"\n") + 1]
         self._offsets[path] = self._offsets.get(path, 0) + len(whole)
         for line in whole.decode(errors="replace").splitlines():
+            # a traceback has many lines, of which only the first is signed
             if signed := SIGNED.match(line):
                 self._writers[path] = int(signed[1] or signed[2])
             # the other files are of one rank alone

@@ -11,7 +11,7 @@ import numpy as np
 from onward.flows.run_state.costs import bits_per_byte, cost_line
 from onward.flows.run_state.run_index import State as State
 from onward.flows.run_state.runs import identity_of, identity_or_error, is_running, reference_to
-from onward.flows.run_state.why_run_ended import cause_of
+from onward.flows.run_state.why_run_ended import Cause, cause_of
 from onward.infra.mlflow.mlflow_store import file_of
 from onward.tasks.attempts.log_damage import damage_of_log
 from onward.tasks.shown.class_tables import class_table
@@ -35,12 +35,14 @@ from onward.trainer.run.records import (
     AttemptResult,
     ExportedModel,
     MetricsSummary,
+    RankError,
     Record,
     Rehearsal,
     RunIdentity,
     TrainResult,
     Variant,
     read_record,
+    record_if_written,
 )
 
 WORST = 3
@@ -150,8 +152,11 @@ def describe(run: RunDir) -> RunStatus:
     # the log of a long run has many megabytes
     history = RunHistory.of_tail(run.events)
     newest = _newest_result(run)
+    # a resumed run goes on, so its former end does not count while it runs
     ended_early = newest.ended_early if newest and not is_running(run) else ""
     to_go_on = command_to_go_on(newest.stop, read_config(run), reference_to(run)) if newest and ended_early else ""
+    layout = _layout(config) if config else ""
+    elapsed_s = sum(result.elapsed_s for result in _results(run))
     return RunStatus(
         run_id=identity.run_id,
         name=identity.name,
@@ -166,28 +171,48 @@ def describe(run: RunDir) -> RunStatus:
         to_go_on=to_go_on,
         worst_classes=tuple(_worst(history.confusions.values(), run)),
         remarks=remarks_of(run),
-        rehearsal=read_record(run.rehearsal, Rehearsal).summary if run.rehearsal.exists() else "",
-        trial=f"{trial.number} of sweep {trial.sweep_id}" if (trial := membership(run)) else "",
-        error=f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}"
-        if error
-        else cause.sentence
-        if cause and failed
-        else "",
-        kind=cause.kind if cause else "",
-        to_do=cause.to_do if cause else "",
-        ending=f"{attempts[-1].kind}: {attempts[-1]}" if (attempts := endings(run)) else "",
+        **_why(error, cause, failed=failed),
+        **_texts_of_records(run),
         data=_data(run),
         metric=metric,
         value=history.values.get(metric),
-        elapsed_s=sum(result.elapsed_s for result in _results(run)),
-        layout=_layout(config) if config else "",
+        elapsed_s=elapsed_s,
+        layout=layout,
         directory=str(run.root),
-        model=str(read_record(run.exported, ExportedModel).path) if run.exported.exists() else "",
-        report=str(run.report) if run.report.exists() else "",
         mlflow_run_id=identity.mlflow_run_id,
         tracking_uri=identity.tracking_uri,
         prefect_url=identity.prefect_url,
     )
+
+
+def _why(error: RankError | None, cause: Cause | None, *, failed: bool) -> dict[str, str]:
+    """Return the fields that say why a run has no result: `error`, `kind` and `to_do`."""
+    texts = {"error": "", "kind": "", "to_do": ""}
+    if cause:
+        texts["kind"] = cause.kind
+        texts["to_do"] = cause.to_do
+        if failed:  # a run that was stopped has a cause, too, and that is no error
+            texts["error"] = cause.sentence
+    # what a rank wrote of itself is more exact than what the flow concluded
+    if error:
+        texts["error"] = f"rank {error.rank} on {error.host}, step {error.step}: {error.cause}"
+    return texts
+
+
+def _texts_of_records(run: RunDir) -> dict[str, str]:
+    """Return the fields that are of records which a run may not have yet; "" for an absent one."""
+    texts = dict.fromkeys(("rehearsal", "trial", "ending", "model", "report"), "")
+    if run.rehearsal.exists():
+        texts["rehearsal"] = read_record(run.rehearsal, Rehearsal).summary
+    if trial := membership(run):
+        texts["trial"] = f"{trial.number} of sweep {trial.sweep_id}"
+    if attempts := endings(run):
+        texts["ending"] = f"{attempts[-1].kind}: {attempts[-1]}"
+    if run.exported.exists():
+        texts["model"] = str(read_record(run.exported, ExportedModel).path)
+    if run.report.exists():
+        texts["report"] = str(run.report)
+    return texts
 
 
 def described_run(run: RunDir) -> RunStatus:
@@ -196,6 +221,7 @@ def described_run(run: RunDir) -> RunStatus:
         return describe(run)
     except (OnwardError, OSError) as error:
         identity = identity_of(run)
+        # fields that are added later get an empty value here without anybody thinking of it
         texts = {name: "" for name, field in RunStatus.model_fields.items() if field.annotation is str}
         known = {"run_id": run.root.name, "directory": str(run.root), "state": "damaged", "error": str(error)}
         if identity:
@@ -208,14 +234,18 @@ def described_run(run: RunDir) -> RunStatus:
 
 def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOutcome:
     """Return how a run with an exported file ended."""
+    # the log is read from its tail alone, and the record of the training has the sums over all attempts
     trained = read_record(run.train, TrainResult)
     # of text without a tokenizer the targets are its bytes
     reads_bytes = [loss.is_plain for loss in config.losses] == [True] and not config.data.text
     text = held_out_text(run) if reads_bytes else b""
+    bits = bits_per_byte(exported.after["evaluation/loss"], text) if text else {}
+    promotion = f"{exported.promotion.status}: {exported.promotion.reason}" if exported.promotion else ""
+    metrics = record_if_written(run.metrics, MetricsSummary)
     known = dict(describe(run)) | {"step": trained.step, "attempts": trained.attempts, "elapsed_s": trained.elapsed_s}
     return RunOutcome(
         **known,
-        bits_per_byte=bits_per_byte(exported.after["evaluation/loss"], text) if text else {},
+        bits_per_byte=bits,
         before=exported.before,
         after=exported.after,
         exported=describe_exported(exported.step, announced(run), trained, config.checkpoint),
@@ -224,8 +254,8 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
         rounding=exported.rounding,
         sha256=exported.sha256,
         variants=exported.variants,
-        promotion=f"{exported.promotion.status}: {exported.promotion.reason}" if exported.promotion else "",
-        throughput=cost_line(read_record(run.metrics, MetricsSummary) if run.metrics.exists() else None),
+        promotion=promotion,
+        throughput=cost_line(metrics),
         registered=f"{exported.registered_as} version {exported.version}" if exported.registered_as else "",
     )
 
@@ -280,8 +310,10 @@ def is_finished(run: RunDir, config: RunConfig) -> bool:
     """
     newest = _newest_result(run)
     ending = ending_of(run)
-    if state_of(run) != "exported" or not (ending and ending.status == "completed") or newest is None:
+    has_completed = ending is not None and ending.status == "completed"
+    if state_of(run) != "exported" or not has_completed or newest is None:
         return False
+    # a higher limit in this configuration lets a run go on that had ended by it
     may_go_on = newest.ended_early and not reason_to_end(newest.stop, config)
     return not may_go_on and _is_sent(run)
 
@@ -291,6 +323,7 @@ def _is_sent(run: RunDir) -> bool:
     try:
         cursor = json.loads(read_bounded(run.cursor, RECORD_BYTES))
         file = file_of(read_record(run.identity, RunIdentity).tracking_uri)
+        # the cursor also names the database, because a removed one has lost what was sent to it
         return bool(cursor["offset"] == run.events.stat().st_size and cursor["file"] in (file, ""))
     except (OnwardError, OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
@@ -310,14 +343,16 @@ def _results(run: RunDir) -> Iterator[AttemptResult]:
 def _newest_result(run: RunDir) -> AttemptResult | None:
     """Return the result of the newest attempt; None if it left none."""
     path = run.result(run.current_attempt)
-    return read_record(path, AttemptResult) if path.exists() else None
+    return record_if_written(path, AttemptResult)
 
 
 def _worst(confusions: Iterable[ConfusionMatrix], run: RunDir) -> Iterator[str]:
     """Yield a clause for each of the worst classes of each loss; nothing where all targets are found."""
     for event in confusions:
         table = class_table(event, run)
-        for row in [row for row in table.worst if row.f1 is not None and row.f1 < 1][:WORST]:
+        # of a class with an F1 of 1 every target is found, and nothing else
+        imperfect = [row for row in table.worst if row.f1 != 1]
+        for row in imperfect[:WORST]:
             of = f"{table.loss} " if table.loss else ""
             yield f"{of}{row.name}: F1 {row.f1:.3f}, recall {row.recall:.3f} of {row.targets} targets"
 
@@ -333,7 +368,9 @@ def held_out_text(run: RunDir) -> bytes:
     config = read_config(run)
     data = config.data
     label = config.losses[0].label if config.losses else ""
-    if not label or data.text or locate(data.source, data).format != "text" or not isinstance(label, str):
+    if not label or data.text:
+        return b""
+    if locate(data.source, data).format != "text" or not isinstance(label, str):
         return b""
     shards = open_evaluated(run.shards, data)
     windows = shards.read(np.arange(shards.num_rows))[label]

@@ -54,6 +54,7 @@ def run_directory_of(flow_run_id: object, parameters: Mapping[str, Any]) -> RunD
 
 def command_to_continue(run: RunDir) -> str:
     """Return the command that continues a run, or the sweep of which it is a trial, or a sweep."""
+    # a sweep has a directory of the same form as a run, and trials go on with their sweep only
     if SweepDir(run.root).sweep.exists():
         return f"onward sweep --resume {run.root.name}"
     trial = membership(run)
@@ -63,6 +64,7 @@ def command_to_continue(run: RunDir) -> str:
 def reference_to(run: RunDir) -> str:
     """Return what a command takes to find a run: its name, or its id if its name may be that of others, too."""
     identity = identity_of(run)
+    # runs of earlier versions may share a name
     return identity.name if identity and identity.config_name else run.root.name
 
 
@@ -70,6 +72,7 @@ def how_to_continue(run: RunDir) -> str:
     """Return a clause with the command that continues a run or a sweep, and the step at which it goes on."""
     command = command_to_continue(run)
     saved = list_checkpoints(run)
+    # a sweep finds the steps of its trials itself
     if not command.startswith("onward resume"):
         return f"to continue: {command}"
     if not has_begun(run):
@@ -103,6 +106,7 @@ def locked(run: RunDir, *, timeout_s: float = 60.0) -> Iterator[None]:
     run.root.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     with run.lock.open("ab") as file:  # the content is that of the process which holds the lock
+        # polled in place of a blocking flock, which could not end at the time limit
         while not try_lock(file):
             if time.monotonic() > deadline:
                 raise ConfigError(
@@ -117,6 +121,7 @@ def locked(run: RunDir, *, timeout_s: float = 60.0) -> Iterator[None]:
 def sign(lock: IO[bytes]) -> None:
     """Write into a lock which process holds it, for `holder_of`."""
     with contextlib.suppress(OSError):  # on a full disk only a status lacks it
+        # the former holder may have had a longer text
         lock.truncate(0)
         lock.write(json.dumps(this_process()).encode())
         lock.flush()
@@ -175,6 +180,7 @@ def identity_or_error(run: RunDir) -> RunIdentity:
     if run.identity.exists() or not run.root.exists():
         return read_record(run.identity, RunIdentity)
     name, config_name = name_given_to(run.root.name) or (run.root.name, "")
+    # the configuration is written once when the run begins, so its time is about that of the beginning
     record = run.config if run.config.exists() else run.root
     created_at = datetime.datetime.fromtimestamp(record.stat().st_mtime, datetime.UTC).isoformat(timespec="seconds")
     return RunIdentity(run_id=run.root.name, name=name, config_name=config_name, created_at=created_at, model_sha256="")
@@ -190,8 +196,11 @@ def identity_of(run: RunDir) -> RunIdentity | None:
 
 def clean_downloads(days: float) -> Cleaned:
     """Delete the local copies of remote files that were not used for some days; not those of runs that can go on."""
-    records = [run.remote for run in all_runs() if run.remote.exists() and not run.exported.exists()]
-    needed = [copy.path for record in records for copy in read_record(record, LocalCopies).copies]
+    fetched = [run for run in all_runs() if run.remote.exists()]
+    needed: list[Path] = []
+    for run in fetched:
+        if not run.exported.exists():
+            needed += [copy.path for copy in read_record(run.remote, LocalCopies).copies]
     return clean(download_cache(), needed, days)
 
 
@@ -230,6 +239,14 @@ class Named(Generic[T]):
     def __str__(self) -> str:
         return f"{self.name or 'damaged'} ({short_id(self.run_id)})"
 
+    def is_called(self, text: str) -> bool:
+        """Return whether `text` is the whole id, or a name that is not also the configuration's."""
+        return text == self.run_id or (text == self.name and self.name != self.config_name)
+
+    def has_in_id(self, text: str) -> bool:
+        """Return whether the id begins or ends with `text`."""
+        return self.run_id.endswith(text) or self.run_id.startswith(text)
+
 
 def chosen(text: str, known: Sequence[Named[T]], *, kind: str) -> T:
     """Return what `text` names: `last`, a name, a part of an id, or a configuration's name, of which it is the newest.
@@ -239,16 +256,19 @@ def chosen(text: str, known: Sequence[Named[T]], *, kind: str) -> T:
     """
     if text == "last" and known:
         return known[0].what
-    if exact := [
-        each for each in known if text == each.run_id or (text == each.name and each.name != each.config_name)
-    ]:
-        if others := [each for each in known if text == each.config_name and each is not exact[0]]:
+    of_configuration = [candidate for candidate in known if text == candidate.config_name]
+    if exact := [candidate for candidate in known if candidate.is_called(text)]:
+        if others := [candidate for candidate in of_configuration if candidate is not exact[0]]:
             print(
                 f"onward: {text}: {exact[0]}; it is also a configuration's name, of {listed(others)}", file=sys.stderr
             )
         return exact[0].what
-    by_id = [each for each in known if text and (each.run_id.endswith(text) or each.run_id.startswith(text))]
-    by_name = [each for each in known if text and text == each.config_name]
+    by_id: list[Named[T]] = []
+    by_name: list[Named[T]] = []
+    if text:  # every id begins with ""
+        by_id = [candidate for candidate in known if candidate.has_in_id(text)]
+        by_name = of_configuration
+    # of several runs of a configuration the newest is meant, but an id that begins so makes it ambiguous
     meant = [*by_id, *by_name[:1]]
     if len(meant) == 1:
         if by_name:
@@ -308,8 +328,8 @@ def find_checkpoint(text: str) -> tuple[RunDir, Path]:
     run = find_run(text)
     # The same choice as the task `export`; a run that was interrupted may have no announced checkpoint yet.
     known = announced(run)
-    best = [each.path for each in known if each.best and read_config(run).export.checkpoint == "best"]
-    if best:
+    best = [info.path for info in known if info.best]
+    if best and read_config(run).export.checkpoint == "best":
         return run, best[0]
     newest = newest_complete(run)
     if newest is None and (damaged := [path.name for path in (*list_checkpoints(run), *list_damaged(run))]):

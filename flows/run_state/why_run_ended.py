@@ -59,6 +59,7 @@ def _kind_and_sentence(run: RunDir) -> tuple[str, str]:
 def _failed_attempt(run: RunDir) -> AttemptEnding | None:
     """Return how the newest attempt ended, if it failed and the newest flow has started it."""
     newest = next(iter(endings(run)[-1:]), None)
+    # an attempt of an earlier flow says nothing about why the newest one ended
     began_s = run.lock.stat().st_mtime if run.lock.exists() else 0.0  # when the newest flow took the lock
     if newest is None or newest.kind in ("done", "stopped") or newest.ended_ms < 1000 * began_s:
         return None
@@ -68,6 +69,7 @@ def _failed_attempt(run: RunDir) -> AttemptEnding | None:
 def _kind_of_failed_flow(error: str, sentence: str) -> str:
     """Return the class of a run by the class of the error that ended its flow, and by what the error says."""
     kind = kind_of_error(error)
+    # a library may have wrapped the error of a disk into one of its own
     if not has_own_cause(error) and says_storage(sentence):
         return "storage"
     if kind != "machine":
@@ -88,6 +90,7 @@ def _of_a_killed_flow(run: RunDir) -> tuple[str, str]:
     process = f"process {holder['pid']} on {holder['host']}"
     if holder["host"] != socket.gethostname():
         return "killed", f"{process} has left no record of its end: it was killed, or that machine lost power"
+    # the process belongs to a start of the machine that is over
     if holder["boot"] != boot_id():
         at = datetime.fromtimestamp(psutil.boot_time(), UTC).isoformat(timespec="minutes")
         return (

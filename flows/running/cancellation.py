@@ -61,6 +61,7 @@ def stopped_from_prefect(run: RunDir) -> Iterator[StopRequest]:
 
     Raises Prefect's Pause once the run is suspended. Outside of a flow run it does nothing.
     """
+    # made in the main thread, whose context and signals it takes along
     request = StopRequest(run)
     request.start()
     try:
@@ -101,6 +102,7 @@ class StopRequest:
         self.suspended = False
         self.signalled = False
         self._run = run
+        # of a trial the flow above is the sweep, whose cancellation ends its trials, too
         above = runtime.flow_run.get_parent_flow_run_id() if membership(run) else None
         self._flow_runs = [UUID(each) for each in (runtime.flow_run.get_id(), above) if each]
         # from the context: Prefect's `runtime.deployment` may ask the server, which may be away
@@ -157,6 +159,7 @@ class StopRequest:
             if self._is_observed():
                 self._suspend()
                 return
+            # the observer is asked at each look, and the server at every tenth
             if time.monotonic() - asked_at < PERIOD_S:
                 continue
             asked_at = time.monotonic()
@@ -171,6 +174,7 @@ class StopRequest:
     def _stops(self) -> bool:
         """Let the run stop if it is cancelled or suspended; return whether that was done."""
         with get_client(sync_client=True) as client:
+            # one connection for all looks of this turn
             found = [(each, state) for each in self._flow_runs if (state := client.read_flow_run(each).state)]
             suspended = [each for each, state in found if is_suspended(state)]
             if suspended and not self._deployment:
@@ -197,11 +201,13 @@ class StopRequest:
         client.set_flow_run_state(flow_run, Cancelling(message=why), force=True)
 
     def _cancelled(self, state: State[object]) -> bool:
+        # a worker that has sent SIGTERM itself gets its time first
         age = datetime.datetime.now(datetime.UTC) - state.timestamp
         return (state.is_cancelling() or state.is_cancelled()) and age.total_seconds() >= self._patience_s
 
     def _signal(self) -> bool:
         with self._lock:
+            # the lock orders this and `close`: behind the block a signal would hit something else
             if self._may_signal and not self._closed.is_set():
                 self.signalled = True
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -60,6 +60,7 @@ class Ending:
     ) -> bool:
         if error is None:
             self._write("completed")
+        # True swallows the error: the flow returns a Cancelled state, which Prefect takes only as a result
         elif isinstance(error, (Stopped, *SIGNALLED)):
             self._cancel(error)
             return True
@@ -83,6 +84,7 @@ class Ending:
         return False
 
     def _cancel(self, error: BaseException) -> None:
+        # 128 + signal is what a shell expects of a process that a signal has ended
         number = _signal_of(error)
         what = f"stopped by {number.name}; {how_to_continue(self._run)}" if number else str(error)
         self.cancelled = Cancelled(message=what)
@@ -90,12 +92,15 @@ class Ending:
         end_mlflow_run(self._run, "KILLED")
 
     def _write(self, status: Any, error: OnwardError | None = None, *, exit_status: int | None = None) -> None:
+        if exit_status is None:
+            exit_status = error.exit_code if error else 0
+        flow_run_id = runtime.flow_run.get_id() or ""
         record = RunEnding(
             status=status,
-            exit_status=exit_status if exit_status is not None else error.exit_code if error else 0,
+            exit_status=exit_status,
             error=type(error).__name__ if error else "",
             problems=error.problems if error else (),
-            flow_run_id=runtime.flow_run.get_id() or "",
+            flow_run_id=flow_run_id,
             at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
         try:
@@ -126,6 +131,7 @@ def own_error(error: Exception, run: RunDir) -> OnwardError:
 def raise_stop(run: RunDir, message: str) -> NoReturn:
     """Raise what has stopped the flow of a run: KeyboardInterrupt, SystemExit(143), or Stopped with its message."""
     ending = ending_of(run)
+    # the record has crossed Prefect unchanged, while a state keeps a message only
     status = ending.exit_status if ending else Stopped.exit_code
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
@@ -139,6 +145,7 @@ def recorded(error: Exception, run: RunDir) -> Exception:
     if isinstance(error, OnwardError):
         return error
     ending = ending_of(run)
+    # nothing was recorded that this error could follow from
     if ending is None or ending.status == "completed":
         return own_error(error, run)
     return recorded_error(ending.error, ending.problems) or error

@@ -61,10 +61,12 @@ def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
     make_private(home)
     with contextlib.ExitStack() as stack:
         try:
+            # a server that the user has configured is not started or stopped by us
             if not own and (url := services.configured_prefect()):
                 services.check_reachable(url)
                 environment = {**service_definitions.CLIENT_SETTINGS, "PREFECT_API_URL": url, "ONWARD_HOME": str(home)}
             else:
+                # the lease is taken first: a server that is found without it could stop a moment later
                 stack.enter_context(services.lease(home))
                 if not start and not {"prefect", "worker"} <= services.running(home).keys():
                     raise services.ServiceError("no Prefect server with a worker runs; start both with `onward up`")
@@ -77,6 +79,7 @@ def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
                 environment = service_definitions.environment(home, prefect_url=server)
         except services.ServiceError as error:
             raise RuntimeUnavailable(str(error)) from None
+        # both libraries read the environment, and ranks inherit it
         before = dict(os.environ)
         os.environ.update(environment)
         keep_from_others(environment["PREFECT_API_URL"], os.environ.get("PREFECT_API_AUTH_STRING", ""))
@@ -135,6 +138,7 @@ def create_flow_run(
         )
     try:
         run = run_directory_of(flow_run.id, {"resume": resume})
+        # the name needs the id of the flow run, which Prefect gives it only now
         wanted = {"wanted": named.name, "instead_of": named.instead_of} if named else {}
         name = name_of(run, config.name, **wanted)
         with get_client(sync_client=True) as client:
@@ -157,7 +161,10 @@ def close_flow_run(flow_run: FlowRun, error: BaseException) -> None:
     asked = isinstance(error, KeyboardInterrupt | SystemExit)
     with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # the error itself must be shown
         state = client.read_flow_run(flow_run.id).state
-        if state is None or not state.is_final() or (asked and state.is_crashed()):
+        is_open = state is None or not state.is_final()
+        # Prefect takes a signal for a crash; that the user has asked for it makes the run Cancelled
+        was_crashed = state is not None and state.is_crashed()
+        if is_open or (asked and was_crashed):
             what = "before the run began, or after its last task"
             closed: State[object] = Cancelled(message=f"stopped {what}") if asked else Failed(message=str(error))
             client.set_flow_run_state(flow_run.id, closed, force=True)
@@ -181,14 +188,14 @@ def mark_orphaned_runs_crashed() -> None:
             flow_filter=FlowFilter.model_validate({"name": {"any_": ["train-onnx", "sweep-onnx"]}}),
             flow_run_filter=FlowRunFilter.model_validate(running),
         )
-        orphans = [
-            (flow_run.id, run)
-            for flow_run in shown
-            if not is_running(run := run_directory_of(flow_run.id, flow_run.parameters))
-            and _may_be_orphan(flow_run, run)
+        orphans = []
+        for flow_run in shown:
+            run = run_directory_of(flow_run.id, flow_run.parameters)
+            if is_running(run) or not _may_be_orphan(flow_run, run):
+                continue
             # A flow run that has just started may not have locked its run directory yet, unless its process is gone.
-            and (is_gone(flow_run.context.get(CREATOR)) or (flow_run.start_time or started_before) <= started_before)
-        ]
+            if is_gone(flow_run.context.get(CREATOR)) or (flow_run.start_time or started_before) <= started_before:
+                orphans.append((flow_run.id, run))
         # one wait for all of them, not one for each
         if orphans:
             time.sleep(ORPHAN_RECHECK_S)
@@ -226,6 +233,7 @@ def _how_it_ended(flow_run_id: UUID, run: RunDir) -> tuple[State[object], Status
 def _may_be_orphan(flow_run: FlowRun, run: RunDir) -> bool:
     """Return whether a flow run that nothing runs belongs to this machine and is not about to begin."""
     if flow_run.state_type and flow_run.state_type.value == "PENDING":
+        # a pending trial waits for its turn as long as its sweep runs
         if flow_run.parent_task_run_id and (trial := membership(run)):
             return not is_running(RunDir(SweepDir.of(trial.sweep_id).root))
         return is_gone(flow_run.context.get(CREATOR))  # a worker's, which has no such entry, is about to begin
@@ -270,7 +278,9 @@ def run_to_end(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> Exp
         result: ExportedModel = state.result(_sync=True)  # type: ignore[call-overload]
     except Exception as error:
         ending = ending_of(run)
-        if ending and ending.status == "completed" and ending.flow_run_id == str(flow_run.id) and run.exported.exists():
+        # the record of an earlier flow of this run says nothing about this one
+        is_done = ending is not None and (ending.status, ending.flow_run_id) == ("completed", str(flow_run.id))
+        if is_done and run.exported.exists():
             # only Prefect could not be told; the next command tells it
             log.warning(
                 "the run is done, but its Prefect server does not answer any more (%s) and shows it as running until "
@@ -278,6 +288,7 @@ def run_to_end(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> Exp
                 type(error).__name__,
             )
             return read_record(run.exported, ExportedModel)
+        # Prefect wraps what a flow raises; the record has the error that came first
         if (own := recorded(error, run)) is error:
             raise
         raise own from error

@@ -40,6 +40,7 @@ def replay(run: RunDir, *, from_step: int | None = None) -> Replay:
     from_step: 0 = from the ONNX file; None = from the last but one. Raises CheckpointError when there are no two such
     checkpoints or one of them is damaged, ConfigError for a step that is not kept, and the errors of the ranks.
     """
+    # two checkpoints that lie next to each other: the shortest part that can be compared
     start, stop = choose([step_in(path.name) for path in list_checkpoints(run)], from_step, run)
     restore_copies(run)
     saved = verify(run.checkpoint(stop))
@@ -83,6 +84,7 @@ def scratch_run(run: RunDir, start: int) -> Iterator[RunDir]:
         unprofiled = settings.monitor.model_copy(update={"profile_steps": ()})
         write_record(scratch.config, settings.model_copy(update={"checkpoint": saving, "monitor": unprofiled}))
         identity = read_record(run.identity, RunIdentity)
+        # a replay must not write to the records of the run
         nowhere = {"mlflow_run_id": "", "mlflow_url": "", "prefect_url": "", "tracking_uri": ""}
         write_record(scratch.identity, identity.model_copy(update=nowhere))
         for record, copied in ((run.remote, scratch.remote), (run.code, scratch.code)):
@@ -95,6 +97,7 @@ def scratch_run(run: RunDir, start: int) -> Iterator[RunDir]:
             raise ConfigError(
                 f"{run.shards} leads to no shards: they were deleted; `onward resume {run.root.name}` makes them again"
             )
+        # the same shards, because the order of the rows depends on them
         scratch.shards.symlink_to(run.shards.resolve(), target_is_directory=True)
         if start:
             shutil.copytree(run.checkpoint(start), scratch.checkpoint(start), copy_function=_link_or_copy)
@@ -110,6 +113,7 @@ def train_until(run: RunDir, step: int) -> Path:
 def _differences(saved: VerifiedCheckpoint, reached: VerifiedCheckpoint) -> list[str]:
     one = saved.manifest
     other = reached.manifest
+    # where the data stands is a part of the state, too
     position = [] if one.state.position == other.state.position else ["another position"]
     # the same layout writes the same files; a run that went on with fewer ranks has divided its tensors otherwise
     if [file.sha256 for file in one.files] == [file.sha256 for file in other.files]:

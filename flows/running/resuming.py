@@ -40,6 +40,7 @@ def checked_run(text: str, changes: Sequence[Override], *, from_start: bool) -> 
     name = reference_to(run)
     if is_running(run):
         raise ConfigError(f"{name} is running already; `onward status {name}` shows its step")
+    # only the sweep knows whether the trial is still wanted
     if membership(run):
         raise ConfigError(f"{name} is a trial of a sweep, which goes on with: {command_to_continue(run)}")
     if not run.config.exists():
@@ -48,6 +49,7 @@ def checked_run(text: str, changes: Sequence[Override], *, from_start: bool) -> 
             "nothing was trained; start it again with `onward run`"
         )
     keys = [str(each[0] if isinstance(each, tuple) else each.partition("=")[0]).strip() for each in changes]
+    # what a step does must stay, or the steps before and behind the resume are of different runs
     if fixed := [key for key in keys if key.partition(".")[0] != "stop"]:
         raise ConfigError(
             f"{', '.join(fixed)}: a run keeps the configuration that it began with, but for [stop]. To change it, "
@@ -72,6 +74,7 @@ def check_settings(run: RunDir, *, accept: bool) -> None:
 
 def outcome_if_finished(run: RunDir, changes: Sequence[Override]) -> RunOutcome | None:
     """Return how a run ended with which nothing is left to do, and say so on stderr; None for any other run."""
+    # with the new limits: a higher one may leave something to do
     if not is_finished(run, load_config(read_config(run, "given"), changes)):
         return None
     print(

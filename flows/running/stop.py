@@ -37,6 +37,7 @@ def stop(text: str) -> RunStatus:
     if is_gone(holder):  # the next one has just taken the lock, and has not signed it yet
         time.sleep(2 * LOOK_S)
         holder = holder_of(run)
+    # a signal reaches processes of this machine only
     if holder is None or holder["host"] != socket.gethostname():
         where = "a process that has not said which it is" if holder is None else f"process {holder['pid']}"
         on = "" if holder is None else f" on {holder['host']}"
@@ -53,6 +54,7 @@ def stop(text: str) -> RunStatus:
             f"process {holder['pid']} of {name} belongs to another user, who may stop it"
         ) from None
     deadline = time.monotonic() + _patience_s(run)
+    # another process may take the lock at once, so the holder is watched as well
     while is_running(run) and not is_gone(holder):
         if time.monotonic() > deadline:
             raise RuntimeUnavailable(
@@ -65,6 +67,7 @@ def stop(text: str) -> RunStatus:
 
 def _patience_s(run: RunDir) -> float:
     grace_s = read_config(run).launch.stop_grace_s if run.config.exists() else 0.0
+    # as long as the ranks get to finish a step and to save, and some time for the flow behind it
     return grace_s + 2.0 * last_beat(run.heartbeat).step_s + MARGIN_S
 
 

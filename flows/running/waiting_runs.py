@@ -30,7 +30,9 @@ def superseded(waiting: Iterable[FlowRun]) -> list[tuple[FlowRun, FlowRun]]:
     """Return (run, the newer one in its place) for each waiting run of a schedule but the newest."""
     by_parameters: dict[str, list[FlowRun]] = {}
     for run in waiting:
+        # a run that a person has started is wanted, and waits
         if AUTO in run.tags and run.expected_start_time:
+            # runs with other parameters do other work, and do not stand for each other
             by_parameters.setdefault(json.dumps(run.parameters, sort_keys=True, default=str), []).append(run)
     found: list[tuple[FlowRun, FlowRun]] = []
     for runs in by_parameters.values():

@@ -28,16 +28,17 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
         ("model", str(found.path)),
         ("size", f"{found.size_bytes:,} bytes"),
         ("written by", f"{found.producer or 'an unknown exporter'}; ir {found.ir_version}, opset {opsets}"),
-        *(("input", text) for text in found.inputs),
-        *(("output", text) for text in found.outputs),
-        *((kind, f"{total.values:,} numbers in {total.tensors} tensors") for kind, total in found.totals.items()),
-        ("in all", _numbers(found)),
-        # one clause on each line
-        *zip(("pre-processing", "", ""), filter(None, found.preprocessing.split("; ")), strict=False),
-        ("importable", _importable(found)),
-        ("onnxruntime", "opens it" if found.runtime.opens else f"rejects it: {found.runtime.error}"),
-        *((("guard", found.guard.summary),) if found.guard else ()),
     ]
+    facts += [("input", text) for text in found.inputs]
+    facts += [("output", text) for text in found.outputs]
+    facts += [(role, f"{total.values:,} numbers in {total.tensors} tensors") for role, total in found.totals.items()]
+    facts.append(("in all", _numbers(found)))
+    # one clause on each line
+    facts += zip(("pre-processing", "", ""), filter(None, found.preprocessing.split("; ")), strict=False)
+    facts.append(("importable", _importable(found)))
+    facts.append(("onnxruntime", "opens it" if found.runtime.opens else f"rejects it: {found.runtime.error}"))
+    if found.guard:
+        facts.append(("guard", found.guard.summary))
     table(facts)
     _title("weights")
     rows = list(_weight_rows(found.weights, everything=everything))
@@ -73,6 +74,7 @@ def show_trials(found: PreprocessingTrials, *, everything: bool) -> None:
         print(wrapped(_labels(found), "  - "))
     if found.other_order:
         print(wrapped(_other_order(found), "  - "))
+    # settings that predict no better than a constant are no advice, so none are printed
     elif not found.better_than_chance:
         guess = "always naming the most frequent class" if found.measure == "accuracy" else "always naming the mean"
         print(
@@ -104,6 +106,7 @@ def _rounded(value: Any) -> Any:
 
 def _labels(found: PreprocessingTrials) -> str:
     """Return which class each label was taken for, and whether that fits."""
+    # a model may have thousands of classes, and the first ones show the order
     few = [f"{number} = {name}" for number, name in enumerate(found.classes[:MAX_ROWS])]
     more = [f"... {len(found.classes) - MAX_ROWS} more"] if len(found.classes) > MAX_ROWS else []
     text = f"labels: {', '.join([*few, *more])}" if few else "labels: the numbers in the data"
@@ -124,6 +127,7 @@ def _other_order(found: PreprocessingTrials) -> str:
         f"{found.other_order_accuracy:.3f} with labels {few}"
     )
     names = {to: found.classes[label] for label, to in found.other_order.items() if label < len(found.classes)}
+    # data.classes needs a name for each class; with gaps only the labels themselves can be changed
     if found.classes and sorted(names) == list(range(len(found.classes))):
         return f"{text}; set data.classes = {as_toml([names[place] for place in sorted(names)])}"
     return f"{text}; renumber the labels"
@@ -218,6 +222,7 @@ def _title(text: str) -> None:
 def show_machine(found: MachineReport) -> None:
     """Print the findings about a machine, problems with what to do, and a last line with their number."""
     for finding in found.findings:
+        # only the first line is a sentence that can be wrapped
         what, *more = finding.what.splitlines()
         print(wrapped(f"{finding.check}: {what}", f"{finding.level:8}"))
         for line in more:  # the output of another program
@@ -244,6 +249,7 @@ def show_proposed(found: Proposed, to_train: str) -> None:
     if found.proof:
         _title("proof")
         print(found.proof.summary)
+        # a loss that falls proves that gradients arrive; one that rises hints at the rate
         if found.proof.loss_after > found.proof.loss_before:
             print(wrapped("the loss has not fallen: optimizer.learning_rate may be too high or too low", "  - "))
         elif found.proof.has_not_moved:
@@ -338,5 +344,6 @@ def _few(rows: Sequence[tuple[str, ...]], *, everything: bool) -> list[tuple[str
     """Return all rows, or the first MAX_ROWS and how many more there are."""
     if everything or len(rows) <= MAX_ROWS:
         return list(rows)
+    # the row has as many cells as the others, so that the table stays one
     more = (f"... {len(rows) - MAX_ROWS} more: --all", *("" for _ in rows[0][1:]))
     return [*rows[:MAX_ROWS], more]

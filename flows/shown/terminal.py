@@ -53,6 +53,7 @@ class EscapedStream:
 @contextlib.contextmanager
 def escaped_output() -> Iterator[None]:
     """Escape what is printed on stdout and stderr in the body."""
+    # both, because warnings and logs show texts of files as well
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, EscapedStream(stream)) for stream in before)
     try:

@@ -51,18 +51,23 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [(key.replace("_", " "), facts[key]) for key in ("exported", "ended_early", "to_go_on") if facts.get(key)]
     rows += [(name.replace("/", " "), f"{value:.4f}") for name, value in sorted(facts.get("test", {}).items())]
     rounding = f", its kernels round by {facts['rounding']:.2g}" if facts.get("rounding") else ""
+    registered = f", {facts['registered']}" if facts["registered"] else ""
+
+    def optional(name: str) -> list[tuple[str, str]]:
+        return [(name, facts[name])] if facts.get(name) else []
+
     return [
         *rows,
         ("onnxruntime parity", f"{facts['parity']:.2g} of the largest output{rounding}"),
-        *([("data", facts["data"])] if facts.get("data") else []),
+        *optional("data"),
         ("trained model", str(facts["model"])),
         ("run directory", str(facts["directory"])),
-        *([("report", facts["report"])] if facts.get("report") else []),
-        ("MLflow", f"run {facts['mlflow_run_id']}" + (f", {facts['registered']}" if facts["registered"] else "")),
-        *([("promotion", facts["promotion"])] if facts.get("promotion") else []),
+        *optional("report"),
+        ("MLflow", f"run {facts['mlflow_run_id']}{registered}"),
+        *optional("promotion"),
         ("Prefect", str(facts["prefect_url"])),
         ("steps", f"{facts['step']} in {facts['elapsed_s']:.1f} s, {facts['attempts']} attempt(s)"),
-        *([("throughput", facts["throughput"])] if facts.get("throughput") else []),
+        *optional("throughput"),
         ("to look at it", "onward ui"),
     ]
 
@@ -71,6 +76,7 @@ def variant_rows(exported: ExportedModel | RunOutcome) -> list[tuple[str, str]]:
     """Return one row per variant: its size, time and accuracy beside the exported file, or why it was refused."""
     rows = []
     for variant in exported.variants:
+        # accuracy, where there is one, is easier to judge than a loss
         name = next((name for name in ("evaluation/accuracy", "evaluation/loss") if name in variant.metrics), "")
         known = not math.isnan(variant.latency_ratio)
         time = f"{variant.latency_ratio:.0%} of the time" if known else "its time was too unsteady to tell"
@@ -101,6 +107,7 @@ def changed_lines(config: RunConfig, origins: Mapping[str, str]) -> Iterable[str
     """Yield the settings that differ from their defaults, one line each, with their origin."""
     changed = changed_settings(config)
     lines = {key: f"{key} = {as_toml(value)}" for key, value in changed.items() if value is not None}
+    # one long value must not move the origins of all others off the screen
     width = min(60, max(map(len, lines.values()), default=0))
     yield from (f"{line.ljust(width)}{_origin(key, origins)}" for key, line in lines.items())
 
@@ -114,6 +121,7 @@ def _table_lines(name: str, title: str, section: Section, origins: Mapping[str, 
     yield from ("", f"# {(type(section).__doc__ or '').splitlines()[0]}", title)
     # TOML has no null.
     values = section.model_dump(mode="json", exclude_none=True)
+    # TOML wants the keys of a table before the tables in it
     inner = {key: value for key, value in section if isinstance(value, Section)}
     for key, field in type(section).model_fields.items():
         if key not in inner:

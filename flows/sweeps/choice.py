@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 def combination(choices: Mapping[str, Sequence[Any]], number: int) -> dict[str, Any]:
     """Return the settings of one combination of a grid, counted from 1."""
+    # the last setting varies fastest; a trial is found by its number, so nothing has to be stored
     combinations = itertools.product(*choices.values())
     return dict(zip(choices, next(itertools.islice(combinations, number - 1, None)), strict=True))
 
@@ -41,6 +42,7 @@ def choose_settings(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
     space = _distributions(sweep)
+    # made anew from the records of the trials, so that a resumed sweep chooses as if it had never stopped
     study = optuna.create_study(
         direction="maximize" if sweep.greatest else "minimize",
         sampler=optuna.samplers.TPESampler(seed=zlib.crc32(f"{sweep.seed} {number}".encode())),
@@ -57,6 +59,7 @@ def choose_settings(
                 intermediate_values=dict(history(trial)) if trial.status == "pruned" else {},
             )
         )
+    # a seed of its own for each number: the choice does not depend on how many processes have asked before
     chosen = study.ask(space).params
     return {key: values[chosen[key]] for key, values in sweep.choices.items()} | {
         key: chosen[key] for key in sweep.ranges

@@ -128,6 +128,7 @@ def _all_problems(
 ) -> list[str]:
     """Return what is wrong with any configuration, each problem once, with the settings that cause it."""
     causes: dict[str, list[dict[str, Any]]] = {}
+    # a problem that all combinations share is not the fault of a value, and is named without one
     tried = [*_combinations(choices, ranges)]
     for values in tried:
         try:
@@ -143,9 +144,14 @@ def _all_problems(
 
 def _named(found: Sequence[dict[str, Any]], tried: Sequence[dict[str, Any]]) -> str:
     """Name combinations by the settings that have one value in all of them, if possible by one that no other has."""
-    common = {key: value for key, value in found[0].items() if all(each[key] == value for each in found)}
-    others = [each for each in tried if each not in found]
-    own = {key: value for key, value in common.items() if all(each[key] != value for each in others)}
+    others = [settings for settings in tried if settings not in found]
+    common: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for key, value in found[0].items():
+        if all(settings[key] == value for settings in found):
+            common[key] = value
+            if all(settings[key] != value for settings in others):
+                own[key] = value
     if common:
         return describe_settings(own or common)
     few = " or ".join(describe_settings(each) for each in found[:MAX_NAMED])
@@ -161,6 +167,7 @@ def _combinations(choices: Mapping[str, Sequence[Any]], ranges: Mapping[str, Any
     corner = _corner(choices, ranges)
     yield corner
     for key, values in choices.items():
+        # one setting at a time: all combinations of a search space would be far too many
         yield from ({**corner, key: value} for value in values[1:])
     for key, bounds in ranges.items():
         yield {**corner, key: _number(bounds.kind, bounds.high)}

@@ -9,7 +9,9 @@ from onward.flows.run_state.runs import Named, chosen, is_running
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.names import short_id
 from onward.trainer.run.recorded.sweep_records import Sweep, SweepDir, SweepResult, Trial, all_sweeps, best_of, shown
-from onward.trainer.run.records import Record, RunIdentity, read_record
+from onward.trainer.run.records import Record, RunIdentity, read_record, record_if_written
+
+SweepState = Literal["running", "exported", "interrupted", "failed"]
 
 
 class SweepOutcome(Record):
@@ -17,7 +19,7 @@ class SweepOutcome(Record):
 
     sweep_id: str
     name: str
-    state: Literal["running", "exported", "interrupted", "failed"]
+    state: SweepState
     """`interrupted`: it has trials left, or its best one is not exported yet; `onward sweep --resume` goes on.
     `failed`: no trial is complete."""
     created_at: str
@@ -49,53 +51,53 @@ def outcome_of(folder: SweepDir) -> SweepOutcome:
     """Return the state of a sweep, read from its directory alone."""
     plan = read_record(folder.sweep, Sweep)
     trials = folder.trials()
-    identity = read_record(folder.identity, RunIdentity) if folder.identity.exists() else None
-    result = read_record(folder.result, SweepResult) if folder.result.exists() else None
+    identity = record_if_written(folder.identity, RunIdentity)
+    result = record_if_written(folder.result, SweepResult)
+    # of the trials that are complete, so that a running sweep has a best one, too
     best = best_of(trials, greatest=plan.greatest)
-    all_ended = len(trials) == plan.num_trials and all(each.status != "running" for each in trials)
+    all_ended = len(trials) == plan.num_trials and all(trial.status != "running" for trial in trials)
+    state: SweepState = "interrupted"
+    if is_running(RunDir(folder.root)):
+        state = "running"
+    elif result:
+        state = "exported"
+    elif all_ended and best is None:
+        state = "failed"
+    exported = {"model": "", "sha256": "", "registered": "", "promotion": ""}
+    if result:
+        exported = {"model": str(result.model), "sha256": result.sha256}
+        exported |= {"registered": result.registered, "promotion": result.promotion}
+    links = {"mlflow_run_id": "", "tracking_uri": "", "prefect_url": ""}
+    if identity:
+        links = {name: getattr(identity, name) for name in links}
     return SweepOutcome(
         sweep_id=plan.sweep_id,
         name=plan.name,
-        state="running"
-        if is_running(RunDir(folder.root))
-        else "exported"
-        if result
-        else "failed"
-        if all_ended and best is None
-        else "interrupted",
+        state=state,
         created_at=plan.created_at,
         metric=plan.metric,
         greatest=plan.greatest,
         num_trials=plan.num_trials,
         trials=trials,
         best=best.number if best else 0,
-        model=str(result.model) if result else "",
-        sha256=result.sha256 if result else "",
-        registered=result.registered if result else "",
-        promotion=result.promotion if result else "",
         directory=str(folder.root),
-        mlflow_run_id=identity.mlflow_run_id if identity else "",
-        tracking_uri=identity.tracking_uri if identity else "",
-        prefect_url=identity.prefect_url if identity else "",
+        **exported,
+        **links,
     )
 
 
 def table_of(trials: Sequence[Trial], metric: str, best: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the heads and the rows of the table of trials: settings, metric, steps, duration, status, reason."""
+    # all trials have the same settings, with values of their own
     keys = list(trials[0].settings) if trials else []
     heads = ("trial", *keys, metric, "steps", "seconds", "status", "run")
-    rows = [
-        (
-            str(each.number),
-            *(shown(each.settings[key]) for key in keys),
-            "" if each.value is None else f"{each.value:.6g}",
-            str(each.step),
-            f"{each.elapsed_s:.1f}",
-            f"{each.status}, the best" if each.number == best else each.status,
-            short_id(each.run_id),
-        )
-        for each in trials
-    ]
+    rows: list[tuple[str, ...]] = []
+    for trial in trials:
+        settings = [shown(trial.settings[key]) for key in keys]
+        value = "" if trial.value is None else f"{trial.value:.6g}"
+        status = f"{trial.status}, the best" if trial.number == best else trial.status
+        costs = (str(trial.step), f"{trial.elapsed_s:.1f}")
+        rows.append((str(trial.number), *settings, value, *costs, status, short_id(trial.run_id)))
     return heads, rows
 
 

@@ -72,6 +72,7 @@ def record(tracker: Tracker, trial: Trial, plan: Sweep) -> None:
         if trial.value is not None:
             tracker.log_batch([Point(key, trial.value, trial.ended_at_ms, trial.number)])
         if trial.run.identity.exists():
+            # in both runs: the sweep's has the curve over trials, and the trial's can be sorted by it
             own = Tracker(tracker.tracking_uri, read_record(trial.run.identity, RunIdentity).mlflow_run_id)
             if trial.value is not None:
                 own.log_batch([Point(key, trial.value, trial.ended_at_ms, trial.step)])

@@ -67,6 +67,7 @@ def read_space(given: Mapping[str, Any] | Iterable[str]) -> Space:
             key, value = _key_and_text(word) if isinstance(word, str) else word
             if key in seen:
                 raise ConfigError(f"{key} is given twice; give all of its values in one place, {key}=A,B")
+            # a second line would silently replace the values of the first one
             seen.add(key)
             if isinstance(given, Mapping):
                 _add_python(space, key, value)
@@ -74,6 +75,7 @@ def read_space(given: Mapping[str, Any] | Iterable[str]) -> Space:
                 _add_text(space, key, value)
         except ConfigError as error:
             problems += error.problems
+    # one value for each setting is a single run, for which `onward run` is the command
     if not (problems or space.choices or space.ranges):
         problems.append(
             "nothing to try: give at least one setting several values, such as "
@@ -92,6 +94,7 @@ def cannot_vary(settings: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
         section = key.partition(".")[0]
         if why := THE_SAME_FOR_ALL.get(key) or THE_SAME_FOR_ALL.get(section):
             problems.append(f"{key} must be the same for all trials: {why}")
+        # without a source of its own the evaluation data is split off the training data, and differs with it
         elif key in ("data.source", "data.sources") and not setting(settings, "data.evaluation_source"):
             problems.append(
                 f"{key} can only differ between trials with data.evaluation_source, so that all are "
@@ -109,6 +112,7 @@ def _changes_metric(settings: Mapping[str, Any], key: str, metric: str) -> bool:
     """Return whether a setting changes what is measured as the metric."""
     section = key.partition(".")[0]
     if section == "teacher":
+        # the teacher's loss is a part of the metric, and its settings are factors in it
         return metric.endswith("distillation") or (
             metric.endswith("loss") and setting(settings, "model.loss") == "teacher"
         )
@@ -128,6 +132,7 @@ def _key_and_text(word: str) -> tuple[str, str]:
 
 
 def _add_text(space: Space, key: str, text: str) -> None:
+    # split first, because a value may contain commas of its own
     pieces = split(key, text)
     if "" in pieces and len(pieces) > 1:
         raise ConfigError(f"{key}={text}: a value between two commas is empty; an empty string is ''")
@@ -137,6 +142,7 @@ def _add_text(space: Space, key: str, text: str) -> None:
             space.ranges[key] = ranges[0]
         else:
             space.fixed.append(f"{key}={text}")
+    # a range is continuous, so that a grid cannot have it beside single values
     elif any(ranges):
         raise ConfigError(f"{key}={text}: give one range, or several values, but not both")
     else:
@@ -161,14 +167,18 @@ def split(key: str, text: str) -> list[str]:
     start = 0
     open_ones = list[str]()
     quote = ""
+    escaped = False
     for place, character in enumerate(text):
         if quote:
-            escaped = quote == '"' and text[place - 1] == "\\"
-            quote = "" if character == quote and not escaped else quote
+            # a backslash escapes the next character, also another backslash; 'literal' strings have no escapes
+            if character == quote and not escaped:
+                quote = ""
+            escaped = quote == '"' and character == "\\" and not escaped
         elif character in "\"'":
             quote = character
         elif character in CLOSING:
             open_ones.append(CLOSING[character])
+        # only the innermost bracket can be closed; another closing one is an ordinary character
         elif open_ones and character == open_ones[-1]:
             open_ones.pop()
         elif character == "," and not open_ones:
@@ -189,6 +199,7 @@ def _value(text: str) -> Any:
 def _different(key: str, values: list[Any]) -> tuple[Any, ...]:
     if len(values) < 2:
         raise ConfigError(f"{key} has {len(values)} values to try; give two or more, or give it as an override")
+    # values may be lists, which no set can hold
     for place, value in enumerate(values):
         if value in values[:place]:
             raise ConfigError(f"{key}: the value {value!r} is given twice, and its trial would be repeated")

@@ -67,13 +67,17 @@ def resume_sweep(sweep: str = "last", *, from_start: bool = False) -> SweepOutco
     from onward.trainer.run.directory import RunDir
 
     folder = find_sweep(sweep)
+    # two processes would train the same trial
     if is_running(RunDir(folder.root)):
         raise ConfigError(f"the sweep {folder.root.name} is running already; wait for its end, or stop it first")
-    unended = [trial for trial in folder.trials() if trial.status == "running"] if from_start else []
-    if from_start and not unended:
-        raise ConfigError(f"the sweep {folder.root.name} has no trial that has begun and not ended; omit --from-start")
-    for trial in unended:
-        discard_damaged(trial.run)
+    if from_start:
+        unended = [trial for trial in folder.trials() if trial.status == "running"]
+        if not unended:
+            raise ConfigError(
+                f"the sweep {folder.root.name} has no trial that has begun and not ended; omit --from-start"
+            )
+        for trial in unended:
+            discard_damaged(trial.run)
     return outcome_of(folder) if folder.result.exists() else _run_sweep(folder.root.name)
 
 

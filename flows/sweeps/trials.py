@@ -30,7 +30,7 @@ from onward.trainer.errors import (
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.recorded.sweep_records import Membership, Pruned, Sweep, SweepDir, Trial
-from onward.trainer.run.records import RunIdentity, TrainResult, read_record, write_record
+from onward.trainer.run.records import RunIdentity, TrainResult, read_record, record_if_written, write_record
 
 RESULTS = (ConfigError, DataError, UnsupportedModel, Diverged, OutOfMemory, DeviceAssertion, TrainingFailed)
 """Errors that can come from the settings of a trial. Any other one, such as of a full disk, ends the sweep, and the
@@ -42,6 +42,7 @@ DATA_SECTIONS = ("model", "data", "loss", "graph", "lora")
 def trial_config(sweep: Sweep, trial: Trial) -> RunConfig:
     """Return the configuration of a trial. All trials register under the sweep's name, and have names of their own."""
     config = load_config(sweep.settings, trial.settings.items())
+    # the best trial becomes a version of one model, whatever trial it is
     export = config.export.model_copy(update={"register_as": config.export.register_as or config.name})
     monitor = config.monitor.model_copy(update={"tracking_uri": sweep.tracking_uri})
     name = f"{sweep.name}-{trial.number}"
@@ -52,6 +53,7 @@ def begin(folder: SweepDir, plan: Sweep, number: int) -> Trial:
     """Return a trial as it is recorded; of a new one, choose the settings and write its record."""
     if folder.trial(number).exists():
         return read_record(folder.trial(number), Trial)
+    # chosen once and written before the trial begins: a resumed sweep must not choose again
     settings = choose_settings(plan, number, folder.trials(), lambda trial: history(trial, plan.metric))
     trial = Trial(number=number, run_id=str(uuid.uuid4()), settings=settings)
     write_record(folder.trial(number), trial)
@@ -61,6 +63,7 @@ def begin(folder: SweepDir, plan: Sweep, number: int) -> Trial:
 def train(trial: Trial, plan: Sweep, identity: RunIdentity, *, exports: bool = False) -> State[Any] | None:
     """Run a trial's flow, from where it is; return its final state, or None if it was pruned before."""
     run = trial.run
+    # a resumed sweep finds the decision, and does not train the trial again
     if run.pruned.exists() and not exports:
         return None
     run.root.mkdir(parents=True, exist_ok=True)
@@ -77,7 +80,7 @@ def train(trial: Trial, plan: Sweep, identity: RunIdentity, *, exports: bool = F
 def result_of(trial: Trial, plan: Sweep, state: State[Any] | None, *, first: Trial) -> Trial:
     """Return the trial with its result. Raises every other error than those of RESULTS."""
     run = trial.run
-    trained = read_record(run.train, TrainResult) if run.train.exists() else None
+    trained = record_if_written(run.train, TrainResult)
     known: dict[str, Any] = {"ended_at_ms": time.time_ns() // 1_000_000}
     if trained is not None:
         known |= {"step": trained.step, "elapsed_s": trained.elapsed_s}
@@ -88,6 +91,7 @@ def result_of(trial: Trial, plan: Sweep, state: State[Any] | None, *, first: Tri
     try:
         if not state.is_completed():
             state.result()  # raises the error of the run
+        # of the checkpoint that would be exported, because that is what the best trial would give
         value = value_of(run, plan)
         refuse_other_ground(trial, first, plan)
     except RESULTS as error:
@@ -119,6 +123,7 @@ def refuse_other_ground(trial: Trial, first: Trial, plan: Sweep) -> None:
         raise ConfigError(
             f"the model file changed while the sweep ran: SHA-256 {now[:12]}, of trial {first.number} {before[:12]}"
         )
+    # trials that vary such a setting have other shards by intention
     if any(key.partition(".")[0] in DATA_SECTIONS for key in plan.tried) or not first.run.shards.is_symlink():
         return
     # the shard cache names a directory by the key of its content

@@ -64,6 +64,7 @@ def _run_as_fork(server: str, arguments: list[str]) -> int | None:
     fork = b""
     with contextlib.suppress(OSError):  # on another host, or the server has ended
         connection.connect(server)
+        # stdin, stdout and stderr of this process become those of the fork
         socket.send_fds(connection, [b"\n"], [0, 1, 2])
         connection.sendall(json.dumps([arguments, dict(os.environ), os.getcwd()]).encode() + b"\n")  # noqa: PTH109
         answers = connection.makefile("rb")
@@ -75,6 +76,7 @@ def _run_as_fork(server: str, arguments: list[str]) -> int | None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(fork), number)
 
+    # from here on this process stands for the fork: what is sent to it goes there
     for number in FORWARDED:
         signal.signal(number, forward)
     # without an answer the server was killed, and its forks with it
@@ -83,6 +85,7 @@ def _run_as_fork(server: str, arguments: list[str]) -> int | None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the fork has left its own
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
+        # it ends by the same signal, so that who waits for it sees no difference
         os.kill(os.getpid(), -status)
     return status
 

@@ -85,6 +85,7 @@ def started() -> Iterator[Server | None]:
     if folder is None:
         yield None
         return
+    # this process keeps one end open, whose close tells the server to end
     read, written = os.pipe()
     server = _start(folder, read)
     os.close(read)
@@ -100,6 +101,7 @@ def started() -> Iterator[Server | None]:
 def python() -> list[str]:
     """Return the words that run Python: as a fork if a server runs, else the interpreter itself."""
     server = _server.get()
+    # without a server everything works as well, only more slowly
     if server is None or server.process.poll() is not None:
         return [sys.executable]
     return server.python()
@@ -107,6 +109,7 @@ def python() -> list[str]:
 
 def _start(folder: Path, alive: int) -> Server | None:
     path = folder / "socket"
+    # as in a long TMPDIR
     if len(os.fsencode(path)) > LONGEST_PATH:
         return None
     with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # no memory or process id is left

@@ -45,6 +45,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
             options = " ".join(words[1:])
             if not OPTIONS.fullmatch(options):
                 raise OSError(errno.EINVAL, f"line {number} is no HOST KEY=VALUE ...: {options[:80]!a}", str(path))
+            # a host that is named twice has the slots of both lines, as mpirun counts
             said = re.search(r"\bslots\s*=\s*(\d+)", options)
             found[words[0]] = found.get(words[0], 0) + (int(said[1]) if said else 0)
     return found
@@ -92,6 +93,7 @@ def clock_skews(hosts: Sequence[str], users: Mapping[str, str] = os.environ) -> 
 def _skew(host: str, users: Mapping[str, str]) -> Skew | None:
     if _is_here(host):
         return Skew(0.0, 0.0)
+    # the answer was made somewhere between both times, most likely in the middle
     asked_at = time.time()
     said, problem = _ask(host, users, "date +%s.%N")
     answered_at = time.time()
@@ -122,6 +124,7 @@ def _ask(host: str, users: Mapping[str, str], question: str) -> tuple[str, str]:
         return "", f"no answer in {PROBE_S:g} s"
     except OSError as error:
         return "", f"{command[0]} cannot be started: {error.strerror}"
+    # ssh writes its reason on stderr, often over several lines
     said = " ".join(done.stderr.split())
     if done.returncode == 0:
         return done.stdout.strip(), ""

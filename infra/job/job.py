@@ -107,6 +107,7 @@ class Job:
         # two jobs of one run directory would write the same checkpoints
         wait_until_free(self.run_dir)
         argv = self.arguments(os.environ)
+        # the tag is in the environment of each process of the job, by which all of them are found and killed
         tag = uuid.uuid4().hex
         started_at = time.monotonic()
         guard = Guard(tag, min(self.grace_s, job_guard.GRACE_S))
@@ -125,12 +126,14 @@ class Job:
             )
             stopped = StoppedRanks(launcher.pid, self.launcher.rank_variable)
             try:
+                # inside of the try: a disk that takes no record ends the job again
                 _write_job_record(self.run_dir, tag, argv)
                 reason, detected_ms = self._watch(launcher, folder / STOP, guard, stopped)
             except BaseException:
                 _stop(launcher, self.stop_limit_s())
                 raise
             finally:
+                # also after an orderly end, because a rank may leave processes behind
                 _kill_rest(launcher, tag)
                 remove(folder)
         return Outcome(launcher.returncode, reason, time.monotonic() - started_at, detected_ms, stopped.describe())
@@ -146,6 +149,7 @@ class Job:
 
         Returns which of them, and when: milliseconds since 1970.
         """
+        # the file may be that of an earlier job, so only a change after this counts
         last_beat = _last_beat(self.heartbeat)
         beat_at = time.monotonic()
         started = False
@@ -153,10 +157,12 @@ class Job:
         ran_at = time.monotonic()
         while launcher.poll() is None:
             time.sleep(POLL_S)
+            # before the other looks: a request to stop counts also if the job falls silent at the same time
             if stop.exists():
                 noticed_ms = now_ms()
                 _stop(launcher, self.stop_limit_s())
                 return "stopped", noticed_ms
+            # the guard ends the job if this process does not come here for a while
             guard.renew()
             if not is_suspended(launcher.pid):
                 ran_at = time.monotonic()
@@ -167,6 +173,7 @@ class Job:
                 last_beat = beat
                 beat_at = time.monotonic()
                 started = True
+                # the ranks say themselves how long a compilation or an evaluation may take
                 silence_s = _said(self.heartbeat, "silence_s", silence_s)
             stopped.look()
             if time.monotonic() - beat_at > (silence_s if started else self.start_timeout_s):
@@ -191,6 +198,7 @@ def stop_running(run_dir: Path) -> bool:
     is a file, because the flow that is asked and its tasks share no object: Prefect is between them.
     """
     job = _read_job_record(run_dir)
+    # another process of this host has its own flow, which alone may stop its job
     if job is None or job.starter != os.getpid():
         return False
     try:
@@ -255,6 +263,7 @@ def _stop(launcher: subprocess.Popen[bytes], grace_s: float) -> None:
 
     It passes SIGUSR1 on to the ranks, which then save a checkpoint. After SIGTERM mpirun kills them within 0.5 s.
     """
+    # SIGKILL is left to `_kill_rest`, which reaches the ranks as well
     for number, patience_s in ((signal.SIGUSR1, grace_s), (signal.SIGTERM, 3.0)):
         if patience_s and launcher.poll() is None:
             launcher.send_signal(number)

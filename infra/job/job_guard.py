@@ -61,6 +61,7 @@ class Guard:
 
     def _start(self) -> None:
         self._started_at = time.monotonic()
+        # its stdin is a pipe from here: the end of this process closes it, however that comes about
         self._processes.append(subprocess.Popen(self._words, stdin=subprocess.PIPE, start_new_session=True))
 
     def close(self) -> None:
@@ -111,6 +112,7 @@ def members(tag: str) -> list[int]:
 def living_tags() -> dict[str, list[int]]:
     """Return tag -> the processes of that job on this host, for all jobs of this user."""
     found: dict[str, list[int]] = {}
+    # one walk finds the processes of all jobs, because reading each environment is what takes time
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
@@ -121,6 +123,7 @@ def living_tags() -> dict[str, list[int]]:
 
 def _tag_of(process: Path) -> str:
     """Return the tag of a process, given by its directory in /proc; "" without one."""
+    # the environment is inherited, also by processes that left the process group or changed their parent
     words = (process / "environ").read_bytes().split(b"\0")
     tags = [os.fsdecode(word.removeprefix(_TAGGED)) for word in words if word.startswith(_TAGGED)]
     if tags != [NO_TAG]:
@@ -161,10 +164,12 @@ def _run(tag: str, grace_s: float) -> None:
         while spares and not below:
             below = os.fork()
             spares -= not below
+        # readable means closed: nobody writes into the pipe
         if select.select([sys.stdin], [], [], RENEW_S if below else None)[0]:
             break
         if below and os.waitpid(below, os.WNOHANG)[0]:
             below = 0
+    # only mpirun is asked, which asks the ranks in order; then all that is left is killed
     signal_until_gone(tag, signal.SIGUSR1, limit_s=grace_s, which=_ask)
     kill_job(tag)
     if below:

@@ -65,6 +65,7 @@ class Mpirun:
     def program(self) -> Path:
         """Return the mpirun of this Python environment, else the one in PATH. Raises LaunchError without one."""
         own = Path(sys.prefix) / "bin" / "mpirun"
+        # mpi4py of this environment is built for its own library
         program = own if own.exists() else shutil.which("mpirun")
         if program is None:
             raise LaunchError(
@@ -79,11 +80,16 @@ class Mpirun:
 
     def arguments(self, ranks: Ranks, python: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         """Return the command line. Raises LaunchError without mpirun."""
+        # oversubscribe: a machine with fewer cores than ranks is slow, and no error
         hosts = ["--hostfile", ranks.hostfile] if ranks.hostfile else ["--map-by", ":OVERSUBSCRIBE"]
         # A login over ssh starts with an empty environment.
         names = sorted({*environment_of_ranks(environment), TAG}) if ranks.hostfile else []
-        exports = [word for name in names if name.startswith(CARRIED) for word in ("-x", name)]
+        exports: list[str] = []
+        for name in names:
+            if name.startswith(CARRIED):
+                exports += ["-x", name]
         started = [*hosts, *exports, *python, "-m", *ranks.module]
+        # no binding to cores: the threads of a rank would share the one of its slot
         return [str(self.program()), "-n", str(ranks.num_ranks), "--bind-to", "none", *started]
 
     def environment(self, ranks: Ranks, users: Mapping[str, str], folder: Path) -> dict[str, str]:
@@ -101,6 +107,7 @@ class Mpirun:
         """Return what mpirun says about the end of a job."""
         lost_host = None
         if _LOST_HOST.search(output):
+            # ssh says that it cannot connect, and not always to which host
             named = _HOST_NAME.search(output)
             lost_host = named["host"] if named else ""
         first_rank = _first_rank(output)
@@ -114,6 +121,7 @@ class Mpirun:
 
 
 def _first_rank(output: str) -> RankEnding | None:
+    # a signal before a status: the ranks that lost the connection end with a status
     if by_signal := _BY_SIGNAL.search(output):
         number = int(by_signal[3])
         return RankEnding(int(by_signal[1]), by_signal[2], signal_name(number), 128 + number)

@@ -24,6 +24,7 @@ def is_gone(process: Mapping[str, Any] | None) -> bool:
     if process.get("boot") != boot_id():
         return True
     try:
+        # process ids are given again; the time of the start tells the processes apart
         return bool(psutil.Process(process["pid"]).create_time() != process["started"])
     except psutil.NoSuchProcess:
         return True

@@ -71,6 +71,7 @@ class RankStack:
         """`unknown`: it wrote no stack. `waits`: for other ranks. `thread`: for a thread of its own, which does not."""
         if not self.threads:
             return "unknown"
+        # the main thread decides first, because the training loop runs in it
         if waits_for_ranks(self.threads[0]):
             return "waits"
         if not is_idle(self.threads[0]):
@@ -88,7 +89,7 @@ class RankStack:
         """The innermost lines of the thread on which the rank's progress depends."""
         frames = self._working if self.state == "thread" and self._working else self.threads[0]
         # of libraries only what is innermost: the user looks for a line of their own, or of Onward
-        own = [frame for number, frame in enumerate(frames) if number == 0 or not frame.is_library]
+        own = [*frames[:1], *(frame for frame in frames[1:] if not frame.is_library)]
         prefix = "waits for a thread of its own, which is in " if self.state == "thread" else "is in "
         source = next((f": `{frame.text}`" for frame in own[:1] if frame.text), "")
         calls = "".join(f", called by {frame}" for frame in own[1:NUM_LINES])
@@ -100,6 +101,7 @@ def waits_for_ranks(frames: tuple[Frame, ...]) -> bool:
     for frame in frames:
         if _DISTRIBUTED in frame.file:
             return True
+        # the innermost line of own code: libraries between it and the wait have no names that say more
         if not frame.is_library:
             return _WAITING.search(frame.text) is not None
     return False
@@ -118,6 +120,7 @@ def parse_stacks(text: str) -> RankStack:
         # the main thread is the oldest, and faulthandler writes the newest one first
         if block and block[-1].name != "_bootstrap":
             dumps.append([])
+    # the last dump that is not empty: one that was cut off may follow
     found = next((threads for threads in reversed(dumps) if threads), [])
     return RankStack(tuple(reversed(found)))
 
@@ -155,11 +158,14 @@ def explain_hang(stacks: Mapping[int, RankStack], *, stopped: Mapping[int, str])
 
     stacks: of every rank. stopped: what the launcher saw of ranks that a signal had stopped.
     """
-    waiting = [rank for rank, stack in stacks.items() if stack.state == "waits" and rank not in stopped]
+    in_collectives = [rank for rank, stack in stacks.items() if stack.state == "waits"]
+    waiting = [rank for rank in in_collectives if rank not in stopped]
     others = f"; {_ranks(waiting)} for it" if waiting else ""
+    # a stopped rank is the cause for certain, so the first one is named at once
     for rank, why in stopped.items():
         stack = stacks.get(rank, RankStack(()))
         return Hang(rank, f"{why}{f'; it {stack.place}' if stack.threads else ''}{others}")
+    # a rank that computes is more likely the cause than one without a stack; ties go to the lowest rank
     order = {"computes": 0, "thread": 1, "unknown": 2}
     suspects = sorted((r for r, s in stacks.items() if s.state in order), key=lambda r: (order[stacks[r].state], r))
     if not suspects:

@@ -55,9 +55,11 @@ class StoppedRanks:
                 self._scanned_at = now
             ranks = self._ranks
             stopped = {rank: pid for rank, pid in ranks.items() if is_suspended(pid)}
+            # where all ranks are stopped, a scheduler has suspended the job on purpose
             if len(stopped) < max(2, len(ranks)):
                 for rank, pid in stopped.items():
                     before = self._stops.get(rank)
+                    # a rank that ran in between begins a new stop
                     since = before.since if before and before.until == self._looked_at else now
                     self._stops[rank] = _Stop(pid, since, now)
                     if now - since >= STOPPED_S:
@@ -75,11 +77,13 @@ class StoppedRanks:
 
         mpirun lets stopped ranks go on before it ends them, so the last seconds count.
         """
-        return {
-            rank: f"its process {each.pid} was stopped by a signal (SIGSTOP) for {each.until - each.since:.0f} s"
-            for rank, each in self._stops.items()
-            if each.until - each.since >= LOOK_S and self._looked_at - each.until < RECENT_S
-        }
+        clauses = {}
+        for rank, stop in self._stops.items():
+            # a stop that one look has seen may have lasted a moment
+            lasted_s = stop.until - stop.since
+            if lasted_s >= LOOK_S and self._looked_at - stop.until < RECENT_S:
+                clauses[rank] = f"its process {stop.pid} was stopped by a signal (SIGSTOP) for {lasted_s:.0f} s"
+        return clauses
 
 
 class _Stop(NamedTuple):

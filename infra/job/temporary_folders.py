@@ -46,10 +46,12 @@ def owned_folder(prefix: str) -> Iterator[Path]:
 def make(created: Callable[[], Path]) -> Path:
     """Return a directory that `created` has just made, as one of this process. Raises OSError."""
     for _ in range(MOST_TRIES):
+        # between making and locking another command may take it for abandoned and remove it: then a new one is made
         folder = created()
         with contextlib.suppress(FileNotFoundError), _or_removed(folder):
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # the lock was taken, but of a file that is removed meanwhile it protects nothing
             if (folder / LOCK).exists():
                 _held[folder] = descriptor
                 return folder
@@ -105,15 +107,19 @@ def _candidates() -> list[Path]:
 def _if_abandoned(folder: Path, *, delete: bool) -> bool:
     """Return whether a directory is abandoned, after it was removed if asked for."""
     with contextlib.suppress(OSError):
+        # a link could lead into a directory of somebody else
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             return False
         if not (folder / LOCK).exists():
             return _is_left_empty(folder, found.st_mtime, delete=delete)
+        # TMPDIR is open to every account, which may have put a link there
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
+            # raises BlockingIOError, an OSError, while the owner lives
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             tag = re.fullmatch(r"onward-([0-9a-f]{32})", folder.name)
+            # the flow that held the lock is gone, but ranks that it started may still write here
             if tag and tag[1] in living_tags():
                 return False
             if delete:

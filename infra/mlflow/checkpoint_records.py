@@ -24,6 +24,7 @@ class CheckpointRecords(Store):
     @translate_errors
     def lost(self, below: Path, *, is_gone: Callable[[Path], bool]) -> list[CheckpointRecord]:
         """Return the records of checkpoints in a directory, at any depth, that are gone."""
+        # MLflow searches models in experiments that are named, and not in all
         experiments = [experiment.experiment_id for experiment in self._client.search_experiments()]
         found: list[CheckpointRecord] = []
         token: str | None = ""

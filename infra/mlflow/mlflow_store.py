@@ -61,14 +61,17 @@ class Store:
     @property
     def _client(self) -> MlflowClient:
         # SQLite would go on writing to a file that was removed or replaced, and nobody would ever read that
-        found = file_of(self.tracking_uri)
+        file = file_of(self.tracking_uri)
         database = database_of(self.tracking_uri)
-        if database and not found and (self._connected is not None or self._expected):
+        # before the first connection an absent file is a new store, unless the caller expects an old one
+        had_file = self._connected is not None or self._expected
+        if database and not file and had_file:
             raise TrackingUnavailable(
                 f"the MLflow database {database} was removed: put it back; `onward resume` of a run sends its metrics "
                 "to a new one"
             )
-        if self._connected is not None and self._file != found:
+        # another file at the same path: the open connections would still write to the removed one
+        if self._connected is not None and self._file != file:
             _close_files(self._connected)
             self._connected = None
         if self._connected is None:
@@ -97,6 +100,7 @@ def translate_errors(
             text = _sentence(error).replace(whole, shown)
             if any(words in text for words in _DAMAGE):
                 raise TrackingUnavailable(_damaged(shown, text)) from error
+            # 429: too many requests, which is over after a while
             if status >= 500 or status == 429:
                 raise TrackingUnavailable(f"MLflow at {shown} reports a temporary error: {text}") from error
             raise TrackingError(f"MLflow at {shown} refused: {text}") from error
@@ -124,6 +128,7 @@ def log_metrics(client: MlflowClient, run_id: str, metrics: Sequence[Metric]) ->
     """
     from mlflow.exceptions import MlflowException
 
+    # each turn meets points that came since the one before; with few writers it ends soon
     for tries_left in reversed(range(RACES)):
         try:
             client.log_batch(run_id, metrics=metrics, synchronous=True)
@@ -142,6 +147,7 @@ _DAMAGE = ("file is not a database", "database disk image is malformed", "no suc
 def _sentence(error: Exception) -> str:
     """Return the line of an error that says what is wrong; others hold the SQL statement and advice to programmers."""
     lines = str(error).splitlines() or [type(error).__name__]
+    # SQLAlchemy begins the line with the error in brackets
     return next((line for line in lines if "Error) " in line), lines[0])
 
 
@@ -159,11 +165,13 @@ def connect(tracking_uri: str) -> MlflowClient:
     tracking_uri = with_password(tracking_uri)
     keep_from_others(tracking_uri, _credentials(tracking_uri))
     for name, value in SETTINGS.items():
+        # MLflow reads them when it is imported, so this comes first
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
     # it prints 50 lines for each call that fails, which is raised as well
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    # two processes must not make the tables of one database at the same time
     with lock_database(database_of(tracking_uri)):
         client = MlflowClient(tracking_uri, tracking_uri)
         if database_of(tracking_uri):
@@ -214,6 +222,7 @@ def registering_prepared(tracking_uri: str) -> Iterator[None]:
         with contextlib.suppress(Exception):
             from mlflow.utils.requirements_utils import warn_dependency_requirement_mismatches
 
+            # the call fills the cache of MLflow's list of packages; its result is not used
             warn_dependency_requirement_mismatches([f"onnx=={metadata.version('onnx')}"])
             if file_of(tracking_uri):  # a database that was removed is not made again
                 connect(tracking_uri).search_registered_models(max_results=1)
@@ -244,6 +253,7 @@ def without_password(tracking_uri: str) -> str:
 
 def with_password(tracking_uri: str) -> str:
     """Return MLFLOW_TRACKING_URI if it is the URI of this store with a password, else the URI itself."""
+    # the password is looked up at each connection, and never kept
     own = os.environ.get("MLFLOW_TRACKING_URI", "")
     return own if own and without_password(own) == tracking_uri else tracking_uri
 
@@ -252,6 +262,7 @@ def _credentials(tracking_uri: str) -> str:
     """Return the `user:password` that MLflow's client sends to a server, from the URI or the environment."""
     named, at, _ = urlsplit(tracking_uri).netloc.rpartition("@")
     variables = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
+    # a part of a URI is percent-encoded, a variable is not
     return unquote(named) if at else ":".join(os.environ.get(name, "") for name in variables)
 
 

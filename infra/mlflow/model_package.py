@@ -99,15 +99,20 @@ def write_package(model: ModelFile, folder: Path, *, model_id: str, run_id: str)
         import mlflow.onnx
         from mlflow.models import Model, ModelSignature
 
-        code = _copied_code(model.raw.code, Path(temporary)) if model.raw else None
+        code = None
+        requirements = [*REQUIREMENTS]
+        if model.raw:
+            code = _copied_code(model.raw.code, Path(temporary))
+            requirements += model.raw.requirements
+        schemas = _raw_schemas(model.raw) if model.raw else _tensor_schemas(model)
         mlflow.onnx.save_model(
             model.path.read_bytes(),
             folder,
             code_paths=[str(code)] if code else None,
             mlflow_model=Model(run_id=run_id, model_uuid=model_id, model_id=model_id),
-            signature=ModelSignature(*_raw_schemas(model.raw) if model.raw else _tensor_schemas(model)),
+            signature=ModelSignature(*schemas),
             input_example=_example(model),
-            pip_requirements=_pinned([*REQUIREMENTS, *(model.raw.requirements if model.raw else ())]),
+            pip_requirements=_pinned(requirements),
             onnx_execution_providers=["CPUExecutionProvider"],
             save_as_external_data=False,
         )
@@ -129,6 +134,7 @@ def _copied_code(code: Path, folder: Path) -> Path:
     Models of several releases of Onward may be loaded in one process, where a name is imported once.
     """
     files = sorted(code.glob("*.py"))
+    # names and contents in a fixed order, so that equal code gets an equal name
     digest = hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
     copy = folder / f"onward_served_{digest[:12]}"
     copy.mkdir()
@@ -142,6 +148,7 @@ def _enter_by(package: str, folder: Path) -> None:
     from mlflow.models import Model
 
     saved = Model.load(str(folder))
+    # MLflow asks this module for the model
     saved.flavors["python_function"]["loader_module"] = f"{package}.{ENTRY}"
     saved.flavors["python_function"].pop("data", None)  # it is given the whole directory
     saved.save(str(folder / "MLmodel"))

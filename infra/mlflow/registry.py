@@ -58,6 +58,7 @@ class Registry(Store):
     def in_use(self, name: str) -> frozenset[str]:
         """Return the versions of a model that an alias names, and its newest one; none of a model that was deleted."""
         models = self._client.search_registered_models(f"name = '{name}'", max_results=1)
+        # the newest stays in use without an alias, because a person may still decide about it
         newest = max((int(each.version) for each in self._client.search_model_versions(f"name = '{name}'")), default=0)
         return frozenset(str(each) for model in models for each in (*model.aliases.values(), newest))
 
@@ -65,6 +66,7 @@ class Registry(Store):
     def remove_alias(self, version: RegisteredVersion, alias: str) -> None:
         """Remove an alias if it names this version."""
         models = self._client.search_registered_models(f"name = '{version.name}'", max_results=1)
+        # another run may have moved the alias to its own version meanwhile
         if models and str(models[0].aliases.get(alias)) == version.version:
             self._client.delete_registered_model_alias(version.name, alias)
 
@@ -99,6 +101,7 @@ class Registry(Store):
             number = aliases[alias]
         versions = self._client.search_model_versions(f"name = '{name}'")
         numbers = sorted(int(each.version) for each in versions)
+        # versions are numbered in the order of their registration
         wanted = numbers[-1] if number == "latest" and numbers else number
         if str(wanted) not in map(str, numbers):
             raise TrackingError(f"{uri}: {name} has no version {number}; its versions are {_few(numbers)}")
@@ -135,6 +138,7 @@ class Registry(Store):
                 shutil.copytree(root, Path(partial) / "copy")
                 root = Path(partial) / "copy"
             inside = file.relative_to(got if got.is_dir() else got.parent)
+            # a rename onto a directory with files fails
             shutil.rmtree(folder, ignore_errors=True)
             root.rename(folder)
         return folder / inside

@@ -63,6 +63,7 @@ def page_on_own_server(tracking_uri: str, run_id: str) -> str:
     """
     database = database_of(tracking_uri)
     home = database.parent.parent if database else None
+    # only Onward's own server shows this very database
     if home is None or local_store(home) != tracking_uri or not (server := healthy_url(home, "mlflow")):
         return ""
     return Tracker(tracking_uri, run_id).page(server)
@@ -106,18 +107,21 @@ class Tracker(Store):
         its page ("" for a store without a server).
         """
         experiment_id = self._experiment(experiment)
+        # searched by tag and not by name: names may be given twice, and a resumed flow knows no MLflow id yet
         found = self._client.search_runs([experiment_id], f"tags.`{RUN_KEY}` = '{key}'", max_results=1)
         if found:
             run = found[0]
         else:
             with contextlib.suppress(OSError, KeyError):  # in a container the user may have no name
                 tags = {"mlflow.user": getpass.getuser(), **tags}
+            # the tags are a part of the creation, so that a killed flow leaves no run that is never found again
             tags = {RUN_KEY: key, "mlflow.source.name": "onward", **tags}
             run = self._client.create_run(experiment_id, run_name=name, tags=_storable(tags))
         self.run_id = run.info.run_id
         if found:
             self._client.update_run(self.run_id, status="RUNNING")
             self.set_tags(tags)
+        # MLflow refuses another value for a parameter that it has
         self._log_params({name: value for name, value in params.items() if name not in run.data.params})
         return self.run_id, self.page() if self.tracking_uri.startswith("http") else ""
 
@@ -132,12 +136,14 @@ class Tracker(Store):
         """Return the id of an experiment; create it, restore a deleted one, or give it its view, if needed."""
         view = json.dumps({"selectedColumns": COLUMNS})
         if (known := self._client.get_experiment_by_name(name)) is None:
+            # by default MLflow would put the artifacts into the working directory
             beside = self._database and (self._database.parent / "artifacts").as_uri()
             try:
                 return self._client.create_experiment(name, artifact_location=beside or None, tags={VIEW_TAG: view})
             except Exception:
                 if (known := self._client.get_experiment_by_name(name)) is None:  # else another process has created it
                     raise
+        # an experiment that was deleted on a page keeps its name, and takes no run
         if known.lifecycle_stage == "deleted":
             self._client.restore_experiment(known.experiment_id)
         if known.tags.get(VIEW_TAG) != view:
@@ -147,6 +153,7 @@ class Tracker(Store):
     def _log_params(self, params: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
+        # MLflow takes 100 parameters of 6000 characters in a call
         entries = [Param(metric_name(name), str(value)[:6000]) for name, value in params.items()]
         for start in range(0, len(entries), 100):
             self._client.log_batch(self.run_id, params=entries[start : start + 100], synchronous=True)
@@ -164,6 +171,7 @@ class Tracker(Store):
     @translate_errors
     def points(self) -> list[tuple[str, int]]:
         """Return (metric, step) of every point that is stored for the run; twice what is stored twice."""
+        # the run has the newest value of each metric only; the history is one call for each
         names = self._client.get_run(self.run_id).data.metrics
         return [(name, point.step) for name in names for point in self._client.get_metric_history(self.run_id, name)]
 
@@ -250,7 +258,9 @@ class Tracker(Store):
         for model in self._models("tags.best = 'false'"):
             path = model.tags.get("path")
             is_marked = model.tags.get("deleted") == "true"
-            if model.model_type == "checkpoint" and path and not is_marked and not Path(path).exists():
+            if model.model_type != "checkpoint" or not path or is_marked:
+                continue
+            if not Path(path).exists():
                 self._client.set_logged_model_tags(model.model_id, {"deleted": "true"})
 
     @translate_errors
@@ -259,6 +269,7 @@ class Tracker(Store):
 
         When the same file (by `sha256`) of the same run is registered already, its version is returned.
         """
+        # an export that was repeated after an outage must not make a second version of the same bytes
         version = self._version(name, model.sha256)
         if not version:
             tags = {**model.tags, "sha256": model.sha256}
@@ -266,6 +277,7 @@ class Tracker(Store):
             with tempfile.TemporaryDirectory() as folder:
                 write_package(model, Path(folder) / "model", model_id=logged.model_id, run_id=self.run_id)
                 self._client.log_model_artifacts(logged.model_id, f"{folder}/model")
+            # READY is set last: a model without its files must not look complete
             self._finish(logged, model.step, model.metrics, model.points)
             # A server accepts no local path. With a database, MLflow would look `models:/` up in the default store of
             # this process, which may be another one.
@@ -284,6 +296,7 @@ class Tracker(Store):
     def _models(self, condition: str) -> list[LoggedModel]:
         """Return the LoggedModels of this run that meet a condition."""
         experiment = self._client.get_run(self.run_id).info.experiment_id
+        # other runs of the experiment have models of the same names
         condition = f"source_run_id = '{self.run_id}' AND {condition}"
         return list(self._client.search_logged_models([experiment], condition))
 

@@ -29,6 +29,7 @@ def login(home: Path) -> str:
     Raises PermissionError for a file that belongs to someone else, who would then know the login.
     """
     path = login_file(home)
+    # made by the first command; from then on servers and clients read the same file
     if not path.exists():
         _generate(path)
     found = path.stat()
@@ -65,6 +66,7 @@ def keep_from_others(url: str, credentials: str) -> bool:
     that ONWARD_HOME names are the user's own matter. Returns whether it is the login.
     """
     home = Path(os.environ.get("ONWARD_HOME") or "~/.onward").expanduser()
+    # credentials of the user's own server are none of Onward's
     if not credentials or not login_file(home).exists() or credentials != login(home):
         return False
     refuse_others(url)

@@ -41,7 +41,9 @@ def owner_of(there: tuple[str, int], here: tuple[str, int] | None = None) -> int
     """
     ends = _written(there)
     others = _written(here) if here else set()
+    # a server that listens at all addresses stands in the table with an address of zeros
     everywhere = {"0" * (len(end) - 5) + end[-5:] for end in ends}
+    # the row of the accepted connection decides at once; without it, who listens at the port
     exact: set[int] = set()
     wide: set[int] = set()
     for table in TABLES:
@@ -68,6 +70,7 @@ def refuse_others(url: str) -> None:
     """
     parts = urlsplit(url)
     if parts.hostname in HOSTS:
+        # the three methods are replaced once; they ask this set at each connection
         _ports.add(parts.port or 80)
         socket.socket.connect = _checked_connect  # type: ignore[method-assign, assignment]
         socket.socket.connect_ex = _checked_connect_ex  # type: ignore[method-assign, assignment]
@@ -99,6 +102,7 @@ def _check(connection: socket.socket) -> None:
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
     host, port, *_ = connection.getpeername()
+    # connections to other machines and ports are none of Onward's business
     if port not in _ports or not _is_local(host):
         return
     if (uid := owner_of((host, port), connection.getsockname()[:2])) != os.geteuid():
@@ -112,6 +116,7 @@ def _check(connection: socket.socket) -> None:
 
 def _is_local(host: str) -> bool:
     address = ipaddress.ip_address(host)
+    # ::ffff:127.0.0.1 is a loopback address, too, but Python says so of the mapped one only
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
 
@@ -130,6 +135,7 @@ def _connections(table: Path, ends: set[str]) -> Iterator[_Connection]:
     """Yield the sockets of this machine, or of this container, with one of these ends; none without the table."""
     with suppress(OSError):
         for line in table.read_text().splitlines()[1:]:
+            # sl, local, remote, state, queues, timer, retransmits, uid, timeout, inode
             words = line.split(maxsplit=10)
             if words[1] in ends:
                 yield _Connection(words[1], words[2], words[3], int(words[7]), int(words[9]))
@@ -145,5 +151,6 @@ def _written(address: tuple[str, int]) -> set[str]:
 
 
 def _hexadecimal(packed: bytes, port: int) -> str:
+    # the kernel prints each 32-bit word as a number of this machine
     words = (int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4))
     return "".join(f"{word:08X}" for word in words) + f":{port:04X}"

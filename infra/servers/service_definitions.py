@@ -60,6 +60,7 @@ CLIENT_SETTINGS: Mapping[str, str] = {
 
 def environment(home: Path, *, prefect_url: str = "") -> dict[str, str]:
     """Return the environment of Onward's servers and their clients; `prefect_url` is the address without `/api`."""
+    # what the user excepts stays; requests to this machine are excepted as well
     given = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")).split(",")
     excepted = {*filter(None, given), "127.0.0.1", "localhost", "::1"}
     variables = {

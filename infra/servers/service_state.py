@@ -144,6 +144,7 @@ def is_supervised(home: Path, name: str) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
+        # a lock that can be taken has no holder; closing the file gives it back
         return not try_lock(file)
 
 
@@ -159,6 +160,7 @@ def read_state(home: Path, name: str) -> dict[str, Any]:
 
     Of Prefect's also `beside`: the host that has the home's database, if it is another one.
     """
+    # the file outlives its supervisor, and then says nothing about the present
     if not is_supervised(home, name):
         return {}
     return _parsed(_content(directory(home) / f"{name}.supervisor"))

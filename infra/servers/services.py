@@ -63,6 +63,7 @@ def ensure(home: Path, names: Iterable[str]) -> dict[str, str]:
     Raises ServiceError with the end of the server's log when one does not start.
     """
     with open_lock_file(home, "starting") as file:
+        # one process starts the servers, and the others wait here and then find them
         fcntl.flock(file, fcntl.LOCK_EX)
         return {name: _start_if_needed(home, name) for name in names}
 
@@ -102,6 +103,7 @@ def down(home: Path) -> tuple[list[str], list[str]]:
     found = [name for name in ("worker", "mlflow", "prefect") if is_supervised(home, name)]
     leaving_s = LEAVING_TIMEOUT_S if "worker" in found else 0.0
     for name in found:
+        # Prefect stops last and only without users: a run that cannot report its end would look as if it still ran
         if name != "prefect" or _is_unused(home, limit_s=leaving_s):
             _stop_supervisor(home, name)
     left = [name for name in found if is_supervised(home, name)]
@@ -149,10 +151,12 @@ def _start_if_needed(home: Path, name: str) -> str:
     supervisor: subprocess.Popen[bytes] | None = None
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
+        # looked at first in each turn: another process may have started it
         if (url := healthy_url(home, name)) is not None:
             return url
         if supervisor is None and not is_supervised(home, name):
             supervisor = _start_supervisor(home, name)
+        # it has ended with an error, and no other supervisor has taken over
         if supervisor is not None and supervisor.poll() and not is_supervised(home, name):
             break
         time.sleep(0.1)
@@ -183,6 +187,7 @@ def _stop_supervisor(home: Path, name: str) -> None:
         return
     with contextlib.suppress(psutil.NoSuchProcess):
         supervisor = psutil.Process(pid)
+        # taken before SIGTERM: the children of a process that has ended are not found any more
         family = supervisor.children(recursive=True)
         supervisor.terminate()
         timeout_s = 3 * TERM_TIMEOUT_S + (DRAIN_TIMEOUT_S if name == "worker" else 0.0)

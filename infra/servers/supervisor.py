@@ -67,19 +67,24 @@ def supervise(home: Path, name: str) -> int:
     with open_lock_file(home, f"{name}.supervisor") as state, open_lock_file(home, "lease") as lease:
         if not try_lock(state):
             return 0  # another supervisor was started at the same time and was first
+        # read before the state is written anew: the former state has the port
         port = _port(home, name)
         write_state(state, {"pid": os.getpid()})
+        # the handler only takes note, and the loops look at the list: a handler runs in the middle of anything
         signals: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
         process, url, beside = _launch(home, name, port)
         if not _wait_until_healthy(home, name, process, url, signals):
             _stop(process, drain_s=0.0)
             return 1
+        # only now: users take an address in the file for that of a healthy server
         write_state(state, {"pid": os.getpid(), "url": url, "beside": beside})
         _wait_until_unused(home, lease, process, signals)
+        # the state stays: the next supervisor starts the server at the same port, where its users look for it
         if process.poll() is not None:
             return 1
         _stop(process, drain_s=DRAIN_TIMEOUT_S if name == "worker" else 0.0)
+        # an empty state says that it was stopped on purpose
         write_state(state, {})
         return 0
 
@@ -95,6 +100,7 @@ def listen(preferred: int) -> socket.socket:
     try:
         return socket.create_server(("127.0.0.1", preferred), backlog=BACKLOG)
     except (OSError, OverflowError):
+        # port 0: the kernel chooses a free one
         return socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
 
 
@@ -105,6 +111,8 @@ def _launch(home: Path, name: str, port: int) -> tuple[psutil.Popen, str, str]:
     """
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((directory(home) / f"{name}.log").open("wb"))
+        # the server inherits the socket in which it listens; it must not open the port itself, which others could take
+        # first
         files = []
         listening: list[int] = []
         url = beside = ""
@@ -118,6 +126,7 @@ def _launch(home: Path, name: str, port: int) -> tuple[psutil.Popen, str, str]:
             database, beside, locks = stack.enter_context(prefect_database(home))
             variables = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}"}
             files += locks  # the server holds the lock until it ends, also after `kill -9` of this process
+        # the worker and the pages of the other servers need the address of Prefect's
         prefect_url = url if name == "prefect" else healthy_url(home, "prefect")
         process = psutil.Popen(
             signalled_with_parent(SERVICES[name].command(home, listening), signal.SIGTERM),
@@ -137,6 +146,7 @@ def _wait_until_healthy(home: Path, name: str, process: psutil.Popen, url: str, 
     health = SERVICES[name].health
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None and not signals:
+        # the worker has no port; it is ready when its log says so
         if responds(url + health) if url else health in log_tail(home, name, LOG_TAIL_BYTES):
             return True
         time.sleep(0.1)
@@ -152,6 +162,7 @@ def _wait_until_unused(home: Path, lease: IO[bytes], process: psutil.Popen, sign
     while process.poll() is None and not signals:
         if is_pinned(home) or not try_lock(lease):
             used_at = time.monotonic()
+        # the lease is locked now, and stays so: no user can come between this look and the end
         elif time.monotonic() - used_at > LINGER_S:
             return
         else:
@@ -164,6 +175,7 @@ def _stop(process: psutil.Popen, *, drain_s: float) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         if drain_s:
             _drain(process, drain_s)
+        # before the parent ends: afterwards its children belong to init, and are not found any more
         family = process.children(recursive=True)
         if drain_s:
             process.kill()  # it is suspended, so it cannot handle SIGTERM; a worker has nothing to save
@@ -181,6 +193,7 @@ def _drain(worker: psutil.Popen, timeout_s: float) -> None:
     kills its runs.
     """
     worker.suspend()
+    # the flows alone: they end their ranks themselves when they get SIGTERM
     runs = worker.children()
     signal_all(runs, signal.SIGTERM)
     deadline = time.monotonic() + timeout_s

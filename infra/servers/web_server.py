@@ -67,6 +67,7 @@ class RequestCheck:
 
     def _refusal(self, scope: Message) -> tuple[int, str] | None:
         """Return the status and the reason with which a request is refused, or None."""
+        # a header may come twice, and a proxy and this server must not read different ones
         values: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
             values.setdefault(name.lower(), []).append(value)
@@ -74,10 +75,12 @@ class RequestCheck:
         # any port: the user may forward one to this one
         if len(hosts) != 1 or (hosts[0].rpartition(":")[0] not in HOSTS and hosts[0] not in HOSTS):
             return 400, f"This server answers only as {' or '.join(HOSTS)}.\n"
+        # a page of another site could send requests from the user's browser
         if any(value.decode("latin-1").lower() != f"http://{hosts[0]}" for value in values.get(b"origin", [])):
             return 403, "This server answers no page of another origin.\n"
         if self._credentials and not self._is_open(scope):
             given = values.get(b"authorization", [])
+            # compared in constant time, so that the time of the answer tells nothing of the login
             if len(given) != 1 or not hmac.compare_digest(given[0], self._credentials):
                 return 401, "Log in; `onward ui` says with what.\n"
         return None
@@ -85,8 +88,11 @@ class RequestCheck:
     def _is_open(self, scope: Message) -> bool:
         """Return whether a request needs no login."""
         path = scope["path"]
-        if self._page and (scope["type"] == "websocket" or (scope["method"] == "GET" and self._page.fullmatch(path))):
-            return True
+        if self._page:
+            if scope["type"] == "websocket":  # it has no method
+                return True
+            if scope["method"] == "GET" and self._page.fullmatch(path):
+                return True
         return path in HEALTH
 
 

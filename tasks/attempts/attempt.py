@@ -47,10 +47,12 @@ class Attempt:
     def begin(cls, run: RunDir, config: RunConfig) -> Attempt:
         """Make the next attempt the one that may write to the run directory."""
         last = run.current_attempt
+        # an attempt without a record had a flow that was killed: its end is recorded before the next begins
         if last and not run.ending(last).exists():
             began_ms = int(run.fence.stat().st_mtime * 1000)
             cls(run, last, began_ms, 0, 0, 0).end_of_killed_flow(config)
         number = run.begin_attempt()
+        # now, because the record must be written also when the disk is full at the end
         reserve(run.reserved_for(number))
         run.heartbeat.unlink(missing_ok=True)  # its step is that of the attempt before
         events_at = run.events.stat().st_size if run.events.exists() else 0
@@ -67,6 +69,7 @@ class Attempt:
             raise
         except OSError as error:
             storage = storage_error(error, self.run.root)
+            # no rank has run, so only the disk of this process can say why
             kind: EndingKind = "storage" if storage else "unknown"
             self._write(kind, f"the job could not be started: {storage or error}", config, by_itself=False)
             raise
@@ -82,9 +85,16 @@ class Attempt:
         error = None
         if result is None:
             with contextlib.suppress(OSError):  # of a full disk
+                # a hang first: its error record names the cause, where the others name consequences
                 if not record_hang(self.run, self.number, config, outcome, output):
                     record_first_ending(self.run, self.number, config, output, oom_kills=oom_kills)
             error = self.run.first_error(self.number)
+        disk = silent = ""
+        # with a result the ranks have ended by themselves, and nothing has to be found out
+        if result is None:
+            disk = storage_problem(self.run.root)
+            if outcome.reason != "stopped":
+                silent = _silent_hosts(config, error)
         evidence = Evidence(
             result=result,
             outcome=outcome,
@@ -92,8 +102,8 @@ class Attempt:
             oom_kills=oom_kills,
             said=launcher_of(config.launch).read_ending(output, outcome.returncode),
             ending=describe(outcome, config),
-            disk=storage_problem(self.run.root) if result is None else "",
-            hosts=_silent_hosts(config, error) if result is None and outcome.reason != "stopped" else "",
+            disk=disk,
+            hosts=silent,
         )
         return self._write(
             classify(evidence),
@@ -107,8 +117,11 @@ class Attempt:
     def end_of_killed_flow(self, config: RunConfig) -> None:
         """Write the record of an attempt whose flow was killed before it could."""
         result = result_of(self.run, self.number)
-        saved = "but the ranks saved" if result else "and the ranks did not save"
-        kind: EndingKind = "done" if result and result.status == "done" else "preempted" if result else "rank_lost"
+        kind: EndingKind = "rank_lost"
+        saved = "and the ranks did not save"
+        if result:
+            kind = "done" if result.status == "done" else "preempted"
+            saved = "but the ranks saved"
         self._write(kind, f"the flow's process was killed, {saved}", config, result=result, by_itself=False)
 
     def _write(
@@ -123,18 +136,25 @@ class Attempt:
         by_itself: bool = True,
     ) -> AttemptEnding:
         """Write the record. by_itself: whether another attempt may follow by itself."""
+        # from where the log ended when the attempt began: the rest is of earlier ones
         history = RunHistory.of(self.run.events, offset=self.events_at, series=())
         logged = history.attempts.get(self.number, AttemptHistory(self.number))
-        last_step = max(logged.last_step, last_beat(self.run.heartbeat).step, error.step if error else 0)
+        rank, host = None, ""
+        # the log is written every few steps, so heartbeat and error record may know of a later one
+        steps = [logged.last_step, last_beat(self.run.heartbeat).step]
+        if error:
+            rank, host = error.rank, error.host
+            steps.append(error.step)
+        resumed_from = logged.start.step if logged.start else self.checkpoint
         ending = AttemptEnding(
             attempt=self.number,
             kind=kind,
             sentence=sentence,
             action="`onward resume` continues it",
-            rank=error.rank if error else None,
-            host=error.host if error else "",
-            step=result.step if result else last_step,
-            resumed_from=logged.start.step if logged.start else self.checkpoint,
+            rank=rank,
+            host=host,
+            step=result.step if result else max(steps),
+            resumed_from=resumed_from,
             checkpoint=newest_checkpoint(self.run),
             began_ms=self.began_ms,
             detected_ms=detected_ms or now_ms(),

@@ -56,9 +56,11 @@ def failure(run: RunDir, ending: AttemptEnding, described: str) -> OnwardError:
         kind, _, message = first.cause.partition(": ")
         where = f"rank {first.rank} on {first.host}, step {first.step}: "
         own = recorded_error(kind, message.splitlines(), where=where)
+        # an error that a retry would repeat is raised as it is; where a retry follows, TrainingFailed asks for it
         if own is not None and not ending.retry and not isinstance(own, TrainingFailed):
             return own
     at = f"rank {first.rank} on {first.host}, step {first.step}: {first.cause}; {described}" if first else described
+    # the end of the log often has the native error that no record could hold
     lines = log_tail(run, ending.attempt).splitlines()[-TAIL_LINES:]
     what = f"attempt {ending.attempt}: {at} ({ending.kind}: {ending.action}). The end of {run.log(ending.attempt)}:"
     return TrainingFailed("\n  | ".join([what, *lines]), again=ending.retry > 0)
@@ -76,6 +78,7 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
         return
     dump = run.traceback(attempt, ending.rank)
     traceback = dump.read_text(errors="replace") if dump.exists() else ""
+    # SIGKILL comes from outside, and what the rank printed before says nothing about it
     cause = explain(traceback + _lines_of(ending.rank, output)) if ending.signal != "SIGKILL" else None
     if not ending.signal and cause is None:
         return  # it printed what happened, and the log's end shows it
@@ -86,7 +89,9 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
 def _record_printed(run: RunDir, attempt: int, config: RunConfig, output: str) -> None:
     """Write the error record of the first rank that has printed an error of its own, but could not write it."""
     printed = list(PRINTED_ERROR.finditer(output))
+    # an error about a lost peer follows from the error of that peer
     causes = [error for error in printed if not PEER_LOST.search(error["cause"])]
+    # records that exist say more than a consequence that was only printed
     if not printed or (not causes and run.ranks_with_errors(attempt)):
         return
     first = (causes or printed)[0]
@@ -144,8 +149,12 @@ def _sentence(ending: RankEnding, cause: Cause | None, config: RunConfig, traceb
 
 def _lines_of(rank: int, output: str) -> str:
     """Return the output without the lines that another rank has signed, as NCCL's watchdog and error records do."""
-    signed = ((SIGNED.match(line), line) for line in output.splitlines())
-    return "\n".join(line for by, line in signed if by is None or int(by[1] or by[2]) == rank)
+    kept = []
+    for line in output.splitlines():
+        signature = SIGNED.match(line)
+        if signature is None or int(signature[1] or signature[2]) == rank:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def host_of(run: RunDir, rank: int, config: RunConfig) -> str:
@@ -163,5 +172,6 @@ def log_tail(run: RunDir, attempt: int) -> str:
     if not run.log(attempt).exists():
         return ""
     with run.log(attempt).open("rb") as log:
+        # a rank in a loop of warnings may have written gigabytes
         log.seek(max(0, log.seek(0, 2) - TAIL_BYTES))
         return log.read().decode(errors="replace")

@@ -60,12 +60,15 @@ def classify(evidence: Evidence) -> EndingKind:
     name = evidence.error_class
     if evidence.result is not None and evidence.result.status == "done":
         return "done"
+    # whatever else was noticed: the ranks ended because they were asked to
     if reason == "stopped":
         return "stopped"
     if evidence.result is not None:
         return "preempted"  # ranks that saved and left although this flow has not asked for it
+    # the kernel kills with SIGKILL; the counter of the host tells it from a person
     if name == "SIGKILL" and evidence.oom_kills:
         return "out_of_memory"
+    # a host that is gone explains the errors of all ranks that lost it
     if evidence.hosts:
         return "host_lost"
     kind = kind_of_rank_error(name)
@@ -89,12 +92,14 @@ def _kind_without_class(evidence: Evidence) -> EndingKind:
         return "preempted"
     if error and TIMED_OUT.search(error.cause):
         return "hang"
+    # a rank that a signal ended, and that nobody outside has asked
     if name.startswith("SIG"):
         return "rank_lost"
     if (error is None or error.secondary) and evidence.said.lost_host is not None:
         return "host_lost"
     # of the ranks that are left, each has only lost its connection to another one
-    return "rank_lost" if signal or (error and error.secondary) else "unknown"
+    lost_another = error is not None and error.secondary
+    return "rank_lost" if signal or lost_another else "unknown"
 
 
 def sentence_of(evidence: Evidence) -> str:

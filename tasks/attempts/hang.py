@@ -10,7 +10,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.outcomes.ending_kinds import TIMED_OUT, WATCHDOG
-from onward.trainer.run.records import RankError, read_record
+from onward.trainer.run.records import RankError, record_if_written
 
 
 def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, output: str) -> bool:
@@ -21,11 +21,18 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
     """
     dumps = {rank: _read(run, attempt, rank) for rank in range(config.world_size)}
     errors = {rank: _error(run, attempt, rank) for rank in dumps}
-    waited_in_vain = {r for r, e in errors.items() if e is not None and e.secondary and TIMED_OUT.search(e.cause)}
+    waited_in_vain = set()
+    for rank, error in errors.items():
+        if error is not None and error.secondary and TIMED_OUT.search(error.cause):
+            waited_in_vain.add(rank)
     by_watchdog = [found[1] for text in dumps.values() if (found := WATCHDOG.search(text))]
-    silent = outcome.reason in ("silent", "start_timeout")
-    if outcome.reason == "stopped" or not (silent or waited_in_vain or by_watchdog or outcome.stopped_ranks):
+    if outcome.reason == "stopped":  # the user has ended the job, whatever it did
         return False
+    silent = outcome.reason in ("silent", "start_timeout")
+    timed_out = waited_in_vain or by_watchdog
+    if not (silent or timed_out or outcome.stopped_ranks):
+        return False
+    # a rank with an error of its own is the cause, and the others only waited for it
     if any(error is not None and not error.secondary for error in errors.values()):
         return False
     first = launcher_of(config.launch).read_ending(output).first_rank
@@ -34,6 +41,7 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
         gave_up = first.rank in waited_in_vain or (first.signal == "SIGABRT" and TIMED_OUT.search(output))
         if not gave_up:
             return False  # the signal is the cause, also if another rank was stopped at that time
+    # what each rank did at the end: the one that does not wait in a collective is the suspect
     stacks = {rank: _stack(text, errors[rank]) for rank, text in dumps.items()}
     write_durably(run.stacks(attempt), _all_stacks(stacks, dumps, errors).encode())
     hang = explain_hang(stacks, stopped=outcome.stopped_ranks)
@@ -59,8 +67,7 @@ def _read(run: RunDir, attempt: int, rank: int) -> str:
 
 
 def _error(run: RunDir, attempt: int, rank: int) -> RankError | None:
-    path = run.rank_error(attempt, rank)
-    return read_record(path, RankError) if path.exists() else None
+    return record_if_written(run.rank_error(attempt, rank), RankError)
 
 
 def _all_stacks(stacks: dict[int, RankStack], dumps: dict[int, str], errors: dict[int, RankError | None]) -> str:

@@ -78,11 +78,11 @@ def damage_of_log(run: RunDir) -> LogDamage:
 
 def _gaps(logged: Iterable[int], begin: int, last: int, period: int) -> Iterable[tuple[int, int]]:
     """Yield (first, last) of the multiples of `period` behind `begin`, up to `last`, that are missing."""
+    later = (step for step in logged if step > begin)
+    multiples = sorted(step for step in later if step % period == 0)
     before = begin // period * period
-    for step in (
-        *sorted(each for each in logged if each % period == 0 and each > begin),
-        last // period * period + period,
-    ):
+    # the multiple behind the last step closes a gap that reaches to the end
+    for step in (*multiples, last // period * period + period):
         if step > before + period:
             yield before + period, step - period
         before = step

@@ -32,9 +32,11 @@ def newest_checkpoint(run: RunDir) -> int:
 
 def retry_number(earlier: Sequence[AttemptEnding], checkpoint: int) -> int:
     """Return which retry without progress would follow an attempt that ended with this newest checkpoint."""
-    if not earlier or not earlier[-1].retry or checkpoint > max(ending.checkpoint for ending in earlier):
+    if not earlier or not earlier[-1].retry:
         return 1
-    return earlier[-1].retry + 1
+    # a new checkpoint is progress, after which the retries are counted anew
+    has_progress = checkpoint > max(ending.checkpoint for ending in earlier)
+    return 1 if has_progress else earlier[-1].retry + 1
 
 
 def delay_before(retry: int, config: RunConfig) -> float:
@@ -53,6 +55,7 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
         changed = _adjust(run, config, smaller_micro_batches(config.micro_batch_size, adjustments(run)))
         retry = 1 if changed else 0
     elif ending.kind == "out_of_memory":
+        # the default policy: one more try where a fresh process may fit
         retry = retry if may_pass(ending, earlier) else 0
     elif ending.kind == "non_finite" and config.train.on_non_finite == "skip":
         changes = adjustments(run)
@@ -61,6 +64,7 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
         retry = retry if changed else 0
     elif ENDINGS[ending.kind].no_retry:
         retry = 0
+    # last, because some kinds set the number themselves
     if retry > config.launch.retries:
         retry = 0
     delay_s = delay_before(retry, config) if retry else 0.0

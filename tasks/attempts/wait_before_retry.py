@@ -91,7 +91,8 @@ def wait_for_hosts(run: RunDir) -> None:
         )
     # a host without a number of slots takes its part of the ranks
     part = -(-config.world_size // len(hosts))
-    left = {host: slots or part for host, slots in hosts.items() if host not in silent}
+    answering = [host for host in hosts if host not in silent]
+    left = {host: hosts[host] or part for host in answering}
     hostfile = run.root / "hosts-left"
     fewer = fewer_replicas(config, changes, ranks=sum(left.values()), hostfile=str(hostfile)) if left else None
     if fewer is None:

@@ -45,12 +45,14 @@ def shares(run: RunDir, config: RunConfig, needs: Needs, *, tracking_uri: str) -
     number = most_checkpoints(config)
     files = number * (config.world_size + 2)  # one of each rank, the manifest and the directory
     kept = sum(path.stat().st_size for path in run.checkpoints.glob("step-*/*") if path.is_file())
+    # a resumed run has a part of its checkpoints already; one is written before another is deleted
     left = max(needs.checkpoint_bytes, number * needs.checkpoint_bytes - kept)
     what = f"{number} checkpoints of {mb(needs.checkpoint_bytes)}" if number > 1 else "a checkpoint"
     yield Share(what, run.root, left, files + OTHER_FILES)
     variants = len(config.export.variants) + config.export.training
     made = f" and {variants} file{'s' * (variants > 1)} made of it" if variants else ""
     yield Share(f"the exported file{made}", run.root, needs.model_bytes * (1 + variants))
+    # MLflow packs a copy of the file in TMPDIR before it takes it
     yield Share("the exported file while it is packed", Path(tempfile.gettempdir()), needs.model_bytes)
     if database := database_of(tracking_uri):
         yield Share("the exported file in MLflow", _existing(database.parent), needs.model_bytes)
@@ -74,6 +76,7 @@ def most_checkpoints(config: RunConfig) -> int:
 
 def space_problems(found: Iterable[Share]) -> Iterator[str]:
     """Yield a sentence for each file system with too little space, or too few inodes, for its shares."""
+    # several directories may share one file system, whose space they use together
     by_device: dict[int, list[Share]] = defaultdict(list)
     for share in found:
         by_device[share.path.stat().st_dev].append(share)

@@ -40,6 +40,7 @@ def check_files(
     """
     problems = [] if resumed or "parallel" not in sections else list(sizes_beside_auto(sections["parallel"]))
     try:
+        # everything else looks at local files, so the remote ones are fetched first
         copies, absent = fetch(sections, with_registered(sections, known))
         local = with_copies(sections, copies)
         code = code_digests(local) if allowed is None else allowed

@@ -63,7 +63,10 @@ def _is_asked(model: ModelConfig, parallel: ParallelConfig) -> bool:
     except (Refused, OSError):
         return False
     unknown = [name for names in unknown_cuts(file, parallel.cuts) for name in names]
-    return bool(unknown) and (bool(file.functions) or all(name.isidentifier() for name in unknown))
+    if not unknown:
+        return False
+    # the import inlines functions, and names of torch.fx are identifiers
+    return bool(file.functions) or all(name.isidentifier() for name in unknown)
 
 
 @functools.cache  # the command line asks before it starts anything, and so does `configure` in the same process

@@ -46,18 +46,23 @@ def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
         raise broken  # whatever else is wrong would have to be looked for on that disk
     launch = sections.get("launch")
     parallel = sections.get("parallel")
+    # sections that were refused are checked with their defaults, to name what is wrong besides
     problems = [*_launcher_problems(launch if isinstance(launch, LaunchConfig) else LaunchConfig())]
     if isinstance(launch, LaunchConfig) and isinstance(parallel, ParallelConfig):
         problems += _device_problems(launch, parallel)
         problems += _hostfile_problems(launch, num_ranks(parallel, launch))
     graph = sections.get("graph")
-    if graph and graph.compiles and not (launch and launch.hostfile) and (missing := missing_compiler()):
+    # the compiler of this host says nothing about those of other hosts
+    runs_here = not (launch and launch.hostfile)
+    compiles = graph is not None and graph.compiles
+    if compiles and runs_here and (missing := missing_compiler()):
         problems.append(missing)
     if resumed:
         return problems
     if monitor := sections.get("monitor"):
         problems += store_problems(store_of(monitor))
         problems += reporting_problems(monitor.report_to)
+    # memory and disk follow from several sections, and are estimated only if all of them are valid
     if {"model", "train", "checkpoint", "monitor", "export", "parallel", "launch"} <= sections.keys():
         problems += _space_problems(RunConfig.model_construct(**dict(sections)))
     return problems
@@ -81,6 +86,7 @@ def _device_problems(launch: LaunchConfig, parallel: ParallelConfig) -> Iterator
         return
     found, why = most_gpus()
     ranks = num_ranks(parallel, launch)
+    # None: the number of GPUs is not known
     if found is not None and found * launch.ranks_per_gpu < ranks:
         several = f", and each may serve {launch.ranks_per_gpu} (launch.ranks_per_gpu)" if found else ""
         remedy = "start fewer ranks, raise launch.ranks_per_gpu (slow), or set" if found else "set"
@@ -103,6 +109,7 @@ def _hostfile_problems(launch: LaunchConfig, ranks: int) -> Iterator[str]:
     slots = sum(hosts.values())
     if not hosts:
         yield f"launch.hostfile: {path} names no host; write one in each line, such as `node1 slots=4`"
+    # a host without a number of slots takes as many ranks as are left
     elif all(hosts.values()) and slots < ranks:
         yield (
             f"launch.hostfile: {path} has {slots} slots on {len(hosts)} host{'s' * (len(hosts) > 1)}, but the job "
@@ -142,8 +149,10 @@ def _space_problems(config: RunConfig) -> Iterator[str]:
         size = model_bytes(config.model.path)
         parallel = config.parallel
         needs = Needs(rank_bytes=size, checkpoint_bytes=0, model_bytes=size)  # LoRA saves less than the model
+        # the home may not exist yet; its disk is that of the nearest directory that does
         home = next(each for each in (onward_home(), *onward_home().parents) if each.exists())
         yield from space_problems(shares(RunDir(home), config, needs, tracking_uri=store_of(config.monitor)))
+        # ZeRO stage 3 also divides the weights among replicas, or among those of one shard group
         divided = parallel.tensor * parallel.pipeline * ((parallel.shard or parallel.data) if parallel.zero == 3 else 1)
         ranks = num_ranks(parallel, config.launch)
         free = free_host_memory()

@@ -27,6 +27,7 @@ from onward.trainer.run.remote.local_copies import LocalCopies, LocalCopy, urls_
 def store_of(monitor: MonitorConfig) -> str:
     """Return the tracking URI without a password; a relative SQLite path is made absolute, for `onward resume` in
     another directory."""
+    # the setting wins over the environment, and Onward's own store stands behind both
     named = monitor.tracking_uri or without_password(os.environ.get("MLFLOW_TRACKING_URI", ""))
     chosen = named or local_store(onward_home())
     # MLflow resolves a relative database against the working directory, which may differ at the next resume.
@@ -39,13 +40,15 @@ def with_registered(sections: RunConfig | Mapping[str, Any], known: LocalCopies 
 
     Raises ConfigError for what MLflow does not have, RuntimeUnavailable when it cannot be reached.
     """
-    named = [(setting, url) for setting, url in urls_in(sections) if setting in fetching.MODELS and is_registered(url)]
+    models = [(setting, url) for setting, url in urls_in(sections) if setting in fetching.MODELS]
+    named = [(setting, url) for setting, url in models if is_registered(url)]
     if not named:
         return known
     monitor = dict(sections).get("monitor")
     registry = Registry(store_of(monitor if isinstance(monitor, MonitorConfig) else MonitorConfig()))
     before = {copy.url: copy for copy in (known.copies if known else ())}
     for setting, url in named:
+        # a copy that a run began with is used again, also if the alias names another version now
         if url not in before or not before[url].path.exists():
             before[url] = _fetched(url, registry, before.get(url), setting=setting)
     return LocalCopies(copies=tuple(before.values()))
@@ -64,11 +67,13 @@ def _fetched(url: str, registry: Registry, pinned: LocalCopy | None, *, setting:
     try:
         if pinned and not url.startswith("runs:/"):
             name, _, rest = pinned.key.rpartition("/")
+            # the key is NAME/VERSION DIGEST
             number, _, _ = rest.partition(" ")
             version: RegisteredVersion | None = registry.version(name, number)
         else:
             version = registry.resolve(url)
         cache = download_cache() / "registered"
+        # the digest is the name in the cache, so equal files of several versions are kept once
         if version and version.sha256 and (there := sorted((cache / version.sha256).glob("*.onnx"))):
             file = there[0]
         else:
@@ -79,6 +84,7 @@ def _fetched(url: str, registry: Registry, pinned: LocalCopy | None, *, setting:
                     f"{url}: the files of version {version.version} have SHA-256 {sha256[:12]}, and it was registered "
                     f"with {version.sha256[:12]}: they were changed or damaged"
                 )
+            # the model may lie deeper in its directory, which is moved as a whole
             root = next(parent for parent in arrived.parents if parent.parent == cache)
             place = cache / sha256
             if not place.exists():

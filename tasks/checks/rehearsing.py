@@ -58,6 +58,7 @@ def begun_ahead(config: RunConfig) -> Iterator[None]:
     Not where files must be fetched or made first. A rehearsal that nothing has waited for is ended. Call it from a
     thread that lives as long.
     """
+    # these rehearse another file than the one that lies there now
     if config.launch.rehearsal == "off" or config.quantize.aware or any(urls_in(dict(config))):
         yield
         return
@@ -69,6 +70,7 @@ def begun_ahead(config: RunConfig) -> Iterator[None]:
         try:
             yield
         finally:
+            # a configuration that failed must not leave its rehearsal to the next one
             _begun.reset(token)
             process.kill()
             process.wait()
@@ -80,6 +82,7 @@ def quantize(run: RunDir, config: RunConfig, copies: LocalCopies = NONE, *, code
     code: as of `rehearse`. Raises that process's error: ConfigError or DataError.
     """
     with _process("quantize", config, copies, code=code) as folder:
+        # a retry of the task makes the directory anew
         shutil.rmtree(run.quantized, ignore_errors=True)
         shutil.copytree(folder / "quantized", run.quantized)
     made = read_record(run.quantized / "quantized.json", Quantized)
@@ -104,6 +107,7 @@ def rehearse(
             found = found.model_copy(update={"compile": CompileTrial(compiles=False, text=why)})
         return _with_choices(_planned(config, copies, quantized, code), found), found
     with _process("rehearse", config, copies, quantized=quantized, code=code) as folder:
+        # the process has planned with the graph open, so that nothing is imported twice
         if config.parallel.sizes == "auto":
             config = with_plan(config, read_record(folder / "plan.json", Plan))
         found = read_record(RunDir(folder).rehearsal, Rehearsal)
@@ -138,6 +142,7 @@ def _planned(config: RunConfig, copies: LocalCopies, quantized: Path | None, cod
     try:
         return with_plan(config, plan(config, copies, quantized, code))
     except UnsupportedModel:
+        # a plan is an estimate; a layout that needs none of its choices trains without
         if may_train_unplanned(config.parallel, config.recompute):
             return config
         raise

@@ -46,6 +46,7 @@ def how_it_ended(process: subprocess.Popen[bytes], log: Path, *, limit_s: float 
     except BaseException as error:
         process.kill()
         process.wait()
+        # the process is ended in any case: nobody would wait for it any more
         if isinstance(error, subprocess.TimeoutExpired):
             return f"was not done after {limit_s:g} s, and was ended"
         raise
@@ -54,6 +55,7 @@ def how_it_ended(process: subprocess.Popen[bytes], log: Path, *, limit_s: float 
     lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
     how = f"signal {-code}" if code < 0 else f"status {code}"
     ending = "\n  | ".join([f"ended with {how}, without a result. Its last lines:", *lines])
+    # a refusal is the process's own word; without it the end of the log may name a disk
     if not refusal_in(log.parent).exists() and (storage := storage_cause(ending, log.parent)):
         raise storage
     return ending

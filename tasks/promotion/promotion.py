@@ -54,7 +54,10 @@ def promote(run: RunDir, exported: ExportedModel, *, approved: bool | None = Non
     config = read_config(run)
     identity = read_record(run.identity, RunIdentity)
     known = exported.promotion
-    if not config.export.alias or (known and (known.status != "waiting" or approved is None)):
+    is_decided = known is not None and known.status != "waiting"
+    # it is decided that somebody has to agree, and nobody has answered yet
+    is_unanswered = known is not None and approved is None
+    if not config.export.alias or is_decided or is_unanswered:
         return exported
     registry = Registry(identity.tracking_uri)
     try:
@@ -81,6 +84,7 @@ def promote_by_hand(tracking_uri: str, name: str, version: str, alias: str) -> s
     """
     registry = Registry(tracking_uri)
     try:
+        # "latest" is resolved before the lock, so that the version that was asked for does not change while it waits
         new = registry.resolve(f"models:/{name}/{version}")
         assert new is not None
         with lock(name):
@@ -100,21 +104,27 @@ def _decide(
     alias = config.export.alias
     answer = Promotion(alias=alias, status="candidate", reason="")
     comparison: Comparison | None = None
+    # each turn judges against the version that is served now, until nobody has moved the alias between judging and
+    # moving
     while True:
         served = registry.served(new.name, alias)
         if served and served.version == new.version:
             return answer.model_copy(update={"status": "served", "reason": f"it is the {alias} already"})
-        if asked.when == "better" and served and (comparison is None or comparison.version != served.version):
+        # evaluating the served file takes a process and minutes, so it is repeated only for another version
+        compared = comparison.version if comparison else None
+        if asked.when == "better" and served and compared != served.version:
             comparison = _compare(run, served, registry)
         good, reason = judge(config, comparison if served else None, served, exported)
         answer = answer.model_copy(update={"reason": reason, "comparison": comparison if served else None})
         if not good:
             return answer
+        # a first version takes nothing away from anybody, so nobody is asked
         if asked.approval_hours and served and approved is None:
             return answer.model_copy(update={"status": "waiting"})
         if approved is False:
             return answer.model_copy(update={"reason": f"{reason}; it was not approved"})
         with lock(new.name, one_machine=database_of(registry.tracking_uri) is not None):
+            # with the lock held: what was judged is still what is served
             if registry.served(new.name, alias) == served:
                 registry.set_alias(new, alias)
                 return answer.model_copy(update={"status": "served"})
@@ -127,6 +137,7 @@ def judge(
     """Return whether the new file may take the place of the served one, and the reason in one sentence."""
     asked = config.export.promote_if
     alias = config.export.alias
+    # the cheap reasons first; a comparison exists only where the setting asks for one
     if asked.when == "never":
         return False, "export.promote_if is 'never'"
     if served is None:
@@ -147,6 +158,7 @@ def judge(
     values = f"{name} {comparison.served[name]:.6g} -> {comparison.new[name]:.6g} beside {before}"
     if comparison.interval:
         low, high = comparison.interval
+        # the lower end of the interval must pass, so that a gain by chance does not
         values += f", better by {gain:.3g} ({asked.confidence:.0%} interval {low:.3g} to {high:.3g})"
         gain = low
     # written with `not`, because every comparison with NaN is false
@@ -162,13 +174,16 @@ def _above_the_floor(config: RunConfig, exported: ExportedModel) -> tuple[bool, 
     if config.export.promote_if.when == "always" or config.export.promote_if.floor == "none":
         return True, first
     new = (exported.test if name.startswith("test/") else exported.after).get(name, math.nan)
+    # with the sign a greater value is better for each metric
     sign = 1.0 if config.promote_is_greatest else -1.0
     known = {what: metrics[name] for what, metrics in exported.baselines.items() if name in metrics}
+    numbers = {what: value for what, value in known.items() if not math.isnan(value)}
     # written with `not`, because every comparison with NaN is false
-    better = {what: value for what, value in known.items() if not math.isnan(value) and not sign * new > sign * value}
+    better = {what: value for what, value in numbers.items() if not sign * new > sign * value}
     if not better:
         beaten = ", ".join(f"{value:.6g} of {what}" for what, value in known.items())
         return True, f"{first}" + (f": {name} {new:.6g} is better than {beaten}" if beaten else "")
+    # the best of them is the one to beat, and the message names that alone
     what, value = max(better.items(), key=lambda item: sign * item[1])
     return False, (
         f"it would be the first {config.export.alias} of its name, but {name} is {new:.6g}, and {what} alone has "
@@ -181,6 +196,7 @@ def _compare(run: RunDir, served: RegisteredVersion, registry: Registry) -> Comp
     """Evaluate the served file on the rows of this run, in a process of its own: onnxruntime may crash."""
     folder = run.export / "served"
     record = comparison_in(run.export)
+    # the record of an earlier comparison would be taken for that of this one
     record.unlink(missing_ok=True)
     try:
         file = registry.download(served, folder)
@@ -205,10 +221,12 @@ def lock(name: str, *, one_machine: bool = False) -> Iterator[None]:
     one_machine: whether the registry is a file, so that the lock of this machine is enough while the Prefect server
     does not answer. Raises RuntimeUnavailable where it is not.
     """
+    # the name becomes a file name and a name in Prefect, which refuse some characters
     safe = "".join(letter if letter.isalnum() else "-" for letter in name)
     place = onward_home() / "promotions" / f"{safe}.lock"
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.open("w") as file, contextlib.ExitStack() as stack:
+        # first the lock of this machine, then that of all machines: two runs here must not wait for each other in turn
         fcntl.flock(file, fcntl.LOCK_EX)
         known = bool(runtime.flow_run.get_id())  # else no server is known
         answers = known and prefect_answers()
@@ -239,6 +257,7 @@ def _show(run: RunDir, registry: Registry, version: RegisteredVersion, decision:
     registry.describe(version, tags, text)
     if decision.status == "served":
         registry.remove_alias(version, CANDIDATE)
+    # a setting may name this alias itself, and then only a decision moves it
     elif decision.alias != CANDIDATE:
         registry.set_alias(version, CANDIDATE)
     if runtime.flow_run.get_id() and prefect_answers():

@@ -53,6 +53,7 @@ class MedianRule:
         """Read an event; write `pruned.json` if the trial is to end."""
         if self._sweep is None or self._run.pruned.exists() or not isinstance(event, Evaluated):
             return
+        # behind the last step there is nothing left to save
         is_complete = 0 < self._history.num_steps <= event.step
         if is_complete or self._sweep.metric not in event.values:
             return
@@ -78,6 +79,7 @@ def reason_to_prune(
     if not values or len(others) < LEAST_COMPLETE:
         return ""
     step = max(values)
+    # a trial without any number is decided here, because there is nothing to compare
     numbers = [value for value in values.values() if not math.isnan(value)]
     if not numbers:
         return f"pruned at step {step}: {metric} was never a number"
@@ -85,6 +87,7 @@ def reason_to_prune(
     from optuna.trial import TrialState, create_trial
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # a study in memory, made anew at each decision: the records of the sweep are the only store
     study = optuna.create_study(direction="maximize" if greatest else "minimize")
     for other in others:
         study.add_trial(create_trial(state=TrialState.COMPLETE, value=0.0, intermediate_values=dict(other)))

@@ -31,6 +31,7 @@ class EndingReports:
         """
         if not (self._due() or now) or len(found := endings(self._run)) == self._shown:
             return {}
+        # before the calls: an outage must not show the same table again and again
         self._shown = len(found)
         # A direct call of the task's function has no task run, and so no page; an error of Prefect ends nothing.
         if TaskRunContext.get() is not None and prefect_answers():

@@ -59,7 +59,8 @@ class ClassTable(Record):
     @property
     def worst(self) -> list[ClassRow]:
         """The classes with targets, the one with the least F1 first."""
-        known = [row for row in self.classes if row.targets and row.f1 is not None]
+        with_targets = [row for row in self.classes if row.targets]
+        known = [row for row in with_targets if row.f1 is not None]
         return sorted(known, key=lambda row: row.f1 or 0.0)
 
     def files(self) -> dict[str, str]:
@@ -68,6 +69,7 @@ class ClassTable(Record):
         columns = [name for name in ClassRow.model_fields if name != "name"]
         rows = [[row.name, *(getattr(row, name) for name in columns)] for row in self.classes]
         counts = [[name, *row] for name, row in zip(names, self.confusion, strict=True)]
+        # the name of an output may have slashes
         prefix = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', self.loss)}-" if self.loss else ""
         return {
             f"{prefix}classes.json": self.model_dump_json(indent=2),
@@ -106,6 +108,7 @@ def class_table(event: ConfusionMatrix, run: RunDir) -> ClassTable:
     counts: list[Any] = event.counts
     is_of_labels = isinstance(counts[0][0], list)
     names = class_names(run, event.loss, are_labels=is_of_labels)
+    # names of another number of classes would be those of other classes
     names = names if len(names) == len(counts) else [str(number) for number in range(len(counts))]
     if is_of_labels:  # [label][is][predicted]
         found = [matrix[1][1] for matrix in counts]
@@ -125,12 +128,16 @@ def class_table(event: ConfusionMatrix, run: RunDir) -> ClassTable:
 def _row(name: str, found: int, targets: int, predictions: int) -> ClassRow:
     return ClassRow(
         name=name,
-        precision=found / predictions if predictions else None,
-        recall=found / targets if targets else None,
-        f1=2 * found / (targets + predictions) if targets + predictions else None,
+        precision=_ratio(found, predictions),
+        recall=_ratio(found, targets),
+        f1=_ratio(2 * found, targets + predictions),
         targets=targets,
         predictions=predictions,
     )
+
+
+def _ratio(part: int, total: int) -> float | None:
+    return part / total if total else None
 
 
 def class_names(run: RunDir, title: str, *, are_labels: bool = False) -> Sequence[str]:
@@ -140,6 +147,7 @@ def class_names(run: RunDir, title: str, *, are_labels: bool = False) -> Sequenc
     """
     losses = read_config(run).losses
     found = [loss for loss, name in zip(losses, titles(losses), strict=True) if title in ("", name)]
+    # classes are named by the one column that holds them; several columns have none in common
     if not found or (len(found[0].columns) != 1 and not are_labels):
         return []
     if are_labels:

@@ -69,11 +69,13 @@ class Shipper:
     def ship(self) -> int:
         """Send everything in the log; return the number of points. The call may be repeated after a TrackingError."""
         sent = 0
+        # the database was replaced while this runs
         if (file := file_of(self.tracker.tracking_uri)) not in (self.cursor.file, ""):
             self.cursor = Cursor(mlflow_run_id=self.tracker.run_id, file=file)
             self._knows_mlflow = False
         if not self._knows_mlflow:
             last = dict(self.cursor.last)
+            # once for each connection: another process may have sent more than the cursor says
             for key, step in last_steps(self.tracker, self.tracker.run_id).items():
                 last[key] = max(step, last.get(key, -1))
             self.cursor = self.cursor.model_copy(update={"last": last})
@@ -97,6 +99,7 @@ class Shipper:
         last = dict(self.cursor.last)
         for event, after in read_events(self._log, offset):
             fresh = [point for point in points_of(event) if point.step > last.get(point.key, -1)]
+            # an event is never divided, so that the cursor stands between lines
             if len(points) + len(fresh) > BATCH and points:
                 break
             # Steps that an earlier attempt has sent are skipped: MLflow cannot replace a point.
@@ -150,6 +153,7 @@ class RetryingShipper:
                 self._tags = {}
             while self._files:
                 self._shipper.tracker.log_file(*self._files[0])
+                # removed after the upload: an outage in between repeats it
                 self._files.pop(0)
             if self._status != status:
                 self._shipper.tracker.set_status(status)

@@ -24,13 +24,17 @@ COLOURS = {"train/loss": "#3b6fd4", "evaluation/loss": "#d4703b"}
 
 def curves_of(history: RunHistory) -> dict[str, Curve]:
     """Return name -> (step, loss) of each step of a run; of several attempts the first value counts."""
-    curves = {name: history.curve(name).points() for name in COLOURS}
-    finite = {name: [point for point in curve if math.isfinite(point[1])] for name, curve in curves.items()}
-    return {name: curve for name, curve in finite.items() if curve}
+    curves: dict[str, Curve] = {}
+    for name in COLOURS:
+        finite = [point for point in history.curve(name).points() if math.isfinite(point[1])]
+        if finite:
+            curves[name] = finite
+    return curves
 
 
 def picture(curves: dict[str, Curve], title: str) -> str:
     """Return an SVG image. curves: name -> (step, value) in the order of steps, one at least."""
+    # the range is that of the drawn points: a single spike would press the rest flat
     thinned = {name: _thinned(curve) for name, curve in curves.items()}
     steps = [step for curve in curves.values() for step, _ in curve]
     values = [value for curve in thinned.values() for _, value in curve]
@@ -76,4 +80,5 @@ def as_url(svg: str) -> str:
 def _thinned(curve: Curve) -> Curve:
     size = math.ceil(len(curve) / MOST_POINTS)
     groups = [curve[start : start + size] for start in range(0, len(curve), size)]
+    # a mean stands at the last step of its group, at which all of it is known
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]

@@ -16,7 +16,11 @@ def code(name: object) -> str:
     if _PLAIN.fullmatch(text):
         return f"`{text}`"
     # no code span can hold every character, in a table least of all
-    return "".join(letter if letter.isalnum() or letter in " ," else f"&#{ord(letter)};" for letter in text or '""')
+    coded = []
+    for letter in text or '""':
+        is_plain = letter.isalnum() or letter in " ,"
+        coded.append(letter if is_plain else f"&#{ord(letter)};")
+    return "".join(coded)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

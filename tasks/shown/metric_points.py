@@ -55,6 +55,7 @@ def points_of_step(history: RunHistory, step: int) -> tuple[Point, ...]:
     points: dict[str, Point] = {}
     for event in history.evaluations:
         if event.step == step:
+            # the right side wins, which has the points of the earlier attempt
             points = {point.key: point for point in points_of(event)} | points
     return tuple(points.values())
 
@@ -80,4 +81,5 @@ def only_of_file(measured: Mapping[str, float], sent: Iterable[Point], *, averag
 
 
 def _same(a: float, b: float) -> bool:
+    # equal infinities have no difference that could be compared
     return a == b or abs(a - b) <= SAME * max(1.0, abs(b))

@@ -47,6 +47,7 @@ class Outage:
             if self.error is None:
                 self._log.warning(self._begins, error)
             self.error = error
+            # each try may block until its timeout, and the task has other work
             self._retry_at = time.monotonic() + PERIOD_S
         else:
             if self.error is not None and self._ends:

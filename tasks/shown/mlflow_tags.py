@@ -38,7 +38,11 @@ SHOWN = 3
 def parameters(config: RunConfig) -> dict[str, str]:
     """Return the parameters that matter for every run, and those that differ from their defaults, as text."""
     settings = flat_settings(config)
-    wanted = [key for key in THAT_MATTER if key in settings and (settings[key] or "num_" not in key)]
+    wanted = []
+    for key in THAT_MATTER:
+        # of train.num_steps and train.num_epochs a run has one, and the other is 0
+        if key in settings and (settings[key] or "num_" not in key):
+            wanted.append(key)
     wanted += [key for key in changed_settings(config) if key != "name"]
     return {key: _short(settings[key]) for key in dict.fromkeys(wanted)}
 
@@ -59,6 +63,7 @@ def first_tags(run: RunDir, config: RunConfig, identity: RunIdentity) -> dict[st
 
 def description(run: RunDir, config: RunConfig, identity: RunIdentity, result: str = "") -> str:
     """Return the text on the run's page, in Markdown; its first line is in the table of runs."""
+    # the table of runs shows the first line, so the result stands there once it is known
     lines = [f"**{result}**", ""] if result else []
     lines.append(f"`{config.model.path.name}` on `{config.data.source}`, {config.world_size} ranks")
     lines += ["", f"Run directory: `{run.root}`"]
@@ -82,6 +87,7 @@ def result_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
 
 def before_and_after(exported: ExportedModel, first: str) -> str:
     """Return the metrics of the file before and after the training, the deciding one first, in one line."""
+    # False sorts before True: the deciding metric, then accuracies, then by name
     names = sorted(exported.after, key=lambda name: (name != first, not name.endswith("accuracy"), name))
     shown = [
         f"{name.removeprefix('evaluation/')} {exported.before.get(name, math.nan):.4g} -> {exported.after[name]:.4g}"
@@ -104,6 +110,7 @@ def version_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
         "prefect.flow_run_url": identity.prefect_url,
         **{name: f"{value:.6g}" for name, value in exported.after.items()},
     }
+    # MLflow shows an empty tag as a row without content
     return {name: value for name, value in facts.items() if value}
 
 
@@ -123,7 +130,8 @@ def trained_from(run: RunDir, model: ModelConfig) -> str:
     if not is_registered(url):
         return url or str(model.path)
     copies = read_record(run.remote, LocalCopies).copies if run.remote.exists() else ()
-    versions = [copy.key.partition(" ")[0] for copy in copies if copy.url == url and " " in copy.key]
+    keys = [copy.key for copy in copies if copy.url == url]
+    versions = [key.partition(" ")[0] for key in keys if " " in key]
     return versions[0] if versions else url
 
 
@@ -136,11 +144,13 @@ def data_digests(run: RunDir) -> dict[str, str]:
 def digests_of(manifest: ShardManifest) -> dict[str, str]:
     """Return split -> SHA-256 of the digests of its files, for the splits that have rows."""
     splits = {"train": manifest.train, "evaluation": manifest.evaluation, "test": manifest.test}
-    return {
-        split: hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
-        for split, files in splits.items()
-        if files
-    }
+    digests = {}
+    for split, files in splits.items():
+        if files:
+            # equal rows have equal files, so the digest of the digests is that of the rows
+            joined = "".join(file.sha256 for file in files)
+            digests[split] = hashlib.sha256(joined.encode()).hexdigest()
+    return digests
 
 
 def _tags_of_trial(run: RunDir) -> dict[str, str]:

@@ -31,7 +31,7 @@ from onward.trainer.run.recorded.preprocessing_record import (
     TableInput,
     TokenInput,
 )
-from onward.trainer.run.records import ExportedModel, RunIdentity, TrainResult, read_record
+from onward.trainer.run.records import ExportedModel, RunIdentity, TrainResult, read_record, record_if_written
 
 CARD = "README.md"
 MOST_NAMED = 50
@@ -56,10 +56,12 @@ def write_card(run: RunDir, exported: ExportedModel, folder: Path) -> Path:
 
 def model_card(run: RunDir, exported: ExportedModel) -> str:
     """Return the card in Markdown, with the header that Hugging Face reads."""
+    # as it was given: the paths of local copies mean nothing to a reader elsewhere
     config = read_config(run, "given")
-    identity = read_record(run.identity, RunIdentity) if run.identity.exists() else None
+    identity = record_if_written(run.identity, RunIdentity)
     shards = run.shards / "manifest.json"
-    manifest = read_record(shards, ShardManifest) if shards.exists() else None
+    # the card is also written where shards or records are gone, with the rows that are known
+    manifest = record_if_written(shards, ShardManifest)
     record = next((file for file in exported.preprocessing if file.name == "preprocessing.json"), None)
     recipe = read_record(record, Preprocessing) if record else None
     sections: dict[str, Iterable[str]] = {
@@ -73,6 +75,7 @@ def model_card(run: RunDir, exported: ExportedModel) -> str:
         "Intended use": ["*To be filled in: what the model is for, what it must not be used for, whom it may harm.*"],
         "Licence": ["*To be filled in, here and as `license` in the header: that of the file, and of its data.*"],
     }
+    # the header is YAML; the licence is a comment, because only the publisher can choose it
     lines = ["---", "library_name: onnx", "tags:", "- onnx", "- onward", "# license: apache-2.0", "---", ""]
     lines += [f"# {code(identity.name if identity else config.name)}", "", *_opening(run, config, exported)]
     for heading, content in sections.items():
@@ -96,29 +99,34 @@ def _place(path: str) -> str:
 
 
 def _model(run: RunDir, config: RunConfig, exported: ExportedModel, identity: RunIdentity | None) -> list[str]:
-    trained = read_record(run.train, TrainResult) if run.train.exists() else None
-    facts = {
-        "SHA-256": f"`{exported.sha256}`",
-        "trained from": _origin(run, config.model),
-        "SHA-256 of that file": f"`{identity.model_sha256}`" if identity and identity.model_sha256 else "",
-        "step of the weights": f"{exported.step}" + (f"; the training ended at {trained.step}" if trained else ""),
-        "weights": "moving average" if config.exports_average else "as trained",
-        "changed tensors": str(exported.changed),
-        "run": code(identity.run_id) if identity else "",
-        "began": identity.created_at if identity else "",
-    }
+    trained = record_if_written(run.train, TrainResult)
+    facts = {"SHA-256": f"`{exported.sha256}`", "trained from": _origin(run, config.model)}
+    if identity and identity.model_sha256:
+        facts["SHA-256 of that file"] = f"`{identity.model_sha256}`"
+    facts["step of the weights"] = f"{exported.step}"
+    if trained:
+        facts["step of the weights"] += f"; the training ended at {trained.step}"
+    facts["weights"] = "moving average" if config.exports_average else "as trained"
+    facts["changed tensors"] = str(exported.changed)
+    if identity:
+        facts["run"] = code(identity.run_id)
+        facts["began"] = identity.created_at
     signature = read_signature(exported.path)
     rows = [("input", *_tensor(info)) for info in signature.inputs]
     rows += [("output", *_tensor(info)) for info in signature.outputs]
     return [
         *table(("what", "value"), ((what, value) for what, value in facts.items() if value)),
         "",
+        # a graph may have hundreds of inputs, such as the cache of a decoder
         *table(("", "name", "type", "shape"), rows[:MOST_NAMED]),
     ]
 
 
 def _tensor(info: TensorInfo) -> tuple[str, str, str]:
-    shape = "any" if info.shape is None else f"[{', '.join('N' if dim is None else str(dim) for dim in info.shape)}]"
+    shape = "any"
+    if info.shape is not None:
+        dims = ", ".join("N" if dim is None else str(dim) for dim in info.shape)
+        shape = f"[{dims}]"
     return code(info.name), info.dtype, shape
 
 
@@ -126,6 +134,7 @@ def _data(run: RunDir, data: DataConfig, manifest: ShardManifest | None, recipe:
     yield f"Source: {_place(data.source)}"
     if manifest:
         digests = data_digests(run)
+        # a split without rows has no digest
         rows = [(what, f"{manifest.rows(split)}", f"`{digests[split]}`") for split, what in SPLITS if split in digests]
         yield from ("", *table(("split", "rows", "SHA-256"), rows))
         left_out = {"bad": manifest.skipped, "without a value": manifest.left_out}
@@ -160,6 +169,7 @@ def _metrics(metrics: Mapping[str, float]) -> str:
 
 
 def _training(config: RunConfig) -> list[str]:
+    # the parameters of the run's page in MLflow, without those that say nothing about the weights
     settings = {key: value for key, value in parameters(config).items() if not key.startswith(NOT_SHOWN)}
     return table(("setting", "value"), [(f"`{key}`", _place(value)) for key, value in settings.items()])
 
@@ -189,6 +199,7 @@ def _preprocessing(recipe: Preprocessing | None, exported: ExportedModel) -> lis
 
 def _predict(exported: ExportedModel) -> Iterator[str]:
     yield from ("```sh", "onward predict FILE.onnx DATA -o predictions.csv", "```")
+    # None where what is beside the file does not say how raw rows become inputs
     if raw := raw_prediction_of(exported):
         yield from ("", f"`DATA` has {_named(column.name for column in raw.columns)}, computed as in training.")
         if raw.predicted:

@@ -50,6 +50,7 @@ def result_rows(exported: ExportedModel, result: TrainResult, *, first: str) -> 
 
 def metric_rows(exported: ExportedModel, first: str) -> list[dict[str, str]]:
     """Return a row of each metric before and after the training, that named `first` first; then those of the test."""
+    # False sorts before True
     names = sorted(exported.after, key=lambda name: (name != first, name))
     rows = [
         {

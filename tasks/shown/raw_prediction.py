@@ -35,11 +35,14 @@ PACKAGES = {"image": ("pillow",), "audio": ("soundfile", "scipy"), "tokens": ("t
 def raw_prediction_of(exported: ExportedModel) -> RawPrediction | None:
     """Return how an exported file predicts from raw rows; None if what is beside it does not say."""
     signature = read_signature(exported.path)
+    tensors: set[str] = set()
+    for node in read_model(exported.path).graph.node:
+        tensors.update(node.output)
     return raw_prediction(
         exported.preprocessing,
         [info.name for info in signature.inputs],
         {info.name: info.shape for info in signature.outputs},
-        {name for node in read_model(exported.path).graph.node for name in node.output},
+        tensors,
     )
 
 
@@ -70,8 +73,10 @@ def _predicted(recipe: dict[str, Any], outputs: Outputs) -> Iterator[RawColumn]:
     zeros = {}
     for meaning in recipe["outputs"]:
         shape = outputs.get(meaning["name"].removesuffix(LOG))
-        known = [length for length in (shape or ())[1:] if length is not None]
-        if not shape or len(known) < len(shape) - 1:
+        if not shape:
+            return
+        known = [length for length in shape[1:] if length is not None]
+        if len(known) < len(shape) - 1:
             return
         zeros[meaning["name"]] = np.zeros((1, *known))
     with contextlib.suppress(NoColumns):
@@ -91,12 +96,10 @@ def _example(recipe: dict[str, Any], columns: dict[str, str]) -> dict[str, list[
 
     {} where some column cannot be made up.
     """
-    known = {
-        column["name"]: column
-        for how in recipe["inputs"].values()
-        for column in how.get("columns", ())
-        if not column["indicates_missing"]
-    }
+    known: dict[str, Any] = {}
+    for how in recipe["inputs"].values():
+        # an indicator of a missing value has the name of its column
+        known |= {column["name"]: column for column in how.get("columns", ()) if not column["indicates_missing"]}
     found: dict[str, list[Any]] = {}
     for name, kind in columns.items():
         column = known.get(name, {})
@@ -104,8 +107,13 @@ def _example(recipe: dict[str, Any], columns: dict[str, str]) -> dict[str, list[
             found[name] = ["a text"]
         elif kind in ("category", "integers"):
             texts = [text for text in column["categories"] if text]
-            found[name] = [int(texts[0]) if kind == "integers" else texts[0]] if texts else []
-        elif kind == "number" and len(column.get("center") or column.get("fill") or ()) == 1:
-            found[name] = [(column["center"] or column["fill"])[0]]
+            if texts:
+                found[name] = [int(texts[0]) if kind == "integers" else texts[0]]
+        elif kind == "number":
+            means: Sequence[float] = column.get("center") or column.get("fill") or []
+            if len(means) == 1:
+                found[name] = [means[0]]
     # the cells of windows are lists
-    return found if all(found.get(name) for name in columns) and not recipe["window_length"] else {}
+    if recipe["window_length"] or not all(found.get(name) for name in columns):
+        return {}
+    return found

@@ -63,6 +63,7 @@ class Board(Protocol):
 
 def reporters_of(run: RunDir, log: Log, *, patience_s: float) -> list[Reporter]:
     """Return the reporters of a run, ready for its first event. patience_s: see `monitor`."""
+    # opened late: each of the libraries takes seconds to import
     boards: dict[str, tuple[str, Callable[[], Board]]] = {
         "tensorboard": ("TensorBoard", lambda: TensorBoard(run.tensorboard)),
         "wandb": ("Weights & Biases", lambda: _weights_and_biases(run)),
@@ -94,6 +95,7 @@ class MLflow:
         self._patience_s = patience_s
         self._shipping = RetryingShipper(run, Tracker(identity.tracking_uri, identity.mlflow_run_id), log)
         self._endings = EndingReports(run)
+        # shipped with the first tick in which MLflow answers
         for file in (run.packages, run.runtime, run.rehearsal):
             self._shipping.file(file, "environment")
 
@@ -113,6 +115,7 @@ class MLflow:
         for folder, pattern in ((self._run.classes, "[!.]*"), (self._run.profile, "rank-*")):
             for file in sorted(folder.glob(pattern)):
                 self._shipping.file(file, folder.name)
+        # a broken disk does not recover while the task waits
         patience_s = 0 if storage_problem(self._run.root) else self._patience_s
         self._shipping.finish(summary.status, patience_s=patience_s, ended_early=summary.ended_early)
 
@@ -143,6 +146,7 @@ class BoardReporter:
 
     def _is_new(self, name: str, step: int) -> bool:
         """Return whether the name has no value of this step or a later one yet, and note that it has one now."""
+        # boards draw a line through the points in the order in which they came
         is_new = step > self._last.get(name, -1)
         self._last[name] = max(step, self._last.get(name, -1))
         return is_new

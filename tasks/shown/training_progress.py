@@ -44,6 +44,7 @@ class Progress:
         start = self._history.start
         if start is None or not start.num_samples:
             return math.nan
+        # the mean over the run, because the last step of an epoch may be smaller
         samples_per_step = start.num_samples / max(1, start.num_steps)
         return (self.num_steps - self.step) * samples_per_step / (self.newest("samples_per_s") or math.nan)
 
@@ -67,35 +68,43 @@ class Progress:
         if not math.isnan(self.remaining_s):
             minutes, seconds = divmod(round(self.remaining_s), 60)
             parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
+        # before the first logged step nothing is known
         return ", ".join(parts) or "starting"
 
     def summary(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> MetricsSummary:
         """Return the record for a training that ended as `status`. Speed and wait are the medians over all steps."""
         history = self._history
-        first = next((event.values for event in history.evaluations if event.step == 0 and event.values), {})
+        before_training = (event for event in history.evaluations if event.step == 0)
+        first = next((event.values for event in before_training if event.values), {})
         last = max(history.evaluations, key=lambda event: event.step, default=None)
+        last_values = last.values if last else {}
         end = history.newest.end
         speeds = [speed for speed in self._all("samples_per_s") if speed]
+        ended_early = end.ended_early if end else ""
         return MetricsSummary(
             status=status,
             step=self.step,
             num_events=history.num_events,
             first=first,
-            last=last.values if last else {},
+            last=last_values,
             samples_per_s=statistics.median(speeds or [0.0]),
             data_wait=statistics.median(self._all("data_wait") or [0.0]),
             costs=self._summed_costs(),
-            ended_early=end.ended_early if end else "",
+            ended_early=ended_early,
         )
 
     def _all(self, name: str) -> list[float]:
         """Return all values of `train/NAME`, those of repeated steps included."""
+        # steps that were made again cost time again, so they count
         parts = (attempt.series.get(f"train/{name}") for attempt in self._history.attempts.values())
         return list(itertools.chain.from_iterable(series.values for series in parts if series))
 
     def _summed_costs(self) -> dict[str, float]:
-        costs = {name: [value for value in self._all(name) if value] for name in COSTS}
+        costs = {}
+        for name in COSTS:
+            costs[name] = [value for value in self._all(name) if value]
         summed = {name: statistics.median(values) for name, values in costs.items() if values}
+        # of memory the peak matters, and not the median
         if costs["memory_bytes"]:
             summed["memory_bytes"] = max(costs["memory_bytes"])
         stalls = [attempt.seconds["checkpoint"] for attempt in self._history.attempts.values() if attempt.seconds]

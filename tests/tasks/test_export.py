@@ -13,7 +13,7 @@ from onward.infra.mlflow.tracking import Tracker
 from onward.tasks import export as task
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.results import ExportConfig
-from onward.trainer.diagnostics.config_check import files_in_the_way
+from onward.trainer.diagnostics.export_conflicts import files_in_the_way
 from onward.trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
 from onward.trainer.events import Evaluated, EventWriter
 from onward.trainer.run.directory import RunDir

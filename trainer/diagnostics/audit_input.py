@@ -69,8 +69,11 @@ class AuditInput:
         return sum(self.numbers_of(name) for name in self.roles if name not in self.copies)
 
     def trained(self) -> list[str]:
-        found = [name for name, role in self.roles.items() if role.kind == "trained" and name not in self.copies]
-        return [name for name in found if self.selected is None or name in self.selected]
+        trained = [name for name, role in self.roles.items() if role.kind == "trained"]
+        originals = [name for name in trained if name not in self.copies]
+        if self.selected is None:
+            return originals
+        return [name for name in originals if name in self.selected]
 
 
 def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> AuditInput:
@@ -84,7 +87,10 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
     inner = tuple(inner_tensors(original))
     stored = with_dequantized(part.graph, stored_tensors(part.graph, base))
     main = with_operands(part)
+    # roles follow from the operators that read a tensor, and a function hides them
     main = inliner.inline_local_functions(main) if main.functions else main
+    # what [model] selected is what requires a gradient
+    trained_paths = [path for path, parameter in module.named_parameters() if parameter.requires_grad]
     audit = AuditInput(
         model=main,
         base=base,
@@ -94,7 +100,7 @@ def audit_of_run(model: onnx.ModelProto, module: ImportedGraph, base: Path) -> A
         copies=module.copies,
         batch=BatchUse("any" if takes_any_batch(module) else "own", declared_batch(main.graph)),
         records=read_records(part, inner),
-        selected=frozenset(module.onnx_names[path] for path, p in module.named_parameters() if p.requires_grad),
+        selected=frozenset(module.onnx_names[path] for path in trained_paths),
     )
     audit.read_graph(module)
     return audit

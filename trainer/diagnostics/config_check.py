@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.quantize import QuantizeConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES
-from onward.trainer.config.urls import redacted, url_of
+from onward.trainer.config.urls import url_of
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.computations import open_fitted
 from onward.trainer.data.data_problems import data_problems
@@ -29,11 +29,12 @@ from onward.trainer.data.input_columns import computed_columns
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.reading.sources import locate
-from onward.trainer.data.schema.signature import Signature, model_bytes, model_digest, read_training_signature
+from onward.trainer.data.schema.signature import Signature, model_bytes, read_training_signature
 from onward.trainer.data.storage.sharding import check_held_out, check_named_files, try_first_rows
 from onward.trainer.data.text.text_checks import text_problems
+from onward.trainer.diagnostics.export_conflicts import export_conflicts, files_in_the_way, is_writable, url_conflicts
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
-from onward.trainer.errors import Refused, UnsupportedModel
+from onward.trainer.errors import Refused
 from onward.trainer.extras import how_to_install
 from onward.trainer.onnx_graph.files.index import (
     Index,
@@ -59,9 +60,7 @@ from onward.trainer.onnx_graph.outputs import selected_output
 from onward.trainer.onnx_graph.surgery.quantizing import quantizing_problems
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.outcomes.storage import broken_storage
-from onward.trainer.run.recorded.exported_files import not_ours
 from onward.trainer.run.remote.local_copies import LocalCopies, urls_in, with_copies
-from onward.trainer.run.remote.stores import refuse_unwritable
 
 
 def check_files_and_data(sections: Sections, known: LocalCopies | None = None) -> list[str]:
@@ -82,31 +81,41 @@ def check_local_files(sections: Sections) -> list[str]:
     converter_problems = _converters(model) if model else ()
     problems = [*model_problems, *converter_problems, *source_problems, *_paths(sections), *_metrics(sections)]
     absent = [setting for setting, _ in urls_in(sections) if setting.startswith(("model.", "data."))]
-    if model and data and "loss" in sections and not absent and not model_problems and not source_problems:
+    is_complete = model and data and "loss" in sections
+    # what does not open has its sentence already, and a comparison would only repeat it
+    is_unreadable = absent or model_problems or source_problems
+    if is_complete and not is_unreadable:
         try:
             config = completed(RunConfig.model_construct(**dict(sections)))
-            config = config.model_copy(update={"model": with_outputs(config.model, config.losses)})
-            signature, schema = read_training_signature(config.model), infer_schema(config.data)
-            computed = computed_columns(config, signature)
-            own = {name: column for name, column in schema.items() if name not in computed}
-            made = frozenset[str]().union(*(each.makes for each in open_fitted(config, signature, schema)))
-            misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
-            misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
-            misfits += [*_quantizing(config.model, config.quantize), *_patterns(config), *_cuts(config)]
-            misfits += _absent_weights(config.model)
-            if misfits:
-                misfits += _selected(config.model)
-            else:
-                check_named_files(config, signature, schema)
-            if (computed or made or data.image) and not misfits:  # what is computed is tried on the first rows
-                found, fitted = try_first_rows(config, signature, schema)
-                misfits = data_problems(config, found, signature, fitted=fitted)
-            if not misfits:
-                check_held_out(config, signature, schema)
-            problems += misfits
+            problems += _misfits(config.model_copy(update={"model": with_outputs(config.model, config.losses)}))
         except Refused as error:
             problems += error.problems
     return problems
+
+
+def _misfits(config: RunConfig) -> list[str]:
+    """Return where model, data and settings do not fit together. Raises Refused where reading goes no further."""
+    signature, schema = read_training_signature(config.model), infer_schema(config.data)
+    computed = computed_columns(config, signature)
+    # columns that are computed have their final type and shape only behind the computation
+    own = {name: column for name, column in schema.items() if name not in computed}
+    made = frozenset[str]().union(*(fitted.makes for fitted in open_fitted(config, signature, schema)))
+    # everything that needs no row of the data, so that all of it is reported at once
+    misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
+    misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
+    misfits += [*_quantizing(config.model, config.quantize), *_patterns(config), *_cuts(config)]
+    misfits += _absent_weights(config.model)
+    if misfits:
+        misfits += _selected(config.model)
+        return misfits
+    # from here on rows are read, which takes time and fails at the first bad one
+    check_named_files(config, signature, schema)
+    if computed or made or config.data.image:  # what is computed is tried on the first rows
+        columns, fitted_columns = try_first_rows(config, signature, schema)
+        misfits = data_problems(config, columns, signature, fitted=fitted_columns)
+    if not misfits:
+        check_held_out(config, signature, schema)
+    return misfits
 
 
 def _selected(model: ModelConfig) -> Iterator[str]:
@@ -141,6 +150,7 @@ def _training_files(config: RunConfig, signature: Signature) -> list[str]:
             continue
         if output.shape is None or output.name in undeclared:
             problems.append(f"export.training: {unknown_shape(output.name)}")
+        # a file of too old an opset was refused above, and each loss would repeat that
         elif loss.is_own and not problems:
             try:
                 read_loss_file(Path(loss.named.location), opset)
@@ -161,23 +171,23 @@ def _quantizing(model: ModelConfig, quantize: QuantizeConfig) -> list[str]:
 def _patterns(config: RunConfig) -> Iterator[str]:
     """Yield the patterns of weights that match no name at all in the file. Those that match a name that is no weight
     are found when the graph is imported."""
+    # the names of the file are known here, and not those that the surgery makes
     if config.model.untie or config.model.num_classes or config.quantize.aware:
-        return  # which make weights with names of their own
+        return
     model = read_model(config.model.path)
     if model.functions:
         return
     stored = list(dict.fromkeys(tensor.name for each in graphs_of(model.graph) for tensor in each.initializer))
     nodes = list(nodes_of(model.graph))
     # those inside of nodes have the names of `onward doctor`: the import says why they are not trained
-    inside = [
-        f"{node.name or node.output[0]}/{name}"
-        for node in nodes
-        for graph in subgraphs(node)
-        for name in Index(graph).stored
-    ]
+    inside: list[str] = []
+    for node in nodes:
+        for graph in subgraphs(node):
+            inside += [f"{node.name or node.output[0]}/{name}" for name in Index(graph).stored]
     names = {*stored, *inside, *all_names(model.graph)}
     # adapters, projections to a teacher and the scales of quantization have names of their own, too
-    has_more = config.lora.weights or config.teacher.match or "QuantizeLinear" in {each.op_type for each in nodes}
+    is_quantized = any(node.op_type == "QuantizeLinear" for node in nodes)
+    has_more = config.lora.weights or config.teacher.match or is_quantized
     of_optimizer = () if has_more else tuple(each.pattern for each in config.optimizer.weights)
     for setting, patterns in (
         ("model.train", config.model.train),
@@ -230,7 +240,8 @@ def _metrics(sections: Sections) -> list[str]:
     library = [each.key for each in metrics if is_library(each)]
     if library and importlib.util.find_spec("torchmetrics") is None:
         problems.append(f"metrics: {', '.join(library)} need torchmetrics: {how_to_install('metrics')}")
-    unknown = [each for each in metrics if each.name == "bits_per_byte" and not each.bytes_per_target]
+    per_byte = [metric for metric in metrics if metric.name == "bits_per_byte"]
+    unknown = [metric for metric in per_byte if not metric.bytes_per_target]
     if unknown and isinstance(data, DataConfig) and data.text is None:  # of tokens they are counted
         with contextlib.suppress(Refused):  # of a source that is absent, which is reported elsewhere
             if locate(data.source, data).format != "text":
@@ -272,8 +283,10 @@ def _matches(source: str) -> bool:
     path = Path(source)
     if path.exists():
         return True
+    # glob needs a directory without wildcards to begin at
     fixed = next(parent for parent in path.parents if not set("*?[") & set(str(parent)))
     try:
+        # the first match is enough: a folder may have millions of files
         return path != fixed and any(True for _ in fixed.glob(str(path.relative_to(fixed))))
     except ValueError:  # such as ** beside other letters
         return False
@@ -286,113 +299,26 @@ def _paths(sections: Sections) -> list[str]:
         "checkpoint.load": getattr(sections.get("checkpoint"), "load", ""),
     }
     named |= {key_of(losses, at, "file"): each.named.location for at, each in enumerate(losses)}
-    problems = [
-        f"{key}: {path} does not exist"
-        for key, path in named.items()
-        if path and not url_of(path) and not Path(path).exists()
-    ]
+    problems = []
+    for key, path in named.items():
+        if path and not url_of(path) and not Path(path).exists():
+            problems.append(f"{key}: {path} does not exist")
     load = Path(named["checkpoint.load"])
     if named["checkpoint.load"] and load.is_dir() and not (load / "manifest.json").is_file():
         problems.append(f"checkpoint.load: {load} is no complete checkpoint: it has no manifest.json")
     export, model = sections.get("export"), sections.get("model")
     if isinstance(export, ExportConfig) and (url := url_of(export.path)):
-        problems += _unwritable(url)
+        problems += url_conflicts(url)
     elif isinstance(export, ExportConfig) and export.path:
         source = model.path if isinstance(model, ModelConfig) else None
         problems += [f"export.path: {why}" for why in export_conflicts(Path(export.path), source, export.variants)]
+        # files in the way matter only if the target itself is possible
         if not problems and not export.overwrite:
             problems += [f"export.path: {why}" for why in files_in_the_way(Path(export.path), export.variants)]
-    if not _writable(onward_home()):
+    if not is_writable(onward_home()):
         if broken := broken_storage(onward_home()):
             raise broken
         problems.append(
             f"cannot write to {onward_home()}, where runs are kept; set ONWARD_HOME to a directory of yours"
         )
     return problems
-
-
-def _unwritable(url: str) -> list[str]:
-    if not url.endswith(".onnx"):
-        return [
-            f"export.path: {redacted(url)} names no file; name the file to write, such as {redacted(url)}/model.onnx"
-        ]
-    try:
-        refuse_unwritable(url)
-    except Refused as error:
-        return [f"export.path: {problem}" for problem in error.problems]
-    return []
-
-
-def export_conflicts(target: Path, source: Path | None, variants: Iterable[str] = ()) -> list[str]:
-    """Return why the trained file, its variants and its external data cannot be written to `target` and beside it.
-
-    `source`: the original file. Neither it, nor its external data, nor that of another model may be overwritten.
-    """
-    if target.is_dir():
-        return [f"{target} is a directory; name the file to write, such as {target}/model.onnx"]
-    if not _writable(target.parent):
-        return [f"cannot write to {target.parent}"]
-    if source is None or not source.is_file():
-        return []
-    places = [target, *(target.with_name(f"{target.stem}.{kind}.onnx") for kind in variants)]
-    problems = [
-        f"{place} is the model that is trained; choose another name" for place in places if _same(place, source)
-    ]
-    # the exported file keeps its weights in files of the same names as the original's
-    own = _external_files(source)
-    if taken := [name for name in own if _same(target.parent / name, source.parent / name)]:
-        problems.append(
-            f"the exported file keeps weights in {', '.join(taken)}, and in {target.parent} those belong to the "
-            "original; choose another directory"
-        )
-    # files of an earlier export to the same target may be replaced
-    former = _external_files(target) if target.is_file() else []
-    if foreign := [name for name in own if name not in (*taken, *former) and (target.parent / name).exists()]:
-        problems.append(
-            f"the exported file keeps weights in {', '.join(foreign)}, which in {target.parent} is not a file of "
-            f"{target.name}; choose another directory"
-        )
-    return problems
-
-
-def files_in_the_way(target: Path, variants: Iterable[str] = (), others: Iterable[Path] = ()) -> list[str]:
-    """Return why existing files at `target`, those of its variants and `others` must not be replaced, one text each.
-
-    A file that an export has left there may be replaced.
-    """
-    places = [target, *(target.with_name(f"{target.stem}.{kind}.onnx") for kind in variants), *others]
-    foreign = not_ours(places)
-    if target in foreign and _is_export_of_a_run(target):
-        return []  # of a version that did not record where it exported to
-    return [
-        f"{place} exists, and no export has left it so; choose another name, move the file away, or replace it: "
-        "export.overwrite = true, or `onward export --overwrite`"
-        for place in foreign
-    ]
-
-
-def _is_export_of_a_run(file: Path) -> bool:
-    """Return whether the file equals one that a run has exported and still has."""
-    if not file.is_file():
-        return False
-    records = (onward_home() / "runs").glob("*/export/model.json")
-    texts = [record.read_text(errors="replace") for record in records]
-    return bool(texts) and any(model_digest(file) in text for text in texts)
-
-
-def _external_files(model: Path) -> list[str]:
-    """Return the names of a model's external data files; [] if it cannot be read."""
-    try:
-        return locations(read_model(model))
-    except (UnsupportedModel, OSError):
-        return []
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.exists() and other.exists() and one.samefile(other)
-
-
-def _writable(directory: Path) -> bool:
-    """Whether files can be written there, or the directory can be made."""
-    nearest = next(parent for parent in (directory, *directory.parents) if parent.exists())
-    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

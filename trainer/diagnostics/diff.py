@@ -32,6 +32,7 @@ def compare(a: Path, b: Path) -> Difference:
     after = _read(b)
     before, stripped = _as_stripped(given, after, a.parent)
     tensors, equal = _tensor_changes(before, a.parent, after, b.parent)
+    # tensors are compared by their values, so they must not count as a difference of nodes or attributes as well
     bare = without_inner_values(before)
     bare_after = without_inner_values(after)
     return Difference(
@@ -57,9 +58,11 @@ def _as_stripped(before: onnx.ModelProto, after: onnx.ModelProto, base: Path) ->
         return before, {}
     without = onnx.ModelProto()
     without.CopyFrom(before)
+    # the nodes that the second file still has are no training-only ones
     kept = [name for node in after.graph.node for name in node.output]
     removed = strip_training(without, keep=kept, base=base)
     left = len(list(_node_changes(without.graph, after.graph)))
+    # stripping must bring the files nearer to each other, or it is no explanation
     explains = left < changes or list(without.functions) == list(after.functions) != list(before.functions)
     return (without, dict(removed)) if removed and explains else (before, {})
 
@@ -85,8 +88,13 @@ def _same_content(a: Path, b: Path) -> bool:
 
 
 def _same_sides(a: onnx.ModelProto, base_a: Path, b: onnx.ModelProto, base_b: Path) -> bool:
-    sides = [{byte_range(tensor).location for tensor in all_tensors(model) if is_external(tensor)} for model in (a, b)]
-    return sides[0] == sides[1] and all(_same_content(base_a / name, base_b / name) for name in sides[0])
+    names_a, names_b = _side_names(a), _side_names(b)
+    return names_a == names_b and all(_same_content(base_a / name, base_b / name) for name in names_a)
+
+
+def _side_names(model: onnx.ModelProto) -> set[str]:
+    """Return the external data files of a model, relative to its directory."""
+    return {byte_range(tensor).location for tensor in filter(is_external, all_tensors(model))}
 
 
 # -- structure
@@ -98,7 +106,10 @@ def _model_changes(a: onnx.ModelProto, b: onnx.ModelProto) -> Iterator[str]:
             yield f"{name.replace('_', ' ')}: {getattr(a, name)!r} -> {getattr(b, name)!r}"
     if a.graph.name != b.graph.name:
         yield f"graph name: {a.graph.name!r} -> {b.graph.name!r}"
-    opsets = [{entry.domain or "ai.onnx": str(entry.version) for entry in model.opset_import} for model in (a, b)]
+    # as mappings, because the order of these entries means nothing
+    opsets = []
+    for model in (a, b):
+        opsets.append({entry.domain or "ai.onnx": str(entry.version) for entry in model.opset_import})
     metadata = [{entry.key: entry.value for entry in model.metadata_props} for model in (a, b)]
     functions = [
         {f"{body.domain}.{body.name}": body.SerializeToString(deterministic=True) for body in model.functions}
@@ -108,9 +119,12 @@ def _model_changes(a: onnx.ModelProto, b: onnx.ModelProto) -> Iterator[str]:
     yield from _entries("metadata", *metadata)
     for name in sorted(functions[0].keys() | functions[1].keys()):
         if functions[0].get(name) != functions[1].get(name):
-            here = name in functions[0]
-            there = name in functions[1]
-            yield f"function {name}: {'changed' if here and there else 'added' if there else 'removed'}"
+            change = "changed"
+            if name not in functions[0]:
+                change = "added"
+            elif name not in functions[1]:
+                change = "removed"
+            yield f"function {name}: {change}"
 
 
 def _entries(what: str, a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[str]:
@@ -144,7 +158,8 @@ def _node_changes(a: onnx.GraphProto, b: onnx.GraphProto) -> Iterator[NodeChange
     """Yield differences of nodes; two nodes correspond if they have the same first output, or else the same name."""
     before, after = ({_key(node): node for node in graph.node} for graph in (a, b))
     # exporters renumber outputs, so nodes without a counterpart by output are matched by name
-    named = {node.name: node for key, node in after.items() if node.name and key not in before}
+    unmatched = [node for key, node in after.items() if key not in before]
+    named = {node.name: node for node in unmatched if node.name}
     pairs = [(node, after.get(key) or named.get(node.name)) for key, node in before.items()]
     for node, counterpart in pairs:
         if counterpart is None:
@@ -154,6 +169,7 @@ def _node_changes(a: onnx.GraphProto, b: onnx.GraphProto) -> Iterator[NodeChange
     found = {id(counterpart) for _, counterpart in pairs}
     yield from (_node_change(node, "added") for node in after.values() if id(node) not in found)
     kept = [_key(counterpart) for _, counterpart in pairs if counterpart is not None]
+    # the order of the nodes that both files have, so that an added one does not shift all others
     order = [key for key in after if key in set(kept)]
     if kept != order:
         yield NodeChange(node="", operator="", change="the order of nodes differs")
@@ -175,9 +191,15 @@ def _changes(a: onnx.NodeProto, b: onnx.NodeProto) -> Iterator[str]:
         if list(getattr(a, what)) != list(getattr(b, what)):
             yield f"{what}s {', '.join(getattr(a, what))} -> {', '.join(getattr(b, what))}"
     before, after = ({attribute.name: attribute for attribute in node.attribute} for node in (a, b))
+    # attributes that hold tensors appear among the tensors, where the difference has a size
+    held: set[str] = set()
+    if a.op_type == b.op_type:
+        held = {attribute.name for attribute in held_by(a)}
+        if a.op_type == "Constant":
+            held.add("value")
+        held &= before.keys() & after.keys()
     for name in sorted(before.keys() | after.keys()):
-        held = {attribute.name for attribute in held_by(a)} | ({"value"} if a.op_type == "Constant" else set())
-        if a.op_type == b.op_type and name in held and name in before and name in after:
+        if name in held:
             continue  # compared as a tensor
         was, now = (_attribute(attributes.get(name)) for attributes in (before, after))
         if was != now:
@@ -253,20 +275,24 @@ def _tensor_change(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto,
                 furthest = float(np.abs(difference).max())
                 greatest = greatest if furthest <= greatest else furthest  # NaN is the greatest
                 moved += float(difference @ difference)
+            # over all elements, and not the changed ones alone: relative change and angle are those of the whole tensor
             was = was + float(x @ x)
             now = now + float(y @ y)
             dot = dot + float(x @ y)
     if not changed:
         return None
+    # without a length neither a ratio nor an angle is defined
+    relative = math.sqrt(moved / was) if was else None
+    cosine = dot / math.sqrt(was * now) if was and now else None
     return TensorChange(
         name=name,
         change="values",
         before=shape,
         after=shape,
         changed=changed,
-        relative=math.sqrt(moved / was) if was else None,
+        relative=relative,
         greatest=greatest,
-        cosine=dot / math.sqrt(was * now) if was and now else None,
+        cosine=cosine,
     )
 
 

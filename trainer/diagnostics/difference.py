@@ -57,4 +57,6 @@ class Difference(Record):
     @property
     def same(self) -> bool:
         """Whether the content is the same, though perhaps serialized to other bytes."""
-        return not (self.model or self.interface or self.nodes or self.tensors or self.stripped)
+        has_other_frame = self.model or self.interface
+        has_other_content = self.nodes or self.tensors or self.stripped
+        return not (has_other_frame or has_other_content)

@@ -132,6 +132,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
     """
     load_converters(converters)
     model = load_model(path)
+    # each step goes on behind the problems of the one before, so that all of them are in one report
     problems = list[str]()
     preprocessing = ""
     front = onnx.ModelProto()
@@ -168,25 +169,24 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         audit.model = inliner.inline_local_functions(audit.model)
     audit.model = mark_batch_statistics(audit.model)
     try:
-        stored = stored_tensors(main.graph, path.parent)
-        quantized = quantized_weights(main.graph, stored)
-        audit.stored = stored | {name: weight.dequantized() for name, weight in quantized.items()}
-        roles = find_roles(audit.model.graph, audit.stored, audit.records, scales_of(quantized)) | inner_roles(part)
-        audit.copies = find_copies(audit.stored, roles, audit.records.originals)
-        audit.roles = roles_of_copies(roles, audit.copies)
+        _read_roles(audit, part, main)
     except UnsupportedModel as error:
         problems = list(dict.fromkeys([*error.problems, *problems]))
-    sides = {byte_range(tensor).location for tensor in all_tensors(model) if is_external(tensor)}
-    own = {tensor.name for tensor in model.graph.initializer}
-    weights = tuple(_weights(audit))
+    sides = {byte_range(tensor).location for tensor in filter(is_external, all_tensors(model))}
     size_bytes = sum(file.stat().st_size for file in (path, *(path.parent / side for side in sides)))
+    # before IR version 4 a stored tensor had to be an input, too
+    own = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in own]
+    weights = tuple(_weights(audit))
+    opsets = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
+    unsupported = tuple(_unsupported(problem, model) for problem in problems)
     return Diagnosis(
         path=path,
         size_bytes=size_bytes,
         producer=f"{model.producer_name} {model.producer_version}".strip(),
         ir_version=model.ir_version,
-        opsets={entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
-        inputs=tuple(_value(value) for value in model.graph.input if value.name not in own),
+        opsets=opsets,
+        inputs=tuple(_value(value) for value in inputs),
         outputs=tuple(_value(value) for value in model.graph.output),
         importable=not problems,
         preprocessing=preprocessing,
@@ -194,9 +194,22 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         totals=_totals(weights),
         weights=weights,
         operators=tuple(_operators(model, part, front, audit.runtime_nodes)),
-        unsupported=tuple(_unsupported(problem, model) for problem in problems),
+        unsupported=unsupported,
         warnings=(*exporter_warnings(audit), *output_warnings(model, audit.model.graph)),
     )
+
+
+def _read_roles(audit: AuditInput, part: onnx.ModelProto, main: onnx.ModelProto) -> None:
+    """Set the stored tensors of an audit, their roles and their copies.
+
+    part: the graph that is imported. main: the same, with the tensors of inner graphs in its own.
+    """
+    stored = stored_tensors(main.graph, audit.base)
+    quantized = quantized_weights(main.graph, stored)
+    audit.stored = stored | {name: weight.dequantized() for name, weight in quantized.items()}
+    roles = find_roles(audit.model.graph, audit.stored, audit.records, scales_of(quantized)) | inner_roles(part)
+    audit.copies = find_copies(audit.stored, roles, audit.records.originals)
+    audit.roles = roles_of_copies(roles, audit.copies)
 
 
 def _value(value: onnx.ValueInfoProto) -> str:
@@ -208,15 +221,22 @@ def _value(value: onnx.ValueInfoProto) -> str:
 
 
 def _weights(audit: AuditInput) -> Iterator[Weight]:
+    # the type is that of the file: what is read may have been dequantized or widened
     places = dict(stored_protos(audit.model.graph)) | {tensor.name: tensor.proto for tensor in audit.inner}
     for name, role in audit.roles.items():
         tensor = audit.stored.get(name)
         proto = places.get(name)
+        shape: Sequence[int] = ()
+        stored_as = element_type_name(proto.data_type).lower() if proto is not None else ""
+        if tensor is not None:
+            shape = tensor.shape
+        elif proto is not None:
+            shape = proto.dims
         yield Weight(
             name=name,
             original=audit.records.originals.get(name, ""),
-            shape=tuple(tensor.shape if tensor is not None else proto.dims if proto is not None else ()),
-            stored_as=element_type_name(proto.data_type).lower() if proto is not None else "",
+            shape=tuple(shape),
+            stored_as=stored_as,
             kind="copy" if name in audit.copies else role.kind,
             reason=role.reason,
             source="file" if role.written else "guessed",
@@ -225,12 +245,12 @@ def _weights(audit: AuditInput) -> Iterator[Weight]:
 
 
 def _totals(weights: Iterable[Weight]) -> dict[str, Total]:
-    found = list(weights)
-    kinds = {kind: [weight for weight in found if weight.kind == kind] for kind in ("trained", "statistic", "frozen")}
-    return {
-        kind: Total(tensors=len(members), values=sum(math.prod(weight.shape) for weight in members))
-        for kind, members in kinds.items()
-    }
+    listed = list(weights)
+    totals = {}
+    for kind in ("trained", "statistic", "frozen"):
+        members = [weight for weight in listed if weight.kind == kind]
+        totals[kind] = Total(tensors=len(members), values=sum(math.prod(weight.shape) for weight in members))
+    return totals
 
 
 def _operators(

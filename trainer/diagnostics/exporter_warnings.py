@@ -34,10 +34,11 @@ RECIPE = (
 
 def refused_warnings(found: Iterable[ExporterWarning], accept: Sequence[str]) -> list[str]:
     """Return a sentence for each warning that changes what is trained and is not in `accept` (`model.accept`)."""
+    changing = [warning for warning in found if warning.changes_training]
     return [
         f'{warning.what}; {warning.remedy}; or, to train it so, set model.accept = ["{warning.key}"]'
-        for warning in found
-        if warning.changes_training and warning.key not in accept
+        for warning in changing
+        if warning.key not in accept
     ]
 
 
@@ -53,6 +54,7 @@ def exporter_warnings(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 def _nothing_to_train(audit: AuditInput) -> Iterator[ExporterWarning]:
     if audit.stored and not audit.trained():
+        # such nodes hint at weights that the file makes when it runs, and does not store
         made = len(audit.nodes("ConstantOfShape", "RandomNormal", "RandomUniform", "DequantizeLinear"))
         yield ExporterWarning(
             key="nothing_to_train",
@@ -62,7 +64,10 @@ def _nothing_to_train(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 
 def _folded_batch_norm(audit: AuditInput) -> Iterator[ExporterWarning]:
-    biased = [node for node in audit.nodes("Conv", "ConvTranspose") if len(node.input) > 2 and node.input[2]]
+    convolutions = audit.nodes("Conv", "ConvTranspose")
+    # an absent bias is no third input, or one without a name
+    biased = [node for node in convolutions if any(node.input[2:])]
+    # one BatchNormalization that is left shows that the exporter folds none
     if not biased or audit.nodes("BatchNormalization"):
         return
     made_up = sum(is_exporter_name(node.input[1]) or is_exporter_name(node.input[2]) for node in biased)
@@ -79,6 +84,7 @@ def _folded_batch_norm(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 def _merged_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
     found = merged_weights(audit.model.graph, audit.stored, audit.roles)
+    # merged frozen weights stay equal, so only changing ones matter
     changing = {*audit.trained(), *(name for name, role in audit.roles.items() if role.kind == "statistic")}
     # a function says itself that its weight is one, however often it is called
     changing -= {tensor.name for tensor in audit.inner if isinstance(tensor.scope, onnx.FunctionProto)}
@@ -101,11 +107,11 @@ def _merged_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
 def _separated_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
     trained = set(audit.trained())
     roles = {name: role for name, role in audit.roles.items() if name in trained}
+    # buffers, such as running statistics, do not train and cannot drift apart
     kinds = audit.records.weights
-    folded = {
-        name: [origin for origin in origins if kinds[origin] == "parameter"]
-        for name, origins in audit.records.folded.items()
-    }
+    folded = {}
+    for name, origins in audit.records.folded.items():
+        folded[name] = [origin for origin in origins if kinds[origin] == "parameter"]
     found = separated_weights(audit.model.graph, audit.stored, roles, audit.records.originals)
     found += [names for names in folded_products(roles, folded) if names not in found]
     if found:
@@ -126,7 +132,8 @@ def _unrecorded_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
         return
     # a new head (model.num_classes) has the name of the one that it replaces
     made = {f"{name}.head" for name in audit.records.kinds}
-    if found := [name for name in audit.trained() if name not in audit.records.kinds and name not in made]:
+    recorded = audit.records.kinds.keys() | made
+    if found := [name for name in audit.trained() if name not in recorded]:
         yield ExporterWarning(
             key="unrecorded",
             what=(
@@ -165,12 +172,12 @@ def _copies(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 
 def _tables(audit: AuditInput) -> Iterator[ExporterWarning]:
-    frozen = {
-        name: audit.stored[name].numel()
-        for name, role in audit.roles.items()
+    frozen = {}
+    for name, role in audit.roles.items():
         # what the file says is no guess that could be wrong
-        if role.kind == "frozen" and not role.written and name in audit.stored and audit.stored[name].numel() > 1
-    }
+        is_guessed = role.kind == "frozen" and not role.written
+        if is_guessed and name in audit.stored and audit.stored[name].numel() > 1:
+            frozen[name] = audit.stored[name].numel()
     if frozen:
         largest = dict(sorted(frozen.items(), key=lambda item: -item[1]))
         shown = "; ".join(f"{name} ({size:,}: {audit.roles[name].reason})" for name, size in _few(largest))
@@ -200,6 +207,7 @@ TRANSFORMER = ("LayerNormalization", "SimplifiedLayerNormalization", "RMSNormali
 def _no_dropout(audit: AuditInput) -> Iterator[ExporterWarning]:
     # a softmax that is an output is that of a classifier, not of attention
     softmaxes = [node for node in audit.nodes("Softmax") if node.output[0] not in _outputs(audit)]
+    # a single norm or softmax is also that of other networks
     if not audit.nodes("Dropout") and (len(audit.nodes(*TRANSFORMER)) > 1 or len(softmaxes) > 1):
         yield ExporterWarning(
             key="no_dropout",
@@ -212,9 +220,8 @@ def _no_dropout(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 
 def _halves(audit: AuditInput) -> Iterator[ExporterWarning]:
-    if found := [
-        proto for _, proto in stored_protos(audit.model.graph) if proto.data_type in HALF_TYPES and proto.dims
-    ]:
+    halves = [proto for _, proto in stored_protos(audit.model.graph) if proto.data_type in HALF_TYPES]
+    if found := [proto for proto in halves if proto.dims]:
         name = element_type_name(found[0].data_type).lower()
         yield ExporterWarning(
             key="half_precision",
@@ -258,13 +265,13 @@ LARGE_PART = 0.1
 
 def _mostly_frozen(audit: AuditInput) -> Iterator[ExporterWarning]:
     """Warn of weights that no setting can train, unless the settings leave out others as well."""
-    trainable = [name for name, role in audit.roles.items() if role.kind == "trained" and name not in audit.copies]
-    frozen = {
-        name: audit.numbers_of(name)
-        for name, role in audit.roles.items()
-        if _is_untrainable(role) and f"{name}.lora_a" not in audit.roles
-    }
+    trained = [name for name, role in audit.roles.items() if role.kind == "trained"]
+    trainable = [name for name in trained if name not in audit.copies]
+    untrainable = [name for name, role in audit.roles.items() if _is_untrainable(role)]
+    # a weight with an adapter is trained through it
+    frozen = {name: audit.numbers_of(name) for name in untrainable if f"{name}.lora_a" not in audit.roles}
     total = sum(frozen.values()) + sum(map(audit.numbers_of, trainable))
+    # settings that leave out weights show that somebody has chosen what is trained
     if len(audit.trained()) < len(trainable) or sum(frozen.values()) <= LARGE_PART * total:
         return
     largest = dict(sorted(frozen.items(), key=lambda item: -item[1]))

@@ -18,6 +18,7 @@ def _random_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
     found = find_branches(audit.model, audit.base)
     kinds = Counter(branch.kind for branch in found)
     if number := kinds["stochastic depth"]:
+        # branches usually have rates that rise with the depth; equal ones are named once
         rates = sorted({f"{1 - branch.keep:.2g}" for branch in found if branch.kind == "stochastic depth"}, key=float)
         yield ExporterWarning(
             key="random",
@@ -33,6 +34,7 @@ def _random_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
             what=f"{number} dropouts written as elementary nodes, driven by train()/eval()",
             remedy="nothing to do: it is removed from the exported file (export.training keeps it)",
         )
+    # random nodes that belong to none of the branches above
     if names := random_nodes(audit.model, found):
         yield ExporterWarning(
             key="random",
@@ -50,6 +52,7 @@ def _random_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 def _training_mode(audit: AuditInput) -> Iterator[ExporterWarning]:
     norms = training_norms(audit.model)
+    # a placeholder stands where the file stores statistics that nothing has ever updated
     if running := [norm for norm in norms if not norm.placeholder]:
         yield ExporterWarning(
             key="training_mode",
@@ -95,6 +98,7 @@ def _fixed_batch(audit: AuditInput) -> Iterator[ExporterWarning]:
     because = f" ({audit.batch.reason})" if audit.batch.reason else ""
     if not use.declared:
         return
+    # "own": each row is computed by itself, so that filled rows change nothing; "joint": rows see each other
     rows = f"{use.declared} row{'s' if use.declared > 1 else ''}"
     needed = f"it is trained at this batch alone{because}: every micro-batch must have {rows}"
     trained = {
@@ -146,14 +150,20 @@ def _trees(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 def _squeezed_batch(audit: AuditInput) -> Iterator[ExporterWarning]:
     """Name what drops a dynamic length of 1, whose rank onnxruntime decides when the graph runs."""
-    without_axes = [
-        node
-        for node in audit.nodes("Squeeze")
-        if not any(node.input[1:]) and not any(attribute.name == "axes" for attribute in node.attribute)
-    ]
+    without_axes = []
+    for node in audit.nodes("Squeeze"):
+        # an attribute until opset 12, an input from then on
+        has_axes = any(node.input[1:]) or any(attribute.name == "axes" for attribute in node.attribute)
+        if not has_axes:
+            without_axes.append(node)
+    # shape inference walks the whole graph, so it runs only where a node needs it
     types = known_types(audit.model) if without_axes else {}
     dims = {node.name or node.output[0]: dims_of(types.get(node.input[0])) for node in without_axes}
-    if found := [name for name, lengths in dims.items() if lengths is None or None in lengths]:
+    found = []
+    for name, lengths in dims.items():
+        if lengths is None or None in lengths:
+            found.append(name)
+    if found:
         yield ExporterWarning(
             key="squeezed_batch",
             what=(
@@ -175,7 +185,8 @@ def _beyond_onnx(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 def _conv_biases(audit: AuditInput) -> Iterator[ExporterWarning]:
     read = [node.input[2] for node in audit.nodes("Conv", "ConvTranspose") if len(node.input) > 2]
-    if found := [name for name in dict.fromkeys(read) if name in audit.stored and audit.stored[name].ndim != 1]:
+    biases = [name for name in dict.fromkeys(read) if name in audit.stored]
+    if found := [name for name in biases if audit.stored[name].ndim != 1]:
         name = found[0]
         shape = list(audit.stored[found[0]].shape)
         yield ExporterWarning(

@@ -33,6 +33,7 @@ def output_warnings(
         what, _, remedy = problem.partition("; ")
         yield ExporterWarning(key="label_output", what=what, remedy=remedy)
     else:
+        # what a run would read by itself is said only where nothing has decided yet
         by_default = () if is_run or output else losses_of_scores(model)
         yield from _probabilities(part, output or first, by_default)
     what, remedy = selected_output(model, output)
@@ -57,6 +58,7 @@ def _probabilities(graph: onnx.GraphProto, output: str, by_default: Sequence[str
     by_default: the losses with which a run reads the scores without being told.
     """
     scores = next(score_tensors(graph, [output]), None)
+    # the output holds the scores themselves
     if scores is None or scores[0] == output:
         return
     if by_default:

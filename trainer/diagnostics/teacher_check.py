@@ -40,12 +40,14 @@ def teacher_file_problems(config: RunConfig, signature: Signature) -> list[str]:
     try:
         theirs = read_signature(path)
         ours = read_model(config.model.path)
+        # a new head has other classes; its values do not matter here
         apply_surgery(ours, config.model, seed=0)
     except Refused as error:
         return [f"teacher.path: {problem}" for problem in error.problems]
     problems = [*_input_problems(config.teacher, signature, theirs)]
     own = known_types(ours)
     other = known_types(read_model(path))
+    # what the loss reads if nothing is named: the output of [model], else the first of the file
     first = (list(filter(None, config.model.outputs)) or [signature.outputs[0].name])[0]
     for soft in config.soft_losses:
         try:
@@ -96,6 +98,7 @@ def _input_problems(teacher: TeacherConfig, signature: Signature, theirs: Signat
             )
             continue
         own = ours[source]
+        # floating-point types are converted into each other; indices are not
         if ("int" in own.dtype) != ("int" in info.dtype):
             yield f"teacher: input {info.name!r} takes {info.dtype}, but the model's {source!r} {own.dtype}"
         if own.shape is not None and info.shape is not None and not same_lengths(own.shape[1:], info.shape[1:]):
@@ -110,8 +113,9 @@ def _shape_problems(soft: SoftLoss, own: tuple[str, Dims | None], theirs: tuple[
     (name, ours), (other, shape) = own, theirs
     if soft.matched or ours is None or shape is None:  # matched ones may be projected (model/teacher/teacher_model.py)
         return
-    squeezed = [[dim for dim in dims[1:] if dim != 1] for dims in (ours, shape)]
-    if not same_lengths(*squeezed):
+    own_lengths = [dim for dim in ours[1:] if dim != 1]
+    teacher_lengths = [dim for dim in shape[1:] if dim != 1]
+    if not same_lengths(own_lengths, teacher_lengths):
         yield (
             f"teacher.output: the model's {name!r} is {shown_shape(ours)}, but the teacher's {other!r} is "
             f"{shown_shape(shape)}; both must have the same classes: name another output of the teacher, or set "

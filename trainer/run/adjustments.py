@@ -46,6 +46,7 @@ def with_adjustments(config: RunConfig, changes: Adjustments) -> RunConfig:
     data = changes.data or parallel.data
     steps = train.gradient_accumulation_steps
     if changes.data or changes.micro_batch_divisor > 1:
+        # the global batch stays, so fewer samples at a time mean more micro-batches
         steps = train.global_batch_size // (data * micro_batch)
     ranks = data * parallel.tensor * parallel.pipeline if changes.data else launch.num_ranks
     changed = config.model_copy(
@@ -95,6 +96,7 @@ def fewer_replicas(config: RunConfig, changes: Adjustments, *, ranks: int, hostf
     one = config.parallel.tensor * config.parallel.pipeline
     batch = config.train.global_batch_size
     micro_batch = config.micro_batch_size // changes.micro_batch_divisor
+    # from the most replicas down: the first layout that fits is the fastest
     for data in range(min(config.parallel.data, ranks // one), 0, -1):
         if batch % (data * micro_batch) == 0:
             found = changes.model_copy(update={"data": data, "hostfile": hostfile})

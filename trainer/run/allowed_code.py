@@ -58,6 +58,7 @@ def execute(path: Path, setting: str, name: str) -> ModuleType:
     """
     if path.suffix != ".py":
         raise ImportError("it is not a Python file; its name must end with .py")
+    # read once: between a check and a second reading the file could be replaced
     content = read_bounded(path, CODE_BYTES)
     _refuse_other(path, setting, hashlib.sha256(content).hexdigest())
     module = ModuleType(name)
@@ -83,6 +84,7 @@ def load_function(path: Path, name: str, setting: str) -> Callable[..., Any]:
 
 def _refuse_other(path: Path, setting: str, digest: str) -> None:
     """Raise ConfigError unless this process may execute these bytes."""
+    # None: a program of the user, such as a notebook, which may execute what it names
     if _allowed is None or _allowed.get(str(path)) == digest:
         return
     if permitted := _allowed.get(str(path)):

@@ -40,6 +40,7 @@ def write_durably(path: Path, content: bytes) -> None:
 def remove_partials(path: Path) -> None:
     """Remove what killed processes of this host have left of `path`, under its temporary names."""
     for partial in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        # the process that writes it is in the name; one that lives may still be writing
         process = partial.name.removesuffix(".partial").rpartition(".")[2]
         if process.isascii() and process.isdigit() and not Path("/proc", process).exists():
             partial.unlink(missing_ok=True)

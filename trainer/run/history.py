@@ -46,6 +46,7 @@ class Series:
 
     def extend(self, other: Series) -> None:
         """Append the values of another series behind the last step of this one."""
+        # the first value of a step counts: what a resumed attempt made again is passed over
         begin = bisect_right(other.steps, self.steps[-1]) if self.steps else 0
         self.steps += other.steps[begin:]
         self.values += other.values[begin:]
@@ -80,6 +81,7 @@ class AttemptHistory:
 
     def add_laps(self, event: Times) -> None:
         """Append the sums of an event "times"."""
+        # flat numbers in place of records: a long run has millions of lines
         self._laps.extend((event.at_ms, event.step, *(event.seconds.get(name, 0.0) for name in LAPS)))
 
     @property
@@ -141,6 +143,7 @@ class RunHistory:
         for event, after in read_lines(self._log, self._offset):
             self._offset = after
             if event is None:
+                # lines are counted from 1, as editors do
                 self.damaged_lines.append(1 + self.num_events + len(self.damaged_lines))
             else:
                 self.add(event)
@@ -153,9 +156,11 @@ class RunHistory:
 
     def add(self, event: Event) -> None:
         """Add the next event."""
+        # the order of the log is the order of the attempts
         if event.attempt not in self.attempts:
             self.attempts[event.attempt] = AttemptHistory(event.attempt)
         attempt = self.attempts[event.attempt]
+        # a clock that was set back must not make time negative
         attempt.last_ms = max(attempt.last_ms, event.at_ms)
         attempt.last_step = max(attempt.last_step, event.step)
         self.num_events += 1

@@ -60,14 +60,17 @@ def edited_settings(run: RunDir) -> list[str]:
     """
     if not run.accepted.exists():
         return []
-    kept, found = (
-        flat_settings(each) for each in (read_record(run.accepted, KeptSettings).settings, read_config(run, "given"))
-    )
-    return [
-        f"{key} was {kept.get(key)!r}, and is {found.get(key)!r}"
-        for key in kept | found
-        if kept.get(key) != found.get(key) and (key == "stop.metric" or not key.startswith("stop."))
-    ]
+    accepted = read_record(run.accepted, KeptSettings).settings
+    given = read_config(run, "given")
+    kept = flat_settings(accepted)
+    present = flat_settings(given)
+    edited = []
+    for key in kept | present:
+        # the limits of [stop] may change: a resume raises them
+        is_limit = key.startswith("stop.") and key != "stop.metric"
+        if kept.get(key) != present.get(key) and not is_limit:
+            edited.append(f"{key} was {kept.get(key)!r}, and is {present.get(key)!r}")
+    return edited
 
 
 def refuse_edited(run: RunDir, command: str = "") -> None:

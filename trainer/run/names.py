@@ -42,6 +42,7 @@ def take_name(config_name: str, run_id: str, *, wanted: str = "", instead_of: st
     path = onward_home() / "names.db"
     try:
         with _transaction(path) as database:
+            # a resumed or retried run asks again, and keeps its name
             known = database.execute("select name from names where run_id = ?", (run_id,)).fetchone()
             if known:
                 return str(known[0])
@@ -49,8 +50,10 @@ def take_name(config_name: str, run_id: str, *, wanted: str = "", instead_of: st
                 database.execute("delete from names where name = ? and run_id = ?", (wanted, instead_of))
             if wanted and _insert(database, wanted, run_id, config_name, 0):
                 return wanted
+            # numbers only grow, so that the name of a deleted run is not given to another one
             (highest,) = database.execute("select max(number) from names where config = ?", (config_name,)).fetchone()
             number = (highest or _highest_number(config_name)) + 1
+            # the name may be taken: a sweep wants names such as `mlp-15-2`, which a configuration may have, too
             while not _insert(database, name := f"{config_name}-{number}", run_id, config_name, number):
                 number += 1
             return name
@@ -90,6 +93,7 @@ def _looked_up(query: str, value: str) -> tuple[str, str] | None:
     if path.is_file():
         with (
             contextlib.suppress(sqlite3.Error),
+            # read-only: looking up must not create an empty database
             contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", timeout=WAIT_S, uri=True)) as database,
         ):
             found = database.execute(query, (value,)).fetchone()

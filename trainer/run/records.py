@@ -333,10 +333,10 @@ class Rehearsal(Record):
         """Return it in one line."""
         if not self.batches:
             return "not rehearsed: " + "; ".join(self.not_rehearsed)
-        sizes = [
-            f"{' and '.join(str(each.rows) for each in self.batches if each.what == what)} rows ({what})"
-            for what in dict.fromkeys(each.what for each in self.batches)
-        ]
+        sizes = []
+        for what in dict.fromkeys(batch.what for batch in self.batches):
+            rows = " and ".join(str(batch.rows) for batch in self.batches if batch.what == what)
+            sizes.append(f"{rows} rows ({what})")
         weights = f"{self.trained - len(self.without_gradient)} of {self.trained} weights with a gradient"
         if self.numbers[1]:
             weights += f", trained {self.numbers[0]:,} of {self.numbers[1]:,} numbers"
@@ -371,3 +371,8 @@ def read_record(path: Path, kind: type[R]) -> R:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise RecordError(f"{path} is not a {kind.__name__}, or it is damaged: {first_problem(error)}") from None
+
+
+def record_if_written(path: Path, kind: type[R]) -> R | None:
+    """Read a record; None as long as its file is absent. Raises RecordError for a damaged one."""
+    return read_record(path, kind) if path.exists() else None

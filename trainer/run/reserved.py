@@ -24,6 +24,7 @@ def reserve(path: Path) -> None:
     """Take the space of a record that is written when everything else has failed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
+        # bytes are written and not only announced: a sparse file has no space on the disk
         file.write(bytes(RESERVED_BYTES))
         file.flush()
         os.fsync(file.fileno())
@@ -43,5 +44,6 @@ def write_reserved(path: Path, record: BaseModel, reserved: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     path.parent.mkdir(parents=True, exist_ok=True)
+    # a rename needs no space
     reserved.replace(path)
     fsync(path.parent)

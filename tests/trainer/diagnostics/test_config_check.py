@@ -14,7 +14,8 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
-from onward.trainer.diagnostics.config_check import check_files_and_data, export_conflicts
+from onward.trainer.diagnostics.config_check import check_files_and_data
+from onward.trainer.diagnostics.export_conflicts import export_conflicts
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from tests.support import graphs

@@ -33,6 +33,7 @@ def recorded_usage(run: RunDir, *, attempt: int, rank: int, local_rank: int, hos
 
     A file that cannot be written any more ends the record, and not the training.
     """
+    # the counters are those of the node, so one rank of each node is enough
     if local_rank != 0:
         yield
         return
@@ -44,12 +45,14 @@ def recorded_usage(run: RunDir, *, attempt: int, rank: int, local_rank: int, hos
         yield
     finally:
         done.set()
+        # a disk that hangs must not keep the rank from ending
         thread.join(timeout=PERIOD_S)
 
 
 def _record(path: Path, attempt: int, host: str, done: threading.Event) -> None:
     with contextlib.suppress(OSError):
         writer = EventWriter(path, attempt=attempt, rank=0, announces=False)
+        # a resumed attempt continues the numbering, by which MLflow orders the points
         line = sum(1 for _ in read_events(path))
         usage = NodeUsage(path.parent)
         period_s = FIRST_S
@@ -95,6 +98,7 @@ class NodeUsage:
         try:
             said = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
         except (OSError, subprocess.SubprocessError):
+            # each call would wait for its time limit again
             self._nvidia = None
             return {}
         return gpu_values(said)
@@ -109,13 +113,14 @@ def gpu_values(said: str) -> dict[str, float]:
     for line in said.splitlines():
         index, *numbers = (field.strip() for field in line.split(","))
         utilization, used, total, power = (_number(text) for text in (*numbers, "", "", "", "")[:4])
+        # nvidia-smi counts in MiB, and MLflow's names of system metrics say megabytes
         mebibyte = 2**20 / MEGABYTE
-        found = {
-            "utilization_percentage": utilization,
-            "memory_usage_megabytes": None if used is None else used * mebibyte,
-            "memory_usage_percentage": None if used is None or not total else 100 * used / total,
-            "power_usage_watts": power,
-        }
+        found = {"utilization_percentage": utilization}
+        if used is not None:
+            found["memory_usage_megabytes"] = used * mebibyte
+            if total:
+                found["memory_usage_percentage"] = 100 * used / total
+        found["power_usage_watts"] = power
         values |= {f"gpu_{index}_{name}": value for name, value in found.items() if value is not None}
     return values
 

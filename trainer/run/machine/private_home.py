@@ -21,6 +21,7 @@ def make_private(home: Path) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if not mode & 0o077 or not home.is_dir():
         return
+    # an empty directory was made for this, and a home has one of these
     recognised = any((home / name).is_dir() for name in ("services", "runs")) or not any(home.iterdir())
     if found.st_uid == os.getuid() and recognised and not mode & stat.S_ISVTX:
         home.chmod(0o700)

@@ -27,6 +27,7 @@ BRIEF_SPINS = "1000"
 
 def free_host_memory() -> int:
     """Return the bytes of memory that are free: the least of those of the host and of its container."""
+    # inside of a container psutil shows the memory of the host
     free = [psutil.virtual_memory().available]
     group = Path("/sys/fs/cgroup")
     for limit, used in (
@@ -56,6 +57,7 @@ def memory_limit(group: Path = Path("/sys/fs/cgroup")) -> int | None:
 def core_limit(group: Path = Path("/sys/fs/cgroup")) -> float | None:
     """Return the cores whose time the container of this process gets, such as 1.5; None without a limit."""
     with contextlib.suppress(OSError, ValueError):  # "max" is not a number
+        # version 2 of control groups; below, version 1
         quota, period = (group / "cpu.max").read_text().split()
         return int(quota) / int(period)
     with contextlib.suppress(OSError, ValueError):
@@ -72,6 +74,7 @@ def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:
     cores = set()
     for processor in os.sched_getaffinity(0):
         try:
+            # the hyperthreads of a core have the same text here
             cores.add((topology / f"cpu{processor}" / "topology" / "thread_siblings_list").read_text().strip())
         except OSError:
             cores.add(str(processor))
@@ -99,6 +102,7 @@ def most_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path(
     files. A GPU of another kind has other files.
     """
     version = _torch_version()
+    # read as a file, because importing torch takes seconds
     if version and not re.search(r"^(cuda|hip)\b.*= ['\"]", version, re.MULTILINE):
         named = re.search(r"__version__ = '(.*)'", version)
         return 0, f"the installed torch {named[1] if named else ''} is built for CPUs only"
@@ -130,6 +134,7 @@ def machine_text() -> str:
     found = None
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    # the affinity counts whole cores, and the quota of a container their time
     cores = min(len(os.sched_getaffinity(0)), core_limit() or math.inf)
     cards = sorted(_gpu_names())
     parts = [socket.gethostname(), found[1] if found else platform.machine(), f"{cores:g} cores", *cards]
@@ -151,6 +156,7 @@ def missing_compiler() -> str:
     """Return a sentence if torch.compile has no working C++ compiler here, else an empty string."""
     named = os.environ.get("CXX", "")
     for compiler in (named,) if named else ("g++", "clang++"):
+        # a compiler may be in PATH and lack its libraries
         if shutil.which(compiler) and _runs(compiler):
             return ""
     tried = f"CXX={named}" if named else "neither g++ nor clang++"

@@ -159,6 +159,7 @@ def kind_of_error(name: str) -> str:
 
 def kind_of_rank_error(name: str) -> EndingKind:
     """Return the kind of the ending of an attempt by the class of a rank's error; "unknown" if it says nothing."""
+    # only the kinds of attempts: a rank's RuntimeUnavailable is `user_error`, and a run's is `machine`
     kinds: tuple[EndingKind, ...] = get_args(EndingKind)
     return next((kind for kind in kinds if name in ENDINGS[kind].errors + ENDINGS[kind].rank_errors), "unknown")
 
@@ -279,8 +280,10 @@ def _assertion(text: str) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether torch, CUDA or Python has got no more memory."""
+    # Python's own, of the host's memory
     if isinstance(error, MemoryError):
         return True
+    # torch has no class of its own for an allocation that fails on the CPU
     cause = explain(str(error)) if isinstance(error, RuntimeError) else None
     return cause is not None and cause.kind is OutOfMemory
 
@@ -291,6 +294,7 @@ def memory_advice(config: RunConfig) -> str:
     size = config.micro_batch_size
     choices = []
     if size > 1:
+        # the cheapest change first: the global batch stays as it is
         steps = config.train.gradient_accumulation_steps
         choices.append(f"raise train.gradient_accumulation_steps (now {steps}: a micro-batch has {size} samples)")
     if config.recompute.mode in ("none", "compressed"):

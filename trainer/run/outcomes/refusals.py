@@ -45,6 +45,7 @@ def refusal_of(folder: Path) -> OnwardError | None:
 def recorded_error(kind: str, problems: Sequence[str], *, where: str = "") -> OnwardError | None:
     """Return an error of the class named `kind`; None if it is not one of Onward's. `where`: text, such as the rank
     that raised it, before the message of an error that has only one."""
+    # the name comes from a file, so only classes of this module are made of it
     found = getattr(errors, kind, None)
     if not (isinstance(found, type) and issubclass(found, OnwardError)):
         return None
@@ -56,6 +57,7 @@ def known_error(error: Exception, *places: Path) -> OnwardError | None:
 
     places: see `storage_cause`.
     """
+    # a full disk first: the other errors often follow from it
     if storage := storage_cause(error, *places):
         return storage
     if isinstance(error, OnwardError):

@@ -38,6 +38,7 @@ def reason_to_end(state: StopState, config: RunConfig) -> str:
     """
     stop = config.stop
     name = config.stop_metric
+    # the target before the patience: reaching it is a success, and is said as one
     if stop.target is not None and state.latest is not None and _gain(state.latest, stop.target, config) >= 0:
         return f"stop.target = {stop.target:g}: {name} is {state.latest:.6g}"
     if 0 < stop.patience <= state.evaluations_since:
@@ -61,6 +62,7 @@ def command_to_go_on(state: StopState, config: RunConfig, run_id: str) -> str:
     """Return the command that lets a run which has ended in this state train for as long again; "" after a target."""
     setting = reason_to_end(state, config).partition(" = ")[0]
     limits = {
+        # the counters go on, so the new limit is the old one on top of what was used
         "stop.max_hours": state.trained_s / 3600 + config.stop.max_hours,
         "stop.patience": state.evaluations_since + config.stop.patience,
     }

@@ -76,6 +76,7 @@ def storage_cause(error: BaseException | str, *places: Path) -> StorageUnavailab
             place = places[0] if places else onward_home()
         return storage_error(error, place)
     number, place = _broken_place(places)
+    # the error may name the disk itself, and with the file
     if own := storage_error(error, place):
         return own
     if not number:
@@ -114,6 +115,7 @@ def storage_problem(folder: Path, needed: int = FULL_BYTES) -> str:
     what to do; "" if they could."""
     try:
         _probe(folder)
+        # the probe finds errors of the device, and the free bytes whether a checkpoint would fit
         free = _free(folder)
     except OSError as error:
         known = _number(error)
@@ -144,7 +146,10 @@ def _of_chain(error: BaseException) -> StorageUnavailable | tuple[int, str] | No
 
 def _of_text(text: str) -> tuple[int, str] | None:
     found = _PATTERN.search(text)
-    return (_TEXTS[found["text"]], found["to"] or found["file"] or found["path"] or "") if found else None
+    if found is None:
+        return None
+    names = (found["to"], found["file"], found["path"])
+    return _TEXTS[found["text"]], next(filter(None, names), "")
 
 
 def _number(error: BaseException) -> int:
@@ -186,6 +191,7 @@ def _look(place: Path, *, writes: bool = True) -> int:
     """Return the number of what is wrong with the disk of a directory; 0 if it takes a small file, or seems to."""
     folder = _existing(place)
     try:
+        # from the cheapest look to the one that writes
         if os.statvfs(folder).f_flag & os.ST_RDONLY:
             return errno.EROFS
         if _is_full(folder):
@@ -202,6 +208,7 @@ def _probe(folder: Path) -> None:
     descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
     try:
         os.write(descriptor, bytes(4096))
+        # without it a full or broken disk shows only later, when the kernel writes
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -243,6 +250,7 @@ def _error(number: int, path: Path, needed: int = 0) -> StorageUnavailable:
 
 def _advised(number: int, path: Path, needed: int) -> str:
     """Return what is wrong with the disk of a path, and what to do."""
+    # without inodes it is the number of files that counts, and not their size
     to_do = "delete files" if number == errno.ENOSPC and _without_inodes(path) else TO_DO[number]
     return f"{_sentence(number, path, needed)}; {to_do}"
 

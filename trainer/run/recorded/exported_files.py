@@ -22,13 +22,15 @@ def remember(place: Path, content: Path) -> None:
 
     Before it is written, and beside the digest of what is there now: whatever a crash leaves there is known.
     """
+    # the old digest stays as well: a crash before the copy leaves the old file
     digests = [sha256(content)] + ([sha256(place)] if place.exists() and not not_ours([place]) else [])
     write_durably(_record(place), json.dumps({"path": str(place.absolute()), "sha256": digests}).encode())
 
 
 def not_ours(places: Iterable[Path]) -> list[Path]:
-    """Return those of the files that exist and are not as an export has left them there."""
-    return [place for place in places if place.exists() and not _is_ours(place)]
+    """Return existing files that no export wrote, or that changed since."""
+    existing = (place for place in places if place.exists())
+    return [place for place in existing if not _is_ours(place)]
 
 
 def _is_ours(place: Path) -> bool:

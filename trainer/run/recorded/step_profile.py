@@ -104,6 +104,7 @@ def slowest_nodes(profiles: Iterable[StepProfile], most: int = 10) -> list[Profi
         for row in profile.rows:
             if row.kind == "node":
                 found.setdefault(row.name, []).append(row)
+    # ranks that compute a node together do so at the same time, so their times are not added
     return sorted(map(_mean, found.values()), key=lambda row: -row.ms)[:most]
 
 
@@ -120,6 +121,7 @@ def other_rows(profiles: Iterable[StepProfile]) -> list[ProfileRow]:
 
 def _mean(rows: Sequence[ProfileRow]) -> ProfileRow:
     def of(field: str) -> float:
+        # over the ranks that have the row, and not over all: a node belongs to one stage
         return float(sum(getattr(row, field) for row in rows)) / len(rows)
 
     return rows[0].model_copy(

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import RunDir, onward_home
-from onward.trainer.run.records import Record, read_record
+from onward.trainer.run.records import Record, read_record, record_if_written
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +168,7 @@ class SweepDir:
 def all_sweeps() -> list[SweepDir]:
     """Return the sweeps under the home directory, newest first; a damaged one is left out, and logged."""
     found: list[tuple[str, SweepDir]] = []
+    # a directory without sweep.json is one that was being made when its process was killed
     for path in (onward_home() / "sweeps").glob("*/sweep.json"):
         try:
             found.append((read_record(path, Sweep).created_at, SweepDir(path.parent)))
@@ -178,12 +179,13 @@ def all_sweeps() -> list[SweepDir]:
 
 def membership(run: RunDir) -> Membership | None:
     """Return of which sweep a run is a trial; None if it is of none."""
-    return read_record(run.trial, Membership) if run.trial.exists() else None
+    return record_if_written(run.trial, Membership)
 
 
 def best_of(trials: tuple[Trial, ...], *, greatest: bool) -> Trial | None:
     """Return the complete trial with the best value, the first of equals; None without one."""
     sign = -1.0 if greatest else 1.0
+    # the number comes second, so that of equal values the first trial wins
     complete = [(sign * each.value, each.number, each) for each in trials if each.value is not None]
     return min(complete, default=(None, None, None))[-1]
 

@@ -55,10 +55,16 @@ def clean(cache: Path, needed: Collection[Path], days: float) -> Cleaned:
 
 def _keys(cache: Path, copy: Path) -> set[str]:
     """Return the directories of the cache that a copy is in, and that its links lead to."""
-    links = [path.resolve() for path in copy.rglob("*") if path.is_symlink()] if copy.is_dir() else []
-    return {path.relative_to(cache).parts[0] for path in (copy, *links) if cache in path.parents and path.exists()}
+    places = [copy]
+    # a copy of a directory has a link for each file, which the cache keeps in a directory of its own
+    if copy.is_dir():
+        places += [path.resolve() for path in copy.rglob("*") if path.is_symlink()]
+    cached = [path for path in places if cache in path.parents]
+    return {path.relative_to(cache).parts[0] for path in cached if path.exists()}
 
 
 def _bytes(entry: Path) -> int:
-    files = entry.rglob("*") if entry.is_dir() else [entry]
-    return sum(path.stat().st_size for path in files if path.is_file() and not path.is_symlink())
+    paths = entry.rglob("*") if entry.is_dir() else [entry]
+    files = (path for path in paths if path.is_file())
+    # what a link leads to is counted where it lies
+    return sum(path.stat().st_size for path in files if not path.is_symlink())

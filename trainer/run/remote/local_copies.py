@@ -47,6 +47,7 @@ def with_copies(sections: S, copies: LocalCopies) -> S:
     def change(value: Any) -> Any:
         url = url_of(value) if isinstance(value, str | Path) else ""
         path = paths.get(url) if url else None
+        # a Path stays a Path, and a str a str, as the setting wants it
         return value if path is None else type(value)(path)
 
     if paths:

@@ -59,6 +59,7 @@ def download(files: Sequence[RemoteFile], cache: Path, label: str) -> list[tuple
     Raises DataError for content that is not what the store announced, StorageUnavailable for a full disk, and
     RuntimeUnavailable for a connection that fails again and again.
     """
+    # a file without a version is never complete: it may have changed
     absent = [file for file in files if not _is_complete(file, cache)]
     if absent:
         cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # Onward's home, for its owner alone
@@ -85,12 +86,14 @@ def _download(file: RemoteFile, cache: Path, bar: _Bar) -> RemoteFile:
     """Download one file, unless another process does; return it with its version."""
     partial = cache / f".{file.key}.partial"
     with (cache / f".{file.key}.lock").open("wb") as lock, explained(file.url):
+        # held during the download: other processes wait for the file in place of fetching it as well
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_complete(file, cache):
             return file
         if not file.version:
             partial.unlink(missing_ok=True)  # it may belong to another version
         bar.add(_size(partial), came=False)
+        # content that is wrong once may be that of a connection; wrong twice it is that of the store
         for _ in range(2):
             _fill(file, partial, bar)
             if not (wrong := _wrong_content(file, partial)):
@@ -100,6 +103,7 @@ def _download(file: RemoteFile, cache: Path, bar: _Bar) -> RemoteFile:
             raise DataError(f"{redacted(file.url)}: {wrong}, twice; the file in the store is damaged or being written")
         fsync(partial)
         if not file.version:
+            # its own content is then the version under which the copy is kept
             file = replace(file, version={"content": sha256(partial)})
         place = _place(file, cache)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +119,7 @@ def joined_directory(files: Sequence[tuple[RemoteFile, Path]], cache: Path, name
     themselves, which are moved there.
     """
     place = cache / key_of([file for file, _ in files]) / name
+    # it was renamed into its place, so it is complete
     if place.is_dir():
         return place
     partial = cache / f".{uuid.uuid4().hex}.partial"
@@ -149,6 +154,7 @@ def _fill(file: RemoteFile, partial: Path, bar: _Bar) -> None:
     """Append to `partial` until it has the file's size; errors in between are retried, and what came stays."""
     failures = 0
     block = BLOCK_BYTES
+    # an empty file is complete with 0 bytes, but must exist
     while (have := _size(partial)) < file.size or not partial.exists():
         try:
             with partial.open("ab") as target:
@@ -164,7 +170,9 @@ def _fill(file: RemoteFile, partial: Path, bar: _Bar) -> None:
                 raise storage from error
             if isinstance(error, DataError | RuntimeUnavailable | PermissionError | FileNotFoundError):
                 raise  # it would fail again
+            # a connection that brings bytes is slow and not broken
             failures = 0 if _size(partial) > have else failures + 1
+            # a store or a proxy may end long answers: shorter requests get through
             block = max(block // 4, LEAST_BLOCK_BYTES)
             if failures > len(PAUSES_S):
                 raise RuntimeUnavailable(
@@ -180,11 +188,13 @@ def _chunks(file: RemoteFile, have: int, block: int, target: Any) -> Iterator[by
     """Yield the bytes from `have` on. Where the server sends whole files only, empty `target` and yield all bytes."""
     store, path = open_store(file.url)
     if urlsplit(file.url).scheme not in ("http", "https"):
+        # without a cache, because each byte is read once
         with store.open(path, "rb", block_size=block, cache_type="none") as opened:
             opened.seek(have)
             while data := opened.read(min(block, file.size - opened.tell())):
                 yield data
         return
+    # a compressed answer would have another length than the store announced
     headers = {"Accept-Encoding": "identity"}
     if have and not file.restarts and file.version:
         # If-Range: a file that was changed in the meantime is sent from its beginning
@@ -192,6 +202,7 @@ def _chunks(file: RemoteFile, have: int, block: int, target: Any) -> Iterator[by
         headers |= {"Range": f"bytes={have}-"} | ({"If-Range": tag} if tag and not tag.startswith("W/") else {})
     # block_size 0 streams the answer of one request
     with store.open(path, "rb", block_size=0, size=file.size, headers=headers) as opened:
+        # the server has sent all from the beginning, so what is there already is dropped
         if have and not (opened.r.status == 206 and f"bytes {have}-" in opened.r.headers.get("Content-Range", "")):
             target.truncate(0)
         while data := opened.read(CHUNK_BYTES):
@@ -207,6 +218,7 @@ def _wrong_content(file: RemoteFile, partial: Path) -> str:
             found = hashlib.file_digest(content, kind).hexdigest()
         if found != expected:
             return f"its {kind} is {found[:16]}..., but the store announced {expected[:16]}..."
+    # bytes of two versions may have the announced size together
     [now] = list_files(file.url, exact=True)
     if (now.size, now.version) != (file.size, file.version):
         return "it changed while it was read"
@@ -227,6 +239,7 @@ def _checksums(version: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _refuse_full_disk(files: Sequence[RemoteFile], cache: Path) -> None:
+    # what an interrupted download left counts as there
     needed = sum(file.size - _size(cache / f".{file.key}.partial") for file in files)
     if needed > (free := shutil.disk_usage(cache).free):
         raise StorageUnavailable(

@@ -70,9 +70,13 @@ def list_files(url: str, *, exact: bool = False) -> list[RemoteFile]:
         else:
             info = store.info(path)
             found = {path: info} if info["type"] == "file" else store.find(path, detail=True)
+        # names are kept below the fixed part, so that two directories with equal file names do not collide
         base = _base_of(path, one=path in found)
         root = url[: len(url) - len(path)] if url.endswith(path) else f"{urlsplit(url).scheme}://"
-        names = [name for name in found if path in found or "/." not in name[len(base) :]]
+        names = list(found)
+        # a hidden file is read only if it is named
+        if path not in found:
+            names = [name for name in names if "/." not in name[len(base) :]]
         if not names:
             raise DataError(f"{redacted(url)}: there is no file")
         files = [_remote_file(url, root, base, name, found[name], is_web=is_web) for name in names]
@@ -83,6 +87,7 @@ def file_beside(url: str, name: str) -> RemoteFile:
     """Return the file `name` in the directory of the file at `url`. Raises the errors of `list_files`."""
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise DataError(f"{redacted(url)} names the file {name!r}, which is not below its own directory")
+    # the query of a signed URL is that of one file
     [file] = list_files(url.partition("?")[0].rpartition("/")[0] + "/" + name)
     return replace(file, name=name)
 
@@ -93,6 +98,7 @@ def upload(source: Path, url: str) -> None:
         store, path = open_store(url)
         store.put_file(str(source), path)
         store.invalidate_cache()
+        # the size is asked for anew, because the answer to an upload does not prove that all of it arrived
         if (size := store.info(path)["size"]) != source.stat().st_size:
             raise RuntimeUnavailable(f"{redacted(url)} has {size} bytes after writing {source.stat().st_size}")
 
@@ -147,6 +153,7 @@ def explained(url: str, done: str = "read") -> Iterator[None]:
     except (DataError, RuntimeUnavailable):
         raise
     except Exception as error:
+        # fsspec's libraries wrap errors in different ways; the status may be in any of them
         causes = [error, *filter(None, (error.__cause__, error.__context__))]
         status = next((found for each in causes if (found := _status(each))), None)
         kinds = {kind.__name__ for each in causes for kind in type(each).__mro__}
@@ -154,6 +161,7 @@ def explained(url: str, done: str = "read") -> Iterator[None]:
             raise DataError(f"{shown} may not be {done}; credentials: {credentials_hint(url)}") from None
         if storage := storage_error(error, download_cache()):
             raise storage from None
+        # aiohttp raises FileNotFoundError also where no connection was made
         is_absent = isinstance(error, FileNotFoundError) and status is None and "ClientConnectionError" not in kinds
         if status == 404 or is_absent:
             raise DataError(f"there is nothing at {shown} (or the store hides it without credentials)") from None
@@ -187,9 +195,12 @@ def _remote_file(url: str, root: str, base: str, name: str, info: Mapping[str, A
             f"{redacted(url)}: the server does not say how long the file is, so that an end in the middle could not be "
             "noticed; download the file and give its path"
         )
+    # digests before times: a file that is written again with the same content is the same version
     version = {key: _as_text(info[key]) for key in VERSION_FIELDS if info.get(key)}
-    version = version or {key: str(info[key]) for key in TIME_FIELDS if info.get(key)}
+    if not version:
+        version = {key: str(info[key]) for key in TIME_FIELDS if info.get(key)}
     relative = PurePosixPath(name.partition("?")[0]).name if is_web else name[len(base) :].lstrip("/")
+    # such a name would be written outside of the cache
     if ".." in relative.split("/"):
         raise DataError(f"{redacted(url)}: the name {relative!r} contains '..'")
     return RemoteFile(

@@ -79,9 +79,12 @@ def settings_of_pace(config: RunConfig) -> dict[str, Any]:
     """Return the settings that decide how long a step takes."""
     found = {}
     for name, section in config.model_dump(mode="json").items():
-        if name not in NO_SECTIONS:
+        if name in NO_SECTIONS:
+            continue
+        found[name] = section
+        if isinstance(section, dict):
             without = WITHOUT_TIME.get(name, frozenset())
-            kept = isinstance(section, dict) and {key: each for key, each in section.items() if key not in without}
+            kept = {key: value for key, value in section.items() if key not in without}
             found[name] = kept or section
     # rates, betas and decays are only numbers in the same computation
     for name in ("optimizer", "average"):
@@ -108,6 +111,7 @@ def pace_of(history: RunHistory, *, batch: int, first_steps: int = 1) -> Pace | 
     out, as far as others were measured: they allocate memory, compile kernels and fill caches.
     """
     attempt = history.newest
+    # step -> value: a step that was logged twice counts once
     measured, waits = (dict(attempt.series.get(name, Series()).points()) for name in MEASURED)
     if not measured:
         return None
@@ -115,9 +119,11 @@ def pace_of(history: RunHistory, *, batch: int, first_steps: int = 1) -> Pace | 
     steps = list(measured)
     # a line of the log covers the steps since the line before
     before = dict(zip(steps, [begin, *steps], strict=False))
-    kept = [step for step in steps if before[step] >= begin + first_steps] or steps[-1:]
+    later = [step for step in steps if before[step] >= begin + first_steps]
+    kept = later or steps[-1:]
     step_s = statistics.median(measured[step] for step in kept)
     evaluated = [lap.seconds["evaluation"] for lap in attempt.laps]
+    # laps are sums, so an evaluation is the difference of two neighbours
     evaluations_s = [now - earlier for earlier, now in itertools.pairwise([0.0, *evaluated]) if now != earlier]
     saved = [event for event in history.checkpoints if event.attempt == attempt.number]
     return Pace(

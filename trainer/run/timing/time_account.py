@@ -111,6 +111,7 @@ def time_account(run: RunDir, history: RunHistory, now_ms: int | None = None) ->
 def attempt_times(history: RunHistory, ended: Sequence[AttemptEnding]) -> list[AttemptTimes]:
     """Return the times of all attempts that have an event or an ending."""
     endings = {ending.attempt: ending for ending in ended}
+    # an attempt that died before its first event has an ending only, and one that nothing noticed has events only
     numbers = sorted(history.attempts.keys() | endings.keys())
     attempts = [history.attempts.get(number, AttemptHistory(number)) for number in numbers]
     return [AttemptTimes(attempt, attempt.laps, endings.get(attempt.number)) for attempt in attempts]
@@ -125,6 +126,7 @@ def account(
     flows = _flows(begins, attempts, now_ms)
     if not flows:
         return None
+    # the attempts are consumed in their order while the flows are walked through
     walk = _Walk(attempts, running=now_ms is not None)
     for place, flow in enumerate(flows):
         walk.flow(flow, resumed=place + 1 < len(flows))
@@ -139,6 +141,7 @@ def account(
         parts=walk.parts,
         of_start_up={name: seconds for name, seconds in walk.of_start_up.items() if seconds},
         repeated_steps=walk.repeated,
+        # shown and not hidden: a great rest means that a clock is missing
         unaccounted_s=wall_s - sum(walk.parts.values()),
     )
 
@@ -148,6 +151,7 @@ def _flows(begins: Sequence[PhaseStart], attempts: Sequence[AttemptTimes], now_m
     flows: list[_Flow] = []
     open_by = 0
     for begin in begins:
+        # each flow is one process; a process that has written `end` begins another flow, as in a notebook
         if begin.pid != open_by:
             flows.append(_Flow([], 0))
         flows[-1].begins.append(begin)
@@ -156,12 +160,16 @@ def _flows(begins: Sequence[PhaseStart], attempts: Sequence[AttemptTimes], now_m
         flows = [_Flow([PhaseStart(step=0, began_ms=attempts[0].began_ms, kind="train", pid=0)], 0)]
     for flow, following in itertools.zip_longest(flows, flows[1:]):
         last = flow.begins[-1]
+        # a killed flow has no `end`; it lived at least until the newest sign of life before the next flow began
         limit_ms = following.begins[0].begin_ms if following else math.inf
         ended_ms = [attempt.ending.ended_ms for attempt in attempts if attempt.ending]
         signs = [last.begin_ms, *(attempt.last_ms for attempt in attempts), *ended_ms]
         alive_ms = max(sign for sign in signs if sign <= limit_ms)
-        running = following is None and now_ms is not None
-        flow.end_ms = last.begin_ms if last.kind == "end" else now_ms if running and now_ms is not None else alive_ms
+        flow.end_ms = alive_ms
+        if last.kind == "end":
+            flow.end_ms = last.begin_ms
+        elif following is None and now_ms is not None:  # it is running
+            flow.end_ms = now_ms
     return flows
 
 
@@ -179,6 +187,7 @@ class _Walk:
 
     def flow(self, flow: _Flow, *, resumed: bool) -> None:
         """Add a flow. resumed: whether another flow follows."""
+        # a phase lasts until the next one begins
         ends = [*(begin.begin_ms for begin in flow.begins[1:]), flow.end_ms]
         for begin, end_ms in zip(flow.begins, ends, strict=True):
             if begin.kind in BEFORE_TRAINING:
@@ -197,9 +206,11 @@ class _Walk:
 
     def _train(self, begin_ms: int, end_ms: int, *, resumed: bool) -> None:
         at_ms = begin_ms
+        # attempts of later flows stay for those
         while self._left and self._left[0].began_ms < end_ms:
             attempt = self._left.pop(0)
             at_ms = self._attempt(attempt, at_ms, end_ms, followed=bool(self._left))
+        # behind a death nothing follows only if the run has failed for good: then it is its ending
         follows = self._recovers and (resumed or bool(self._left))
         self.parts["recovery" if follows else "ending"] += (end_ms - at_ms) / 1000
 
@@ -208,9 +219,12 @@ class _Walk:
         start = attempt.logged.start
         ending = attempt.ending
         saved = attempt.logged.end is not None
-        runs = self._running and not followed and not saved and ending is None
+        # an attempt without a record runs only if it is the newest one
+        has_ended = followed or saved or ending is not None
+        runs = self._running and not has_ended
         detected_ms = ended_ms = end_ms if runs else attempt.last_ms
         if ending:
+            # never behind the end of the phase, so that no time is counted twice
             detected_ms = min(ending.detected_ms, end_ms)
             ended_ms = min(ending.ended_ms, end_ms)
         if start is None:
@@ -221,18 +235,23 @@ class _Walk:
                 self.parts["recovery" if self._recovers else "lost work"] += (ended_ms - attempt.began_ms) / 1000
                 self._recovers = True
             return ended_ms
+        # `start` is logged when the set-up is done, so the launch ended that much earlier
         setup_ms = 1000 * attempt.laps[0].seconds["setup"]
         kept = self._kept(attempt)
         self._start_up("launch", start.at_ms - at_ms - setup_ms)
         self._start_up("set-up", setup_ms)
+        # steps behind the checkpoint from which the next attempt goes on are made a second time
         if kept is not None:
             self.repeated += max(0, attempt.logged.last_step - max(kept, start.step))
         for before, now in itertools.pairwise(attempt.laps):
+            # a lap counts as a whole; with a checkpoint at step 0 all of the work is lost
             is_kept = kept is None or (kept > 0 and now.step <= kept)
             for name, part in PART_OF_LAP.items():
                 self.parts[part if is_kept else "lost work"] += now.seconds.get(name, 0) - before.seconds.get(name, 0)
+        # from the last line of the clock to the end: nothing says what the ranks did, so their state decides
         tail = "ending" if saved else "steps" if runs else "lost work"
         self.parts[tail] += (detected_ms - attempt.laps[-1].at_ms) / 1000
+        # a stop that was asked for is no failure from which the run recovers
         asked = ending is None or ending.kind in ("done", "stopped")
         self._recovers = not runs and not (saved and asked)
         self.parts["recovery" if self._recovers and followed else "ending"] += (ended_ms - detected_ms) / 1000
@@ -240,6 +259,7 @@ class _Walk:
 
     def _kept(self, attempt: AttemptTimes) -> int | None:
         """Return the step up to which an attempt's work was kept; None = all of it."""
+        # the earliest start counts, because a later attempt may have fallen back to an older checkpoint
         starts = [following.logged.start.step for following in self._left if following.logged.start]
         if starts:
             return min(starts)

@@ -68,8 +68,9 @@ def soft_losses(teacher: TeacherConfig, model: ModelConfig, losses: Sequence[Los
         read = [output for each in losses for output in each.outputs] or list(model.outputs) or [""]
         pairs = dict.fromkeys(read, pairs[""])
     found = [_soft_loss(place, *pair, teacher, losses) for place, pair in enumerate(pairs.items())]
-    for each in teacher.match:
-        found.append(SoftLoss(len(found), each.student, each.teacher, "mse", each.weight, 1.0, matched=True))
+    for student, wanted in teacher.match.items():
+        tensor, weight = (wanted, 1.0) if isinstance(wanted, str) else wanted
+        found.append(SoftLoss(len(found), student, tensor, "mse", weight, 1.0, matched=True))
     return tuple(found)
 
 

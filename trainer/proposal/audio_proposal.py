@@ -119,7 +119,7 @@ def _propose(draft: Draft, inputs: Sequence[TensorInfo], files: Sequence[Path], 
     draft.set("data.audio", {}, f"{info.name} takes {shown(info)}, and the data is audio files; {clips}")
     shape = list(info.sample_shape or ())
     if len(shape) == 3 or (len(shape) == 2 and shape[0] == 1):
-        draft.set("data.audio.channel_axis", True, f"{info.name} has an axis of one channel")
+        draft.set("data.audio.axes", "channel", f"{info.name} has an axis of one channel")
         shape = shape[1:]
     if len(shape) == 1:
         _propose_waveform(draft, shape[0], clips)
@@ -135,7 +135,7 @@ def _propose_waveform(draft: Draft, length: int | None, clips: _Clips) -> None:
     rate = draft.value("data.audio.sample_rate", rate)
     if length is not None:
         draft.set("data.audio.seconds", length / rate, f"{length:,} samples, as the model takes them")
-    elif draft.value("data.audio.channel_axis"):
+    elif draft.value("data.audio.axes") == "channel":
         draft.set("data.audio.seconds", clips.length_s, "the model takes any; nine of ten clips are not longer")
 
 
@@ -146,12 +146,14 @@ def _propose_spectrogram(draft: Draft, info: TensorInfo, dims: tuple[int | None,
         bands_first = dims[0] is not None
         bands_last = dims[0] is None
     draft.set("data.audio.features", "log_mel", f"{info.name} has an axis of bands and one of frames")
+    has_channel = draft.value("data.audio.axes") in ("channel", "channel_time_first")
+    before, behind = ("channel", "channel_time_first") if has_channel else ("plain", "time_first")
     if bands_first == bands_last:
         what = f"{info.name} takes {shown(info)}: which axis has the bands?"
-        draft.ask("data.audio.time_first", what, {False: "bands, then frames", True: "frames, then bands"})
+        draft.ask("data.audio.axes", what, {before: "bands, then frames", behind: "frames, then bands"})
     elif bands_last:
-        draft.set("data.audio.time_first", True, f"{dims[1]} is a usual number of bands, {dims[0] or 'any'} is not")
-    is_first = bool(draft.value("data.audio.time_first", False))
+        draft.set("data.audio.axes", behind, f"{dims[1]} is a usual number of bands, {dims[0] or 'any'} is not")
+    is_first = draft.value("data.audio.axes") == behind
     bands, frames = (dims[1], dims[0]) if is_first else dims
     draft.set("data.audio.mel_bins", bands or 80, "as the model takes them" if bands else "a usual number")
     rate = draft.value("data.audio.sample_rate", min(clips.rate, USUAL_RATE))

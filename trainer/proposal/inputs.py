@@ -89,7 +89,7 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
     if takes_images:
         _propose_images(draft, source)
     elif Path(source).is_dir() and not _format(source) and (suffix := _text_suffix(Path(source))):
-        draft.set("data.text_files", f"*{suffix}", "the files of text")
+        draft.set("data.source", f"{source}/**/*{suffix}", "the files of text")
 
 
 def propose_digits(draft: Draft, inputs: Sequence[TensorInfo]) -> None:
@@ -97,10 +97,11 @@ def propose_digits(draft: Draft, inputs: Sequence[TensorInfo]) -> None:
     shapes = [info.shape for info in inputs if info.shape is not None and len(info.shape) == 4]
     if len(shapes) == 1:
         _, channels, height, width = shapes[0]
-        if height is not None and height == width:
-            draft.set("data.image_size", height, "the images have 8 x 8 pixels, and are resized to those of the model")
-        if channels is not None:
-            draft.set("data.image_channels", channels, "the grey image, repeated")
+        usual = DataConfig.model_fields["image_size"].default
+        side = height if height is not None and height == width else usual
+        size = side if channels in (None, 3) else [channels, side]
+        if size != usual:
+            draft.set("data.image_size", size, "the images of 8 x 8 grey pixels are resized to those of the model")
 
 
 def _images_in(folder: Path) -> Path:

@@ -71,17 +71,19 @@ def _propose_missing(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo]) -
 
 def propose_vocabularies(draft: Draft, facts: Facts, graph: onnx.GraphProto, inputs: Iterable[TensorInfo]) -> None:
     """Propose the order of the categories whose embedding has a row for each text and none for unknown ones."""
+    categories = draft.value("data.table.categories", ())
     found: dict[str, list[str]] = {}
     tables: dict[str, None] = {}
     for info in inputs:
         table = embedding_rows(graph, info.name)
-        for name in set(draft.value("data.table.categories", ())).intersection(feeding(draft, facts, info)):
+        for name in set(categories).intersection(feeding(draft, facts, info)):
             if table and table[0] == len(facts.distinct(name)) and not facts.missing[name]:
                 found[name] = facts.distinct(name)
                 tables[table[1]] = None
     if found:
         reason = f"{', '.join(tables)} has a row for each of these texts, and none for unknown ones"
-        draft.set("data.table.vocabularies", found, f"{reason}; sorted, which is right for fresh weights alone")
+        given = {name: found.get(name, "sorted") for name in categories}
+        draft.set("data.table.categories", given, f"{reason}; sorted, which is right for fresh weights alone")
 
 
 RESCALES = ("Sub", "Div", "Mul", "Add")

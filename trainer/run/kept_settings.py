@@ -66,7 +66,7 @@ def edited_settings(run: RunDir) -> list[str]:
     return [
         f"{key} was {kept.get(key)!r}, and is {found.get(key)!r}"
         for key in kept | found
-        if kept.get(key) != found.get(key) and (key == "stop.metric" or not key.startswith("stop."))
+        if kept.get(key) != found.get(key) and not key.startswith("stop.")
     ]
 
 

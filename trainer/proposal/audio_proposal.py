@@ -118,13 +118,18 @@ def _propose(draft: Draft, inputs: Sequence[TensorInfo], files: Sequence[Path], 
     clips = _read_headers(files)
     draft.set("data.audio", {}, f"{info.name} takes {shown(info)}, and the data is audio files; {clips}")
     shape = list(info.sample_shape or ())
-    if len(shape) == 3 or (len(shape) == 2 and shape[0] == 1):
-        draft.set("data.audio.axes", "channel", f"{info.name} has an axis of one channel")
-        shape = shape[1:]
+    has_channel = len(shape) == 3 or (len(shape) == 2 and shape[0] == 1)
+    shape = shape[1:] if has_channel else shape
     if len(shape) == 1:
+        if has_channel:
+            draft.set("data.audio.axes", "channel", _channel_of(info))
         _propose_waveform(draft, shape[0], clips)
     else:
-        _propose_spectrogram(draft, info, (shape[0], shape[1]), clips)
+        _propose_spectrogram(draft, info, (shape[0], shape[1]), clips, has_channel=has_channel)
+
+
+def _channel_of(info: TensorInfo) -> str:
+    return f"{info.name} has an axis of one channel"
 
 
 def _propose_waveform(draft: Draft, length: int | None, clips: _Clips) -> None:
@@ -139,20 +144,23 @@ def _propose_waveform(draft: Draft, length: int | None, clips: _Clips) -> None:
         draft.set("data.audio.seconds", clips.length_s, "the model takes any; nine of ten clips are not longer")
 
 
-def _propose_spectrogram(draft: Draft, info: TensorInfo, dims: tuple[int | None, int | None], clips: _Clips) -> None:
+def _propose_spectrogram(
+    draft: Draft, info: TensorInfo, dims: tuple[int | None, int | None], clips: _Clips, *, has_channel: bool
+) -> None:
     bands_first, bands_last = (dim in BANDS for dim in dims)
     if bands_first == bands_last and None in dims:
         # what is open is the time
         bands_first = dims[0] is not None
         bands_last = dims[0] is None
     draft.set("data.audio.features", "log_mel", f"{info.name} has an axis of bands and one of frames")
-    has_channel = draft.value("data.audio.axes") in ("channel", "channel_time_first")
     before, behind = ("channel", "channel_time_first") if has_channel else ("plain", "time_first")
     if bands_first == bands_last:
         what = f"{info.name} takes {shown(info)}: which axis has the bands?"
         draft.ask("data.audio.axes", what, {before: "bands, then frames", behind: "frames, then bands"})
     elif bands_last:
         draft.set("data.audio.axes", behind, f"{dims[1]} is a usual number of bands, {dims[0] or 'any'} is not")
+    elif has_channel:
+        draft.set("data.audio.axes", "channel", _channel_of(info))
     is_first = draft.value("data.audio.axes") == behind
     bands, frames = (dims[1], dims[0]) if is_first else dims
     draft.set("data.audio.mel_bins", bands or 80, "as the model takes them" if bands else "a usual number")

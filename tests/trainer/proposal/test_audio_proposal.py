@@ -74,7 +74,7 @@ def test_a_folder_of_sounds_for_each_class_trains_as_proposed(shape: Shape, tmp_
     assert found.proof.loss_after < found.proof.loss_before
     audio = proposed(tmp_path)
     assert (audio.features, audio.mel_bins, audio.seconds, audio.sample_rate) == ("log_mel", 40, 1.0, 16000)
-    assert audio.channel_axis == (len(shape) == 3)
+    assert audio.axes == ("channel" if len(shape) == 3 else "plain")
     config = load_config(tmp_path / "config.toml")
     assert config.data.inputs == {}, "the only input that takes a clip needs no setting"
     assert completed(config).data.inputs == {"mel": "audio"}

@@ -35,7 +35,6 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.named_files import named_files
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.model import HOW_TO_COMPILE
 from onward.trainer.data.completed_settings import with_inputs
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.scores_read import scores_said, with_scores
@@ -53,7 +52,7 @@ log = logging.getLogger(__name__)
 CHOSEN = {
     "train.gradient_accumulation_steps",
     *(f"parallel.{name}" for name in ("data", "tensor", "pipeline", "zero")),
-    *("recompute.mode", "recompute.stash"),
+    "recompute.mode",
 }
 """Settings that `parallel = "auto"` chooses. The saved configuration of such a run holds the chosen values."""
 
@@ -154,12 +153,8 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         before["precision.compute"] = "auto"
     if given.graph.compile == "auto":
         before["graph.compile"] = "auto"
-        # without compiling the settings of how were dropped when the run was saved
-        if not saved.graph.compile:
-            for name in HOW_TO_COMPILE:
-                before[f"graph.{name}"] = now[f"graph.{name}"]
-    # the metric decides which values are compared, and so what the saved best value means
-    for name in set(type(saved.stop).model_fields) - {"metric"}:
+    # the best value that is saved keeps its meaning: `stop` has limits alone
+    for name in type(saved.stop).model_fields:
         before[f"stop.{name}"] = now[f"stop.{name}"]
     if changed := [key for key in before | now if before.get(key) != now.get(key)]:
         raise ConfigError(

@@ -46,6 +46,9 @@ from onward.trainer.run.directory import RunDir
 from onward.trainer.run.outcomes.stopping import is_out_of_time, reason_to_end
 from onward.trainer.run.records import AttemptResult
 
+DESYNC_CHECK_STEPS = 100
+"""Steps between comparisons of what several ranks hold alike: so rare, they cost less time than can be measured."""
+
 
 def train(
     run: RunDir,
@@ -185,7 +188,7 @@ def train(
 
         state = state.advance(size, scaler.state(), trained_s=agreed.trained_s)
         ending = is_out_of_time(state.stop, config) or step == num_steps
-        if every(config.train.desync_check_period, step):
+        if every(DESYNC_CHECK_STEPS, step):
             checkpoints.compare_copies(parts, step=step, beat=beat)
             bad_values.remember_weights(step)
         pace.add(size, agreed.work)

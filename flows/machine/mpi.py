@@ -115,7 +115,7 @@ def _with_torch(folder: Path, hostfile: str) -> Iterator[Finding]:
         "data": {"source": "digits"},
         "train": {"num_steps": 1, "global_batch_size": ranks},
         "parallel": {"data": ranks},
-        "launch": {"hostfile": hostfile, "device": "auto", "collective_timeout_s": RANKS_S / 2},
+        "launch": {"hostfile": hostfile, "device": "auto", "heartbeat_timeout_s": RANKS_S * 3 / 5},
     }
     write_record(run.config, build_config(settings))
     ended = _job(folder, ("onward.trainer", "preflight", str(folder)), ranks, RANKS_S, hostfile)

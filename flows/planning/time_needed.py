@@ -17,7 +17,6 @@ from typing import Literal
 
 from onward.flows.run_state.runs import all_runs, identity_of
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.model import HOW_TO_COMPILE
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.row_counts import RowCount
 from onward.trainer.data.storage.shards import ShardManifest
@@ -102,9 +101,8 @@ def _is_alike(run: RunDir, config: RunConfig, settings: object, structure: str) 
     identity = identity_of(run)
     if config.model.fixed_batch == "auto":  # a rehearsal has chosen it for the run
         own = own.model_copy(update={"model": own.model.model_copy(update={"fixed_batch": "auto"})})
-    if config.graph.compile == "auto":  # likewise, and without compiling the settings of how have been dropped
-        asked = {name: getattr(config.graph, name) for name in ("compile", *HOW_TO_COMPILE)}
-        own = own.model_copy(update={"graph": own.graph.model_copy(update=asked)})
+    if config.graph.compile == "auto":  # likewise
+        own = own.model_copy(update={"graph": own.graph.model_copy(update={"compile": "auto"})})
     if identity is None or settings_of_pace(own) != settings or own.launch.hostfile != config.launch.hostfile:
         return False
     # a hostfile names its hosts; without one the run must have been on this machine

@@ -325,8 +325,7 @@ def _division(found: Plan) -> Iterator[tuple[str, str]]:
     yield "micro-batches", f"{found.gradient_accumulation_steps} of {found.micro_batch_size} samples in each replica"
     if parallel.pipeline > 1:
         yield "schedule", f"{parallel.schedule}, bubble {found.bubble:.1%}"
-    rounded = "" if found.recompute.stash == "exact" else f", inputs of products in {found.recompute.stash}"
-    yield "recomputation", found.recompute.mode + rounded
+    yield "recomputation", found.recompute.mode
     yield "products", found.compute
     yield "device", found.device
     limit = f" of {gib(found.memory_bytes)}" if found.memory_bytes else ""

@@ -1,7 +1,7 @@
 """Notice ranks of this host that a signal has stopped, and let them go on before the others give them up.
 
     rank 1    SIGSTOP .................... SIGCONT        after STOPPED_S
-    rank 0    waits for rank 1 in a collective            would fail after launch.collective_timeout_s
+    rank 0    waits for rank 1 in a collective            would fail after 5/6 of launch.heartbeat_timeout_s
 
 Nothing is lost then but the time. A rank of another host fails by the time-out of the collective.
 """

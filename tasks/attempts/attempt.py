@@ -168,7 +168,7 @@ class Attempt:
         except OSError:
             # a retry counts the records of its predecessors, so it waits until this one is written
             if ending.retry:
-                wait_for_storage(self.run, config.launch.storage_wait_s)
+                wait_for_storage(self.run)
                 write_reserved(self.run.ending(self.number), ending, reserved)
         log.log(logging.INFO if kind in ("done", "stopped") else logging.WARNING, "%s", ending)
         return ending

@@ -34,7 +34,7 @@ def describe(outcome: Outcome, config: RunConfig) -> str:
     """Describe how the job ended, for a failure without an error record of a rank."""
     start = config.launch.start_timeout_s
     silence = config.launch.heartbeat_timeout_s
-    compiling = f"; while compiling {config.compile_timeout_s:g} s, launch.compile_timeout_s" * config.graph.compiles
+    compiling = f"; while compiling {config.compile_timeout_s:g} s" * config.graph.compiles
     if start > silence:
         compiling = f"; until the first step is complete {start:g} s, launch.start_timeout_s{compiling}"
     return {

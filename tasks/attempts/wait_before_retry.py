@@ -22,6 +22,8 @@ from onward.trainer.run.records import write_record
 
 log = logging.getLogger(__name__)
 
+STORAGE_WAIT_S = 600.0
+"""How long a disk may stay full or failed: long enough for a person, or a clean-up at night, to make room."""
 POLL_S = 2.0
 """Seconds between two looks at a full disk."""
 LEAST_BYTES = 1 << 20
@@ -42,25 +44,24 @@ def wait_until_ready(run: RunDir, config: RunConfig) -> None:
     # a clock that was set back must not prolong the pause
     time.sleep(min(last.delay_s, max(0.0, due_ms / 1000 - time.time())))
     if last.kind == "storage":
-        wait_for_storage(run, config.launch.storage_wait_s)
+        wait_for_storage(run)
     if read_config(run, "given").launch.hostfile:
         wait_for_hosts(run)
 
 
-def wait_for_storage(run: RunDir, limit_s: float) -> None:
+def wait_for_storage(run: RunDir) -> None:
     """Wait until the run directory takes a file, and has room for a checkpoint like the newest one."""
     newest = list_checkpoints(run)[-1:]
     needed = LEAST_BYTES + sum(file.stat().st_size for path in newest for file in path.iterdir())
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + STORAGE_WAIT_S
     said = False
     while problem := storage_problem(run.root, needed):
         if time.monotonic() > deadline:
             raise StorageUnavailable(
-                f"{problem}, then `onward resume`; waited for {limit_s:g} s (launch.storage_wait_s). Earlier "
-                "checkpoints are unchanged"
+                f"{problem}, then `onward resume`; waited for {STORAGE_WAIT_S:g} s. Earlier checkpoints are unchanged"
             )
         if not said:
-            log.warning("%s: waiting up to %g s for that to change (launch.storage_wait_s)", problem, limit_s)
+            log.warning("%s: waiting up to %g s for that to change", problem, STORAGE_WAIT_S)
             said = True
         time.sleep(POLL_S)
     if said:

@@ -54,7 +54,7 @@ def trained(name: str, rate: float, data: Tensor, steps: int) -> tuple[float, fl
     """Return (loss on held-out bytes, bytes of state per weight element, seconds of an update)."""
     model = build_gpt2(vocab_size=256, sequence_length=LENGTH, num_layers=2, num_heads=4, width=64, dropout=0.0)
     module = to_module(model)
-    matrices = find_matrices(module, convolutions=False)
+    matrices = find_matrices(module)
     weights = [
         Weight(key, tensor, Placement.full(tensor.shape), trained=True, outputs=matrices.get(key))
         for key, tensor in named_weights(module).items()

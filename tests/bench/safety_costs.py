@@ -17,17 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 from onward.trainer.run.directory import RunDir
+from tests.equivalence.layouts import train_all
 from tests.support.ranks import run_ranks
 from tests.support.runs import Array, events, make_run
 
 FIRST, LAST = 20, 120
-SETTINGS: dict[str, dict[str, dict[str, int]]] = {
-    "neither": {"train": {"desync_check_period": 0}},
-    "a checkpoint every 20 steps": {"train": {"desync_check_period": 0}, "checkpoint": {"period": 20}},
-    "a comparison every 100 steps": {"train": {"desync_check_period": 100}},
-}
+SETTINGS = {"neither": (0, 0), "a checkpoint every 20 steps": (20, 0), "a comparison every 100 steps": (0, 100)}
+"""Steps between checkpoints, and between comparisons; 0 = none."""
 
 
 def text(rows: int) -> dict[str, Array]:
@@ -36,17 +35,26 @@ def text(rows: int) -> dict[str, Array]:
     return {"input_ids": ids[:, :-1].copy(), "label": ids[:, 1:].copy()}
 
 
-def make(folder: Path, sections: dict[str, dict[str, int]]) -> RunDir:
+def make(folder: Path, period: int) -> RunDir:
     model = build_gpt2(vocab_size=256, sequence_length=256, num_layers=4, num_heads=4, width=128, dropout=0.0)
     usual: dict[str, Any] = {"global_batch_size": 8, "num_steps": LAST, "evaluation_period": 0, "log_period": 10}
     return make_run(
         folder,
         model,
         text(400),
-        train=usual | sections["train"],
+        train=usual,
         parallel={"data": 2},
-        checkpoint=sections.get("checkpoint", {"period": 0}),
+        checkpoint={"period": period},
     )
+
+
+def train_in_turn(mpi: MPIContext, runs: list[tuple[str, int]]) -> None:
+    """On a rank: one training after the other, with so many steps between comparisons."""
+    from onward.trainer import loop
+
+    for root, steps in runs:
+        loop.DESYNC_CHECK_STEPS = steps
+        train_all(mpi, [root])
 
 
 def seconds(run: RunDir) -> float:
@@ -62,12 +70,12 @@ def main() -> None:
     turns, found = parser.parse_args().turns, dict[str, list[float]]()
     with tempfile.TemporaryDirectory(prefix="safety-") as folder:
         for turn in range(turns):
-            runs = {name: make(Path(folder) / f"{turn} {name}", SETTINGS[name]) for name in SETTINGS}
+            runs = {name: make(Path(folder) / f"{turn} {name}", SETTINGS[name][0]) for name in SETTINGS}
             # the first training of a process is slower
             names = list(SETTINGS)[turn % 3 :] + list(SETTINGS)[: turn % 3]
-            warm = make(Path(folder) / f"{turn} warm", SETTINGS["neither"])
-            roots = [str(warm.root), *(str(runs[name].root) for name in names)]
-            run_ranks(2, "tests.equivalence.layouts:train_all", roots, timeout_s=600)
+            warm = make(Path(folder) / f"{turn} warm", 0)
+            turns_of_ranks = [(str(warm.root), 0), *((str(runs[name].root), SETTINGS[name][1]) for name in names)]
+            run_ranks(2, "tests.bench.safety_costs:train_in_turn", turns_of_ranks, timeout_s=600)
             for name, run in runs.items():
                 found.setdefault(name, []).append(seconds(run))
     base = found["neither"]

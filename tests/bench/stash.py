@@ -48,7 +48,7 @@ ROUND_S = 0.3
 LIBRARY = ctypes.CDLL("libc.so.6")
 M_MMAP_THRESHOLD = -3
 MODES = ("none", "whole", "selective", "exact", "bf16", "fp8")
-"""The last three are `recompute.stash` of mode `compressed`."""
+"""The last three are `recompute.mode = "compressed"`, `"compressed_bf16"` and `"compressed_fp8"`."""
 
 
 def vision(name: str) -> Callable[[int], onnx.ModelProto]:

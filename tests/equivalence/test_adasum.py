@@ -70,7 +70,7 @@ def outcomes(mpi: MPIContext, num_parts: int) -> dict[str, Any]:
         whole = Placement.full([3, 1])
         weights = [Weight("divided", divided, place, True), Weight("ones", ones, whole, True, counted=part == 0)]
         routes = {"transport": transport, "compression": compression}
-        config = ParallelConfig(reduction="adasum", adasum_ranks=num_parts, **routes)  # type: ignore[arg-type]
+        config = ParallelConfig(reduction="adasum_all", **routes)  # type: ignore[arg-type]
         reducer = Reducer(weights, mesh=mesh, mpi=mpi, config=config, shared={}, timeout_s=30)
         for case in CASES:
             own = torch.tensor(gradients_of(case, num_replicas)[replica][start:stop], dtype=torch.float32)
@@ -113,15 +113,14 @@ def test_equal_gradients_give_their_mean_and_orthogonal_ones_their_sum(num_repli
             assert replicas[0][0][2] == pytest.approx(np.sqrt(found @ found + 3), rel=max(tolerance, 1e-6))
 
 
-HOSTS = [("torch", 2), ("mpi", 2), ("mpi", 3), ("torch", 0)]
-"""Transport, and ranks of each host; 0: as they are, which is all on one."""
+HOSTS = [("torch", "aabbc"), ("mpi", "aabbc"), ("mpi", "aaabb"), ("torch", "aaaaa")]
+"""Transport, and the host of each rank."""
 INTERLEAVED = [("torch", "abbab"), ("mpi", "abbab")]
-"""Transport, and the host of each rank: with `mpirun --map-by node` the ranks of a host do not follow each
-other."""
+"""With `mpirun --map-by node` the ranks of a host do not follow each other."""
 TARGETS = [[2, 2, 2, 2, 2], [1, 5, 0, 0, 4]]
 
 
-def hosts_of_several(mpi: MPIContext, cases: list[tuple[str, int | str]]) -> dict[str, Any]:
+def hosts_of_several(mpi: MPIContext, cases: list[tuple[str, str]]) -> dict[str, Any]:
     """5 replicas on several hosts or one; with equal and unequal targets; and with a bucket of one element."""
     reduce.BUCKET_BYTES["gloo"] = (40, 40)  # two buckets
     mesh, found = mesh_of(mpi, data=5), {}
@@ -131,9 +130,8 @@ def hosts_of_several(mpi: MPIContext, cases: list[tuple[str, int | str]]) -> dic
             Weight(name, nn.Parameter(torch.zeros(length)), Placement.full([length]), True)
             for name, length in names.items()
         ]
-        ranks_per_host = 0 if isinstance(hosts, str) else hosts
-        here = replace(mpi, host=hosts[mpi.rank]) if isinstance(hosts, str) else mpi
-        config = ParallelConfig(reduction="adasum", adasum_ranks=ranks_per_host, transport=transport)  # type: ignore[arg-type]
+        here = replace(mpi, host=hosts[mpi.rank])
+        config = ParallelConfig(reduction="adasum", transport=transport)  # type: ignore[arg-type]
         reducer = Reducer(weights, mesh=mesh, mpi=here, config=config, shared={}, timeout_s=30)
         for targets in TARGETS:
             reducer.begin(1, targets[mpi.rank])
@@ -152,10 +150,9 @@ def sums_over_targets(number: int, length: int, targets: list[int]) -> list[Vect
     return [random.standard_normal((5, length))[:count].sum(0) for count in targets]
 
 
-def members(hosts: int | str) -> list[list[int]]:
+def members(hosts: str) -> list[list[int]]:
     """The ranks of each host, in the order of the hosts' first ranks."""
-    names = hosts if isinstance(hosts, str) else [n // (hosts or 5) for n in range(5)]
-    return [[n for n in range(5) if names[n] == name] for name in dict.fromkeys(names)]
+    return [[n for n in range(5) if hosts[n] == name] for name in dict.fromkeys(hosts)]
 
 
 @pytest.mark.mpi
@@ -163,7 +160,7 @@ def members(hosts: int | str) -> list[list[int]]:
     "cases", [pytest.param(HOSTS, marks=pytest.mark.slow, id="neighbours"), pytest.param(INTERLEAVED, id="interleaved")]
 )
 def test_replicas_of_a_host_are_one_large_batch_and_hosts_without_targets_change_nothing(
-    cases: list[tuple[str, int | str]],
+    cases: list[tuple[str, str]],
 ) -> None:
     results = run_ranks(5, "tests.equivalence.test_adasum:hosts_of_several", cases)
     assert all(result == results[0] for result in results)

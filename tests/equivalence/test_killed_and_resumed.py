@@ -93,7 +93,7 @@ def test_a_run_may_start_from_another_ones_checkpoint_but_only_where_it_passes_t
 @pytest.mark.mpi
 @pytest.mark.slow  # that a silent job is killed: tests/infra/job/test_job.py
 def test_a_job_that_falls_silent_is_killed_and_the_next_attempt_resumes(tmp_path: Path) -> None:
-    limits = {"heartbeat_timeout_s": 6, "collective_timeout_s": 5}
+    limits = {"heartbeat_timeout_s": 6}
     settings = SETTINGS | {"train": SETTINGS["train"] | {"num_steps": 600}, "launch": limits}
     run = make_run(tmp_path, graphs.tiny_conv_net(), tiny_images(80), **settings)
 

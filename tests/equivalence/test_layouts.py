@@ -241,7 +241,7 @@ def test_ranks_with_unequal_shares_recompute_what_the_others_do(tmp_path: Path) 
 
 
 COMPRESSED = {"recompute": {"mode": "compressed"}}
-ROUNDED = {"recompute": {"mode": "compressed", "stash": "bf16"}}
+ROUNDED = {"recompute": {"mode": "compressed_bf16"}}
 
 
 @pytest.mark.mpi

@@ -26,7 +26,7 @@ GPT2, BERT, LLAMA, CONV = MODELS
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"weight_decay_mode": "huggingface"},
     "adamw": {"weights": [{"pattern": "*1*weight", "alpha": 0.5, "beta": 0.9}]},
-    "lamb": {"weights": [{"pattern": "*1*weight", "ratio_max": 0.1}]},
+    "lamb": {"weights": [{"pattern": "*1*weight", "trust_ratio": [0, 0.1]}]},
     "sgd": {"epsilon": 1e-8, "momentum": 0.9, "learning_rate": 0.05},
     "nadam": {},
     "radam": {},
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adagrad": {},
     "lion": {"epsilon": 1e-8, "learning_rate": 1e-4},
     "adafactor": {"learning_rate": 1e-2},
-    "muon": {"learning_rate": 0.02, "muon": {"convolutions": "flatten"}},
+    "muon": {"learning_rate": 0.02},
 }
 """`optimizer.name` -> its other settings."""
 LAYOUTS = (
@@ -46,7 +46,9 @@ LAYOUTS = (
 def case(model: str, name: str, layout: str, zero: int = 0, **sections: Any) -> Case:
     replicas = layouts.LAYOUTS[layout].get("data", 1)
     batches = {"global_batch_size": 8, "gradient_accumulation_steps": 4 // replicas}
-    return Case(model, layout, zero, {"optimizer": {"name": name, **OPTIMIZERS[name]}, "train": batches, **sections})
+    kernels = {"weights": [{"pattern": "*conv*", "rule": "muon"}]} if (model, name) == (CONV, "muon") else {}
+    optimizer = {"name": name, **OPTIMIZERS[name], **kernels}
+    return Case(model, layout, zero, {"optimizer": optimizer, "train": batches, **sections})
 
 
 def largest_difference(found: RunDir, wanted: RunDir, name: str) -> float:

@@ -24,7 +24,7 @@ QUICK = [
 COMPILED: Mapping[str, Any] = {
     **DIVIDED,
     "graph": {"compile": True},
-    "launch": {"heartbeat_timeout_s": 300, "collective_timeout_s": 240},
+    "launch": {"heartbeat_timeout_s": 300},
 }
 SLOW = [
     *(Case(model, "2x2x2", zero, DIVIDED) for model in (GPT2, BERT, LLAMA) for zero in (0, 2, 3)),

@@ -114,8 +114,13 @@ def ragged_rows(folder: Path, *, replicas: int) -> RunDir:
     ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     sections: dict[str, Any] = {
-        "data": {"source": str(folder / "rows.jsonl"), "balance": "length"},
-        "train": {"global_batch_size": 12, "num_epochs": 2, "gradient_accumulation_steps": 4 // replicas},
+        "data": {"source": str(folder / "rows.jsonl")},
+        "train": {
+            "global_batch_size": 12,
+            "num_epochs": 2,
+            "gradient_accumulation_steps": 4 // replicas,
+            "shuffle": "length",
+        },
     }
     return made(folder, WORDS.replace("TABLE", numbers(60)), sections, replicas)
 

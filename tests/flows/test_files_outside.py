@@ -126,7 +126,7 @@ def link_of_a_table(place: Path) -> str:
 
 @pytest.mark.parametrize("make", [link_of_an_image, link_of_a_text, link_of_a_table])
 def test_links_in_a_folder_that_lead_out_of_it_are_refused(make: Callable[[Path], str], place: Path) -> None:
-    (problem,) = command_refuses(place, make(place), "data.text_files='*.txt'")
+    (problem,) = command_refuses(place, make(place))
     assert f"leads to {place}/private/" in problem
     assert problem.endswith(REMEDY)
 

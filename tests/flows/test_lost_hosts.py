@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
 SETTINGS = (
-    *("launch.rehearsal='off'", "launch.heartbeat_timeout_s=15", "launch.collective_timeout_s=10"),
+    *("launch.rehearsal='off'", "launch.heartbeat_timeout_s=15"),
     *("monitor.report_to=[]", "train.log_period=5", "train.evaluation_period=0"),
 )
 

@@ -108,14 +108,14 @@ def masks(folder: Path) -> None:
     _configure(folder, 'source = "scans/images"\nlabel = "mask"\n[data.image]\nmask_folder = "../masks"')
 
 
-AUDIO = '[data.audio]\nfeatures = "log_mel"\nmel_bins = 40\nchannel_axis = true\nseconds = 1.0'
+AUDIO = '[data.audio]\nfeatures = "log_mel"\nmel_bins = 40\naxes = "channel"\nseconds = 1.0'
 
 
 def sounds(folder: Path) -> None:
     UNSEEN["audio folder"](folder)
     _configure(
         folder,
-        'source = "tones"\n[data.audio]\nfeatures = "log_mel"\nmel_bins = 40\nchannel_axis = true\nseconds = 1.0',
+        'source = "tones"\n[data.audio]\nfeatures = "log_mel"\nmel_bins = 40\naxes = "channel"\nseconds = 1.0',
     )
 
 

@@ -79,12 +79,12 @@ BAD: dict[str, tuple[WRITE, tuple[str, ...], tuple[str, ...]]] = {
             ),
         ),
         ("data.text.task=masked",),
-        ("has no mask token; name one of its tokens in data.text.mask_token",),
+        ("has no mask token; name one of its tokens in data.text.tokens.mask",),
     ),
     "no end token": (
         lambda folder: onnx.save_model(tiny_transformer(vocab_size=400), folder / "model.onnx"),
         ("data.text.task=causal",),
-        ("has no token that ends a text; name one of its tokens in data.text.end_token",),
+        ("has no token that ends a text; name one of its tokens in data.text.tokens.end",),
     ),
     "a tokenizer that is not JSON": (
         lambda folder: (folder / "tokenizer.json").write_bytes(b"\x0a\x0eSentencePiece\xff\xfe"),

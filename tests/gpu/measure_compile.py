@@ -18,9 +18,9 @@ from tests.gpu.measure_gpt2 import SIZES, TINY
 from tests.gpu.results import Skip, attempt
 
 SMALL = {"vocabulary": 512, "length": 64, "layers": 4, "heads": 4, "width": 128}
-STATIC = {"compile": True, "shapes": "static", "compile_mode": "default", "compile_regions": "whole"}
-EAGER, AUTO, GRAPHS = {"compile": False}, {"compile": True}, STATIC | {"compile_mode": "reduce-overhead"}
-DYNAMIC, REPEATED = STATIC | {"shapes": "dynamic"}, STATIC | {"compile_regions": "repeated"}
+EAGER, AUTO, STATIC, GRAPHS, DYNAMIC, REPEATED = (
+    {"compile": how} for how in (False, True, "default", "reduce-overhead", "dynamic", "repeated")
+)
 MODELS: dict[str, tuple[dict[str, int], int, dict[str, dict[str, Any]]]] = {
     "small GPT-2": (
         TINY if REHEARSAL else SMALL,
@@ -39,7 +39,7 @@ CHECKS = tuple(f"{model}, {way}" for model, (_, _, ways) in MODELS.items() for w
 
 def compiled(mpi: Any, model: Any, module: Any, sizes: dict[str, int], rows: int, graph: dict[str, Any]) -> Any:
     """Return the figures of one way."""
-    if REHEARSAL and graph.get("compile_mode") == "reduce-overhead":
+    if REHEARSAL and graph["compile"] == "reduce-overhead":
         raise Skip("a CPU has no CUDA graphs")
     columns = text(rows, sizes["length"], sizes["vocabulary"])
     options = {"compute": "bf16", "unit": "tokens", "per_sample": sizes["length"], "graph": graph}

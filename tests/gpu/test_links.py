@@ -32,7 +32,7 @@ ROUTES: dict[str, tuple[dict[str, Any], float]] = {
     "sum": ({}, 1e-5),
     "fp16": ({"compression": "fp16"}, 2e-3),
     "bf16": ({"compression": "bf16"}, 2e-2),
-    "adasum": ({"reduction": "adasum", "adasum_ranks": 1}, 1e-4),
+    "adasum": ({"reduction": "adasum_all"}, 1e-4),
 }
 """Name -> [parallel], and how far losses may be from those of CPU ranks, relative."""
 

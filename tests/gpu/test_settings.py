@@ -34,7 +34,7 @@ SETTINGS: dict[str, Sections] = {
     "recompute selective, bf16": {"recompute": {"mode": "selective"}, "precision": {"compute": "bf16"}},
     "compressed, exact": {"recompute": {"mode": "compressed"}},
     "compressed, fp8, bf16": {
-        "recompute": {"mode": "compressed", "stash": "fp8"},
+        "recompute": {"mode": "compressed_fp8"},
         "precision": {"compute": "bf16"},
     },
     **{f"ZeRO {zero}": {"parallel": {"zero": zero}} for zero in (1, 2, 3)},
@@ -47,14 +47,14 @@ SETTINGS: dict[str, Sections] = {
     "bf16 moments": {"optimizer": {"name": "adamw", "learning_rate": 5e-3, "moments": "bf16"}},
     "4 micro-batches, fp16": {"train": {"gradient_accumulation_steps": 4}, "precision": {"compute": "fp16"}},
     "compile": {"graph": {"compile": True}},
-    "compile, dynamic shapes": {"graph": {"compile": True, "shapes": "dynamic"}},
-    "compile, CUDA graphs": {"graph": {"compile": True, "compile_mode": "reduce-overhead"}},
-    "compile, autotuned": {"graph": {"compile": True, "compile_mode": "max-autotune-no-cudagraphs"}},
-    "compile, repeated blocks": {"graph": {"compile": True, "compile_regions": "repeated"}},
+    "compile, dynamic shapes": {"graph": {"compile": "dynamic"}},
+    "compile, CUDA graphs": {"graph": {"compile": "reduce-overhead"}},
+    "compile, autotuned": {"graph": {"compile": "max-autotune-no-cudagraphs"}},
+    "compile, repeated blocks": {"graph": {"compile": "repeated"}},
     "compile, bf16": {"graph": {"compile": True}, "precision": {"compute": "bf16"}},
     "Lion": {"optimizer": {"name": "lion", "learning_rate": 1e-3}},
     "Adafactor": {"optimizer": {"name": "adafactor", "learning_rate": 2e-2}},
-    "Muon": {"optimizer": {"name": "muon", "learning_rate": 0.02, "muon": {"convolutions": "flatten"}}},
+    "Muon": {"optimizer": {"name": "muon", "learning_rate": 0.02}},
     "Muon, bf16": {"optimizer": {"name": "muon", "learning_rate": 0.02, "muon": {"arithmetic": "bf16"}}},
 }
 REHEARSED = ("fp32", "bf16", "recompute whole", "ZeRO 3", "LoRA", "compile")
@@ -111,7 +111,7 @@ def exported(run: RunDir) -> Any:
 
 def test_an_fp16_overflow_skips_its_step_and_training_goes_on(tmp_path: Path, record_property: Record) -> None:
     """The loss scale begins so high that the first gradients overflow; it is halved until they do not."""
-    scale = {"compute": "fp16", "initial_scale": 2.0**24, "max_scale": 2.0**24}
+    scale = {"compute": "fp16", "initial_scale": 2.0**24}
     run = make(tmp_path, "GPT-2", {"precision": scale})
     ranks.train(run)
     scalars = [event.values for event in events(run, "scalars")]

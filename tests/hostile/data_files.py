@@ -104,7 +104,7 @@ def text(rng: random.Random, folder: Path) -> Case:
     if rng.random() < 0.4:
         content = rng.choice((b"", b"{}", b"[" * 100_000, b"\0", b"null", damaged(rng, content)))
     (folder / "tokenizer.json").write_bytes(content)
-    section = '[data.text]\ntokenizer = "tokenizer.json"\npad_token = "[PAD]"\n'
+    section = '[data.text]\ntokenizer = "tokenizer.json"\ntokens.pad = "[PAD]"\n'
     if rng.random() < 0.3:
         return _text_file(rng, folder, section)
     wrong = ("", "a" * 2_000_000, "a " * 200_000, "\0", "\ud800", "\u202e", "\r\n", None, 1, ["a"], {"a": "b"})

@@ -25,7 +25,6 @@ SETTINGS = (
     "parallel.data=1",
     "launch.rehearsal='off'",
     "launch.heartbeat_timeout_s=20",
-    "launch.collective_timeout_s=18",
     "train.log_period=10",
     "train.evaluation_period=500",
     "checkpoint.period=100",

@@ -28,7 +28,6 @@ RIGHT = Result(run_id="run", weights="a", model="b", step=10, points=100)
 FAST = (
     "launch.rehearsal='off'",
     "launch.heartbeat_timeout_s=15",
-    "launch.collective_timeout_s=12",
     "train.log_period=5",
 )
 

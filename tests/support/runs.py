@@ -46,7 +46,7 @@ def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array],
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.onnx").write_bytes(proto.SerializeToString())
     np.savez(folder / "data.npz", **columns)
-    fast = {"start_timeout_s": 90, "heartbeat_timeout_s": 60, "collective_timeout_s": 30, "threads_per_rank": 1}
+    fast = {"start_timeout_s": 90, "heartbeat_timeout_s": 60, "threads_per_rank": 1}
     config = build_config(
         {
             "name": "test",
@@ -56,8 +56,6 @@ def make_run(folder: Path, proto: onnx.ModelProto, columns: Mapping[str, Array],
             # the default, an evaluation after each epoch, is tested in test_loop.py: these data have few rows
             "train": {"evaluation_period": 0} | sections.get("train", {}),
             "launch": fast | {"device": "cpu"} | sections.get("launch", {}),
-            # measured in test_loop.py and in flows; it takes each rank a tenth of a second
-            "monitor": {"cpu_peak": False} | sections.get("monitor", {}),
         }
     )
     run = RunDir(folder / "run")

@@ -36,7 +36,7 @@ from tests.support.workshop import until
 pytestmark = pytest.mark.mpi
 STEPS = 120
 STEP = {"global_batch_size": 8, "num_steps": STEPS, "evaluation_period": 0}
-LAUNCH = {"retry_delay_s": 0.1, "collective_timeout_s": 5, "heartbeat_timeout_s": 8}
+LAUNCH = {"retry_delay_s": 0.1, "heartbeat_timeout_s": 8}
 
 
 def new_run(folder: Path, **sections: Any) -> RunDir:

@@ -338,13 +338,15 @@ def test_without_a_rehearsal_the_record_says_so(configured: Configured) -> None:
 
 
 def test_what_is_not_reached_in_time_is_named(configured: Configured, tmp_path: Path) -> None:
-    limited = {"rehearsal_timeout_s": 1.0, "device": "cpu"}
-    found = configured(OWN, table(), model=own_operator(tmp_path, SLOW, reference="x"), launch=limited)
+    model = own_operator(tmp_path, SLOW, reference="x")
+    with (tmp_path / "own.py").open("a") as file:  # which the process of the rehearsal imports before its time begins
+        file.write("import onward.trainer.rehearsal.rehearse as rehearse\nrehearse.MOST_S = 1.0\n")
+    found = configured(OWN, table(), model=model)
     assert [each.what for each in found.batches] == ["training"]
     (left,) = found.not_rehearsed
     assert left == (
         "an evaluation batch of 2 rows, the units of the labels, the comparison with onnxruntime, the guard: "
-        "launch.rehearsal_timeout_s, 1 s, was over"
+        "the time of the rehearsal, 1 s, was over"
     )
 
 
@@ -399,7 +401,7 @@ def test_without_a_time_in_bf16_the_precision_is_not_chosen_and_the_run_is_not_r
 
 
 def test_compiling_a_short_run_is_not_tried_and_the_choice_is_said_and_kept(configured: Configured) -> None:
-    arguments, auto = (tiny_conv_net(), tiny_images(25)), {"compile": "auto", "shapes": "static"}
+    arguments, auto = (tiny_conv_net(), tiny_images(25)), {"compile": "auto"}
     found = configured(*arguments, graph=auto)
     assert found.compile is not None
     assert not found.compile.compiles
@@ -407,8 +409,7 @@ def test_compiling_a_short_run_is_not_tried_and_the_choice_is_said_and_kept(conf
     assert found.not_rehearsed == ()
     assert found.summary.endswith("graph.compile 'auto' is false")
     run = RunDir(onward_home() / "runs" / "run")
-    # what needs compile = true would be refused when the configuration is read again
-    assert (read_config(run).graph.compile, read_config(run).graph.shapes) == (False, "auto")
+    assert read_config(run).graph.compile is False
     assert why_compiled(run).startswith("graph.compile 'auto' is false: the passes of 4 steps")
     configured(*arguments, graph=auto)  # as `onward resume` does
     with pytest.raises(ConfigError, match=r"graph\.compile was False when the run began, now True"):
@@ -437,14 +438,14 @@ def test_a_choice_to_compile_is_that_of_the_run_and_stays_when_it_is_resumed(
         return rehearsing._with_choices(config, found), found
 
     monkeypatch.setattr("onward.tasks.configure.rehearse", rehearsed)
-    arguments, auto = (tiny_conv_net(), tiny_images(25)), {"compile": "auto", "shapes": "static"}
+    arguments, auto = (tiny_conv_net(), tiny_images(25)), {"compile": "auto"}
     for _ in range(2):
         configured(*arguments, graph=auto)
     run = RunDir(onward_home() / "runs" / "run")
     assert asked == ["auto"]
-    assert (read_config(run).graph.compile, read_config(run).graph.shapes) == (True, "static")
-    with pytest.raises(ConfigError, match=r"graph\.shapes was 'static' when the run began, now 'dynamic'"):
-        configured(*arguments, graph={"compile": "auto", "shapes": "dynamic"})
+    assert read_config(run).graph.compile is True
+    with pytest.raises(ConfigError, match=r"graph\.compile was True when the run began, now 'dynamic'"):
+        configured(*arguments, graph={"compile": "dynamic"})
 
 
 @pytest.mark.slow

@@ -78,8 +78,8 @@ REFUSED: dict[str, tuple[onnx.ModelProto, dict[str, Any], str]] = {
     "an input that is missing": (graphs.residual_mlps(8, width=4, num_classes=3), {}, "the model has no input 'x'"),
     "an unknown tensor": (
         LARGER,
-        {"match": [{"student": "hidden", "teacher": "Relu_0"}]},
-        r"\[\[teacher.match\]\]: the model has no tensor 'hidden'",
+        {"match": {"hidden": "Relu_0"}},
+        r"teacher.match: the model has no tensor 'hidden'",
     ),
     "a setting without effect": (LARGER, {"path": "", "temperature": 4.0}, "teacher.temperature has no effect"),
     "no file": (LARGER, {"path": "/nowhere.onnx"}, "teacher.path: there is no file"),

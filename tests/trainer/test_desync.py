@@ -47,6 +47,7 @@ def train_with_a_flipped_bit(mpi: MPIContext, root: str, step: int) -> list[str]
         run.begin_attempt()
     torch.distributed.barrier()
     loop.build_rank_model = kept
+    loop.DESYNC_CHECK_STEPS = step
     try:
         with pytest.raises(ReplicasDiffer) as noticed:
             loop.train(run, mpi, attempt=1, heartbeat=Flipping(run.heartbeat), stop_requested=lambda: False)
@@ -59,7 +60,7 @@ def train_with_a_flipped_bit(mpi: MPIContext, root: str, step: int) -> list[str]
 
 def flipped_run(folder: Path, world_size: int, parallel: dict[str, Any]) -> list[list[str]]:
     sections: dict[str, Any] = {
-        "train": {"global_batch_size": 8, "gradient_accumulation_steps": 2, "num_steps": 12, "desync_check_period": 5},
+        "train": {"global_batch_size": 8, "gradient_accumulation_steps": 2, "num_steps": 12},
         "checkpoint": {"period": 4},
         "parallel": parallel,
     }

@@ -54,7 +54,6 @@ def test_a_run_with_several_evaluations_reads_the_signature_of_the_model_once(tm
         model={"loss": "mse"},
         train={"global_batch_size": 8, "num_steps": 3, "evaluation_period": 1, "deterministic": True},
         precision={"compute": "auto"},
-        monitor={"cpu_peak": True},
     )
     (parsed,) = run_ranks(1, "tests.trainer.test_loop:parsed_models", str(run.root), timeout_s=120)
     assert len(events(run, "evaluation")) == 4, "before the first step, and after each of three"
@@ -85,7 +84,7 @@ def test_the_defaults_evaluate_each_epoch_and_save_by_time_and_neither_changes_a
         "label": rows.normal(size=40).astype(np.float32),
     }
 
-    def trained(name: str, period: int | str, minutes: float, *, measures: bool) -> RunDir:
+    def trained(name: str, period: int | str, minutes: float) -> RunDir:
         run = make_run(
             tmp_path / name,
             graphs.tiny_mlp(),
@@ -94,12 +93,11 @@ def test_the_defaults_evaluate_each_epoch_and_save_by_time_and_neither_changes_a
             train={"global_batch_size": 6, "num_steps": 13, "evaluation_period": period, "seed": 3},
             parallel={"data": 2},
             checkpoint={"minutes": minutes, "keep_newest": 20},
-            monitor={"cpu_peak": measures},
         )
         assert train_run(run).step == 13
         return run
 
-    plain, often = trained("plain", 0, 0.0, measures=False), trained("often", "epoch", 1e-9, measures=True)
+    plain, often = trained("plain", 0, 0.0), trained("often", "epoch", 1e-9)
     assert (TrainConfig().evaluation_period, CheckpointConfig().minutes) == ("epoch", 10.0)
     steps = {kind: [event.step for event in events(often, kind)] for kind in ("evaluation", "checkpoint")}
     # 32 rows: an epoch ends in steps 6 (36 samples) and 11 (66), not at a whole number of steps
@@ -157,7 +155,7 @@ def test_a_model_may_take_longer_to_load_than_a_step_may_take(tmp_path: Path) ->
         train={"global_batch_size": 8, "num_steps": 2},
     )
     config = read_config(run)
-    launch = {"start_timeout_s": 90.0, "heartbeat_timeout_s": 4.0, "collective_timeout_s": 3.0}
+    launch = {"start_timeout_s": 90.0, "heartbeat_timeout_s": 4.0}
     update = {
         "launch": config.launch.model_copy(update=launch),
         "model": config.model.model_copy(update={"converters": (tmp_path / "slow.py",)}),

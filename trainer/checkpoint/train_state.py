@@ -59,7 +59,7 @@ class TrainState(Record):
 
     def counted(self, config: RunConfig) -> TrainState:
         """Return this position after its evaluation has counted for [stop]."""
-        stop = after_evaluation(self.stop, self.metrics[config.stop_metric], config)
+        stop = after_evaluation(self.stop, self.metrics[config.checkpoint.best_metric], config)
         # a run makes at least one step, also if the file that came in reaches the target
         return self.model_copy(update={"stop": stop if self.step else stop.model_copy(update={"latest": None})})
 

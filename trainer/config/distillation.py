@@ -68,8 +68,9 @@ def soft_losses(teacher: TeacherConfig, model: ModelConfig, losses: Sequence[Los
         read = [output for loss in losses for output in loss.outputs]
         pairs = dict.fromkeys(read or list(model.outputs) or [""], pairs[""])
     soft = [_soft_loss(place, *pair, teacher, losses) for place, pair in enumerate(pairs.items())]
-    for match in teacher.match:
-        soft.append(SoftLoss(len(soft), match.student, match.teacher, "mse", match.weight, 1.0, matched=True))
+    for student, wanted in teacher.match.items():
+        tensor, weight = (wanted, 1.0) if isinstance(wanted, str) else wanted
+        soft.append(SoftLoss(len(soft), student, tensor, "mse", weight, 1.0, matched=True))
     return tuple(soft)
 
 

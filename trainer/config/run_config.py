@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from onward.trainer.config.distillation import SoftLoss, soft_losses
 from onward.trainer.config.losses import LossConfig, filled, with_outputs
 from onward.trainer.config.metric_names import is_greatest
+from onward.trainer.config.removed_settings import without_removed
 from onward.trainer.config.rules import check_cross_section_rules
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections.data import DataConfig
@@ -27,6 +28,9 @@ from onward.trainer.config.sections.training import (
     ScheduleConfig,
     TrainConfig,
 )
+
+COMPILE_TIMEOUT_S = 1800.0
+"""Least limit of the silence while a rank compiles: a large graph takes minutes, and more on a busy machine."""
 
 
 class RunConfig(Section):
@@ -56,6 +60,12 @@ class RunConfig(Section):
     stop: StopConfig = StopConfig()
     monitor: MonitorConfig = MonitorConfig()
     export: ExportConfig = ExportConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leaves_out_what_is_gone(cls, settings: Any) -> Any:
+        """Read run directories of earlier versions; build_config refuses such settings in a configuration."""
+        return without_removed(settings) if isinstance(settings, Mapping) else settings
 
     @model_validator(mode="after")
     def _follows_the_cross_section_rules(self) -> RunConfig:
@@ -88,7 +98,7 @@ class RunConfig(Section):
     @property
     def compile_timeout_s(self) -> float:
         """Longest silence while a rank compiles; 0 if nothing is compiled."""
-        return self.launch.compile_timeout_s if self.graph.compiles else 0.0
+        return max(self.launch.start_timeout_s, COMPILE_TIMEOUT_S) if self.graph.compiles else 0.0
 
     @property
     def collective_timeout_s(self) -> float:
@@ -104,18 +114,6 @@ class RunConfig(Section):
     def evaluation_batch_size(self) -> int:
         """Samples one replica evaluates at a time."""
         return self.train.evaluation_batch_size or self.micro_batch_size
-
-    @property
-    def stop_metric(self) -> str:
-        """The metric that decides whether the run ends early."""
-        return self.stop.metric or self.checkpoint.best_metric
-
-    @property
-    def stop_is_greatest(self) -> bool:
-        """Whether a greater value of that metric is better."""
-        if self.stop_metric == self.checkpoint.best_metric:
-            return self.checkpoint.greatest_is_best
-        return bool(is_greatest(self.stop_metric))
 
     @property
     def promote_metric(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pydantic import ValidationError
 
 from onward.trainer.config.loss_rules import LOSS_RULES
+from onward.trainer.config.removed_settings import sentence_of
 from onward.trainer.config.section import Section, plain_word, section_at, table_type
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import MAX_SHOWN, shown
@@ -66,8 +67,10 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "parallel.tensor": ("tp", "tensor_parallel", "tensor_parallel_size", "model_parallel"),
     "parallel.pipeline": ("pp", "pipeline_parallel", "pipeline_parallel_size"),
     "parallel.zero": ("zero_stage", "fsdp", "zero_optimization"),
-    "recompute.mode": ("checkpointing", "gradient_checkpointing", "activation_checkpointing", "remat"),
-    "recompute.stash": ("use_gist", "gist", "activation_dtype"),
+    "recompute.mode": (
+        *("checkpointing", "gradient_checkpointing", "activation_checkpointing", "remat"),
+        *("use_gist", "gist", "activation_dtype"),
+    ),
     "checkpoint.period": ("save_steps", "save_every", "save_period", "save_interval", "checkpoint_every", "every"),
     "checkpoint.keep_newest": ("keep", "keep_last", "save_total_limit", "max_to_keep", "save_top_k"),
     "checkpoint.load": ("resume", "resume_from", "resume_from_checkpoint", "load_from", "init_from"),
@@ -107,7 +110,10 @@ def explained(error: ValidationError, section: str, model: type[Section], root: 
         # the tables around the key; a finding of a whole table has no key
         *outer, _ = (section, *finding["loc"]) if finding["loc"] else ("", "")
         table = section_at(model, finding["loc"])
-        if finding["type"] == "extra_forbidden" and (len(outer) == 1 or table is not model):
+        is_strange = finding["type"] == "extra_forbidden"
+        if is_strange and (gone := sentence_of(where)):
+            sentences.append(gone)
+        elif is_strange and (len(outer) == 1 or table is not model):
             known = [".".join(map(str, (*outer, name))) for name in table.model_fields]
             sentences.append(unknown(where, known, "key", root))
         elif finding["type"] == "missing":
@@ -145,8 +151,10 @@ def unknown(key: str, known: Iterable[str], kind: str, root: type[Section]) -> s
     """Return the sentence about an unknown setting or section, with the one that was probably meant.
 
     known: what the same table has. A synonym counts before a similar name: `optimizer.lr` is no misspelt
-    `optimizer.alpha`.
+    `optimizer.alpha`. A setting that earlier versions had is answered with what took its place.
     """
+    if gone := sentence_of(key):
+        return gone
     names = {name.rpartition(".")[2]: name for name in known}
     word = plain_word(key.rpartition(".")[2])[:MAX_SHOWN]
     by_word = {plain_word(name): name for name in names}

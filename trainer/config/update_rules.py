@@ -26,8 +26,7 @@ OptimizerName = Literal[
 ]
 
 ADAM = ("alpha", "beta", "epsilon", "bias_correction")
-RATIOS = ("ratio_min", "ratio_max")
-SETTINGS = (*ADAM, *RATIOS, "moments", "weight_decay_mode", "momentum", "nesterov", "adafactor", "muon")
+SETTINGS = (*ADAM, "trust_ratio", "moments", "weight_decay_mode", "momentum", "nesterov", "muon")
 """All settings of [optimizer] that only some rules take."""
 
 BELOW_1 = (0.0, 1.0)
@@ -51,14 +50,14 @@ class UpdateRule:
 
     def takes_of_weight(self) -> set[str]:
         """Return the settings of [[optimizer.weights]] that it reads, beside those which every rule reads."""
-        return set(self.takes) & {*ADAM, *RATIOS, "momentum", "rule"}
+        return set(self.takes) & {"alpha", "beta", "epsilon", "trust_ratio", "momentum", "rule"}
 
 
 UPDATE_RULES: dict[str, UpdateRule] = {
-    "adam": UpdateRule((*ADAM, "moments", "weight_decay_mode"), ignores=RATIOS, rates=BELOW_1, in_onnx=True),
-    "adamw": UpdateRule((*ADAM, "moments"), ignores=RATIOS, rates=BELOW_1, in_onnx=True),
-    "lamb": UpdateRule((*ADAM, *RATIOS, "moments"), rates=BELOW_1, in_onnx=True),
-    "sgd": UpdateRule(("momentum", "nesterov"), ignores=(*ADAM, *RATIOS), in_onnx=True),
+    "adam": UpdateRule((*ADAM, "moments", "weight_decay_mode"), ignores=("trust_ratio",), rates=BELOW_1, in_onnx=True),
+    "adamw": UpdateRule((*ADAM, "moments"), ignores=("trust_ratio",), rates=BELOW_1, in_onnx=True),
+    "lamb": UpdateRule((*ADAM, "trust_ratio", "moments"), rates=BELOW_1, in_onnx=True),
+    "sgd": UpdateRule(("momentum", "nesterov"), ignores=(*ADAM, "trust_ratio"), in_onnx=True),
     "nadam": UpdateRule(("alpha", "beta", "epsilon", "moments"), rates=BELOW_1),
     "radam": UpdateRule(("alpha", "beta", "epsilon", "moments"), rates=BELOW_1),
     # the defaults of torch's optimizers of these names
@@ -67,7 +66,7 @@ UPDATE_RULES: dict[str, UpdateRule] = {
     # a step of Lion has size η in each element: the usual rate is a tenth of Adam's
     "lion": UpdateRule(("alpha", "beta", "moments"), defaults={"beta": 0.99}, rates=(0.0, 4e-4)),
     # the rate is relative to the size of the weight
-    "adafactor": UpdateRule(("epsilon", "adafactor"), defaults={"epsilon": 2.0**-23}, rates=(2.5e-3, math.inf)),
+    "adafactor": UpdateRule(("epsilon",), defaults={"epsilon": 2.0**-23}, rates=(2.5e-3, math.inf)),
     "muon": UpdateRule(
         (*ADAM, "momentum", "nesterov", "muon", "rule"),
         defaults={"momentum": 0.95, "nesterov": True},

@@ -193,11 +193,11 @@ def _balance_problems(config: RunConfig, signature: Signature, schema: Schema) -
     inputs = [feed for feed in feeds(config, signature) if not feed.is_label]
     columns = [name for feed in inputs for name in feed.columns]
     # the lengths of columns that are computed later are not known yet
-    if config.data.balance != "length" or any(name not in schema for name in columns):
+    if config.train.shuffle != "length" or any(name not in schema for name in columns):
         return
     if not any(schema[name].variable for name in columns):
         kinds = ", ".join(f"{name} {schema[name].kind}" for name in columns[:5])
-        yield f"data.balance is 'length', but every sample has one length ({kinds}); remove it"
+        yield f"train.shuffle is 'length', but every sample has one length ({kinds}); remove it"
 
 
 def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]) -> Iterator[str]:
@@ -213,7 +213,7 @@ def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mappin
                 yield (
                     f"column {name!r} has {number:,} categories, the unknown one included, but the embedding "
                     f"{table[1]} has {table[0]:,} rows; use another model, or merge categories and name those that are "
-                    "left in data.table.vocabularies"
+                    "left in data.table.categories"
                 )
 
 

@@ -80,7 +80,7 @@ def teacher_file_problems(config: RunConfig, signature: Signature) -> list[str]:
 
 
 def _setting(soft: SoftLoss) -> str:
-    return "[[teacher.match]]" if soft.matched else "teacher.output"
+    return "teacher.match" if soft.matched else "teacher.output"
 
 
 def _input_problems(teacher: TeacherConfig, signature: Signature, theirs: Signature) -> Iterator[str]:

@@ -204,7 +204,7 @@ def optimizer_key(name: str, field: str) -> str:
 
 
 def average_key(name: str, kind: str) -> str:
-    """Return the key under which a checkpoint stores the moving average of a weight; kind: `average.kind`."""
+    """Return the key under which a checkpoint stores the moving average of a weight; kind: `average.saved_kind`."""
     return f"average/{name}/{kind}"
 
 

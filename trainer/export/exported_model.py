@@ -43,7 +43,7 @@ from onward.trainer.data.storage.row_origins import row_origins
 from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import ExportRefused, OnwardError
-from onward.trainer.export.file_verification import ROUNDED, Expected, changed_tensors, verify
+from onward.trainer.export.file_verification import PARITY_BATCHES, ROUNDED, Expected, changed_tensors, verify
 from onward.trainer.export.measuring.baselines import Baselines
 from onward.trainer.export.measuring.cuda_provider import check_on_cuda
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
@@ -137,7 +137,7 @@ def export(
             as_given = _compare_as_given(
                 given, form, merged, compared, staging / "given", config.model, config.export, data
             )
-        cuda = check_on_cuda(runner, batches=config.export.parity_batches, tolerance=config.export.tolerance)
+        cuda = check_on_cuda(runner, batches=PARITY_BATCHES, tolerance=config.export.tolerance)
         examined = data.rows if examines else None
         losses = data.new_metrics(runner.outputs).losses
         samples = None if examined is None else _worst_samples(config.model, config.data, losses, examined)

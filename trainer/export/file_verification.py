@@ -38,6 +38,8 @@ from onward.trainer.onnx_import.quantization.quantized_weights import QuantizedW
 
 log = logging.getLogger(__name__)
 
+PARITY_BATCHES = 4
+"""Evaluation batches on which onnxruntime and the trained module are compared: an error of the export shows in each."""
 ROUNDED: dict[int, torch.dtype] = {TensorProto.FLOAT16: torch.float16, TensorProto.BFLOAT16: torch.bfloat16}
 """Stored types that fp32 weights are rounded to."""
 
@@ -73,7 +75,7 @@ def verify(written: ModelFile, expected: Expected, *, data: EvaluationData, conf
             path.write_bytes(trained_part.SerializeToString())
             trained_part = ModelFile(path, trained_part)
     runner = OnnxRunner(trained_part, data)
-    different = runner.compare(expected.module, batches=config.parity_batches, tolerance=config.tolerance)
+    different = runner.compare(expected.module, batches=PARITY_BATCHES, tolerance=config.tolerance)
     part = written.proto if isinstance(trained_part, ModelFile) else trained_part
     # else the user would look for a numerical error, where no two runs of the file agree
     different += noise_inside_bodies(part) if different else []

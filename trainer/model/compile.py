@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from onward.trainer.config.sections.model import GraphConfig
+from onward.trainer.config.sections.model import CompileMode, GraphConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.channels_last import use_channels_last
 from onward.trainer.model.in_place import relu_in_place
@@ -42,7 +42,7 @@ from onward.trainer.run.records import Rehearsal, read_record
 
 log = logging.getLogger(__name__)
 
-Mode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"]
+Regions = Literal["whole", "repeated"]
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -51,8 +51,8 @@ class CompileChoice:
     """How the modules of a rank are compiled, without `auto`."""
 
     shapes: Literal["static", "dynamic"] = "dynamic"
-    mode: Mode = "default"
-    regions: Literal["whole", "repeated"] = "whole"
+    mode: CompileMode = "default"
+    regions: Regions = "whole"
 
 
 def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device, *, rows: int = 1) -> nn.Module:
@@ -65,11 +65,8 @@ def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device
     relu_in_place(module)
     if not config.compiles:
         return module
-    choice = CompileChoice(
-        shapes="static" if config.shapes == "static" else "dynamic",
-        mode="default" if config.compile_mode == "auto" else config.compile_mode,
-        regions="repeated" if config.compile_regions == "repeated" else "whole",
-    )
+    regions: Regions = "repeated" if config.compile == "repeated" else "whole"
+    choice = CompileChoice(mode=config.compile_mode or "default", regions=regions)
     return Compiler(choice, device=device).compile(module, module)
 
 

@@ -90,7 +90,7 @@ class Averages:
         if self._config.kind == "swa":
             return get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
         # early weights are far from the final ones: a small cap lets the average forget them sooner
-        most = (1 + self.count) / (10 + self.count) if self._config.warmup else 1.0
+        most = (1 + self.count) / (10 + self.count) if self._config.kind == "ema_warmup" else 1.0
         return get_ema_multi_avg_fn(min(self._config.decay, most))  # type: ignore[no-untyped-call]
 
     def in_turn(self) -> Iterator[tuple[str, ...]]:
@@ -120,7 +120,7 @@ class Averages:
 
     def parts(self) -> dict[str, tuple[Tensor, Placement]]:
         """Return checkpoint key -> (average, the weight's placement); of a weight with several copies, the first."""
-        kind = self._config.kind
+        kind = self._config.saved_kind
         parts = dict[str, tuple[Tensor, Placement]]()
         for weight, average in zip(self._of, self._averages, strict=True):
             # interleaved stages of one rank may hold copies of a weight, whose averages are equal
@@ -130,11 +130,11 @@ class Averages:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the averages among the tensors of a checkpoint; without any, begin anew as the weights are now."""
-        count = tensors.get(_count_key(self._config.kind))
+        count = tensors.get(_count_key(self._config.saved_kind))
         self.count = 0 if count is None else int(count)
         self._saved_count.fill_(self.count)
         for weight, average in zip(self._of, self._averages, strict=True):
-            key = average_key(weight.name, self._config.kind)
+            key = average_key(weight.name, self._config.saved_kind)
             # a checkpoint of another kind, or of none, has no count: the average begins as the weights now are
             average.copy_(weight.tensor if count is None else tensors[key])
 
@@ -145,23 +145,18 @@ def average_shapes(
     """Return (the shapes of a checkpoint without averages that are not read, those of the averages to be read).
 
     shapes: by initializer name, of all weights that have an average. stored: of the checkpoint. An average of another
-    kind is not read, and none without [average]. Raises CheckpointError if the checkpoint has no average of this kind,
-    unless `average.begin_anew` is set.
+    kind is not read, and none without [average]: where the checkpoint has none of this kind, it begins anew.
     """
-    wanted = {average_key(name, config.kind): shape for name, shape in shapes.items()} | {_count_key(config.kind): ()}
+    kind = config.saved_kind
+    wanted = {average_key(name, kind): shape for name, shape in shapes.items()} | {_count_key(kind): ()}
     others = {key: shape for key, shape in stored.items() if not key.startswith(PREFIXES)}
-    if config.kind != "none" and _count_key(config.kind) in stored:
+    if kind != "none" and _count_key(kind) in stored:
         return others | {key: stored[key] for key in wanted if key in stored}, wanted
     # the key of the count names the kind of the average
     held = sorted(key.removeprefix("averages/") for key in stored if key.startswith("averages/"))
-    if config.kind != "none" and not config.begin_anew:
+    if kind != "none":
         found = f"an average of kind {held[0]!r}" if held else "no average of the weights"
-        raise CheckpointError(
-            f"{source} has {found}, but average.kind is {config.kind!r}; set average.begin_anew = true, so that the "
-            "average begins as the weights of the checkpoint, or leave [average] out"
-        )
-    if config.kind != "none":
-        log.info("%s has no %s: the average begins as its weights", source, config.kind)
+        log.warning("%s has %s; that of average.kind %r begins as its weights", source, found, config.kind)
     elif held:
         log.info("%s has an average (%s), which is dropped: average.kind is 'none'", source, held[0])
     return others, {}
@@ -175,7 +170,7 @@ def exported_weights(config: RunConfig, tensors: Mapping[str, Tensor], *, source
     weights = weights_in(tensors)
     if not config.exports_average:
         return weights
-    averages = averages_in(tensors, config.average.kind)
+    averages = averages_in(tensors, config.average.saved_kind)
     if not averages:
         raise CheckpointError(
             f"{source} has no average of kind {config.average.kind!r} to export; set export.weights = 'trained', or "

@@ -8,6 +8,10 @@ from typing import Literal
 from onward.trainer.config.sections.training import PrecisionConfig
 
 Remedy = Literal["again", "skip", "none"]
+GROWTH_INTERVAL = 2000
+"""Updates without an overflow after which a dynamic scale doubles, as in ORT training and torch.amp.GradScaler."""
+MAX_SCALE = 2.0**24
+"""The largest dynamic scale of ORT training: beyond it, small gradients are exact and large ones overflow."""
 MOST_SKIPS = 10
 """Overflows in a row that a static scale may skip before training has diverged."""
 CONSTANT_STATE = {"scale": 1.0, "finite_updates": 0.0}
@@ -26,7 +30,6 @@ class LossScaler:
     """
 
     def __init__(self, config: PrecisionConfig) -> None:
-        self._config = config
         self._dynamic = config.compute == "fp16" and not config.loss_scale
         self.scale = 1.0
         self._static = config.compute == "fp16" and config.loss_scale > 0
@@ -39,8 +42,8 @@ class LossScaler:
         """Count a finite update, and double the scale after enough of them."""
         self._finite_updates += self._dynamic
         self._skipped = 0
-        if self._finite_updates >= self._config.growth_interval:
-            self.scale = min(2.0 * self.scale, self._config.max_scale)
+        if self._finite_updates >= GROWTH_INTERVAL:
+            self.scale = min(2.0 * self.scale, MAX_SCALE)
             self._finite_updates = 0
 
     def overflow(self) -> Remedy:
@@ -62,9 +65,9 @@ class LossScaler:
         return {"scale": self.scale, "finite_updates": float(self._finite_updates)} if self._dynamic else {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue from a saved state, at max_scale at most; ignore the state of a constant scale."""
+        """Continue from a saved state, at MAX_SCALE at most; ignore the state of a constant scale."""
         # a state at its least values is that of a constant scale: a run that now needs a dynamic one begins with its
         # own
         if self._dynamic and any(state.get(key, 0.0) > least for key, least in CONSTANT_STATE.items()):
-            self.scale = min(state["scale"], self._config.max_scale)
+            self.scale = min(state["scale"], MAX_SCALE)
             self._finite_updates = int(state["finite_updates"])

@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from onward.trainer.config.sections.training import OptimizerConfig
-from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_import.quantization.quantizer_scales import LOG_FACTOR
 
 
@@ -21,8 +20,8 @@ class WeightSettings:
     beta: float
     epsilon: float
     bias_correction: bool
-    ratio_min: float
-    ratio_max: float
+    """That of the optimizer, for all weights."""
+    trust_ratio: tuple[float, float]
     momentum: float
     rule: str
     """Of Muon: "muon" or "adamw"; else ""."""
@@ -47,11 +46,6 @@ def settings_of(config: OptimizerConfig, name: str, *, outputs: int | None = Non
     for each in config.weights:
         if fnmatchcase(name, each.pattern):
             values |= each.model_dump(exclude_none=True, exclude={"pattern"})
-    if values["ratio_min"] > values["ratio_max"]:
-        raise ConfigError(
-            f"optimizer.weights: of {name!r}, ratio_min {values['ratio_min']:g} is above ratio_max "
-            f"{values['ratio_max']:g}"
-        )
     if values["rule"] == "adamw":
         values["learning_rate_scale"] *= config.muon.adamw_learning_rate / config.learning_rate
     return WeightSettings(**values)

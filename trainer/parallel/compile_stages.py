@@ -1,8 +1,7 @@
-"""Compile the units of a rank's stages, and decide how where the settings say `auto`.
+"""Compile the units of a rank's stages, and decide how where `graph.compile` does not say it.
 
-    graph.shapes            auto = static if all samples have one shape, else dynamic
-    graph.compile_mode      auto = reduce-overhead (CUDA graphs) if nothing forbids them and kernels are launch-bound
-    graph.compile_regions   auto = whole
+    shapes    static if all samples have one shape, else dynamic
+    mode      reduce-overhead (CUDA graphs) if nothing forbids them and kernels are launch-bound, else default
 
 A model is launch-bound if launching its kernels takes longer than computing them, by this estimate for one micro-batch:
 
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor, fx
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import CompileMode
 from onward.trainer.errors import ConfigError, UnsupportedModel
-from onward.trainer.model.compile import CompileChoice, Compiler, Mode, runtime_nodes
+from onward.trainer.model.compile import CompileChoice, Compiler, runtime_nodes
 from onward.trainer.parallel.cost import Autocast, estimate_costs
 from onward.trainer.parallel.pipeline.stage import Stage
 from onward.trainer.parallel.planning.device_model import typical
@@ -80,17 +80,12 @@ def choose(
     autocast: Autocast,
 ) -> CompileChoice:
     """Return how to compile, and log it; the same on every rank. Arguments and errors as of `compile_stages`."""
-    if config.graph.shapes == "static" and not one_shape:
-        raise ConfigError(
-            "graph.shapes 'static' needs samples of one shape, but an input of the model is fed by a column of varying "
-            "length; use 'dynamic', or pad the rows to one length in the data"
-        )
-    is_static = one_shape and config.graph.shapes != "dynamic"
+    is_static = one_shape and config.graph.compile != "dynamic"
     mode, reason = _mode(graph, config, example, device=device, is_static=is_static, autocast=autocast)
     choice = CompileChoice(
         shapes="static" if is_static else "dynamic",
         mode=mode,
-        regions="repeated" if config.graph.compile_regions == "repeated" else "whole",
+        regions="repeated" if config.graph.compile == "repeated" else "whole",
     )
     log.info("graph.compile: %s shapes, mode %s%s, %s", choice.shapes, mode, reason, choice.regions)
     return choice
@@ -104,16 +99,16 @@ def _mode(
     device: torch.device,
     is_static: bool,
     autocast: Autocast,
-) -> tuple[Mode, str]:
+) -> tuple[CompileMode, str]:
     """Return the mode of torch.compile, and the reason in brackets where it was chosen here."""
     wanted = config.graph.compile_mode
     obstacles = list(_cuda_graph_obstacles(graph, config, device, is_static=is_static))
     if wanted == "reduce-overhead" and obstacles:
         raise ConfigError(
-            "graph.compile_mode 'reduce-overhead' captures CUDA graphs, which is impossible "
+            "graph.compile 'reduce-overhead' captures CUDA graphs, which is impossible "
             f"{' and '.join(obstacles)}; use 'default'"
         )
-    if wanted != "auto":
+    if wanted is not None:
         return wanted, ""
     # tensor parallelism would put collectives into the graph, which nothing here has tried
     if obstacles or config.parallel.tensor > 1:
@@ -145,7 +140,7 @@ def _cuda_graph_obstacles(
         yield f"with parallel.pipeline {config.parallel.pipeline}, which keeps results of several micro-batches"
     if config.parallel.zero:
         yield f"with parallel.zero {config.parallel.zero}, which gathers weights at other addresses"
-    if config.graph.compile_regions == "repeated":
-        yield "with graph.compile_regions 'repeated', where one graph reads the weights of several layers"
+    if config.graph.compile == "repeated":
+        yield "with graph.compile 'repeated', where one graph reads the weights of several layers"
     if breaks := runtime_nodes(graph):
         yield f"with {len(breaks)} nodes that are computed by Python"

@@ -28,7 +28,6 @@ from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.weights import Placement, Weight
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.vocabulary_loss import ClassShard
-from onward.trainer.model.teacher.teacher_precision import compute_teacher_apart
 from onward.trainer.model.weight_casts import insert_casts
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.lowering.runtime_node import RuntimeNode
@@ -171,9 +170,8 @@ class DividedGraph:
 def divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, device: Device) -> DividedGraph:
     """Replace the weights of column- and row-parallel layers by this rank's shards, in place; add casts to half."""
     interleave_teacher(module.graph)
-    flattens = config.optimizer.muon.convolutions == "flatten"
     # before the graph is divided
-    matrices = find_matrices(module, convolutions=flattens) if config.optimizer.name == "muon" else {}
+    matrices = find_matrices(module) if config.optimizer.name == "muon" else {}
     parallel = config.parallel
     regions = find_regions(
         module, parallel.tensor, convolutions=parallel.convolutions, flops_per_byte=device.flops_per_byte
@@ -182,7 +180,7 @@ def divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, d
     taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
     vocabulary = find_vocabulary_sharding(
         module,
-        parallel.tensor if parallel.vocabulary else 1,
+        parallel.tensor,
         config.losses,
         taken=taken,
         has_teacher=bool(config.soft_losses),
@@ -198,8 +196,6 @@ def divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, d
             + "; use parallel.data or parallel.pipeline"
         )
     partial = divide_sequence(module, parallel, rank=rank, group=group).partial
-    # after the search for layers, which follows a weight to the product that reads it
-    compute_teacher_apart(module, config)
     insert_casts(module, config.precision)
     return DividedGraph(module, regions, vocabulary, placements, vocabulary.classes(rank, group), partial, matrices)
 
@@ -349,7 +345,7 @@ def recompute_units(
     nothing: list[tuple[int, ...]] = [() for _ in stages]
     if mode == "none":
         return nothing
-    if mode == "compressed":
+    if mode != "whole" and mode != "selective":
         compress_stages(stages, config.recompute.stash)
         return nothing
     chosen: Sequence[Sequence[int]]

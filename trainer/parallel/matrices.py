@@ -12,12 +12,12 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis
 
 
-def find_matrices(module: ImportedGraph, *, convolutions: bool) -> dict[str, int]:
+def find_matrices(module: ImportedGraph) -> dict[str, int]:
     """Return initializer name -> the dimension of the output features, of each matrix of a hidden layer.
 
     Matrices that are read by anything but matrix products, such as tied embeddings, are left out; so are those of the
-    last products before an output, adapters, and what is stacked in one tensor or read by an einsum. convolutions: also
-    return the kernels of convolutions.
+    last products before an output, adapters, kernels of convolutions, and what is stacked in one tensor or read by an
+    einsum.
     """
     graph = GraphAnalysis(module, module.onnx_names)
     output = next(node for node in module.graph.nodes if node.op == "output")
@@ -30,8 +30,7 @@ def find_matrices(module: ImportedGraph, *, convolutions: bool) -> dict[str, int
         readers = set(graph.readers(product.path))
         is_hidden = node not in heads and readers <= graph.products.keys() and not product.is_low_rank
         is_one_matrix = not product.is_stacked and not product.is_einsum
-        is_refused_kernel = product.is_convolution and not convolutions
-        if not is_hidden or not is_one_matrix or is_refused_kernel:
+        if not is_hidden or not is_one_matrix or product.is_convolution:
             refused.add(product.name)
         output_dims[product.name] = product.outputs
     return {name: outputs for name, outputs in output_dims.items() if name not in refused}

@@ -277,7 +277,7 @@ def choose_formats(layout: Layout, stages: Sequence[Stage], config: RunConfig, d
         rows = config.micro_batch_size
         use_channels_last(graph, config.graph, device, rows=rows, weights=format, but=layout.shared)
         # `selective` may keep what a ReLU would overwrite, and `compressed` looks for ReLUs first
-        if config.recompute.mode not in ("selective", "compressed"):
+        if config.recompute.mode != "selective" and not config.recompute.compresses:
             relu_in_place(graph)
         align_products(graph, device)
 

@@ -124,13 +124,18 @@ def _propose(draft: Draft, inputs: Sequence[TensorInfo], files: Sequence[Path], 
     clips = _read_headers(files)
     draft.set("data.audio", {}, f"{info.name} takes {shown(info)}, and the data is audio files; {clips}")
     shape = list(info.sample_shape or ())
-    if len(shape) == 3 or (len(shape) == 2 and shape[0] == 1):
-        draft.set("data.audio.channel_axis", True, f"{info.name} has an axis of one channel")
-        shape = shape[1:]
+    has_channel = len(shape) == 3 or (len(shape) == 2 and shape[0] == 1)
+    shape = shape[1:] if has_channel else shape
     if len(shape) == 1:
+        if has_channel:
+            draft.set("data.audio.axes", "channel", _channel_of(info))
         _propose_waveform(draft, shape[0], clips)
     else:
-        _propose_spectrogram(draft, info, (shape[0], shape[1]), clips)
+        _propose_spectrogram(draft, info, (shape[0], shape[1]), clips, has_channel=has_channel)
+
+
+def _channel_of(info: TensorInfo) -> str:
+    return f"{info.name} has an axis of one channel"
 
 
 def _propose_waveform(draft: Draft, length: int | None, clips: _Clips) -> None:
@@ -142,24 +147,29 @@ def _propose_waveform(draft: Draft, length: int | None, clips: _Clips) -> None:
     rate = draft.value("data.audio.sample_rate", rate)
     if length is not None:
         draft.set("data.audio.seconds", length / rate, f"{length:,} samples, as the model takes them")
-    elif draft.value("data.audio.channel_axis"):
+    elif draft.value("data.audio.axes") == "channel":
         # samples with an axis of channels are of one length; without it a batch is filled up to its longest clip
         draft.set("data.audio.seconds", clips.length_s, "the model takes any; nine of ten clips are not longer")
 
 
-def _propose_spectrogram(draft: Draft, info: TensorInfo, dims: tuple[int | None, int | None], clips: _Clips) -> None:
+def _propose_spectrogram(
+    draft: Draft, info: TensorInfo, dims: tuple[int | None, int | None], clips: _Clips, *, has_channel: bool
+) -> None:
     bands_first, bands_last = (dim in BANDS for dim in dims)
     if bands_first == bands_last and None in dims:
         # what is open is the time
         bands_first = dims[0] is not None
         bands_last = dims[0] is None
     draft.set("data.audio.features", "log_mel", f"{info.name} has an axis of bands and one of frames")
+    before, behind = ("channel", "channel_time_first") if has_channel else ("plain", "time_first")
     if bands_first == bands_last:
         question = f"{info.name} takes {shown(info)}: which axis has the bands?"
-        draft.ask("data.audio.time_first", question, {False: "bands, then frames", True: "frames, then bands"})
+        draft.ask("data.audio.axes", question, {before: "bands, then frames", behind: "frames, then bands"})
     elif bands_last:
-        draft.set("data.audio.time_first", True, f"{dims[1]} is a usual number of bands, {dims[0] or 'any'} is not")
-    is_first = bool(draft.value("data.audio.time_first", False))
+        draft.set("data.audio.axes", behind, f"{dims[1]} is a usual number of bands, {dims[0] or 'any'} is not")
+    elif has_channel:
+        draft.set("data.audio.axes", "channel", _channel_of(info))
+    is_first = draft.value("data.audio.axes") == behind
     bands, frames = (dims[1], dims[0]) if is_first else dims
     draft.set("data.audio.mel_bins", bands or 80, "as the model takes them" if bands else "a usual number")
     rate = draft.value("data.audio.sample_rate", min(clips.rate, USUAL_RATE))

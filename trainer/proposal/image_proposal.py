@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.formats.format_table import holds_images
 from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.proposal.draft import Draft
@@ -24,10 +25,11 @@ def propose_digits(draft: Draft, inputs: Sequence[TensorInfo]) -> None:
     images = [info for info in inputs if num_axes(info) == 4]
     if len(images) == 1:
         _, channels, height, width = images[0].shape or ()
-        if height is not None and height == width:
-            draft.set("data.image_size", height, "the images have 8 x 8 pixels, and are resized to those of the model")
-        if channels is not None:
-            draft.set("data.image_channels", channels, "the grey image, repeated")
+        usual = DataConfig.model_fields["image_size"].default
+        side = height if height is not None and height == width else usual
+        size = side if channels in (None, 3) else [channels, side]
+        if size != usual:
+            draft.set("data.image_size", size, "the images of 8 x 8 grey pixels are resized to those of the model")
 
 
 def propose_image_column(draft: Draft, facts: Facts) -> None:

@@ -85,7 +85,7 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
     if takes_images:
         _propose_images(draft, source)
     elif Path(source).is_dir() and not _format(source) and (suffix := _text_suffix(Path(source))):
-        draft.set("data.text_files", f"*{suffix}", "the files of text")
+        draft.set("data.source", f"{source}/**/*{suffix}", "the files of text")
 
 
 def _first_of(paths: Mapping[str, Path], names: Iterable[str]) -> Path | None:

@@ -228,9 +228,7 @@ def _data(draft: Draft) -> DataConfig:
         "test_source",
         "table",
         "sequence_length",
-        "text_files",
         "image_size",
-        "image_channels",
     }
     return DataConfig.model_validate({name: value for name, value in settings.items() if name in names})
 

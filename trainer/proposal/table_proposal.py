@@ -79,18 +79,20 @@ def _propose_missing(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo]) -
 
 def propose_vocabularies(draft: Draft, facts: Facts, graph: onnx.GraphProto, inputs: Iterable[TensorInfo]) -> None:
     """Propose the order of the categories whose embedding has a row for each text and none for unknown ones."""
+    categories = draft.value("data.table.categories", ())
     vocabularies: dict[str, list[str]] = {}
     tables: dict[str, None] = {}
     for info in inputs:
         table = embedding_rows(graph, info.name)
-        for name in set(draft.value("data.table.categories", ())).intersection(feeding(draft, facts, info)):
+        for name in set(categories).intersection(feeding(draft, facts, info)):
             # by default the id 0 is that of unknown texts, and needs a row more than there are texts
             if table and table[0] == len(facts.distinct(name)) and not facts.missing[name]:
                 vocabularies[name] = facts.distinct(name)
                 tables[table[1]] = None
     if vocabularies:
         reason = f"{', '.join(tables)} has a row for each of these texts, and none for unknown ones"
-        draft.set("data.table.vocabularies", vocabularies, f"{reason}; sorted, which is right for fresh weights alone")
+        orders = {name: vocabularies.get(name, "sorted") for name in categories}
+        draft.set("data.table.categories", orders, f"{reason}; sorted, which is right for fresh weights alone")
 
 
 RESCALES = ("Sub", "Div", "Mul", "Add")

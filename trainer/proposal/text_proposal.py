@@ -124,9 +124,9 @@ def propose_task(draft: Draft, model: Path, signature: Signature, outputs: Seque
     _propose_windows(draft, model, signature, ids)
     task = draft.value("data.text.task")
     if task == "causal" and not has_end:
-        _ask_for_token(draft, "end_token", "the token that ends a text")
+        _ask_for_token(draft, "end", "the token that ends a text")
     if task == "masked" and not has_mask:
-        _ask_for_token(draft, "mask_token", "the token that replaces masked ones")
+        _ask_for_token(draft, "mask", "the token that replaces masked ones")
     return str(draft.value("data.text.task", "causal"))
 
 
@@ -187,7 +187,7 @@ def _has_token(draft: Draft, usual: Sequence[str]) -> bool:
 def _ask_for_token(draft: Draft, name: str, what: str) -> None:
     if (path := draft.value("data.text.tokenizer")) is not None:
         special = open_tokenizer(Path(path)).special_ids
-        draft.ask(f"data.text.{name}", what, dict.fromkeys(special, ""))
+        draft.ask(f"data.text.tokens.{name}", what, dict.fromkeys(special, ""))
 
 
 def _propose_windows(draft: Draft, model: Path, signature: Signature, ids: TensorInfo) -> None:

@@ -33,7 +33,6 @@ from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
-from onward.trainer.model.teacher.teacher_precision import compute_teacher_apart
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
 from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph
@@ -83,7 +82,7 @@ def checks(
     """
     arithmetic = _arithmetic(config.precision, config.launch, findings)
     if config.graph.compile == "auto":
-        findings.compile = not_compiled("the rehearsal ended before it was tried (launch.rehearsal_timeout_s)")
+        findings.compile = not_compiled("the rehearsal ended before it was tried")
     elif config.graph.compile:
         findings.not_rehearsed.append("the compiled graph (graph.compile): compiling it takes long, so it ran eagerly")
     torch.manual_seed(config.train.seed)
@@ -92,7 +91,6 @@ def checks(
     rows = read_first_rows(config, signature, most)
     config = resolve(config, rows, signature)
     trained = with_teacher or trainable.module
-    compute_teacher_apart(trained, config.model_copy(update={"precision": arithmetic}))
     graph = RehearsedGraph(
         trained,
         Losses(config.losses, trained.output_names, trained.output_shapes, soft=config.soft_losses),

@@ -31,8 +31,7 @@ def least_needs(module: ImportedGraph, config: RunConfig, *, kept_bytes_per_row:
     """
     stored = {name: tensor for name, tensor in named_weights(module).items() if not name.startswith(TEACHER)}
     trained = {name: tensor for name, tensor in stored.items() if is_trained(tensor)}
-    flattens = config.optimizer.muon.convolutions == "flatten"
-    matrices = find_matrices(module, convolutions=flattens) if config.optimizer.name == "muon" else {}
+    matrices = find_matrices(module) if config.optimizer.name == "muon" else {}
     state = state_bytes(
         config.optimizer,
         [

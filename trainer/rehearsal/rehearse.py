@@ -2,7 +2,7 @@
 
     config.json ── open the file ── plan the layout ── checks.py ── rehearsal.json (and plan.json), or refused.json
 
-What is too large for this machine, or not reached within `launch.rehearsal_timeout_s`, is left out and named in the
+What is too large for this machine, or not reached within a minute (MOST_S), is left out and named in the
 record. The graph is run undivided; the planner tries a configured division on fake tensors. It is compiled for
 `graph.compile = "auto"` alone, when everything else is done, within a time limit of its own (compile_trial.py).
 """
@@ -41,6 +41,8 @@ from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.outcomes.refusals import exit_with_refusal
 from onward.trainer.run.records import write_record
 
+MOST_S = 60.0
+"""The time of the checks once the model is open: a person waits for them, and the run itself finds what they miss."""
 COPIES_OF_WEIGHTS = 4
 """In memory at once: the file, the module, its gradients, and onnxruntime's session."""
 
@@ -68,7 +70,7 @@ def rehearse(folder: RunDir) -> None:
             trainable = open_trainable(config)
             with_teacher = open_with_teacher(config) if config.teacher.path else trainable
             _check_division(config, with_teacher.module, findings)
-            with _time_limit(folder, findings, config.launch.rehearsal_timeout_s) as begin_again:
+            with _time_limit(folder, findings, MOST_S) as begin_again:
                 steps = checks(config, trainable, use, findings, begin_again, with_teacher=with_teacher.module)
                 # the time limit may end a check at any time: what is left is then in the record
                 findings.pending = [what for what, _ in steps]
@@ -146,7 +148,7 @@ def _time_limit(folder: RunDir, findings: Findings, limit_s: float) -> Iterator[
     def end() -> None:
         if findings.pending:
             left = ", ".join(findings.pending)
-            findings.not_rehearsed.append(f"{left}: launch.rehearsal_timeout_s, {limit_s:g} s, was over")
+            findings.not_rehearsed.append(f"{left}: the time of the rehearsal, {limit_s:g} s, was over")
         status = 0
         try:
             with exit_with_refusal(folder.root):

@@ -67,8 +67,7 @@ def edited_settings(run: RunDir) -> list[str]:
     edited = []
     for key in kept | present:
         # the limits of [stop] may change: a resume raises them
-        is_limit = key.startswith("stop.") and key != "stop.metric"
-        if kept.get(key) != present.get(key) and not is_limit:
+        if kept.get(key) != present.get(key) and not key.startswith("stop."):
             edited.append(f"{key} was {kept.get(key)!r}, and is {present.get(key)!r}")
     return edited
 

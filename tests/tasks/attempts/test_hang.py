@@ -67,7 +67,7 @@ def hanging_run(folder: Path, mode: str, *, steps: int = 400, timeout_s: float =
         parallel={"data": 2},
         train={"global_batch_size": 8, "num_steps": steps, "evaluation_period": 0},
         loss={"name": "file", "file": f"{folder / 'own.py'}:loss", "label": "label", "label_type": "int64"},
-        launch={"collective_timeout_s": timeout_s, "heartbeat_timeout_s": timeout_s + 20},
+        launch={"heartbeat_timeout_s": timeout_s + 20},
     )
 
 

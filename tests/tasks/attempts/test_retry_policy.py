@@ -118,11 +118,14 @@ def test_a_retry_waits_until_the_disk_takes_a_checkpoint(
     monkeypatch.setattr(readiness, "storage_problem", lambda folder, needed: next(answers))
     wait_until_ready(run, read_config(run))
     assert quick == [0, 2, 2]
-    assert "it is full: waiting up to 600 s for that to change (launch.storage_wait_s)" in caplog.text
+    assert "it is full: waiting up to 600 s for that to change" in caplog.text
 
 
-def test_a_disk_that_stays_full_ends_the_run_with_the_numbers(tmp_path: Path, quick: list[float]) -> None:
-    run = new_run(tmp_path, launch={"storage_wait_s": 0})
+def test_a_disk_that_stays_full_ends_the_run_with_the_numbers(
+    tmp_path: Path, quick: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "STORAGE_WAIT_S", 0.0)
+    run = new_run(tmp_path)
     save(run, 20)
     (run.checkpoint(20) / "rank-00000.safetensors").touch()
     with (run.checkpoint(20) / "rank-00000.safetensors").open("r+b") as file:

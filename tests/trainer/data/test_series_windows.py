@@ -51,7 +51,9 @@ def frame(series: int = 3, rows: int = 60) -> pd.DataFrame:
     return pd.concat(parts).sort_values(["time", "meter"]).reset_index(drop=True)
 
 
-def config_of(folder: Path, rows: pd.DataFrame, /, *, table: dict[str, Any] | None = None, **window: Any) -> RunConfig:
+def config_of(
+    folder: Path, rows: pd.DataFrame, /, *, table: dict[str, Any] | None = None, split: str = "random", **window: Any
+) -> RunConfig:
     folder.mkdir(exist_ok=True)
     weight = ", ".join(["0.1"] * 20)
     onnx.save(onnx.parser.parse_model(MODEL.replace("WEIGHT", weight)), folder / "model.onnx")
@@ -62,6 +64,7 @@ def config_of(folder: Path, rows: pd.DataFrame, /, *, table: dict[str, Any] | No
         "evaluation_fraction": 0.25,
         "inputs": {"past": ["load", "h*t"]},
         "label": "load_ahead",
+        "split": split,
         "table": {"window": windows} | (table or {}),
     }
     model = {"path": folder / "model.onnx", "loss": "mse"}

@@ -268,13 +268,13 @@ def test_every_setting_of_the_data_is_in_the_key_or_listed_as_one_that_need_not_
 
 
 def test_a_setting_that_is_not_listed_counts_once_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "HARMLESS", HARMLESS - {"balance"})
+    monkeypatch.setattr(sharding, "HARMLESS", HARMLESS - {"evaluation_rows"})
     data = DataConfig(source="digits", image_size=8)
     settings = {"evaluation_fraction": 0.1, "bad_rows": "fail", "rows_per_shard": 65536, "shard_format": "arrow"}
     settings |= {"image_size": 8, "image_channels": 3}
     assert counted_settings(data, {"digits"}) == settings
-    balanced = data.model_copy(update={"balance": "length"})
-    assert counted_settings(balanced, {"digits"}) == settings | {"balance": "length"}
+    few = data.model_copy(update={"evaluation_rows": 9})
+    assert counted_settings(few, {"digits"}) == settings | {"evaluation_rows": 9}
 
 
 def test_changed_content_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ UNKNOWN: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda folder: write_classes(folder / "photos", each=2),
         ": images; a table [data.image] makes Onward decode images",
     ),
-    "notes": (lambda folder: files(folder, a_dot_md="hello"), '1 .md: text; data.text_files = "*.md" reads them'),
+    "notes": (lambda folder: files(folder, a_dot_md="hello"), '1 .md: text; data.source = "FOLDER/**/*.md" reads them'),
     "video": (lambda folder: files(folder, a_dot_mp4="x"), "1 .mp4: video; Onward does not read video: save frames as"),
     "a JSON list": (lambda folder: files(folder, a_dot_json="[{}]"), "write a table as JSON Lines: one object on each"),
     "pickles": (lambda folder: files(folder, a_dot_pkl="x"), "does not load them, because loading runs their code"),
@@ -89,8 +89,9 @@ def test_what_cannot_be_read_is_named_by_its_kind_with_what_to_do(case: str, tmp
 
 def test_files_that_the_given_pattern_or_format_leaves_out_are_named(tmp_path: Path) -> None:
     data = files(tmp_path, a_dot_md="hello", b_dot_md="world")
-    with pytest.raises(DataError, match=r"of 2 files none match data.text_files '\*\.rst': 2 \.md: text"):
-        locate(str(data), DataConfig(source="x", text_files="*.rst"))
+    with pytest.raises(DataError, match=r"of 2 files none can be read as they are: 2 \.md: text"):
+        locate(str(data), DataConfig(source="x"))
+    assert [name for name, _ in locate(str(data / "**" / "*.md"), DataConfig(source="x")).files] == ["a.md", "b.md"]
     with pytest.raises(DataError, match=r"of 2 files none are csv: 2 \.md: text"):
         locate(str(data), DataConfig(source="x", format="csv"))
 

@@ -179,9 +179,9 @@ def test_categories_are_numbered_by_the_training_rows_and_others_are_unknown(tmp
 
 def test_a_vocabulary_that_is_given_has_its_order_and_refuses_others(tmp_path: Path) -> None:
     table = frame(gaps=False)
-    settings = {"vocabularies": {"city": ["rome", "oslo"]}}
+    settings = {"categories": {"city": ["rome", "oslo"]}}
     config = config_of(tmp_path, table, table=settings)
-    with pytest.raises(DataError, match=r"city is 'bonn', which data\.table\.vocabularies does not have"):
+    with pytest.raises(DataError, match=r"city is 'bonn', which data\.table\.categories does not have"):
         sharded(config, tmp_path)
     skipping = config_of(tmp_path, table, table=settings | {"standardise": "standard"}, bad_rows="skip")
     manifest, found = sharded(skipping, tmp_path)

@@ -94,14 +94,17 @@ IMAGES: dict[str, dict[str, Any]] = {
     "stretched, to -1..1": {"resize": "stretch", "mean": [0.5] * 3, "std": [0.5] * 3},
     "with borders, BGR, 0..255": {"resize": "pad", "color": "bgr", "scale": 1.0, "mean": [104.0] * 3, "std": [1.0] * 3},
     "all of the centre, bicubic": {"crop_ratio": 1.0, "interpolation": "bicubic", "cache": "encoded"},
-    "without antialias": {"antialias": False, "interpolation": "bicubic"},
+    "without antialias": {"interpolation": "bicubic_aliased"},
 }
 
 
 @pytest.mark.parametrize(
     "settings",
     # torchvision takes seconds to import
-    [pytest.param(each, marks=pytest.mark.slow if "antialias" in each else ()) for each in IMAGES.values()],
+    [
+        pytest.param(each, marks=pytest.mark.slow if "aliased" in each.get("interpolation", "") else ())
+        for each in IMAGES.values()
+    ],
     ids=IMAGES,
 )
 def test_images_of_every_kind_and_geometry(tmp_path: Path, table: Callable[..., Any], settings: dict[str, Any]) -> None:
@@ -157,7 +160,7 @@ def test_padding_on_the_left_and_windows_of_long_texts(tmp_path: Path, table: Ca
     raw = {"text": ["a good film", "the plot was awful, the actor was great " * 3, "bad", "unbelievable!"] * 2}
     text = {"tokenizer": tmp_path / "tokenizer.json", "pad_side": "left", "max_length": 12}
     proto = graphs.tiny_decoder()
-    data = table(**raw) | {"text": text | {"task": "causal", "packing": "none", "end_token": "[SEP]"}}
+    data = table(**raw) | {"text": text | {"task": "causal", "packing": "none", "tokens": {"end": "[SEP]"}}}
     text_rows = [0, 2, 3]  # training cuts the longer ones behind the end token
     recipe = assert_served_alike(exported_run(tmp_path, proto, data=data), tmp_path, raw, text_rows)
     assert {each["pad_side"] for each in recipe["inputs"].values()} == {"left"}
@@ -208,11 +211,11 @@ def wave_model(shape: Sequence[int | str]) -> onnx.ModelProto:
 
 
 AUDIO: dict[str, tuple[dict[str, Any], Sequence[int | str]]] = {
-    "the middle of a waveform": ({"seconds": 0.05, "channel_axis": True}, (1, 400)),
+    "the middle of a waveform": ({"seconds": 0.05, "axes": "channel"}, (1, 400)),
     "waveforms of their own lengths": ({}, ("time",)),
     "a spectrogram": ({"seconds": 0.2, "features": "log_mel", "mel_bins": 8, "window": 256, "hop": 80}, (8, 21)),
     "frames in time": (
-        {"seconds": 0.1, "features": "log_mel", "mel_bins": 6, "window": 128, "hop": 100, "time_first": True},
+        {"seconds": 0.1, "features": "log_mel", "mel_bins": 6, "window": 128, "hop": 100, "axes": "time_first"},
         (9, 6),
     ),
 }

@@ -141,7 +141,7 @@ def test_cuda_graphs_are_told_where_a_micro_batch_begins(
 def test_repeated_blocks_are_compiled_once(calls: list[tuple[Any, ...]]) -> None:
     model = graphs.tiny_transformer()
     plain, ids = to_module(model), torch.arange(16)[None]
-    compiled = accelerate(to_module(model), GraphConfig(compile=True, compile_regions="repeated"), torch.device("cpu"))
+    compiled = accelerate(to_module(model), GraphConfig(compile="repeated"), torch.device("cpu"))
     assert isinstance(compiled, fx.GraphModule)
     assert torch.equal(compiled(ids), plain(ids))
     blocks = [child for child in compiled.children() if isinstance(child, compile_module.Compiled)]

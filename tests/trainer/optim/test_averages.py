@@ -70,7 +70,7 @@ def test_an_average_has_the_bits_of_torchs_averaged_model(kind: str) -> None:
 def test_the_warm_up_of_an_ema_forgets_the_first_weights_sooner() -> None:
     weight = torch.zeros(1)
     of = [Weight("w", weight, Placement.full((1,)), trained=True)]
-    averages = Averages(AverageConfig(kind="ema", decay=0.5, warmup=True), of, num_steps=9, device=CPU)
+    averages = Averages(AverageConfig(kind="ema_warmup", decay=0.5), of, num_steps=9, device=CPU)
     expected = 0.0
     for step in range(1, 10):
         weight.fill_(step)
@@ -132,12 +132,18 @@ SHAPES = {"a": (2,), "b": (3,)}
 WITH_EMA = {"model/a": (2,), "average/a/ema": (2,), "average/b/ema": (3,), "averages/ema": ()}
 
 
-def test_a_checkpoint_without_this_average_is_refused_and_begins_anew_where_that_is_set() -> None:
+def test_from_a_checkpoint_without_this_average_it_begins_anew_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for stored, found in ({"model/a": (2,)}, "no average of the weights"), (WITH_EMA, "an average of kind 'ema'"):
-        with pytest.raises(CheckpointError, match=rf"step-7 has {found}.* set average.begin_anew = true"):
-            average_shapes(AverageConfig(kind="swa"), SHAPES, "step-7", stored)
-        kept = average_shapes(AverageConfig(kind="swa", begin_anew=True), SHAPES, "step-7", stored)
+        kept = average_shapes(AverageConfig(kind="swa"), SHAPES, "step-7", stored)
         assert kept == ({"model/a": (2,)}, {})
+        assert caplog.messages[-1] == f"step-7 has {found}; that of average.kind 'swa' begins as its weights"
+
+
+def test_an_average_with_warmup_goes_on_from_one_without() -> None:
+    found = average_shapes(AverageConfig(kind="ema_warmup"), SHAPES, "step-7", WITH_EMA)
+    assert found == average_shapes(AverageConfig(kind="ema"), SHAPES, "step-7", WITH_EMA)
 
 
 def test_a_training_without_average_continues_from_a_checkpoint_with_one() -> None:
@@ -210,10 +216,9 @@ def test_the_average_is_exported_where_its_metric_chooses_the_checkpoint(tmp_pat
             [r"average.decay and average.start needs average.kind", r"export.weights 'average' needs average.kind"],
         ),
         (
-            {"average": {"kind": "swa", "decay": 0.9, "warmup": True, "start": 101}},
+            {"average": {"kind": "swa", "decay": 0.9, "start": 101}},
             [
                 r"average.decay is for ema",
-                r"average.warmup is for ema",
                 r"average.start 101 is after the last step, 100",
             ],
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onward.trainer.config.sections.training import PrecisionConfig
-from onward.trainer.optim.loss_scaler import MOST_SKIPS, LossScaler
+from onward.trainer.optim.loss_scaler import GROWTH_INTERVAL, MAX_SCALE, MOST_SKIPS, LossScaler
 
 
 def grown(scaler: LossScaler, updates: int) -> LossScaler:
@@ -30,8 +30,8 @@ def test_an_overflow_starts_the_count_anew() -> None:
 
 
 def test_the_scale_stays_between_1_and_its_cap() -> None:
-    scaler = LossScaler(PrecisionConfig(compute="fp16", growth_interval=1))
-    assert grown(scaler, 20).scale == 2**24
+    scaler = LossScaler(PrecisionConfig(compute="fp16"))
+    assert grown(scaler, 20 * GROWTH_INTERVAL).scale == 2**24
     assert [scaler.overflow() for _ in range(26)] == ["again"] * 24 + ["none"] * 2
     assert scaler.scale == 1
 
@@ -70,10 +70,10 @@ def test_fp16_that_goes_on_from_fp32_begins_at_its_own_scale(state: dict[str, fl
     assert scaler.scale == 65536
 
 
-def test_a_restored_scale_is_at_most_the_configurations_greatest() -> None:
-    scaler = LossScaler(PrecisionConfig(compute="fp16", initial_scale=512, max_scale=1024))
-    scaler.restore({"scale": 65536.0, "finite_updates": 5.0})
-    assert scaler.scale == 1024
+def test_a_restored_scale_is_at_most_the_greatest() -> None:
+    scaler = LossScaler(PrecisionConfig(compute="fp16", initial_scale=512))
+    scaler.restore({"scale": 2.0**30, "finite_updates": 5.0})
+    assert scaler.scale == MAX_SCALE
 
 
 def test_a_static_scale_skips_overflows_but_not_for_ever() -> None:

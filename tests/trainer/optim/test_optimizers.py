@@ -196,7 +196,7 @@ def test_adamw_is_torchs_and_adams_pytorch_mode_bit_for_bit() -> None:
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1e30), (0.05, 0.3), (2.0, 5.0)])
 def test_lamb_keeps_to_its_formula(corrected: bool, low: float, high: float) -> None:
     config = OptimizerConfig(
-        name="lamb", learning_rate=0.01, weight_decay=0.1, bias_correction=corrected, ratio_min=low, ratio_max=high
+        name="lamb", learning_rate=0.01, weight_decay=0.1, bias_correction=corrected, trust_ratio=(low, high)
     )
     assert largest_difference(config, lamb(rate=0.01, decay=0.1, corrected=corrected, low=low, high=high)) < 2e-6
 

@@ -66,9 +66,7 @@ def test_auto_is_static_where_all_samples_have_one_shape(caplog: pytest.LogCaptu
         assert chosen(mlp, {}, device=CPU) == CompileChoice("static", "default", "whole")
         assert chosen(mlp, {}, device=CPU, one_shape=False) == CompileChoice("dynamic", "default", "whole")
     assert "static shapes, mode default, whole" in caplog.text
-    assert chosen(mlp, {"shapes": "dynamic"}, device=CPU).shapes == "dynamic"
-    with pytest.raises(ConfigError, match=r"graph\.shapes 'static' needs samples of one shape"):
-        chosen(mlp, {"shapes": "static"}, one_shape=False)
+    assert chosen(mlp, {"compile": "dynamic"}, device=CPU).shapes == "dynamic"
 
 
 def test_auto_captures_cuda_graphs_of_launch_bound_models_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -83,11 +81,11 @@ def test_auto_captures_cuda_graphs_of_launch_bound_models_only(caplog: pytest.Lo
         assert chosen(mlp, {}, parallel=sections).mode == "default"
     assert chosen(mlp, {}, one_shape=False).mode == "default"
     assert chosen(onnx.parser.parse_model(LEAF), {}).mode == "default"
-    assert chosen(mlp, {"compile_mode": "max-autotune-no-cudagraphs"}).mode == "max-autotune-no-cudagraphs"
+    assert chosen(mlp, {"compile": "max-autotune-no-cudagraphs"}).mode == "max-autotune-no-cudagraphs"
 
 
 def test_cuda_graphs_are_refused_with_every_reason() -> None:
-    wanted = {"compile_mode": "reduce-overhead"}
+    wanted = {"compile": "reduce-overhead"}
     with pytest.raises(ConfigError, match="impossible on a CPU and with dynamic shapes; use 'default'"):
         chosen(graphs.tiny_mlp(), wanted, device=CPU, one_shape=False)
     with pytest.raises(ConfigError, match="impossible with 2 nodes that are computed by Python"):
@@ -97,13 +95,10 @@ def test_cuda_graphs_are_refused_with_every_reason() -> None:
         "pipeline": {"parallel": {"pipeline": 2}},
         "zero": {"parallel": {"zero": 3}},
         "'cpu'": {"launch": {"device": "cpu"}},
-        "'dynamic'": {"graph": {"shapes": "dynamic"}},
-        "'repeated'": {"graph": {"compile_regions": "repeated"}},
     }
     for words, sections in problems.items():
-        others = {name: section for name, section in sections.items() if name != "graph"}
         with pytest.raises(ConfigError, match=f"'reduce-overhead' captures CUDA graphs and cannot.*{words}"):
-            config_of(wanted | sections.get("graph", {}), **others)
+            config_of(wanted, **sections)
 
 
 @pytest.mark.slow
@@ -115,7 +110,7 @@ def test_cuda_graphs_are_refused_with_every_reason() -> None:
         {"parallel": {"pipeline": 2}},
         {"parallel": {"data": 2, "zero": 3}},
         {"parallel": {"units": 2}, "recompute": {"mode": "whole"}},
-        {"graph": {"compile": True, "compile_regions": "repeated"}},
+        {"graph": {"compile": "repeated"}},
     ],
     ids=["pipeline", "ZeRO 3", "recomputed", "repeated"],
 )
@@ -130,7 +125,7 @@ def test_compiled_each_layout_trains_as_it_does_eagerly(tmp_path: Path, sections
             runs.tiny_text(42),
             # 33 samples: the last micro-batches are smaller
             **{"train": {"global_batch_size": 8, "gradient_accumulation_steps": 2, "num_epochs": 1.0}},
-            launch={"heartbeat_timeout_s": 300, "collective_timeout_s": 240},
+            launch={"heartbeat_timeout_s": 300},
             **compiled,
         )
         runs.train_run(run, timeout_s=400)

@@ -69,7 +69,7 @@ def test_ranks_with_unequal_shares_recompute_the_same_units_for_the_same_memory(
 
 
 def test_a_graph_of_which_nothing_can_be_divided_is_refused_with_the_reasons() -> None:
-    config = configured(parallel={"tensor": 2, "vocabulary": False})
+    config = configured(parallel={"tensor": 2})
     module = to_module(graphs.residual_mlps(width=WIDTH))
     select_trained(module)
     with pytest.raises(

@@ -74,7 +74,7 @@ def test_a_folder_of_sounds_for_each_class_trains_as_proposed(shape: Shape, tmp_
     assert found.proof.loss_after < found.proof.loss_before
     audio = proposed(tmp_path)
     assert (audio.features, audio.mel_bins, audio.seconds, audio.sample_rate) == ("log_mel", 40, 1.0, 16000)
-    assert audio.channel_axis == (len(shape) == 3)
+    assert audio.axes == ("channel" if len(shape) == 3 else "plain")
     config = load_config(tmp_path / "config.toml")
     assert config.data.inputs == {}, "the only input that takes a clip needs no setting"
     assert completed(config).data.inputs == {"mel": "audio"}
@@ -87,11 +87,11 @@ def test_a_folder_of_sounds_for_each_class_trains_as_proposed(shape: Shape, tmp_
     [
         ((16000,), 16000, {"features": "waveform", "sample_rate": 16000, "seconds": 1.0}),
         ((8000,), 8000, {"features": "waveform", "sample_rate": 8000, "seconds": 1.0}),
-        ((1, 4000), 8000, {"channel_axis": True, "sample_rate": 8000, "seconds": 0.5}),
+        ((1, 4000), 8000, {"axes": "channel", "sample_rate": 8000, "seconds": 0.5}),
         (("time",), 22050, {"features": "waveform", "sample_rate": 16000, "seconds": 0.0}),
-        (("frames", 80), 16000, {"time_first": True, "mel_bins": 80, "seconds": 0.7}),
-        ((80, "frames"), 8000, {"time_first": False, "mel_bins": 80, "hop": 80, "window": 200, "seconds": 0.7}),
-        ((51, 64), 16000, {"time_first": True, "mel_bins": 64, "seconds": 0.5}),
+        (("frames", 80), 16000, {"axes": "time_first", "mel_bins": 80, "seconds": 0.7}),
+        ((80, "frames"), 8000, {"axes": "plain", "mel_bins": 80, "hop": 80, "window": 200, "seconds": 0.7}),
+        ((51, 64), 16000, {"axes": "time_first", "mel_bins": 64, "seconds": 0.5}),
     ],
 )
 def test_features_rate_and_length_are_those_of_the_input_and_the_files(
@@ -107,8 +107,8 @@ def test_two_axes_that_may_both_be_bands_are_asked(tmp_path: Path) -> None:
     listener(tmp_path, (64, 80))
     found = initialised(tmp_path, clips(tmp_path), steps=20)
     (question,) = found.questions
-    assert question.setting == "data.audio.time_first"
-    assert "false (bands, then frames) or true (frames, then bands)" in question.what
+    assert question.setting == "data.audio.axes"
+    assert '"plain" (bands, then frames) or "time_first" (frames, then bands)' in question.what
 
 
 def test_a_table_that_names_audio_files_trains_as_proposed(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ ASKED: dict[str, tuple[Callable[[Path], Path], dict[str, list[str]]]] = {
     "the column of images": (_image_column, {"data.image.column": ['"front" or "back"']}),
     "the tokenizer": (_tokenizer, {"data.text.tokenizer": ["the path of the model's own tokenizer.json"]}),
     "the column of texts": (_text_column, {"data.text.columns": ['"title" or "abstract"']}),
-    "the token that ends a text": (_end_token, {"data.text.end_token": ["the token that ends a text", '"[SEP]"']}),
+    "the token that ends a text": (_end_token, {"data.text.tokens.end": ["the token that ends a text", '"[SEP]"']}),
     "causal or masked": (_task, {"data.text.task": ['"causal" (each next', '"masked" (masked tokens']}),
 }
 
@@ -358,7 +358,8 @@ def test_texts_for_an_embedding_of_256_rows_are_bytes_in_windows_that_the_positi
     found = initialised(tmp_path, tmp_path / "notes", steps=5)
     assert found.proof is not None, found.refused
     config = load_config(tmp_path / "config.toml")
-    assert (config.data.format, config.data.sequence_length, config.data.text_files) == ("text", 16, "*.md")
+    assert (config.data.format, config.data.sequence_length) == ("text", 16)
+    assert config.data.source.endswith("notes/**/*.md")
 
 
 def test_a_batch_that_the_file_declares_and_needs_is_the_batch(tmp_path: Path) -> None:
@@ -481,6 +482,6 @@ def test_the_bundled_digits_get_the_size_and_the_channels_of_the_model(tmp_path:
     proposed = onward.init(model, "digits", output=tmp_path / "config.toml", steps=2)
     assert proposed.proof is not None
     config = load_config(tmp_path / "config.toml")
-    assert (config.data.image_size, config.data.image_channels) == (16, 1)
-    with pytest.raises(ConfigError, match=r"takes \[1, 16, 16\] a sample, but column 'image' is float32 \[1, 24, 24\]"):
+    assert config.data.image_size == (1, 16)
+    with pytest.raises(ConfigError, match=r"takes \[1, 16, 16\] a sample, but column 'image' is float32 \[3, 24, 24\]"):
         onward.init(model, "digits", {"data.image_size": 24}, output=tmp_path / "other.toml", steps=0)

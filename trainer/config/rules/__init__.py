@@ -32,7 +32,6 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     updates.training_files,
     updates.schedule,
     updates.average,
-    ranks.timeouts,
     model_and_data.weights,
     measures.metrics,
     results.promotion,
@@ -45,7 +44,6 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     ranks.compilation,
     results.export,
     results.profile,
-    model_and_data.balance,
     quantization.aware,
 )
 """Each rule names the sections it reads as its parameters."""

@@ -58,7 +58,7 @@ def losses(
                 f"{key} {each.name!r} compares all samples of a step at once, but train.gradient_accumulation_steps is "
                 f"{train.gradient_accumulation_steps} and parallel.pipeline {parallel.pipeline}; set both to 1"
             )
-        if each.rule.compares_samples and parallel.reduction == "adasum":
+        if each.rule.compares_samples and parallel.is_adasum:
             yield f"{key} {each.name!r} reaches over all replicas, which Adasum does not add up; use 'sum'"
     if export.training:
         yield from export_problems(losses)
@@ -73,14 +73,17 @@ def losses(
     yield from cache_problems(teacher, data)
     if teacher.path and export.training:
         yield "export.training writes graphs without the teacher, which would train for labels alone; set it to false"
-    if teacher.path and parallel.reduction == "adasum":
-        yield "parallel.reduction 'adasum' weighs hosts by the targets of one loss, and a teacher adds one; use 'sum'"
+    if teacher.path and parallel.is_adasum:
+        yield (
+            f"parallel.reduction {parallel.reduction!r} weighs hosts by the targets of one loss, and a teacher adds "
+            "one; use 'sum'"
+        )
     if len(losses) < 2:
         return
-    if parallel.reduction == "adasum":
+    if parallel.is_adasum:
         yield (
-            f"parallel.reduction 'adasum' weighs hosts by the targets of one loss, but there are {len(losses)} "
-            "[[loss]]; use 'sum'"
+            f"parallel.reduction {parallel.reduction!r} weighs hosts by the targets of one loss, but there are "
+            f"{len(losses)} [[loss]]; use 'sum'"
         )
 
 
@@ -98,11 +101,17 @@ def metrics(
     losses = filled(model, data, loss)
     yield from metric_problems(losses, metrics)
     known = evaluation_names(losses, metrics, average=average.kind, teacher=bool(teacher.path))
-    for key, name in (("checkpoint.best_metric", checkpoint.best_metric), ("stop.metric", stop.metric)):
-        if name and name not in known:
-            yield f"{key}: no evaluation measures {name!r}; with these settings they measure {', '.join(known)}"
-        elif has_no_direction(name) and not (key == "checkpoint.best_metric" and checkpoint.best_is != "auto"):
-            yield f"{key}: of {name!r} neither the least nor the greatest value is the best; choose another metric"
+    best = checkpoint.best_metric
+    if best and best not in known:
+        yield (
+            f"checkpoint.best_metric: no evaluation measures {best!r}; with these settings they measure "
+            f"{', '.join(known)}"
+        )
+    elif has_no_direction(best) and checkpoint.best_is == "auto":
+        yield (
+            f"checkpoint.best_metric: of {best!r} neither the least nor the greatest value is the best; choose another "
+            "metric"
+        )
     ends = [f"stop.patience {stop.patience}"] if stop.patience else []
     ends += [] if stop.target is None else [f"stop.target {stop.target:g}"]
     if ends and not train.evaluation_period:
@@ -110,11 +119,8 @@ def metrics(
             f"{' and '.join(ends)} count evaluations, but train.evaluation_period is 0: there is none between the "
             "first and the last step; set train.evaluation_period"
         )
-    for name in ("metric", "minimum_gain"):
-        # `metric` serves patience and target, `minimum_gain` only patience
-        unused = (name == "minimum_gain" and not stop.patience) or not ends
-        if unused and getattr(stop, name) != StopConfig.model_fields[name].default:
-            yield f"stop.{name} {getattr(stop, name)!r} has no effect without stop.patience"
+    if stop.minimum_gain and not stop.patience:
+        yield f"stop.minimum_gain {stop.minimum_gain!r} has no effect without stop.patience"
 
 
 def bytes_of_a_token(data: DataConfig, metrics: Sequence[MetricConfig]) -> Iterable[str]:

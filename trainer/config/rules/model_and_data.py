@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
-from onward.trainer.config.sections.training import TrainConfig
 
 
 def weights(model: ModelConfig) -> Iterable[str]:
@@ -39,11 +38,6 @@ def dropout(graph: GraphConfig) -> Iterable[str]:
         yield f"graph.dropout {graph.dropout:g} needs graph.fuse = true: it is added to the fused graph"
 
 
-def balance(data: DataConfig, train: TrainConfig) -> Iterable[str]:
-    if data.balance == "length" and not train.shuffle:
-        yield "data.balance 'length' reorders the shuffled samples, but train.shuffle is false; set one of the two"
-
-
 def text(data: DataConfig) -> Iterable[str]:
     text = data.text
     if text is None:
@@ -64,7 +58,9 @@ def text(data: DataConfig) -> Iterable[str]:
         )
     if text.pad_side != "auto" and text.packing not in ("auto", "none"):
         yield f"data.text.pad_side {text.pad_side!r}: windows of data.text.packing {text.packing!r} are not padded so"
-    for name in ("mask_token", "mask_probability", "whole_words"):
+    if text.task != "masked" and "mask" in text.tokens:
+        yield f"data.text.tokens.mask {text.tokens['mask']!r} is for the task masked, not {text.task}"
+    for name in ("mask_probability", "whole_words"):
         value = getattr(text, name)
         if text.task != "masked" and value != type(text).model_fields[name].default:
             yield f"data.text.{name} {value!r} is for the task masked, not {text.task}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onward.trainer.config.pipeline_schedules import PIPELINE_SCHEDULES
-from onward.trainer.config.sections.model import HOW_TO_COMPILE, GraphConfig
+from onward.trainer.config.sections.model import GraphConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig, RecomputeConfig
 from onward.trainer.config.sections.training import TrainConfig
 
@@ -75,14 +75,11 @@ def replicas(parallel: ParallelConfig) -> Iterable[str]:
             ("reduction", parallel.reduction, "sum"),
             ("transport", parallel.transport, "torch"),
             ("compression", parallel.compression, "none"),
-            ("bucket_mib", parallel.bucket_mib, 0),
         ):
             if value != default:
                 yield f"parallel.{name} {value!r} needs parallel.zero 0, not {parallel.zero}"
     elif parallel.shard:
         yield f"parallel.shard {parallel.shard} needs parallel.zero 1, 2 or 3: ZeRO 0 divides nothing"
-    if parallel.adasum_ranks and parallel.reduction != "adasum":
-        yield f"parallel.adasum_ranks {parallel.adasum_ranks} needs parallel.reduction 'adasum'"
     # each group of the hybrid sharding has equally many replicas
     if parallel.shard and parallel.data % parallel.shard:
         yield f"parallel.shard {parallel.shard} does not divide parallel.data {parallel.data}; choose a divisor of it"
@@ -100,10 +97,8 @@ def split_backward(parallel: ParallelConfig, graph: GraphConfig) -> Iterable[str
 
 
 def recomputation(recompute: RecomputeConfig) -> Iterable[str]:
-    if recompute.units and recompute.mode in ("none", "compressed"):
+    if recompute.units and (recompute.mode == "none" or recompute.compresses):
         yield f"recompute.units {list(recompute.units)} needs recompute.mode 'whole' or 'selective'"
-    if recompute.stash != "exact" and recompute.mode != "compressed":
-        yield f"recompute.stash {recompute.stash!r} needs recompute.mode 'compressed', not {recompute.mode!r}"
 
 
 def device(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
@@ -113,42 +108,28 @@ def device(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
         yield f"launch.ranks_per_gpu {launch.ranks_per_gpu} is for GPUs; launch.device is 'cpu'"
 
 
-def timeouts(launch: LaunchConfig) -> Iterable[str]:
-    if launch.collective_timeout_s >= launch.heartbeat_timeout_s:
-        yield (
-            f"launch.collective_timeout_s {launch.collective_timeout_s:g} must be below "
-            f"launch.heartbeat_timeout_s {launch.heartbeat_timeout_s:g}, so that a rank can name the missing one"
-        )
-
-
 def compilation(
     graph: GraphConfig, parallel: ParallelConfig, recompute: RecomputeConfig, launch: LaunchConfig
 ) -> Iterable[str]:
     if not graph.compiles:  # of "auto" the rehearsal finds out what forbids compiling
-        for name in HOW_TO_COMPILE:
-            if not graph.compile and getattr(graph, name) != "auto":
-                yield f"graph.{name} {getattr(graph, name)!r} has no effect without graph.compile = true"
         return
-    if recompute.mode == "compressed":
+    if recompute.compresses:
         yield (
-            "recompute.mode 'compressed' cannot be combined with graph.compile, which chooses itself what is kept for "
-            "the backward pass; use recompute.mode 'none', 'whole' or 'selective', or graph.compile = false"
+            f"recompute.mode {recompute.mode!r} cannot be combined with graph.compile, which chooses itself what is "
+            "kept for the backward pass; use recompute.mode 'none', 'whole' or 'selective', or graph.compile = false"
         )
-    repeated = graph.compile_regions == "repeated"
-    if graph.compile_mode == "reduce-overhead":
+    if graph.compile == "reduce-overhead":
         obstacles = {
             "launch.device 'cpu'": launch.device == "cpu",
-            "graph.shapes 'dynamic'": graph.shapes == "dynamic",
-            "graph.compile_regions 'repeated'": repeated,
             f"parallel.pipeline {parallel.pipeline}": parallel.pipeline > 1,
             f"parallel.zero {parallel.zero}": parallel.zero > 0,
         }
         if found := [what for what, is_there in obstacles.items() if is_there]:
             yield (
-                "graph.compile_mode 'reduce-overhead' captures CUDA graphs and cannot be combined with "
+                "graph.compile 'reduce-overhead' captures CUDA graphs and cannot be combined with "
                 f"{' and '.join(found)}; use 'default'"
             )
     # both are by unit, and a unit is a few layers already
-    if repeated and (parallel.zero or recompute.mode in ("whole", "selective")):
+    if graph.compile == "repeated" and (parallel.zero or recompute.mode in ("whole", "selective")):
         other = f"parallel.zero {parallel.zero}" if parallel.zero else f"recompute.mode {recompute.mode!r}"
-        yield f"graph.compile_regions 'repeated' cannot be combined with {other}; use 'whole', which compiles each unit"
+        yield f"graph.compile 'repeated' cannot be combined with {other}; use true, which compiles each unit"

@@ -47,15 +47,9 @@ def loss_scale(precision: PrecisionConfig) -> Iterable[str]:
             f"precision.loss_scale {precision.loss_scale:g} has no meaning in {precision.compute}; "
             "only fp16 gradients underflow: set precision.compute = 'fp16' or remove it"
         )
-    if precision.initial_scale > precision.max_scale:
-        scale = precision.initial_scale
-        most = precision.max_scale
-        yield f"precision.initial_scale {scale:g} is above precision.max_scale {most:g}"
 
 
 def optimizer(optimizer: OptimizerConfig) -> Iterable[str]:
-    if optimizer.ratio_min > optimizer.ratio_max:
-        yield f"optimizer.ratio_min {optimizer.ratio_min:g} is above optimizer.ratio_max {optimizer.ratio_max:g}"
     if optimizer.nesterov and not optimizer.momentum:
         yield "optimizer.nesterov needs optimizer.momentum above 0"
     name = optimizer.name
@@ -103,9 +97,9 @@ def average(
         if export.weights == "average":
             yield "export.weights 'average' needs average.kind 'ema' or 'swa': without it there is no average"
         return
-    only = {"decay": "ema", "warmup": "ema", "period": "swa"}
+    only = {"decay": "ema", "period": "swa"}
     for name, kind in only.items():
-        if kind != average.kind and _differs(average, name):
+        if kind != average.saved_kind and _differs(average, name):
             yield f"average.{name} is for {kind}, not {average.kind}; remove it"
     if train.num_steps and average.first_step(train.num_steps) > train.num_steps:
         yield (

@@ -32,10 +32,9 @@ class AudioConfig(Section):
     """Log-mel: samples from one frame to the next; a clip of T samples has 1 + T // hop frames."""
     floor: PositiveFloat = 1e-6
     """Log-mel: the least power of which the logarithm is taken."""
-    time_first: bool = False
-    """Log-mel: [frames, mel_bins] in place of [mel_bins, frames]."""
-    channel_axis: bool = False
-    """Put an axis of one channel in front: [1, T] or [1, mel_bins, frames]."""
+    axes: Literal["plain", "channel", "time_first", "channel_time_first"] = "plain"
+    """`plain`: [T], or log-mel [mel_bins, frames]. `time_first`: log-mel [frames, mel_bins]. `channel`: with an axis of
+    one channel in front, [1, T] or [1, mel_bins, frames]. `channel_time_first`: [1, frames, mel_bins]."""
 
     @model_validator(mode="after")
     def _has_a_length_where_it_needs_one(self) -> AudioConfig:
@@ -44,7 +43,7 @@ class AudioConfig(Section):
         if self.length > AUDIO_SAMPLES.most:
             raise ValueError(f"seconds {self.seconds:g} are {AUDIO_SAMPLES.exceeded(self.length)}")
         if (self.features == "log_mel" or self.channel_axis) and not self.seconds:
-            what = "features 'log_mel'" if self.features == "log_mel" else "channel_axis"
+            what = "features 'log_mel'" if self.features == "log_mel" else f"axes {self.axes!r}"
             raise ValueError(f"{what} needs clips of one length: set seconds")
         if self.features == "log_mel" and self.length <= self.window // 2:
             raise ValueError(
@@ -52,6 +51,16 @@ class AudioConfig(Section):
                 f"window of {self.window}; set seconds above {(self.window // 2) / self.sample_rate:g}"
             )
         return self
+
+    @property
+    def channel_axis(self) -> bool:
+        """Whether an axis of one channel is in front."""
+        return self.axes.startswith("channel")
+
+    @property
+    def time_first(self) -> bool:
+        """Whether frames come before mel bands."""
+        return self.axes.endswith("time_first")
 
     @property
     def length(self) -> int:

@@ -44,7 +44,8 @@ class DataConfig(Section):
         "auto", "csv", "parquet", "jsonl", "npz", "text", "digits", "arrow", "pb", "images", "audio", "webdataset"
     ] = "auto"
     """The format of the source; `auto` decides by its name. `images` and `audio` are files in a folder for each class,
-    `webdataset` tar files, `arrow` Onward's own shards, `pb` those of ONNX Runtime's trainer."""
+    `webdataset` tar files, `arrow` Onward's own shards, `pb` those of ONNX Runtime's trainer. Of a directory of text
+    the files in .py are read, or else, with `[data.text]`, those in .txt; a glob names others: `notes/**/*.md`."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources in place of `source`, each with a weight, mixed anew in each epoch. An epoch has as many samples
     as all sources together; of a source it has the share of its weight, so that the rows of a source with a large
@@ -65,9 +66,11 @@ class DataConfig(Section):
     evaluation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """The share of rows (of files, for text) set aside for evaluation; which ones depends on the row's
     place in its file (or on the file's name) alone, so appended rows move none to the other side."""
-    split: Literal["random", "stratified"] = "random"
+    split: Literal["random", "stratified", "series"] = "random"
     """How the rows for evaluation are chosen: `random` = among all rows; `stratified` = among the rows of each class in
-    `label`, so that each class has its share. Both by hashes of a row's place, without a seed."""
+    `label`, so that each class has its share. Both by hashes of a row's place, without a seed. Of windows over time
+    series (`table.window`) `random` holds out the end of time (of each series, without a column of times), and `series`
+    whole series."""
     inputs: dict[str, str | tuple[str, ...]] = {}
     """Graph input -> its column, or several columns stacked into one vector. Inputs not named here read
     the column of their own name. A glob pattern, such as "f*", stands for the columns that it matches, in the order of
@@ -79,9 +82,6 @@ class DataConfig(Section):
     """The class names in the model's order, for a cross-entropy on labels that are names: ["cat", "dog"]. `auto` = the
     names in the data, sorted, where the labels are text; labels that are integers are class ids. `sorted` = integers
     are names, too, such as 3, 5 and 10 for classes 0, 1 and 2."""
-    balance: Literal["none", "length"] = "none"
-    """`length` = the samples of a step have similar lengths, so that micro-batches need little padding and replicas
-    have equal work. Each sample is still taken once per epoch, at a place that depends on the seed alone."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """What happens at a row that cannot be read: `fail` stops with its file and line, `skip` counts it and goes on."""
     rows_per_shard: PositiveInt = 65536
@@ -89,14 +89,11 @@ class DataConfig(Section):
     pad_values: dict[str, float] = {}
     """Column of variable length -> the value that pads its shorter rows in a batch; without an entry 0,
     `model.ignore_index` for labels, and for what is computed from strings the value that the model itself pads with."""
-    image_size: Length = 32
-    """Digits only: side in pixels the 8x8 images are resized to."""
-    image_channels: Length = 3
-    """Digits only: the grey image is repeated this many times."""
+    image_size: Length | tuple[Length, Length] = 32
+    """Digits only: side in pixels the 8x8 images are resized to, with the grey image three times as channels; or
+    [channels, side]."""
     sequence_length: Length = 128
     """Text only: bytes in one sample; the label of each byte is the byte that follows it."""
-    text_files: str = "*.py"
-    """Text only: which files of the directory are read."""
 
     @field_validator("files_from", mode="before")
     @classmethod
@@ -138,7 +135,9 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _divides_one_column_of_classes(self) -> DataConfig:
         """Refuse a stratified split of what has no rows with one class each, or is divided otherwise."""
-        if self.split == "random":
+        if self.split == "series" and not self.table.window:
+            raise ValueError("split 'series' is for windows over time series: set table.window, or remove split")
+        if self.split != "stratified":
             return self
         why = ""
         if not isinstance(self.label, str):
@@ -158,6 +157,11 @@ class DataConfig(Section):
         if self.sources:
             saved.pop("source", None)
         return saved
+
+    @property
+    def digits_shape(self) -> tuple[int, int]:
+        """The channels and the side of the bundled digits."""
+        return self.image_size if isinstance(self.image_size, tuple) else (3, self.image_size)
 
     @property
     def mixture(self) -> tuple[SourceConfig, ...]:

@@ -15,6 +15,8 @@ GREY_MEAN = (0.449,)
 GREY_STD = (0.226,)
 """The means of those over the three channels."""
 
+Resampling = Literal["nearest", "bilinear", "bicubic", "lanczos", "box"]
+
 
 class AugmentConfig(Section):
     """Random changes of training images, as `torchvision.transforms.v2` makes them; each is off unless it is set.
@@ -71,11 +73,9 @@ class ImageConfig(Section):
     ratio; `pad`: resize the longer side and add black borders, which masks do not count."""
     crop_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.875
     """`resize = "crop"`: `size` as a share of the resized shorter side; 0.875 is 224 of 256. 1 cuts off the least."""
-    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "box"] = "bilinear"
-    """How images are resized. Masks are always resized by the nearest pixel."""
-    antialias: bool = True
-    """Average over all pixels when an image becomes smaller, as Pillow and torchvision do; false = as OpenCV does
-    (bilinear and bicubic only)."""
+    interpolation: Literal[Resampling, "bilinear_aliased", "bicubic_aliased"] = "bilinear"
+    """How images are resized: averaging over all pixels when an image becomes smaller, as Pillow and torchvision do, or
+    `aliased`, as OpenCV does. Masks are always resized by the nearest pixel."""
     scale: PositiveFloat = 1 / 255
     """What pixels of 0..255 are multiplied with, before `mean` and `std`."""
     mean: tuple[float, ...] = ()
@@ -107,6 +107,18 @@ class ImageConfig(Section):
     """Threads in each rank that decode and augment the next batches; 0 = as many as the rank has cores."""
 
     @property
+    def resampling(self) -> Resampling:
+        """The filter of `interpolation`, as Pillow and torchvision name it."""
+        if self.interpolation == "bilinear_aliased":
+            return "bilinear"
+        return "bicubic" if self.interpolation == "bicubic_aliased" else self.interpolation
+
+    @property
+    def antialias(self) -> bool:
+        """Whether a smaller image averages over all pixels."""
+        return self.interpolation == self.resampling
+
+    @property
     def mask_columns(self) -> tuple[str, ...]:
         """The columns that hold masks."""
         return (*self.masks, *(["mask"] if self.mask_folder and "mask" not in self.masks else []))
@@ -124,8 +136,6 @@ class ImageConfig(Section):
                 f"cache 'decoded' keeps {self.resize!r} of each image only, but augment.random_resized_crop "
                 f"{self.augment.random_resized_crop:g} crops the whole one; use 'encoded'"
             )
-        if not self.antialias and self.interpolation not in ("bilinear", "bicubic"):
-            raise ValueError(f"antialias = false is for bilinear and bicubic, not {self.interpolation!r}")
         if len(self.mean) != len(self.std):
             raise ValueError(f"mean has {len(self.mean)} values and std {len(self.std)}; set both, one a channel")
         return self

@@ -224,12 +224,9 @@ def _needs(task: Task) -> str:
 class StopConfig(Section):
     """When a run ends before its last step. It then saves a checkpoint and exports, as after the last step."""
 
-    metric: str = ""
-    """The metric that `patience` and `target` follow, such as `evaluation/accuracy`; empty = `checkpoint.best_metric`.
-    """
     patience: NonNegativeInt = 0
-    """End after this many evaluations in succession (see `train.evaluation_period`) without improvement; 0 =
-    never. The evaluation before the first step is the first value to improve on."""
+    """End after this many evaluations in succession (see `train.evaluation_period`) without improvement of
+    `checkpoint.best_metric`; 0 = never. The evaluation before the first step is the first value to improve on."""
     minimum_gain: NonNegativeFloat = 0.0
     """A value counts as an improvement if it is better than the best one by more than this."""
     target: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from pydantic import Field, PositiveFloat, field_validator
@@ -102,8 +102,8 @@ class ModelConfig(Section):
         return tuple(dict.fromkeys(name or first for name in self.outputs))
 
 
-HOW_TO_COMPILE = ("shapes", "compile_mode", "compile_regions")
-"""Settings of [graph] that need `compile`."""
+CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"]
+"""Modes of torch.compile."""
 
 
 class GraphConfig(Section):
@@ -111,19 +111,14 @@ class GraphConfig(Section):
 
     fuse: bool = True
     """Rewrite attention, normalisation, GELU and linear layers into torch's fused kernels; false = node by node."""
-    compile: bool | Literal["auto"] = False
+    compile: bool | Literal["auto", CompileMode, "dynamic", "repeated"] = False
     """Compile the graph with torch.compile. `auto` = if the steps of the run pay for it: the rehearsal compiles it and
     times a step's passes both ways, and the run keeps the choice. On CPUs; elsewhere, and where something forbids
-    compiling, `auto` is false and says why."""
-    shapes: Literal["auto", "static", "dynamic"] = "auto"
-    """Shapes of compiled code: `static` = those of a full micro-batch, and others run eagerly; `dynamic` = one code for
-    all. `auto` = static if all samples have one shape."""
-    compile_mode: Literal["auto", "default", "reduce-overhead", "max-autotune-no-cudagraphs"] = "auto"
-    """Mode of torch.compile. `reduce-overhead` = CUDA graphs: on a GPU, with static shapes, without pipeline and ZeRO.
-    `auto` = these for models so small that launching their kernels takes longer than computing them; else default."""
-    compile_regions: Literal["auto", "whole", "repeated"] = "auto"
-    """What is compiled as one: the `whole` graph, or each kind of `repeated` block (layer) once, which takes less time
-    to compile. `auto` = whole."""
+    compiling, `auto` is false and says why. A mode of torch.compile: `reduce-overhead` = CUDA graphs, on a GPU, for
+    samples of one shape, without pipeline and ZeRO; true = these for models so small that launching their kernels takes
+    longer than computing them, else `default`. Code is for the shapes of a full micro-batch, and others run eagerly;
+    `dynamic` = one code for all shapes, as it always is where samples differ in shape. `repeated` = each kind of
+    repeated block (layer) is compiled once, which takes less time, in place of the whole graph."""
     memory_format: Literal["fastest", "contiguous", "channels_last", "auto"] = "fastest"
     """Memory format of images inside the graph. `fastest` = channels_last for convolutions on a GPU; on a CPU if their
     results in a micro-batch outnumber the weights to convert, which is so unless many weights with large kernels read a
@@ -136,12 +131,16 @@ class GraphConfig(Section):
     @property
     def compiles(self) -> bool:
         """Whether a run compiles: "auto" which no rehearsal has resolved, as in a job started by hand, does not."""
-        return self.compile is True
+        return self.compile not in (False, "auto")
+
+    @property
+    def compile_mode(self) -> CompileMode | None:
+        """The mode of torch.compile; None = chosen from the graph."""
+        return self.compile if self.compile in get_args(CompileMode) else None  # type: ignore[return-value]
 
     def with_compile(self, compiles: bool) -> GraphConfig:
-        """Return the settings with `compile` resolved; without it, how to compile has no effect and is the default."""
-        how = {} if compiles else dict.fromkeys(HOW_TO_COMPILE, "auto")
-        return self.model_copy(update={"compile": compiles, **how})
+        """Return the settings with the "auto" of `compile` resolved."""
+        return self.model_copy(update={"compile": compiles})
 
 
 class LoraConfig(Section):

@@ -21,15 +21,14 @@ class ParallelConfig(Section):
     data: Annotated[Ranks, COMMON] = 1
     """Data parallelism: replicas of the model, each with its share of every batch."""
     tensor: Ranks = 1
-    """Tensor parallelism: ranks that divide single layers, wherever the graph allows it."""
+    """Tensor parallelism: ranks that divide single layers, wherever the graph allows it; embeddings, heads and their
+    cross-entropy by vocabulary."""
     pipeline: Ranks = 1
     """Pipeline parallelism: ranks that run successive stages of the graph. Its micro-batches are
     `train.gradient_accumulation_steps`."""
     memory_gib: NonNegativeFloat = 0.0
     """Memory of one rank in GiB. `sizes = "auto"` stays below it (0 = the memory that is free on the device), and
     recomputation recomputes only as many units as needed to stay below it (0 = all units)."""
-    vocabulary: bool = True
-    """Tensor parallelism: divide embeddings, heads and their cross-entropy by vocabulary."""
     convolutions: Literal["auto", "never", "always"] = "auto"
     """Tensor parallelism: divide pairs of convolutions by channel; `auto` = where this saves more time than its
     messages cost."""
@@ -52,19 +51,18 @@ class ParallelConfig(Section):
     group of all replicas."""
     units: NonNegativeInt = 0
     """Units that one stage is cut into, for ZeRO and recomputation; 0 = chosen from the graph."""
-    reduction: Literal["sum", "adasum"] = "sum"
-    """How the gradients of the replicas are combined: their mean over all samples, or Adasum between hosts (ZeRO 0
-    only)."""
-    adasum_ranks: NonNegativeInt = 0
-    """Adasum: number of successive ranks whose gradients are summed before Adasum; 0 = the ranks of each host, 1 =
-    Adasum between all ranks."""
+    reduction: Literal["sum", "adasum", "adasum_all"] = "sum"
+    """How the gradients of the replicas are combined (ZeRO 0 only): their mean over all samples; Adasum between hosts,
+    on which they are summed (`adasum`); or Adasum between all replicas (`adasum_all`)."""
     transport: Literal["torch", "mpi"] = "torch"
     """What sends gradients between replicas: torch's backend (NCCL, gloo), or MPI (ZeRO 0 on CPUs)."""
     compression: Literal["none", "fp16", "bf16"] = "none"
     """The type in which gradients are sent; `none` = fp32 (ZeRO 0 only)."""
-    bucket_mib: NonNegativeInt = 0
-    """Gradients are sent in buckets of up to so many MiB, while the backward pass still computes others; 0 = chosen for
-    the link: 4 for gloo and MPI, 25 for NCCL, whose first bucket has 1 (ZeRO 0 only). The log says what was chosen."""
+
+    @property
+    def is_adasum(self) -> bool:
+        """Whether gradients are combined by Adasum."""
+        return self.reduction != "sum"
 
     @property
     def order(self) -> PipelineSchedule:
@@ -87,18 +85,28 @@ class ParallelConfig(Section):
 
 
 class RecomputeConfig(Section):
-    """What is kept in memory for the backward pass. Gradients have the same bits, but where `stash` rounds."""
+    """What is kept in memory for the backward pass. Gradients have the same bits, but where a mode rounds."""
 
-    mode: Literal["none", "whole", "selective", "compressed"] = "none"
+    mode: Literal["none", "whole", "selective", "compressed", "compressed_bf16", "compressed_fp8"] = "none"
     """What a unit keeps for its backward pass: all activations (`none`), only its inputs (`whole`), or its inputs and
     the results of matrix products (`selective`); the rest is recomputed. `compressed` recomputes nothing and keeps all
-    in less memory: bits for ReLU and Clip, a byte for each result of a max pool."""
-    stash: Literal["exact", "bf16", "fp8"] = "exact"
-    """In mode `compressed`, how the inputs of products, convolutions and BatchNorm are kept: as they are, or rounded to
-    2 bytes (`bf16`) or 1 byte (`fp8`) an element, which rounds gradients too."""
+    in less memory: bits for ReLU and Clip, a byte for each result of a max pool. `compressed_bf16` and `compressed_fp8`
+    also round the inputs of products, convolutions and BatchNorm to 2 bytes or 1 byte an element, which rounds
+    gradients too."""
     units: tuple[str, ...] = ()
     """Glob patterns of tensors in the graph: the units that compute them are recomputed. Empty = all units, or, if
     `parallel.memory_gib` is set, as many as needed."""
+
+    @property
+    def compresses(self) -> bool:
+        """Whether nothing is recomputed, and all is kept in less memory."""
+        return self.mode.startswith("compressed")
+
+    @property
+    def stash(self) -> Literal["exact", "bf16", "fp8"]:
+        """How inputs of products are kept."""
+        kinds: dict[str, Literal["bf16", "fp8"]] = {"compressed_bf16": "bf16", "compressed_fp8": "fp8"}
+        return kinds.get(self.mode, "exact")
 
 
 class LaunchConfig(Section):
@@ -115,16 +123,15 @@ class LaunchConfig(Section):
     on one GPU: slow, for trying a layout on few GPUs."""
     rehearsal: Literal["auto", "off"] = "auto"
     """`auto` = before a new run is launched, run a few micro-batches of the first rows forward and backward on the CPU,
-    and compare the untrained file with onnxruntime; what fails is refused. `off` = do not."""
-    rehearsal_timeout_s: Seconds = 60.0
-    """Longest time of the rehearsal once the model is open; what was not reached by then is left out and named. The
-    trial of `graph.compile = "auto"` has a limit of its own."""
+    and compare the untrained file with onnxruntime; what fails is refused. What is not reached within a minute after
+    the model was opened is left out and named. `off` = do not."""
     threads_per_rank: NonNegativeInt = 0
     """CPU threads of one rank; 0 = the cores that the machine and its container give, each with one of its
     hyperthreads, divided by the machine's ranks. Runs are bit-identical only with the same number."""
     retries: NonNegativeInt = 2
     """How often a failed job is started again without progress: from its newest checkpoint or, without one, from step 0
-    (see `checkpoint.minutes`). A checkpoint beyond all earlier ones is progress, after which the count begins again."""
+    (see `checkpoint.minutes`). A checkpoint beyond all earlier ones is progress, after which the count begins again.
+    Before a retry after a full or failed disk a run waits up to 10 minutes until a checkpoint can be written again."""
     retry_delay_s: SecondsOrZero = 0.5
     """Pause before a retry; before each further retry without progress it is four times as long, up to a minute."""
     on_out_of_memory: Literal["stop", "smaller"] = "stop"
@@ -136,19 +143,18 @@ class LaunchConfig(Section):
     """What follows when a host of the hostfile does not answer before a retry, also not after pauses of 2, 10 and 60 s.
     `wait` = the run ends. `fewer` = it goes on with fewer replicas on the hosts that answer, and the same batch; a
     later retry takes all hosts again if they answer."""
-    storage_wait_s: SecondsOrZero = 600.0
-    """Longest time that a run waits after a full or failed disk until a checkpoint could be written again; it then
-    goes on."""
     start_timeout_s: Seconds = 180.0
     """Longest time from the start of a job to its first heartbeat, and between two heartbeats until the first step of
-    an attempt is complete: while ranks import, load and assemble the model."""
+    an attempt is complete: while ranks import, load and assemble the model. With `graph.compile` at least half an hour
+    between two heartbeats, also in a last step with fewer samples, in evaluations and in collectives: wherever ranks
+    may compile, each another stage."""
     heartbeat_timeout_s: Seconds = 120.0
-    """Longest time between two heartbeats after that; then the job is stopped and retried."""
-    collective_timeout_s: Seconds = 100.0
-    """Longest time that a rank waits for the others in a collective."""
-    compile_timeout_s: Seconds = 1800.0
-    """With graph.compile: longest time between two heartbeats while ranks may compile, that is until the first step of
-    an attempt is complete, in a last step with fewer samples, and during evaluations. It is the longest time in a
-    collective, too, because ranks compile different stages."""
+    """Longest time between two heartbeats after that; then the job is stopped and retried. A rank waits for the others
+    in a collective for five sixths of it, so that it can name the missing one before."""
     stop_grace_s: Seconds = 20.0
     """Time that a job has to save a checkpoint and exit when it is asked to stop; then it is killed."""
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Longest time that a rank waits for the others in a collective, while nothing is compiled."""
+        return self.heartbeat_timeout_s * 5 / 6

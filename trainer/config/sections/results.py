@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
 from onward.trainer.config.metric_names import is_greatest
-from onward.trainer.config.section import Length, NonNegativeInt, PositiveInt, SecondsOrZero, Section
+from onward.trainer.config.section import NonNegativeInt, PositiveInt, SecondsOrZero, Section
 from onward.trainer.config.urls import Location
 
 MOST_PROFILED_STEPS = 50
@@ -61,9 +61,6 @@ class MonitorConfig(Section):
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """Where else than MLflow the metrics are shown: TensorBoard files in the run directory, Weights & Biases (`wandb`:
     the package wandb and its login, or WANDB_MODE=offline; its project is `experiment`)."""
-    cpu_peak: bool = True
-    """Measure at the start of each attempt, for a tenth of a second, how fast the ranks' CPUs multiply matrices: the
-    peak that the MFU of a training on CPUs is relative to. false = no MFU there. The peak of GPUs is a data sheet's."""
     report: bool = True
     """Write the report of the run, report.html in its directory, when its flow ends."""
     histograms: tuple[str, ...] = ()
@@ -160,8 +157,6 @@ class ExportConfig(Section):
     BatchNormalization is written in its inference form in both cases."""
     tolerance: PositiveFloat = 1e-3
     """Largest allowed difference between onnxruntime and the trained module, relative to the output's largest value."""
-    parity_batches: Length = 4
-    """Evaluation batches on which onnxruntime and the trained module are compared."""
     training: bool = False
     """Also write the files that continue training with onnxruntime alone, without torch: model_with_loss.onnx,
     eval.onnx, training.onnx and optimizer.onnx."""

@@ -14,7 +14,7 @@ Missing = Literal["fail", "skip", "mean", "median"] | float
 """What becomes of a missing number: a bad row, no row, the mean or median of the training rows, or a constant."""
 
 
-OF_COLUMNS = frozenset({"standardise", "missing", "indicators", "log1p", "categories", "vocabularies"})
+OF_COLUMNS = frozenset({"standardise", "missing", "indicators", "log1p", "categories"})
 """Settings of [data.table] that decide what is computed of the columns; a new setting decides what is read."""
 
 
@@ -32,8 +32,6 @@ class WindowConfig(Section):
     """The column that names the series of a row; empty = all rows are one series."""
     time: str = ""
     """The column of times, which must increase in each series; empty = the order of the rows is trusted."""
-    split: Literal["time", "series"] = "time"
-    """What `data.evaluation_fraction` holds out: the end of time (of each series, without `time`), or whole series."""
 
 
 class TableConfig(Section):
@@ -65,15 +63,19 @@ class TableConfig(Section):
     """Patterns of columns of which a further column NAME_missing is computed: 1 where NAME is missing, else 0."""
     log1p: tuple[str, ...] = ()
     """Patterns of columns of which log(1 + x) is taken, before they are standardised."""
-    categories: tuple[str, ...] = ()
+    categories: tuple[str, ...] | dict[str, Literal["sorted"] | tuple[str, ...]] = ()
     """Patterns of columns whose values are categories, and become ids for an input of integers: 0 = unknown, 1, 2, ...
-    = the texts of the training rows, sorted."""
-    vocabularies: dict[str, tuple[str, ...]] = {}
-    """Column of categories -> its texts in the order of the ids, from 0 on, for a model that has an order already.
-    The entry "" is the id of unknown texts; without it they are bad rows."""
-
+    = the texts of the training rows, sorted. A table gives a column's texts in the order of the ids, from 0 on, for a
+    model that has an order already: { city = ["", "Oslo", "Roma"], "s*" = "sorted" }. The entry "" is the id of unknown
+    texts; without it they are bad rows."""
     window: WindowConfig | None = None
     """Windows over time series: `[data.table.window]`."""
+
+    @property
+    def vocabularies(self) -> dict[str, tuple[str, ...]]:
+        """Column of categories -> its texts, where they are given."""
+        given = self.categories if isinstance(self.categories, dict) else {}
+        return {name: texts for name, texts in given.items() if isinstance(texts, tuple)}
 
     def reading_settings(self) -> dict[str, Any]:
         """Return the settings that decide what rows are read from a file, as far as they are not the defaults."""

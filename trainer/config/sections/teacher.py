@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import PositiveFloat
+from pydantic import PositiveFloat, field_validator
 
 from onward.trainer.config.section import Section
 from onward.trainer.config.urls import Location
-
-
-class MatchConfig(Section):
-    """A tensor inside the model that learns to be like one inside the teacher, by the mean square of the difference."""
-
-    student: str
-    """The tensor of the model that is trained, by its name in the file."""
-    teacher: str
-    """The tensor of the teacher, by its name in the teacher's file. Where the two differ in the length of one axis, a
-    projection (a matrix without bias) is trained with the model; it is in checkpoints, and never in the exported file.
-    """
-    weight: PositiveFloat = 1.0
-    """What the mean of the squares is multiplied by before it is added to the loss."""
 
 
 class TeacherConfig(Section):
@@ -50,14 +37,23 @@ class TeacherConfig(Section):
     out, as the loss against the labels does: padding."""
     mask: str = ""
     """The input with 0 where outputs do not count, such as `attention_mask`, for data without labels."""
-    compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """The type of the teacher's matrix products and convolutions; `auto` = `precision.compute`."""
     cache: Literal["none", "float16", "float32"] = "none"
     """Compute the teacher's outputs once for each row, before training, and store them in the run directory in this
     type; `none` = compute them in every step. Each rank then runs the undivided teacher for a while. Not for data that
     is drawn anew in each epoch (augmentation, masked words), nor for outputs whose length varies."""
-    match: tuple[MatchConfig, ...] = ()
-    """Tensors inside the two models that are matched, too: `[[teacher.match]]` tables."""
+    match: Mapping[str, str | tuple[str, PositiveFloat]] = {}
+    """Tensors inside the two models that are matched, too, by the mean square of the difference: {model's tensor =
+    teacher's tensor}, or [teacher's tensor, weight], by which the mean is multiplied before it is added to the loss.
+    Where the two differ in the length of one axis, a projection (a matrix without bias) is trained with the model; it
+    is in checkpoints, and never in the exported file."""
+
+    @field_validator("match", mode="before")
+    @classmethod
+    def _is_a_table(cls, given: Any) -> Any:
+        """Read the empty list of earlier versions, which had a table for each pair."""
+        if isinstance(given, list | tuple) and given:
+            raise ValueError("is one table, {student's tensor = teacher's tensor}, or = [teacher's tensor, weight]")
+        return given or {}
 
     @property
     def outputs(self) -> Mapping[str, str]:

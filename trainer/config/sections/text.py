@@ -52,12 +52,10 @@ class TextConfig(Section):
     inputs: dict[TextRole, str] = Field(default={})
     """What is computed -> the graph's input that takes it, where the input has another name, such as
     { input_ids = "ids" }."""
-    pad_token: str = ""
-    """The token that pads shorter samples of a batch; empty = the padding token of the tokenizer."""
-    end_token: str = ""
-    """Task `causal`, and `packing`: the token that ends each text; empty = that of the tokenizer, such as </s>."""
-    mask_token: str = ""
-    """Task `masked`: the token that replaces masked ones; empty = that of the tokenizer, [MASK] or <mask>."""
+    tokens: dict[Literal["pad", "end", "mask"], str] = {}
+    """Special tokens where the tokenizer does not say them, such as { end = "</s>" }. `pad`: what pads shorter samples
+    of a batch. `end`: what ends each text, for the task `causal` and for `packing`. `mask`: what replaces masked
+    tokens, for the task `masked`."""
     mask_probability: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
     """Task `masked`: the share of tokens that are predicted. 8 of 10 of them are replaced by the mask token, 1 by a
     token drawn at random, and 1 stays. Which ones is a function of `train.seed` and the sample's position; in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from onward.trainer.config.section import (
     COMMON,
@@ -21,6 +21,16 @@ from onward.trainer.config.section import (
 from onward.trainer.config.update_rules import UPDATE_RULES, OptimizerName
 
 
+def _ordered(limits: tuple[float, float]) -> tuple[float, float]:
+    if limits[0] > limits[1]:
+        raise ValueError(f"the first of {list(limits)} is the least, and must not be above the second")
+    return limits
+
+
+Limits = Annotated[tuple[NonNegativeFloat, PositiveFloat], AfterValidator(_ordered)]
+"""The least and the greatest value of a number."""
+
+
 class TrainConfig(Section):
     """How long to train, with which batch size, and how often to evaluate and log."""
 
@@ -32,8 +42,10 @@ class TrainConfig(Section):
     """Weight updates to make; 0 = as many as `num_epochs` takes."""
     num_epochs: Annotated[NonNegativeFloat, COMMON] = 0.0
     """Passes over the training data (a fraction is allowed); 0 = `num_steps` decides."""
-    shuffle: bool = True
-    """Shuffle the samples anew in each epoch; false = the order of the data."""
+    shuffle: bool | Literal["length"] = True
+    """Shuffle the samples anew in each epoch; false = the order of the data. `length` = shuffle them so that the
+    samples of a step have similar lengths: micro-batches need little padding, and replicas have equal work. Each sample
+    is still taken once per epoch, at a place that depends on the seed alone."""
     seed: NonNegativeInt = 0
     """Seed of the sample order and of the dropout masks. Both are functions of the seed and the step alone."""
     clip_norm: NonNegativeFloat = 1.0
@@ -51,10 +63,6 @@ class TrainConfig(Section):
     """Samples one replica evaluates at a time; 0 = the size of a micro-batch."""
     log_period: PositiveInt = 1
     """Steps between two lines of metrics in the event log."""
-    desync_check_period: NonNegativeInt = 100
-    """Steps between comparisons of what several ranks hold alike (weights, running statistics, the state of the
-    optimizer): if a bit differs, the run stops and names it, and a retry resumes from the newest checkpoint. 0 = only
-    before each checkpoint."""
     deterministic: bool = False
     """On GPUs use deterministic algorithms only, which may be slower: a resumed run then has the bits of one that was
     never interrupted. An operator that has none is refused by name. On CPUs that holds without it."""
@@ -69,12 +77,9 @@ class PrecisionConfig(Section):
     that a micro-batch takes at most 0.9 of its time in fp32, else fp32. The slowest GPU of a job decides for all."""
     loss_scale: NonNegativeFloat = 0.0
     """fp16 only: a static loss scale; 0 = dynamic."""
-    initial_scale: PositiveFloat = 65536.0
-    """Dynamic loss scale: its first value."""
-    growth_interval: PositiveInt = 2000
-    """Dynamic loss scale: steps without overflow after which it doubles. An overflow halves it and skips the step."""
-    max_scale: PositiveFloat = 16777216.0
-    """Dynamic loss scale: its largest value; the smallest is 1."""
+    initial_scale: Annotated[float, Field(gt=0.0, le=2.0**24)] = 65536.0
+    """Dynamic loss scale: its first value. An overflow halves it, down to 1, and skips the step; 2,000 steps without
+    one double it, up to 2^24."""
 
 
 class WeightAttributes(Section):
@@ -92,28 +97,14 @@ class WeightAttributes(Section):
     """Replaces `optimizer.beta`."""
     epsilon: NonNegativeFloat | None = None
     """Replaces `optimizer.epsilon`."""
-    bias_correction: bool | None = None
-    """Replaces `optimizer.bias_correction`."""
-    ratio_min: NonNegativeFloat | None = None
-    """Replaces `optimizer.ratio_min`."""
-    ratio_max: PositiveFloat | None = None
-    """Replaces `optimizer.ratio_max`."""
+    trust_ratio: Limits | None = None
+    """Replaces `optimizer.trust_ratio`."""
     momentum: Decay | None = None
     """Replaces `optimizer.momentum`."""
     rule: Literal["muon", "adamw"] | None = None
     """Muon only: which of the two updates the weight. By default Muon takes the matrices that nothing but matrix
-    products of hidden layers read; AdamW takes embeddings, the layers before the outputs, and all that is no matrix."""
-
-
-class AdafactorConfig(Section):
-    """Settings of Adafactor."""
-
-    decay_exponent: PositiveFloat = 0.8
-    """The mean squares decay by 1 - t^-decay_exponent in step t."""
-    epsilon_scale: NonNegativeFloat = 1e-3
-    """The least RMS of a weight by which its step is scaled (epsilon 2 of the paper)."""
-    clip: PositiveFloat = 1.0
-    """The largest RMS of an update before it is scaled."""
+    products of hidden layers read; AdamW takes embeddings, the layers before the outputs, and all that is no matrix.
+    Kernels that are given to Muon are matrices [out, in x height x width]."""
 
 
 class MuonConfig(Section):
@@ -125,13 +116,9 @@ class MuonConfig(Section):
     scale: Literal["original", "match_rms_adamw"] = "original"
     """The step of a matrix [out, in] is multiplied by sqrt(max(1, out / in)), or by 0.2 sqrt(max(out, in)): with
     `match_rms_adamw`, learning rate and weight decay are those of AdamW."""
-    steps: Annotated[int, Field(ge=1, le=20)] = 5
-    """Newton-Schulz iterations."""
     arithmetic: Literal["fp32", "bf16"] = "fp32"
     """The type of the Newton-Schulz products. `bf16` is that of torch.optim.Muon, faster on GPUs; results of different
     layouts then differ by its rounding."""
-    convolutions: Literal["adamw", "flatten"] = "adamw"
-    """Kernels of convolutions: updated by AdamW, or by Muon as matrices [out, in x height x width]."""
 
 
 class OptimizerConfig(Section):
@@ -160,17 +147,13 @@ class OptimizerConfig(Section):
     rounded stochastically."""
     bias_correction: bool = True
     """Adam, AdamW (of Muon too) and LAMB only: divide the moments by 1 - alpha^t and 1 - beta^t."""
-    ratio_min: NonNegativeFloat = 0.0
-    """LAMB only: smallest trust ratio."""
-    ratio_max: PositiveFloat = 1e30
-    """LAMB only: largest trust ratio."""
+    trust_ratio: Limits = (0.0, 1e30)
+    """LAMB only: smallest and largest trust ratio."""
     momentum: Decay = 0.0
     """SGD and Muon only: the share of the velocity that is kept from the step before. Muon: 0.95 where it is not given.
     """
     nesterov: bool = False
     """SGD and Muon only: Nesterov momentum. Muon: true where it is not given."""
-    adafactor: AdafactorConfig = AdafactorConfig()
-    """Adafactor only: `[optimizer.adafactor]`."""
     muon: MuonConfig = MuonConfig()
     """Muon only: `[optimizer.muon]`."""
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -208,23 +191,25 @@ class ScheduleConfig(Section):
 class AverageConfig(Section):
     """A moving average of the weights: kept beside them, evaluated, saved, and exported where that is set."""
 
-    kind: Literal["none", "ema", "swa"] = "none"
-    """`ema`: an exponential moving average. `swa`: the mean of the weights of many steps (stochastic weight
-    averaging)."""
+    kind: Literal["none", "ema", "ema_warmup", "swa"] = "none"
+    """`ema`: an exponential moving average; `ema_warmup`: the same, of which its update t keeps at most (1 + t) /
+    (10 + t), so that early weights are forgotten soon. `swa`: the mean of the weights of many steps (stochastic weight
+    averaging). From a checkpoint without this average it begins as the checkpoint's weights."""
     decay: Decay = 0.999
     """EMA only: the share of the average that is kept in each step."""
-    warmup: bool = False
-    """EMA only: keep at most (1 + t) / (10 + t) of it at its update t, so that early weights are forgotten soon."""
     start: NonNegativeFloat | None = None
     """The first step whose weights enter the average; below 1 a share of all steps. Until then the average is the
     weights. Not set = 0 for EMA and 0.75 for SWA."""
     period: PositiveInt = 1
     """SWA only: steps from one that enters the mean to the next."""
-    begin_anew: bool = False
-    """Continue from a checkpoint without this average: it begins as the checkpoint's weights. Else that is refused."""
+
+    @property
+    def saved_kind(self) -> Literal["none", "ema", "swa"]:
+        """How checkpoints name the average: of an EMA with and without warm-up alike."""
+        return "ema" if self.kind == "ema_warmup" else self.kind
 
     def first_step(self, num_steps: int) -> int:
         """Return the first step whose weights enter the average, in a training of `num_steps` steps."""
         # SWA averages what follows the descent, EMA forgets the beginning by itself
-        start = self.start if self.start is not None else {"none": 0.0, "ema": 0.0, "swa": 0.75}[self.kind]
+        start = self.start if self.start is not None else 0.75 if self.kind == "swa" else 0.0
         return max(1, math.ceil(start * num_steps) if start < 1.0 else math.ceil(start))

@@ -51,7 +51,10 @@ class AudioClips(FittedComputer):
         self.makes = self.consumed = frozenset({config.column})
         self.fitted: Mapping[str, Fitted] = {}
         self.columns: tuple[Column, ...] = ()
-        self.digest = json.dumps(["audio", 1, _versions(), config.model_dump()])
+        settings = config.model_dump(exclude={"axes"})
+        # under their former names, so that earlier runs keep their shards
+        settings |= {"time_first": config.time_first, "channel_axis": config.channel_axis}
+        self.digest = json.dumps(["audio", 1, _versions(), settings])
 
     @property
     def summary(self) -> str:

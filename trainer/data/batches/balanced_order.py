@@ -1,4 +1,4 @@
-"""Order samples by length without losing their shuffle: data.balance = "length".
+"""Order samples by length without losing their shuffle: train.shuffle = "length".
 
 The shuffled stream (sample_stream.py) is divided into windows of WINDOW_STEPS steps. Inside a window positions are
 sorted by the length of their samples and cut into steps, and the steps are shuffled. Then a step is dealt out to the

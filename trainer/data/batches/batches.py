@@ -134,7 +134,7 @@ class Batches:
         self.num_rows = shards.num_rows
         self._stream: Stream = sample_stream(shards.sizes, config.data, config.train)
         self._collate = _Collate(shards, config, signature, device)
-        if config.data.balance == "length":
+        if config.train.shuffle == "length":
             lengths = shards.lengths(self._collate.varying)
             train = config.train
             self._stream = BalancedOrder(self._stream, lengths, step=train.global_batch_size, seed=train.seed)

@@ -90,7 +90,7 @@ class SampleStream:
 def sample_stream(sizes: Sequence[int], data: DataConfig, train: TrainConfig) -> SampleStream:
     """Return the order in which a run takes its training rows, `sizes` of each source. Raises as SampleStream does."""
     weights = [source.weight for source in data.mixture]
-    return SampleStream(sizes, weights, seed=train.seed, shuffle=train.shuffle)
+    return SampleStream(sizes, weights, seed=train.seed, shuffle=bool(train.shuffle))
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:

@@ -20,9 +20,10 @@ def digits_block(data: DataConfig) -> Block:
     table = _digits_table()
     images = table[:, :64]
     labels = table[:, 64]
-    resize = _bilinear(8, data.image_size)
+    channels, side = data.digits_shape
+    resize = _bilinear(8, side)
     pixels: Array = (images.reshape(-1, 8, 8) / 16.0 - DIGITS_MEAN) / DIGITS_STD
-    pixels = (resize @ pixels @ resize.T).astype(np.float32)[:, None].repeat(data.image_channels, axis=1)
+    pixels = (resize @ pixels @ resize.T).astype(np.float32)[:, None].repeat(channels, axis=1)
     return Block("digits", np.arange(len(labels)), {"image": pixels, "label": labels.astype(np.int64)}, unit="image")
 
 
@@ -41,9 +42,9 @@ def _digits_table() -> Array:
 
 def digits_schema(data: DataConfig) -> dict[str, Column]:
     """Return the columns of `_digits` without reading the data."""
-    shape = (data.image_channels, data.image_size, data.image_size)
+    channels, side = data.digits_shape
     return {
-        "image": Column(name="image", dtype="float32", shape=shape),
+        "image": Column(name="image", dtype="float32", shape=(channels, side, side)),
         "label": Column(name="label", dtype="int64", extremes=(0, 1, 8, 9)),
     }
 

@@ -137,7 +137,7 @@ FORMATS: Mapping[str, DataFormat] = {
     "arrow": DataFormat(_each_file(arrow_blocks), (".arrow",)),
     "pb": DataFormat(_each_file(proto_blocks), (".pb",), rows_vary=True),
     "text": DataFormat(_text, settings=frozenset({"sequence_length"})),
-    "digits": DataFormat(_digits, settings=frozenset({"image_size", "image_channels"}), columns=digits_schema),
+    "digits": DataFormat(_digits, settings=frozenset({"image_size"}), columns=digits_schema),
     "images": DataFormat(
         _folders("images", "image"), IMAGE_SUFFIXES, table="image", holds_content=True, path_column="image"
     ),

@@ -112,7 +112,7 @@ def _resized_crop(config: ImageConfig, size: Size) -> list[Any]:
 
     if not (least := config.augment.random_resized_crop):
         return []
-    mode = v2.InterpolationMode(config.interpolation)
+    mode = v2.InterpolationMode(config.resampling)
     crop = v2.RandomResizedCrop(size, scale=(least, 1.0), interpolation=mode, antialias=config.antialias)
     # Pillow always averages; tensors need not
     return [crop] if config.antialias else [v2.ToImage(), crop, v2.ToPILImage()]

@@ -46,7 +46,7 @@ def resized_image(image: Image, size: Size, config: ImageConfig) -> Image:
     from PIL import Image
 
     if config.antialias:
-        return image.resize((size[1], size[0]), resample=Image.Resampling[config.interpolation.upper()])
+        return image.resize((size[1], size[0]), resample=Image.Resampling[config.resampling.upper()])
     # imported here: only this takes torch
     from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 
@@ -54,7 +54,7 @@ def resized_image(image: Image, size: Size, config: ImageConfig) -> Image:
     from torchvision.transforms.v2 import InterpolationMode, functional
 
     tensor = functional.pil_to_tensor(image)
-    mode = InterpolationMode(config.interpolation)
+    mode = InterpolationMode(config.resampling)
     plain: Image.Image = functional.to_pil_image(functional.resize(tensor, list(size), mode, antialias=False))
     return plain
 

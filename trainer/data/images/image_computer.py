@@ -42,7 +42,8 @@ class ImageComputer:
         self.consumed = frozenset(self._columns)
         self.columns: tuple[Column, ...] = ()
         """The stored columns, as soon as `describe` has seen that the content is images."""
-        settings = config.model_dump(include={"resize", "crop_ratio", "interpolation", "antialias"})
+        settings = config.model_dump(include={"resize", "crop_ratio"})
+        settings |= {"interpolation": config.resampling, "antialias": config.antialias}
         shapes = {name: each.pixel_shape for name, each in self._images.items()}
         stored = [settings, shapes] if config.stores_pixels else [list(shapes)]
         labels = [[each.column, each.ignore_index, list(config.mask_values), each.num_classes] for each in masks]

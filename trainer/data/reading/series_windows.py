@@ -53,17 +53,23 @@ def source_columns(names: Sequence[str] | None, window: WindowConfig) -> list[st
 
 
 def windowed(
-    blocks: Iterable[Block], window: WindowConfig, names: Sequence[str] | None, fraction: float | None
+    blocks: Iterable[Block],
+    window: WindowConfig,
+    names: Sequence[str] | None,
+    fraction: float | None,
+    split: str = "random",
 ) -> Iterator[tuple[Block, Array]]:
     """Yield windows of the rows of one source, with bool [n]: which are held out for evaluation.
 
     names: the columns of windows to make, None for all columns of numbers. fraction: the share that is held out; None =
-    nothing is. Raises DataError for rows that cannot be read, or that are not in the order of time.
+    nothing is. split: as `data.split`. Raises DataError for rows that cannot be read, or that are not in the order of
+    time.
     """
     table = _read(blocks, window)
     series = _series(table, window)
-    held_series = _held_series(series, window, fraction)
-    cut = _cut(table, series, window, fraction)
+    by_series = split == "series"
+    held_series = _held_series(series, window, fraction) if by_series else set()
+    cut = _cut(table, series, window, fraction) if not by_series else {}
     columns = {name: values for name, values in table.columns.items() if values.dtype.kind in "biuf"}
     made = list(columns)
     if names is not None:
@@ -185,12 +191,12 @@ def _times(table: _Table, name: str) -> Array:
 
 
 def _held_series(series: Mapping[str, Array], window: WindowConfig, fraction: float | None) -> set[str]:
-    if fraction is None or window.split != "series":
+    if fraction is None:
         return set()
     if len(series) < 2:
         raise DataError(
-            f"data.table.window.split is 'series', but there is {len(series)} series (by {window.by!r}); set by, or "
-            "split = 'time'"
+            f"data.split is 'series', but there is {len(series)} series (by {window.by!r}); set "
+            "data.table.window.by, or split = 'random'"
         )
     # at least one series on either side
     count = min(len(series) - 1, max(1, round(fraction * len(series))))
@@ -199,7 +205,7 @@ def _held_series(series: Mapping[str, Array], window: WindowConfig, fraction: fl
 
 def _cut(table: _Table, series: Mapping[str, Array], window: WindowConfig, fraction: float | None) -> dict[str, int]:
     """Return series -> position of its first row that is held out: one time for all, or the same share of each."""
-    if fraction is None or window.split != "time":
+    if fraction is None:
         return {}
     if not window.time:
         return {name: round((1 - fraction) * len(rows)) for name, rows in series.items()}

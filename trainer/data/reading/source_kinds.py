@@ -51,7 +51,7 @@ KINDS = (
         (".mp4", ".avi", ".mov", ".mkv", ".webm", ".mpg", ".mpeg", ".m4v", ".wmv"),
         "Onward does not read video: save frames as images in a folder for each class, or features of clips in an .npz",
     ),
-    Kind("text", TEXT_SUFFIXES, 'data.text_files = "*{suffix}" reads them'),
+    Kind("text", TEXT_SUFFIXES, 'data.source = "FOLDER/**/*{suffix}" reads them'),
     Kind("tar files", (".tar",), 'a table [data.image] reads them as WebDataset, or unpack them ("tar -xf")'),
     Kind("JSON", (".json",), "write a table as JSON Lines: one object on each line, in a file named .jsonl"),
     Kind("spreadsheets", (".xlsx", ".xls", ".ods"), "save the sheet as CSV"),
@@ -97,7 +97,7 @@ def kinds_found(files: Mapping[str, Path]) -> str:
             kind = by_suffix[suffix]
             texts.append(f"{shown}: {kind.name}; {kind.remedy.format(suffix=suffix)}")
         else:
-            texts.append(f"{shown}: no format that Onward knows; set data.format, or data.text_files for text")
+            texts.append(f"{shown}: no format that Onward knows; set data.format")
     if more := len(ranked) - MOST_NAMED:
         texts += [f"{more} more endings"] * (more > 0)
     return ". ".join(texts)

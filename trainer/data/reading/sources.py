@@ -21,12 +21,14 @@ from onward.trainer.data.images.image_sources import check_classes, held_out_nam
 from onward.trainer.data.reading.held_out_rows import held_out, held_out_files, stratified
 from onward.trainer.data.reading.saved_datasets import saved_dataset
 from onward.trainer.data.reading.series_windows import source_columns, windowed
-from onward.trainer.data.reading.source_kinds import kinds_found
+from onward.trainer.data.reading.source_kinds import TEXT_SUFFIXES, kinds_found
 from onward.trainer.data.schema.allowed_files import allowed_files, folder_of, refuse_outside
 from onward.trainer.data.schema.columns import Array, Block
 from onward.trainer.data.schema.columns import is_unicode as _is_unicode
 from onward.trainer.errors import DataError
 
+CODE = "*.py"
+"""What is read of a directory of text first, as of the `stdlib`: a folder of code has notes and licences beside it."""
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Directories left out of the `stdlib` text: installed packages, and tests, which are as large as the rest."""
 
@@ -56,7 +58,7 @@ def locate(source: str, data: DataConfig) -> Source:
         return Source("digits", ())
     if source == "stdlib":
         library = Path(sysconfig.get_paths()["stdlib"])
-        return Source("text", tuple((name, library / name) for name in _walk(library, data.text_files, NOT_LIBRARY)))
+        return Source("text", tuple((name, library / name) for name in _walk(library, CODE, NOT_LIBRARY)))
     path = Path(source)
     if path.is_file() or (path.exists() and not path.is_dir()):
         try:
@@ -142,13 +144,14 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
         formats = {name: of_file for name, of_file in formats.items() if of_file == wanted}
     names = sorted(formats)
     texts = [name for name in names if name.endswith(".txt")]
-    # a single file is read whatever its name, once its format is certain; of several, data.text_files chooses
+    # a single file is read whatever its name, once its format is certain
     is_text_file = len(found) == 1 and (data.format == "text" or bool(texts))
     if wanted == "text" and not is_text_file:
-        names = [name for name in names if fnmatch(Path(name).name, data.text_files)]
-        # data.text_files is by default for code; texts to tokenize usually end in .txt
+        names = [name for name in names if fnmatch(Path(name).name, CODE)]
+        # texts to tokenize usually end in .txt
         if not names and data.text:
             names = texts
+        names = names or _by_glob(source, sorted(formats), data)
     if not names:
         raise DataError(_nothing_to_read(source, found, wanted, data))
     files = tuple((name, found[name]) for name in names)
@@ -158,6 +161,13 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
     return Source(wanted, files, source)
 
 
+def _by_glob(source: str, names: Sequence[str], data: DataConfig) -> list[str]:
+    """Return the files of text that a glob names; none of a directory, which may have notes beside its data."""
+    if Path(source).is_dir():
+        return []
+    return [name for name in names if data.format == "text" or _suffix(Path(name)) in TEXT_SUFFIXES]
+
+
 def _nothing_to_read(source: str, found: Mapping[str, Path], wanted: str, data: DataConfig) -> str:
     """Return why none of the files that were found is read, and what each kind of them needs."""
     files = {name: path for name, path in found.items() if path.is_file()}
@@ -165,8 +175,6 @@ def _nothing_to_read(source: str, found: Mapping[str, Path], wanted: str, data: 
         return f"{source} is a folder without files; put the data into it, or set data.source"
     if data.format != "auto" or not files:
         what = f"none are {wanted if data.format != 'auto' else 'data'}"
-    elif data.text_files != DataConfig.model_fields["text_files"].default:
-        what = f"none match data.text_files {data.text_files!r}"
     else:
         what = "none can be read as they are"
     kinds = kinds_found(files)
@@ -239,7 +247,7 @@ def _divided(source: Source, request: Request) -> Iterator[tuple[Block, Array]]:
     fraction = request.data.evaluation_fraction
     if window := data.table.window:
         blocks = _blocks(source, replace(request, names=source_columns(names, window)))
-        yield from windowed((block for _, block in blocks), window, names, fraction)
+        yield from windowed((block for _, block in blocks), window, names, fraction, data.split)
     elif data.split == "stratified" and isinstance(data.label, str):
         # the label decides the split, also if it is not asked for
         read = names if names is None or data.label in names else [*names, data.label]

@@ -53,12 +53,12 @@ STALE_S = 86400.0
 IN_EVERY_KEY = frozenset({"evaluation_fraction", "bad_rows", "rows_per_shard"})
 """Settings of [data] that are in the key of the cache, also where they have their defaults."""
 COUNTED_OTHERWISE = frozenset(
-    {"source", "format", "sources", "evaluation_source", "test_source", "text_files"}  # by the files
+    {"source", "format", "sources", "evaluation_source", "test_source"}  # by the files
     | {"inputs", "label", "classes", "split"}  # by the columns, and by what is computed of them
     | {"image", "audio", "text", "table", "files_from"}  # by the digests of computers and of the files that cells name
 )
 """Settings of [data] that decide the shards by way of something else that is in the key."""
-HARMLESS = frozenset({"evaluation_rows", "balance", "pad_values"})
+HARMLESS = frozenset({"evaluation_rows", "pad_values"})
 """Settings of [data] that do not change the shards. A new setting counts until it is listed here."""
 
 
@@ -177,8 +177,11 @@ def counted_settings(data: DataConfig, formats: Collection[str]) -> dict[str, An
     of_other_formats = set[str]().union(*(each.settings for each in FORMATS.values())) - always
     # a new setting counts once it is set, so that the shards that exist are used until then
     settings = data.model_dump(exclude={*COUNTED_OTHERWISE, *HARMLESS, *of_other_formats}, exclude_defaults=True)
+    settings |= {name: getattr(data, name) for name in always}
+    if "image_size" in always:  # earlier versions had two settings for it
+        settings["image_channels"], settings["image_size"] = data.digits_shape
     # earlier versions had a choice of formats
-    return {**settings, **{name: getattr(data, name) for name in always}, "shard_format": "arrow"}
+    return {**settings, "shard_format": "arrow"}
 
 
 def _intact_manifest(directory: Path, *, explain: bool = False) -> ShardManifest | None:

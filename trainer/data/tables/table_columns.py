@@ -60,7 +60,7 @@ def open_table_columns(config: RunConfig, signature: Signature, schema: Schema) 
     inputs = [name for name in schema if name in read]
     labels = {name for loss in config.losses for name in loss.columns}
     problems = _pattern_problems(config.data, inputs, labels)
-    texts = matching([*table.categories, *table.vocabularies], inputs) if table.categories or table.vocabularies else ()
+    texts = matching([*table.categories], inputs) if table.categories else ()
     categories = [Categories(schema[name], table.vocabularies.get(name), config) for name in texts if name in schema]
     of_integers = [feed for feed in feeds if "float" not in feed.dtype]
     integers = {name for feed in of_integers for name in feed.columns}
@@ -99,7 +99,6 @@ def _pattern_problems(data: DataConfig, inputs: Sequence[str], labels: set[str])
         "indicators": table.indicators,
         "log1p": table.log1p,
         "categories": table.categories,
-        "vocabularies": table.vocabularies,
     }
     problems = []
     for setting, given in patterns.items():
@@ -358,7 +357,7 @@ class Categories(FittedComputer):
             elif cell == "" and not self._gaps:
                 failed[at] = f"{self._name} is missing"
             elif found is None:
-                failed[at] = f"{self._name} is {str(cell)[:40]!r}, which data.table.vocabularies does not have"
+                failed[at] = f"{self._name} is {str(cell)[:40]!r}, which data.table.categories does not have"
             else:
                 ids[at] = found
         return {self._name: ids}, failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from onward.trainer.data.schema.fitted import Vocabulary
 from onward.trainer.data.text.text_columns import TextColumns
@@ -34,14 +35,15 @@ def find_special_tokens(columns: TextColumns, tokenizer: OpenTokenizer) -> Speci
     config = columns.config
     problems = list[str]()
 
-    def find(key: str, given: str, usual: Sequence[str], what: str, *, needed: bool) -> int | None:
+    def find(key: Literal["pad", "end", "mask"], usual: Sequence[str], what: str, *, needed: bool) -> int | None:
+        given = config.tokens.get(key, "")
         try:
-            found = tokenizer.find(f"data.text.{key}", given, usual)
+            found = tokenizer.find(f"data.text.tokens.{key}", given, usual)
         except ConfigError as error:
             problems.extend(error.problems if needed or given else ())
             return None
         if found is None and needed:
-            problems.append(f"{tokenizer.path} has no {what}; name one of its tokens in data.text.{key}")
+            problems.append(f"{tokenizer.path} has no {what}; name one of its tokens in data.text.tokens.{key}")
         return found
 
     is_causal = config.task == "causal"
@@ -50,14 +52,14 @@ def find_special_tokens(columns: TextColumns, tokenizer: OpenTokenizer) -> Speci
     added = tokenizer.library.num_special_tokens_to_add(is_pair) if config.special_tokens else 0
     end = None
     if is_causal or columns.is_packed:
-        end = find("end_token", config.end_token, END, "token that ends a text", needed=is_causal or not added)
-    mask = find("mask_token", config.mask_token, MASK, "mask token", needed=True) if is_masked else None
+        end = find("end", END, "token that ends a text", needed=is_causal or not added)
+    mask = find("mask", MASK, "mask token", needed=True) if is_masked else None
     pad = 0
     if columns.packing != "joined":
         # behind the last token of a text a causal model computes nothing that counts
-        own = tokenizer.own_pad_id if not config.pad_token else None
+        own = tokenizer.own_pad_id if not config.tokens.get("pad") else None
         needed = own is None and not is_causal
-        found = find("pad_token", config.pad_token, PADDING, "padding token", needed=needed)
+        found = find("pad", PADDING, "padding token", needed=needed)
         # the user's choice or the tokenizer's own, then a usual name, then the end token, as GPT-2 pads
         pad = next((each for each in (own, found, end) if each is not None), 0)
     if problems:

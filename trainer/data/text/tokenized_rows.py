@@ -79,7 +79,11 @@ class TokenizedRows(FittedComputer, RowDivider):
         results = [*self._results()]
         # the file by its content; masking is done when batches are made
         without = {"tokenizer", "mask_probability", "stride", "pad_side"}
-        settings = columns.config.model_dump(mode="json", exclude=without)
+        settings = dict[str, Any]()
+        for name, value in columns.config.model_dump(mode="json", exclude=without).items():
+            # under their former names, so that earlier runs keep their shards
+            former = {f"{key}_token": value.get(key, "") for key in ("pad", "end", "mask")} if name == "tokens" else {}
+            settings |= former or {name: value}
         decides = (tokenizer.digest, settings, max_length, self._length, columns.ignore_index, columns.label, results)
         # only where they are used, so that other runs keep their shards
         used = [f"stride {columns.config.stride}"] if self.window_column else []

@@ -115,7 +115,7 @@ def _image_input(image: images.ImageInput, data: DataConfig, signature: Signatur
         width=image.size[1],
         resize=settings.resize,
         crop_ratio=settings.crop_ratio,
-        interpolation=settings.interpolation,
+        interpolation=settings.resampling,
         antialias=settings.antialias,
         pillow=pillow_version,
         scale=scale,
@@ -128,7 +128,8 @@ def _image_input(image: images.ImageInput, data: DataConfig, signature: Signatur
 
 
 def _audio_input(feed: Feed, audio: AudioConfig, data: DataConfig) -> AudioInput:
-    settings = audio.model_dump(exclude={"seconds"})
+    settings = audio.model_dump(exclude={"seconds", "axes"})
+    settings |= {"time_first": audio.time_first, "channel_axis": audio.channel_axis}
     pad = data.pad_values.get(audio.column, 0.0)
     return AudioInput(**settings, samples=audio.length, dtype=feed.dtype, pad_value=pad)
 

@@ -176,8 +176,8 @@ def _images(
     """Add the nodes from pixels uint8 [N, H, W, channels], red first, to the input; declare the new input."""
     if not how.antialias:
         raise ExportRefused(
-            "data.image.antialias = false is torch's own arithmetic of 16 bits, which differs between processors; set "
-            "antialias = true, or serve with preprocessing.json"
+            f"data.image.interpolation '{how.interpolation}_aliased' is torch's own arithmetic of 16 bits, which "
+            f"differs between processors; set '{how.interpolation}', or serve with preprocessing.json"
         )
     kind = declared.type.tensor_type
     if how.column not in names:

@@ -159,7 +159,7 @@ def _lamb(g: GraphExtender, config: OptimizerConfig) -> Rule:
         direction = g.op("Add", direction, g.op("Mul", w.weight, g.constant(w.settings.weight_decay)))
         # the trust ratio |weight| / |direction| scales the step
         length, norm = (g.op("Sqrt", g.op("ReduceSumSquare", each, keepdims=0)) for each in (w.weight, direction))
-        limits = (g.constant(w.settings.ratio_min), g.constant(w.settings.ratio_max))
+        limits = (g.constant(w.settings.trust_ratio[0]), g.constant(w.settings.trust_ratio[1]))
         ratio = g.op("Clip", g.op("Div", length, norm), *limits)
         # where a norm is 0 the ratio is 1, as in optimizers.Lamb
         both = g.op("And", g.op("Greater", length, zero), g.op("Greater", norm, zero))

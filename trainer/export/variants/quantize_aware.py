@@ -38,7 +38,10 @@ from onward.trainer.run.recorded.quantized_record import Quantized
 
 log = logging.getLogger(__name__)
 
-TYPES = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
+TYPES = {"s": QuantType.QInt8, "u": QuantType.QUInt8}
+"""Signed and unsigned, as in "u8s7": activations in uint8, weights in int8 of which 7 bits are used."""
+CALIBRATION_ROWS = 256
+"""Training rows from all over the data: onnxruntime takes the range of all values, which more rows hardly widen."""
 INTEGER_KERNELS = ("QLinear", "MatMulInteger", "ConvInteger", "QGemm", "QAttention", "DynamicQuantize", "NhwcMaxPool")
 """Parts of the names of onnxruntime's operators that compute with integers."""
 
@@ -65,10 +68,10 @@ def make_quantized(config: RunConfig, target: Path) -> Quantized:
             Calibration(OnnxRunner(file, rows)),
             op_types_to_quantize=list(settings.op_types) or None,
             nodes_to_exclude=excluded,
-            per_channel=settings.per_channel,
-            reduce_range=settings.reduce_range,
-            activation_type=TYPES[settings.activations],
-            weight_type=TYPES[settings.weights],
+            per_channel=True,
+            reduce_range=settings.types.endswith("7"),
+            activation_type=TYPES[settings.types[0]],
+            weight_type=TYPES[settings.types[2]],
             # biases are stored in int32: a float bias, which onnxruntime's kernels would round, shifts every result by
             # up to half of an input step times a weight step, and deep graphs add these shifts up
             # Relu and Clip stay nodes: without them the range of the next QuantizeLinear would do their work, and a
@@ -110,9 +113,9 @@ def integer_kernels(path: Path) -> dict[str, int]:
 def _calibration_rows(config: RunConfig) -> EvaluationData:
     """Return training rows, in batches of those of an evaluation."""
     signature = read_training_signature(config.model)
-    rows = read_first_rows(config, signature, config.quantize.calibration_rows, spread=True)
+    rows = read_first_rows(config, signature, CALIBRATION_ROWS, spread=True)
     config = resolve(config, rows, signature)
-    count = min(config.quantize.calibration_rows, rows.num_rows)
+    count = min(CALIBRATION_ROWS, rows.num_rows)
     size = max(1, min(config.evaluation_batch_size, count))
 
     def batches() -> Iterator[Batch]:

@@ -286,7 +286,7 @@ class Loss:
         if axis != own.ndim - 1:
             raise ConfigError(
                 f"the classes of output {self._output_name!r} are on axis {axis}, and tensor parallelism has sharded "
-                "the last axis; set parallel.vocabulary = false"
+                f"the last axis; set loss.class_axis = {axis}"
             )
 
     def _weights(self, setting: str, like: Tensor) -> Tensor | None:

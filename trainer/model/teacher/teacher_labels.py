@@ -26,7 +26,6 @@ from onward.trainer.data.storage.soft_labels import SoftLabelFiles
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.precision import autocast
-from onward.trainer.model.teacher.teacher_precision import compute_teacher_apart
 from onward.trainer.model.trainable import open_with_teacher
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, output_nodes
 from onward.trainer.onnx_import.tracing.shape_assumptions import is_impure
@@ -72,7 +71,6 @@ def _teacher_alone(config: RunConfig, names: Sequence[str], device: torch.device
     nodes = dict(zip(module.output_names, output_nodes(module.graph), strict=True))
     module.graph.output_node().args = (tuple(nodes[name] for name in names),)
     module.graph.eliminate_dead_code(is_impure_node=is_impure)
-    compute_teacher_apart(module, config)
     module.recompile()
     module.output_names = tuple(names)
     return module.to(device).eval()

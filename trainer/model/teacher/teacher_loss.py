@@ -64,7 +64,7 @@ class TeacherLoss:
             raise ConfigError(
                 f"teacher: the model's {what} {self.name!r} is {list(own.shape)}, but the teacher's "
                 f"{self.config.teacher or what!r} is {list(teacher.shape)}; name another one in "
-                + ("[[teacher.match]]" if self.config.matched else "teacher.output")
+                + ("teacher.match" if self.config.matched else "teacher.output")
             )
         return teacher.reshape(own.shape)
 

@@ -239,7 +239,7 @@ def projected_sizes(
 
     Raises ConfigError for shapes that no projection of one axis makes equal.
     """
-    name = f"[[teacher.match]] {soft.student!r} of the model and {soft.teacher!r} of the teacher"
+    name = f"teacher.match: {soft.student!r} of the model and {soft.teacher!r} of the teacher"
     if own is None or theirs is None:
         raise ConfigError(f"{name}: the shape of one of them is not known from its file; match other tensors")
     shown = f"{name} are {shown_shape(own)} and {shown_shape(theirs)}"

@@ -14,6 +14,12 @@ from onward.trainer.optim.moments import Group
 from onward.trainer.optim.rules.rule import NormedRule, dims_of, gradients_of
 from onward.trainer.optim.weight_settings import WeightSettings
 
+DECAY_EXPONENT = 0.8
+SMALLEST_SCALE = 1e-3
+LARGEST_UPDATE = 1.0
+"""Of the paper, its section 9, as torch.optim.Adafactor has them by default: the exponent c of the decay 1 - t^-c of
+the mean squares; ε₂, the least RMS of a weight by which its step is scaled; d, the largest RMS of an update before."""
+
 
 @dataclass(frozen=True)
 class _Update:
@@ -34,10 +40,10 @@ class _Update:
 class Adafactor(NormedRule):
     """Adafactor (Shazeer, Stern 2018, https://arxiv.org/abs/1804.04235) as torch.optim.Adafactor computes it.
 
-    Of a matrix with gradient G [R, C] (the last two dimensions of a larger tensor), β̂ = 1 - t^-decay_exponent:
+    Of a matrix with gradient G [R, C] (the last two dimensions of a larger tensor), β̂ = 1 - t^-0.8:
 
         r ← β̂r + (1-β̂)·mean of G² along rows [R];  c ← β̂c + (1-β̂)·mean along columns [C];  V = r c' / max(mean r, ε)
-        U = G / √max(V, ε²);  w ← (1 - ηλ)w - min(η, 1/√t)·max(ε₂, RMS(w)) · U / max(1, RMS(U)/clip)
+        U = G / √max(V, ε²);  w ← (1 - ηλ)w - min(η, 1/√t)·max(ε₂, RMS(w)) · U / max(1, RMS(U)/d)
 
     For vectors V is not factored. So a matrix has R + C numbers of state in place of Adam's 2 R C. The rate is relative
     to the size of the weight; the usual one is 1e-2.
@@ -58,15 +64,14 @@ class Adafactor(NormedRule):
             self._divide(update, means.get(update.number))
         # the gradients hold U from here on
         lengths, sizes = self.full_norms([[update.gradient for update in each] for each in by_group])
-        config = self._config.adafactor
         for update, length, size in zip(updates, lengths[self.places], sizes[self.places], strict=True):
             settings: WeightSettings = update.group["settings"]
             t = update.group["updates"]
             rate = update.group["lr"]
             # an RMS is the norm over the root of the number of elements
             root = math.sqrt(max(math.prod(update.of.placement.shape), 1))
-            step = (length / root).clamp(min=config.epsilon_scale) * min(rate, 1.0 / math.sqrt(t))
-            step = step / (size / (root * config.clip)).clamp(min=1.0)
+            step = (length / root).clamp(min=SMALLEST_SCALE) * min(rate, 1.0 / math.sqrt(t))
+            step = step / (size / (root * LARGEST_UPDATE)).clamp(min=1.0)
             if settings.weight_decay:
                 update.of.tensor.mul_(1.0 - rate * settings.weight_decay)
             update.of.tensor.sub_(update.gradient.mul_(step.to(update.gradient.dtype)))
@@ -134,7 +139,7 @@ class Adafactor(NormedRule):
         update.gradient.mul_(variance.clamp(min=settings.epsilon**2).rsqrt_())
 
     def _new_share(self, group: Group) -> float:
-        return float(group["updates"] ** -self._config.adafactor.decay_exponent)
+        return float(group["updates"] ** -DECAY_EXPONENT)
 
 
 def adafactor_state(settings: WeightSettings, ndim: int) -> tuple[str, ...]:

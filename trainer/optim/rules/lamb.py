@@ -17,7 +17,7 @@ class Lamb(NormedRule):
     """LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning"), with limits on the trust ratio.
 
     m, v, c1, c2 as in Adam;  d = λw + (m/c1) / (√(v/c2) + ε)
-    w ← w - η·clamp(‖w‖/‖d‖, ratio_min, ratio_max)·d, the clamp being 1 when either norm is 0.
+    w ← w - η·clamp(‖w‖/‖d‖, *trust_ratio)·d, the clamp being 1 when either norm is 0.
 
     Each norm is that of one full weight: the squares of its parts are summed over the ranks, once per step.
     Source: orttraining, cuda/optimizer/lamb.cu. A step overwrites the gradients with the directions, which would need
@@ -26,9 +26,7 @@ class Lamb(NormedRule):
 
     def __init__(self, groups: list[Group], config: OptimizerConfig, context: UpdateContext) -> None:
         super().__init__(groups, config, context)
-        limits = [
-            [each.ratio_min, each.ratio_max] for group in groups for each in [group["settings"]] * len(group["params"])
-        ]
+        limits = [each.trust_ratio for group in groups for each in [group["settings"]] * len(group["params"])]
         # [2, weights], in the order given
         self._limits = torch.empty(2, len(limits), dtype=torch.float64, device=self.places.device)
         self._limits[:, self.places] = self._limits.new_tensor(limits).view(-1, 2).t()

@@ -25,6 +25,8 @@ from onward.trainer.optim.weight_settings import WeightSettings
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration; chosen by Keller Jordan so that small singular values grow fastest."""
+ITERATIONS = 5
+"""Enough for singular values between 0.7 and 1.2; more take time and change no result of training."""
 SMALLEST_NORM = 1e-7
 
 
@@ -133,7 +135,7 @@ def orthogonalised(matrix: Tensor, config: MuonConfig) -> Tensor:
     x = x.T if is_tall else x
     # the iteration converges for singular values of at most 1
     x.div_(x.norm().clamp(min=SMALLEST_NORM))
-    for _ in range(config.steps):
+    for _ in range(ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if is_tall else x).contiguous()

@@ -41,7 +41,7 @@ def peak_of_ranks(config: RunConfig, mpi: MPIContext) -> float | None:
             )
         else:
             own = rate / config.launch.ranks_per_gpu
-    elif config.monitor.cpu_peak:
+    else:
         _sum(0.0, mpi)  # all ranks begin at the same time
         own = measure_cpu(COMPUTE.get(compute, torch.float32))
     total = _sum(own, mpi)

@@ -78,8 +78,7 @@ def _rates(module: ImportedGraph, optimizer: OptimizerConfig) -> tuple[PlannedRa
     scales = layer_scales(module, optimizer.layer_decay)
     if not scales:
         return ()
-    flattens = optimizer.muon.convolutions == "flatten"
-    matrices = find_matrices(module, convolutions=flattens) if optimizer.name == "muon" else {}
+    matrices = find_matrices(module) if optimizer.name == "muon" else {}
     found = []
     for name, layer in number_layers(module).items():
         settings = settings_of(optimizer, name, outputs=matrices.get(name)).scaled(scales[name])
@@ -148,8 +147,7 @@ def _first_that_fits(estimator: Estimator, config: RunConfig, device: torch.devi
     if config.recompute.mode == "none" and not config.graph.compile:
         modes.insert(0, "compressed")
     for mode in modes:
-        recompute = {"mode": mode, "stash": "exact"}
-        wanted = _with(estimate.config, recompute=recompute, parallel={"memory_gib": limit / 2**30})
+        wanted = _with(estimate.config, recompute={"mode": mode}, parallel={"memory_gib": limit / 2**30})
         # ConfigError: recomputing all units in this mode is not enough
         with contextlib.suppress(ConfigError):
             estimate = estimator.estimate(wanted)

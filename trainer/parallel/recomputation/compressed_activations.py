@@ -32,7 +32,7 @@ from onward.trainer.parallel.recomputation import compressed_functions as stash_
 from onward.trainer.parallel.recomputation.compressed_functions import RoundedInputs
 
 Stash = Literal["exact", "bf16", "fp8"]
-"""Values of the setting `recompute.stash`."""
+"""How `recompute.mode` keeps inputs of products: `compressed`, `compressed_bf16` and `compressed_fp8`."""
 
 MAX_POOLS = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 READS_NO_INPUT = frozenset(

@@ -50,9 +50,8 @@ class Adasum:
     """Reduce buckets as `transport.Carrier` describes: a sum inside each host, Adasum between the hosts.
 
     The ranks of a host share the work: each of the first ones combines one range of the bucket with the other hosts.
-    Their number is the number of replicas of the smallest host. ranks_per_host: treat this many successive ranks as a
-    host, for tests; 0 = the real hosts. compression: of the messages between hosts. Collective: every rank of the
-    world makes one.
+    Their number is the number of replicas of the smallest host. every_rank_apart: treat each rank as a host.
+    compression: of the messages between hosts. Collective: every rank of the world makes one.
     """
 
     def __init__(
@@ -63,10 +62,11 @@ class Adasum:
         transport: str,
         compression: str,
         timeout_s: float,
-        ranks_per_host: int = 0,
+        every_rank_apart: bool = False,
     ) -> None:
         ranks = mesh.mesh.flatten(1, 2).tolist()  # [pipeline][data][tensor]
-        self._hosts = _replicas_by_host([row[0] for row in ranks[0]], _hosts(mpi, ranks_per_host))
+        hosts = list(range(mpi.world_size)) if every_rank_apart else _hosts(mpi)
+        self._hosts = _replicas_by_host([row[0] for row in ranks[0]], hosts)
         self._num_owners = min(len(replicas) for replicas in self._hosts)
         stages = range(len(ranks))
         parts = range(len(ranks[0][0]))
@@ -233,10 +233,8 @@ def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
         yield low, min(low + CHUNK, stop)
 
 
-def _hosts(mpi: MPIContext, ranks_per_host: int) -> list[int]:
+def _hosts(mpi: MPIContext) -> list[int]:
     """Return a number for the host of each rank, equal for ranks of one host. Collective: every rank of the world."""
-    if ranks_per_host:
-        return [rank // ranks_per_host for rank in range(mpi.world_size)]
     # a checksum, because tensors are exchanged and not texts
     own = torch.tensor([zlib.crc32(mpi.host.encode())], device=mpi.device)
     table = [torch.empty_like(own) for _ in range(mpi.world_size)]

@@ -46,7 +46,7 @@ from onward.trainer.parallel.replicas.transport import Carrier, Direct, Job, Sum
 log = logging.getLogger(__name__)
 
 BUCKET_BYTES = {"gloo": (4 << 20, 4 << 20), "nccl": (1 << 20, 25 << 20)}
-"""Backend -> size of the first bucket and of the others, if parallel.bucket_mib is 0. Large enough that the latency of
+"""Backend -> size of the first bucket and of the others. Large enough that the latency of
 a message does not matter; NCCL's links, a hundred times faster, need longer messages for that. Its numbers are those of
 torch's DDP. The first one is smaller, so that it is sent early: nothing else is being sent then."""
 
@@ -86,7 +86,7 @@ class Reducer:
         self._carrier = _carrier(config, mesh, mpi, timeout_s=timeout_s)
 
         assert len({*self.weights}) == len(self.weights), "two weights of one name and stage"
-        first, most = bucket_bytes(config, backend_of(self._group, mpi.device))
+        first, most = BUCKET_BYTES[backend_of(self._group, mpi.device)]
         # tensor-parallel ranks must fill the same buckets, so the sizes of the full weights decide
         scale = mesh.get_group("tensor").size()
         own = [weight for weight in self._trained if weight.name not in shared]
@@ -98,9 +98,9 @@ class Reducer:
         if mpi.rank == 0 and self._group.size() > 1:
             log.info(
                 "gradients are summed over %d replicas by %s in %d buckets, the first up to %g MiB, the others up to "
-                "%g MiB (parallel.bucket_mib = %d)",
+                "%g MiB",
                 *(self._group.size(), backend_of(self._group, mpi.device), len(self._buckets)),
-                *(first / 2**20, most / 2**20, config.bucket_mib),
+                *(first / 2**20, most / 2**20),
             )
         self._num_early = len(early)
         self._in_buckets = {*own, *tied}
@@ -288,14 +288,14 @@ def _carrier(config: ParallelConfig, mesh: DeviceMesh, mpi: MPIContext, *, timeo
     group = mesh.get_group("data")
     if group.size() == 1 or (config.reduction, transport, compression) == ("sum", "torch", "none"):
         return Direct(group)
-    if config.reduction == "adasum":
+    if config.is_adasum:
         return Adasum(
             mesh=mesh,
             mpi=mpi,
             transport=transport,
             compression=compression,
             timeout_s=timeout_s,
-            ranks_per_host=config.adasum_ranks,
+            every_rank_apart=config.reduction == "adasum_all",
         )
     # not the mesh's group, in which the main thread sums running statistics at the same time
     columns = mesh.mesh.flatten(1, 2).transpose(1, 2).flatten(0, 1).tolist()  # [pipeline x tensor, data]
@@ -336,12 +336,6 @@ def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def _strided_like(flat: Tensor, tensor: Tensor) -> Tensor:
     """Return a flat tensor in the shape of another one, and with its strides if those are dense (channels-last)."""
     return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride(), flat.storage_offset())
-
-
-def bucket_bytes(config: ParallelConfig, backend: str) -> tuple[int, int]:
-    """Return the size of the first bucket and of the others, for a backend of torch.distributed."""
-    first, most = BUCKET_BYTES[backend]
-    return (min(first, config.bucket_mib << 20), config.bucket_mib << 20) if config.bucket_mib else (first, most)
 
 
 def _pack(weights: list[Weight], first: int, most: int) -> list[list[Weight]]:

@@ -23,8 +23,8 @@ def update_problems(optimizer: OptimizerConfig, module: ImportedGraph) -> list[s
     problems = list(settings_problems(optimizer, shapes, shapes))
     if optimizer.name == "muon" and not _by_muon(optimizer, module):
         problems.append(
-            "optimizer.name 'muon': no trained weight is a matrix of a hidden layer; use adamw, or choose weights with "
-            "[[optimizer.weights]] rule = 'muon', or kernels with [optimizer.muon] convolutions = 'flatten'"
+            "optimizer.name 'muon': no trained weight is a matrix of a hidden layer; use adamw, or choose weights "
+            "or kernels with [[optimizer.weights]] rule = 'muon'"
         )
     return problems
 
@@ -56,7 +56,7 @@ def update_warnings(optimizer: OptimizerConfig, module: ImportedGraph) -> Iterat
 
 
 def _by_muon(optimizer: OptimizerConfig, module: ImportedGraph) -> list[str]:
-    outputs = find_matrices(module, convolutions=optimizer.muon.convolutions == "flatten")
+    outputs = find_matrices(module)
     trained = [name for name, tensor in named_weights(module).items() if tensor.requires_grad]
     return [name for name in trained if settings_of(optimizer, name, outputs=outputs.get(name)).rule == "muon"]
 

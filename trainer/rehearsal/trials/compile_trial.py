@@ -29,7 +29,7 @@ import torch
 
 from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.config.rules import rank_rules as rules
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.run_config import COMPILE_TIMEOUT_S, RunConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.batches.batches import Batch
@@ -136,9 +136,7 @@ def decide(
         )
         return
     # compiling for longer than it could ever save is given up
-    most_s = min(
-        MOST_SAVED * batch_s * _batches_of_step(config.train, config.parallel) * steps, config.launch.compile_timeout_s
-    )
+    most_s = min(MOST_SAVED * batch_s * _batches_of_step(config.train, config.parallel) * steps, COMPILE_TIMEOUT_S)
     if most_s < COMPILE_S:
         findings.compile = not_compiled(
             f"the passes of {steps} steps take about {most_s / MOST_SAVED:.2g} s, of which compiling could save some "

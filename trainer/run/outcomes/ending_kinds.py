@@ -256,13 +256,13 @@ def explain(text: str) -> Cause | None:
         return Cause(TrainingFailed, f"a GPU failed: {found[1].strip()}")
     if found := _COLLECTIVE.search(text):
         waited = f"{found[2]} number {found[1]} waited {int(found[3]) / 1000:g} s for the other ranks"
-        return Cause(TrainingFailed, f"a collective timed out: {waited} (launch.collective_timeout_s)")
+        return Cause(TrainingFailed, f"a collective timed out: {waited} (five sixths of launch.heartbeat_timeout_s)")
     if found := _NCCL.search(text):
         return Cause(TrainingFailed, found[1].strip())
     if found := WATCHDOG.search(text):
         limits = (
             "launch.heartbeat_timeout_s; until the first step was complete, launch.start_timeout_s; while it "
-            "compiled, launch.compile_timeout_s"
+            "compiled, at least half an hour"
         )
         return Cause(TrainingFailed, f"it made no progress for {found[1]} ({limits})")
     return None
@@ -297,7 +297,7 @@ def memory_advice(config: RunConfig) -> str:
         # the cheapest change first: the global batch stays as it is
         steps = config.train.gradient_accumulation_steps
         choices.append(f"raise train.gradient_accumulation_steps (now {steps}: a micro-batch has {size} samples)")
-    if config.recompute.mode in ("none", "compressed"):
+    if config.recompute.mode == "none" or config.recompute.compresses:
         choices.append("set recompute.mode = 'whole'")
     if parallel.data > 1 and parallel.zero < 3:
         choices.append(f"raise parallel.zero (now {parallel.zero})")

@@ -37,7 +37,7 @@ def reason_to_end(state: StopState, config: RunConfig) -> str:
     It is one sentence that begins with the setting: "stop.patience = 2: evaluation/loss ...".
     """
     stop = config.stop
-    name = config.stop_metric
+    name = config.checkpoint.best_metric
     # the target before the patience: reaching it is a success, and is said as one
     if stop.target is not None and state.latest is not None and _gain(state.latest, stop.target, config) >= 0:
         return f"stop.target = {stop.target:g}: {name} is {state.latest:.6g}"
@@ -70,4 +70,4 @@ def command_to_go_on(state: StopState, config: RunConfig, run_id: str) -> str:
 
 
 def _gain(value: float, over: float, config: RunConfig) -> float:
-    return value - over if config.stop_is_greatest else over - value
+    return value - over if config.checkpoint.greatest_is_best else over - value

@@ -28,13 +28,12 @@ WITHOUT_TIME: Mapping[str, frozenset[str]] = {
     ),
     "parallel": frozenset({"sizes"}),
     "train": frozenset(
-        {"num_steps", "num_epochs", "seed", "shuffle", "clip_norm", "skip_steps", "on_non_finite", "evaluation_period"}
+        {"num_steps", "num_epochs", "seed", "clip_norm", "skip_steps", "on_non_finite", "evaluation_period"}
         | {"log_period"}
     ),
     "launch": frozenset(
-        {"num_ranks", "rehearsal", "rehearsal_timeout_s", "retries", "retry_delay_s", "on_out_of_memory"}
-        | {"on_host_lost", "storage_wait_s", "start_timeout_s", "heartbeat_timeout_s", "collective_timeout_s"}
-        | {"compile_timeout_s", "stop_grace_s"}
+        {"num_ranks", "rehearsal", "retries", "retry_delay_s", "on_out_of_memory", "on_host_lost"}
+        | {"start_timeout_s", "heartbeat_timeout_s", "stop_grace_s"}
     ),
     "monitor": frozenset({"experiment", "tracking_uri", "report_to", "report"}),
 }
@@ -89,7 +88,8 @@ def settings_of_pace(config: RunConfig) -> dict[str, Any]:
     # rates, betas and decays are only numbers in the same computation
     for name in ("optimizer", "average"):
         found[name] = {key: each for key, each in found[name].items() if not isinstance(each, float)}
-    if config.recompute.mode in ("none", "compressed"):  # with it, how much is recomputed depends on the memory
+    if config.recompute.mode == "none" or config.recompute.compresses:
+        # when units are recomputed, their number depends on the memory
         found["parallel"].pop("memory_gib", None)
     return found
 

@@ -182,7 +182,7 @@ def test_paths_of_a_table_become_waveforms_of_one_length(tmp_path: Path) -> None
 def test_contents_in_a_table_become_spectrograms(tmp_path: Path) -> None:
     cells = [{"bytes": encoded(tone(400, 0.2)), "path": None}] * 8
     pq.write_table(pa.table({"audio": cells, "label": [0, 1] * 4}), tmp_path / "clips.parquet")
-    shape = {"seconds": 0.1, "features": "log_mel", "mel_bins": 10, "window": 128, "hop": 80, "time_first": True}
+    shape = {"seconds": 0.1, "features": "log_mel", "mel_bins": 10, "window": 128, "hop": 80, "axes": "time_first"}
     settings = config(tmp_path, tmp_path / "clips.parquet", inputs=4, **shape)
     (problem,) = check_files_and_data(dict(settings))
     assert problem == "input features takes [4] a sample, but column 'audio' is float32 [11, 10]"
@@ -214,7 +214,7 @@ def test_a_wrong_column_is_refused(tmp_path: Path, audio: dict[str, Any], senten
     ("audio", "sentence"),
     [
         ({"seconds": 0, "features": "log_mel"}, "features 'log_mel' needs clips of one length: set seconds"),
-        ({"seconds": 0, "channel_axis": True}, "channel_axis needs clips of one length: set seconds"),
+        ({"seconds": 0, "axes": "channel"}, "axes 'channel' needs clips of one length: set seconds"),
         ({"seconds": 0.01, "features": "log_mel"}, "are 80 samples, too few for a window of 400; set seconds above"),
         ({"seconds": 1e-5}, "is less than one sample at sample_rate 8000"),
     ],

@@ -58,7 +58,7 @@ def test_stretched_images_are_torchvisions_also_without_antialiasing() -> None:
         config = ImageConfig(resize="stretch")
         np.testing.assert_array_equal(fitted_image(image, (rows, columns), config), expected(image))
         np.testing.assert_array_equal(fitted_mask(mask, (rows, columns), config, -100), expected(as_mask(mask)))
-        plain = ImageConfig(resize="stretch", antialias=False, interpolation="bicubic")
+        plain = ImageConfig(resize="stretch", interpolation="bicubic_aliased")
         expected = steps(
             ("PILToTensor", (), {}), ("Resize", ((rows, columns),), {"antialias": False} | resizing("bicubic"))
         )

@@ -97,7 +97,7 @@ def test_integers_with_a_mean_and_two_inputs_of_one_column_in_two_sizes_are_refu
 def test_settings_of_the_table_that_contradict_each_other_are_refused() -> None:
     for image, message in (
         ({"cache": "decoded", "augment": {"random_resized_crop": 0.1}}, "data.image: cache 'decoded' keeps 'crop'"),
-        ({"antialias": False, "interpolation": "lanczos"}, "antialias = false is for bilinear and bicubic, not"),
+        ({"interpolation": "lanczos_aliased"}, "did you mean 'bilinear_aliased'?"),
         ({"mean": [0.5]}, "mean has 1 values and std 0; set both"),
         ({"sizes": 3}, "unknown key data.image.sizes; did you mean data.image.size?"),
         ({"augment": {"flips": 1}}, "unknown key data.image.augment.flips; did you mean data.image.augment.flip?"),

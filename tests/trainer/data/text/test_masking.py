@@ -132,7 +132,9 @@ def test_evaluation_masks_the_same_tokens_whatever_the_seed_and_the_batch(tmp_pa
 def test_a_tokenizer_without_a_mask_token_is_refused(tmp_path: Path) -> None:
     config = masked(tmp_path)
     gpt2_tokenizer(tmp_path / "tokenizer.json")
-    assert any("has no mask token; name one of its tokens in data.text.mask_token" in each for each in problems(config))
+    assert any(
+        "has no mask token; name one of its tokens in data.text.tokens.mask" in each for each in problems(config)
+    )
 
 
 def test_the_line_about_the_masks_names_their_share_and_the_tokens_that_are_never_masked(tmp_path: Path) -> None:

@@ -176,4 +176,4 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
         sharded(causal(tmp_path, "bad.txt"), tmp_path)
     bert_tokenizer(tmp_path / "tokenizer.json")
     found = " ".join(problems(causal(tmp_path, "data.txt")))
-    assert "has no token that ends a text; name one of its tokens in data.text.end_token" in found
+    assert "has no token that ends a text; name one of its tokens in data.text.tokens.end" in found

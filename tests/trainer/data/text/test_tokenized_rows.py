@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_before_the_start_with_the_numbers(tmp_path
     assert "vocab.txt is another file of a tokenizer" in refused(tokenizer=tmp_path / "vocab.txt")
     assert "other.json is not a tokenizer.json" in refused(tokenizer=tmp_path / "other.json")
     assert "gpt2.json has no padding token; name one" in refused(tokenizer=tmp_path / "gpt2.json")
-    assert "'[NO]', which" in refused(pad_token="[NO]")
+    assert "'[NO]', which" in refused(tokens={"pad": "[NO]"})
     assert "inputs.input_ids names 'ids', which is not an input" in refused(inputs={"input_ids": "ids"})
     with pytest.raises(ConfigError, match=r"unknown key data.text.tokeniser; did you mean data.text.tokenizer\?"):
         configured(tmp_path, wide_bert(), {"text": {"tokeniser": "x"}})

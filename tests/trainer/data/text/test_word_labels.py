@@ -112,5 +112,5 @@ def test_what_does_not_fit_is_refused_before_the_start(tmp_path: Path) -> None:
     gpt2_tokenizer(tmp_path / "tokenizer.json")
     settings = config.data.text
     assert settings is not None
-    padded = config.data.model_copy(update={"text": settings.model_copy(update={"pad_token": "<|endoftext|>"})})
+    padded = config.data.model_copy(update={"text": settings.model_copy(update={"tokens": {"pad": "<|endoftext|>"}})})
     assert "add_prefix_space" in " ".join(problems(config.model_copy(update={"data": padded})))

@@ -185,9 +185,11 @@ def test_resizing_without_antialias_and_old_opsets_are_refused_by_name(
     raw = [encoded(picture(at)) for at in range(8)]
     data = table(image=raw, label=[0, 1, 2, 3] * 2)
     run = exported_run(
-        tmp_path, graphs.tiny_conv_net(image_size=16), data=data | {"image": {"antialias": False, "cache": "encoded"}}
+        tmp_path,
+        graphs.tiny_conv_net(image_size=16),
+        data=data | {"image": {"interpolation": "bilinear_aliased", "cache": "encoded"}},
     )
-    with pytest.raises(ExportRefused, match=r"data\.image\.antialias = false .* processors"):
+    with pytest.raises(ExportRefused, match=r"data\.image\.interpolation 'bilinear_aliased' .* processors"):
         with_preprocessing(run, tmp_path)
     old = tmp_path / "old"
     old.mkdir()
@@ -248,7 +250,7 @@ def test_texts_and_integers_become_ids_inside_of_the_file_and_unknown_ones_too(
 def test_an_unknown_category_that_has_no_id_ends_the_run_of_the_file(tmp_path: Path, table: Callable[..., Any]) -> None:
     vocabulary = {"city": ["Oslo", "Rome", "Bonn"], "size": ["3", "40", "500", "huge"]}
     columns = {**COLUMNS, "city": [text or "Oslo" for text in COLUMNS["city"]]}
-    data = table(**columns) | cities(tmp_path, vocabularies=vocabulary, categories=[])
+    data = table(**columns) | cities(tmp_path, categories=vocabulary)
     run = exported_run(tmp_path, graphs.tiny_cities(), data=data)
     session = with_preprocessing(run, tmp_path)
     age = np.array([1.0])

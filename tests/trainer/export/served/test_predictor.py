@@ -122,7 +122,7 @@ def test_no_rows_give_no_predictions_in_the_same_columns(tmp_path: Path) -> None
 
 def test_each_bad_row_is_named_with_its_reason(tmp_path: Path) -> None:
     vocabulary = {"city": ["Oslo", "Rome", "Bonn", ""], "size": ["3", "40", "500"]}
-    predictor = opened(cities_run(tmp_path, vocabularies=vocabulary, categories=[]))
+    predictor = opened(cities_run(tmp_path, categories=vocabulary))
     rows = {"city": ["Rome", "Paris", "Bonn"], "size": [3, 41, 500], "age": [1.0, 2.0, float("inf")]}
     with pytest.raises(BadRows) as caught:
         predictor.outputs(rows)

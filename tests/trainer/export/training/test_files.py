@@ -217,7 +217,7 @@ RULES = [
     OptimizerConfig(name="adamw", weight_decay=0.1),
     OptimizerConfig(name="adamw", weight_decay=0.1, bias_correction=False, epsilon=1e-3),
     OptimizerConfig(name="adam", weight_decay=0.1, weight_decay_mode="huggingface"),
-    OptimizerConfig(name="lamb", weight_decay=0.1, ratio_min=0.2, ratio_max=5.0),
+    OptimizerConfig(name="lamb", weight_decay=0.1, trust_ratio=(0.2, 5.0)),
     OptimizerConfig(name="sgd", weight_decay=0.1),
     OptimizerConfig(name="sgd", weight_decay=0.1, momentum=0.9),
     OptimizerConfig(
@@ -227,8 +227,7 @@ RULES = [
         weights=(WeightAttributes(pattern="b*", learning_rate_scale=3.0, weight_decay=0.5),),
     ),
     OptimizerConfig(name="adamw", weights=(WeightAttributes(pattern="a", alpha=0.5, beta=0.8, epsilon=0.1),)),
-    OptimizerConfig(name="adamw", weights=(WeightAttributes(pattern="a", bias_correction=False),)),
-    OptimizerConfig(name="lamb", weights=(WeightAttributes(pattern="a", alpha=0.5, ratio_max=0.1),)),
+    OptimizerConfig(name="lamb", weights=(WeightAttributes(pattern="a", alpha=0.5, trust_ratio=(0.0, 0.1)),)),
     OptimizerConfig(name="sgd", weights=(WeightAttributes(pattern="a", momentum=0.5),)),
 ]
 

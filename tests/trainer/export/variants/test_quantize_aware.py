@@ -57,7 +57,7 @@ def test_the_inserted_nodes_leave_weights_in_floating_point_and_names_as_they_ar
 
 
 def test_the_same_settings_make_the_same_bytes(tmp_path: Path) -> None:
-    run, path = made(tmp_path, calibration_rows=40)
+    run, path = made(tmp_path)
     again = tmp_path / "again" / "model.onnx"
     record = make_quantized(read_config(run, "local"), again)
     assert again.read_bytes() == path.read_bytes()
@@ -65,7 +65,7 @@ def test_the_same_settings_make_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_weights_stored_as_integers_compute_the_same_bits(tmp_path: Path) -> None:
-    _, path = made(tmp_path, weights="uint8", per_channel=False)
+    _, path = made(tmp_path, aware="u8u7")
     model, inputs = onnx.load(path), {"image": digits()["image"][:8]}
     before = by_onnxruntime(model, inputs)
     names = store_integers(model)
@@ -128,8 +128,8 @@ def test_contradicting_settings_are_refused_together(tmp_path: Path) -> None:
     said = str(refused.value)
     for part in ("model.num_classes 3", "parallel.tensor 2", "int8_static", "export.training"):
         assert part in said
-    with pytest.raises(ConfigError, match=r"quantize\.per_channel has no effect without quantize\.aware"):
-        runs.make_run(tmp_path, mobile_net(width=2), digits(), quantize={"per_channel": False}, **SMALL)
+    with pytest.raises(ConfigError, match=r"quantize\.exclude has no effect without quantize\.aware"):
+        runs.make_run(tmp_path, mobile_net(width=2), digits(), quantize={"exclude": ["head"]}, **SMALL)
 
 
 def test_rounding_to_neighbours_is_allowed_and_a_shift_of_many_elements_is_not() -> None:

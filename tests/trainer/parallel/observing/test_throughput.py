@@ -190,10 +190,8 @@ def test_a_cpu_is_measured_without_random_numbers(dtype: torch.dtype) -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_the_measurement_is_in_the_type_of_the_training_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measurement_is_in_the_type_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.dtype] = []
     monkeypatch.setattr(peak, "measure_cpu", lambda dtype: asked.append(dtype) or 7e9)
     assert [peak_of_ranks(configured(compute), CPU) for compute in ("fp32", "bf16", "tf32")] == [7e9] * 3
     assert asked == [torch.float32, torch.bfloat16, torch.float32]
-    assert peak_of_ranks(configured(monitor={"cpu_peak": False}), CPU) is None
-    assert len(asked) == 3

@@ -239,7 +239,7 @@ def conv_net(folder: Path, **sections: Any) -> RunConfig:
 def test_the_plan_of_compressed_activations_knows_that_they_are_smaller(tmp_path: Path) -> None:
     plain = plan(conv_net(tmp_path / "plain"))
     exact, fp8 = (
-        plan(conv_net(tmp_path / stash, recompute={"mode": "compressed", "stash": stash})) for stash in ("exact", "fp8")
+        plan(conv_net(tmp_path / mode, recompute={"mode": mode})) for mode in ("compressed", "compressed_fp8")
     )
     activations = [found.memory[0].activations for found in (plain, exact, fp8)]
     assert activations[1] < 0.5 * activations[0]
@@ -260,11 +260,11 @@ def test_auto_compresses_before_it_recomputes_and_never_rounds(tmp_path: Path) -
         for name, recompute in {
             "plain": {},
             "exact": {"mode": "compressed"},
-            "fp8": {"mode": "compressed", "stash": "fp8"},
+            "fp8": {"mode": "compressed_fp8"},
         }.items()
     )
     assert fp8 < exact < plain
     found = automatic(tmp_path / "between", (plain + exact) / 2)
-    assert (found.recompute.mode, found.recompute.stash) == ("compressed", "exact")
+    assert found.recompute.mode == "compressed"
     with pytest.raises(ConfigError, match="no division of 1 ranks fits"):
         automatic(tmp_path / "tight", min(fp8, exact - 1000))

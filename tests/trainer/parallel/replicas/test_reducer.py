@@ -80,12 +80,7 @@ def test_gradients_that_torch_makes_as_views_of_one_tensor_are_multiplied_and_ad
 
 
 def test_buckets_fit_the_link_and_the_first_one_is_smaller() -> None:
-    chosen, given = ParallelConfig(), ParallelConfig(bucket_mib=8)
-    assert reduce.bucket_bytes(chosen, "gloo") == (4 << 20, 4 << 20)
-    assert reduce.bucket_bytes(chosen, "nccl") == (1 << 20, 25 << 20)
-    assert reduce.bucket_bytes(given, "gloo") == (4 << 20, 8 << 20)
-    assert reduce.bucket_bytes(given, "nccl") == (1 << 20, 8 << 20)
-    assert reduce.bucket_bytes(ParallelConfig(bucket_mib=1), "gloo") == (1 << 20, 1 << 20)
+    assert reduce.BUCKET_BYTES == {"gloo": (4 << 20, 4 << 20), "nccl": (1 << 20, 25 << 20)}
     weights = [weight(str(number), torch.zeros(length)) for number, length in enumerate((1, 1, 3, 1, 9, 1))]
     packs = reduce._pack(weights, first=8, most=20)
     assert [[each.name for each in pack] for pack in packs] == [["0", "1"], ["2", "3"], ["4"], ["5"]]
@@ -294,7 +289,7 @@ def tied_under_adasum(mpi: MPIContext) -> list[float]:
     mesh = mesh_of(mpi, data=3, pipeline=2)
     stage, replica = divmod(mpi.rank, 3)
     head = weight("head", nn.Parameter(torch.zeros(3)), counted=stage == 0)
-    config = ParallelConfig(reduction="adasum", adasum_ranks=1)
+    config = ParallelConfig(reduction="adasum_all")
     reducer = reducer_of(mpi, [head], mesh=mesh, shared={"head": [0, 1]}, config=config)
     reducer.begin(1)
     (head.tensor[replica] * (stage + 1) / 3).backward()

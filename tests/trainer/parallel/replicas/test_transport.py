@@ -241,7 +241,7 @@ def test_killed_and_resumed_is_never_interrupted_on_every_route(tmp_path: Path, 
     assert_equal_bits(*finals)
 
 
-BESIDE_TENSOR_PARALLELISM: list[dict[str, Any]] = [{"compression": "fp16"}, {"reduction": "adasum", "adasum_ranks": 2}]
+BESIDE_TENSOR_PARALLELISM: list[dict[str, Any]] = [{"compression": "fp16"}, {"reduction": "adasum_all"}]
 
 
 def trained_in_both_ways(mpi: MPIContext, threaded: list[str], streamed: list[str]) -> list[Any]:

@@ -411,7 +411,7 @@ def test_what_cannot_be_joined_is_replicated_with_the_reason() -> None:
 
 
 def test_stacked_matrices_are_no_matrices_of_muon() -> None:
-    assert find_matrices(to_module(stacked_experts()), convolutions=False) == {}
+    assert find_matrices(to_module(stacked_experts())) == {}
 
 
 def shares(name: str) -> list[str]:

@@ -154,7 +154,7 @@ def test_compiled_on_two_tensor_parallel_ranks_a_killed_run_ends_with_the_same_b
             checkpoint={"period": 4},
             graph={"compile": True},
             parallel={"tensor": 2},
-            launch={"heartbeat_timeout_s": 300, "collective_timeout_s": 240},
+            launch={"heartbeat_timeout_s": 300},
         )
 
     undisturbed, killed = make("undisturbed"), make("killed")

@@ -19,7 +19,7 @@ def config(**values: Any) -> OptimizerConfig:
 
 def test_muon_takes_the_matrices_of_hidden_layers_and_says_which() -> None:
     module = to_module(graphs.tiny_llama())
-    matrices = find_matrices(module, convolutions=False)
+    matrices = find_matrices(module)
     layers = ("q_proj", "k_proj", "v_proj", "o_proj", "mlp.gate", "mlp.up", "mlp.down")
     assert matrices == {f"layers.{number}.{layer}.weight": 0 for number in range(2) for layer in layers}
     (said,) = update_warnings(config(name="muon", learning_rate=0.02), module)
@@ -32,15 +32,14 @@ def test_muon_takes_the_matrices_of_hidden_layers_and_says_which() -> None:
 
 
 def test_tied_embeddings_and_kernels_are_left_to_adamw() -> None:
-    tied = find_matrices(to_module(graphs.tiny_transformer()), convolutions=False)
+    tied = find_matrices(to_module(graphs.tiny_transformer()))
     assert len(tied) == 8
     assert all(outputs == 1 and ".h." in name for name, outputs in tied.items()), "MatMul stores [in, out]"
     kernels = to_module(graphs.tiny_resnet())
-    assert find_matrices(kernels, convolutions=False) == {}
-    assert "layer1.0.conv1.weight" in find_matrices(kernels, convolutions=True)
+    assert find_matrices(kernels) == {}
     (problem,) = update_problems(config(name="muon"), kernels)
     assert "no trained weight is a matrix of a hidden layer; use adamw" in problem
-    assert update_problems(config(name="muon", muon={"convolutions": "flatten"}), kernels) == []
+    assert update_problems(config(name="muon", weights=[{"pattern": "*conv*", "rule": "muon"}]), kernels) == []
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,6 @@ def test_the_choice_says_all_its_numbers() -> None:
             False,
             "cannot be combined with graph.compile",
         ),
-        ({"graph": {"compile_mode": "reduce-overhead"}}, False, "captures CUDA graphs and cannot be combined with"),
-        ({"graph": {"compile_regions": "repeated"}, "recompute": {"mode": "whole"}}, False, "use 'whole'"),
-        (
-            {"graph": {"compile_regions": "repeated"}, "parallel": {"data": 2, "zero": 1}},
-            False,
-            "cannot be combined with parallel.zero 1",
-        ),
         (
             {"graph": {"dropout": 0.1}, "recompute": {"mode": "selective"}, "parallel": {"data": 2, "zero": 2}},
             False,

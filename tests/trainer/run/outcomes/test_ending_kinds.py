@@ -79,7 +79,7 @@ ASSERTED = (
             "Timeout(ms)=600000) ran for 600004 milliseconds before timing out.",
             TrainingFailed,
             "a collective timed out: ALLGATHER number 1 waited 600.004 s for the other ranks "
-            "(launch.collective_timeout_s)",
+            "(five sixths of launch.heartbeat_timeout_s)",
         ),
         ("Timeout (0:02:00)!\nThread 0x7f", TrainingFailed, "it made no progress for 0:02:00 (launch.heart"),
     ],

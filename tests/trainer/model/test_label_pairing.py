@@ -16,7 +16,7 @@ from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.loss import Loss
-from onward.trainer.model.teacher.teacher_loss import TeacherLoss
+from onward.trainer.model.losses.teacher_loss import TeacherLoss
 from tests.support.metric_cases import CASES, data, metrics
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "choose-a-loss.md"

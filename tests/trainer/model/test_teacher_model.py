@@ -20,7 +20,7 @@ from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import FirstRows
 from onward.trainer.distributed.weights import average_key, averages_in, checkpoint_key, weights_in
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.teacher.teacher_loss import TeacherLoss
+from onward.trainer.model.losses.teacher_loss import TeacherLoss
 from onward.trainer.model.teacher.teacher_model import projected_sizes
 from onward.trainer.model.trainable import open_with_teacher
 from onward.trainer.onnx_import.driver import to_module

@@ -31,8 +31,8 @@ from onward.trainer.model.losses.chunked_loss import at_least_fp32
 from onward.trainer.model.losses.loss_file import load_loss
 from onward.trainer.model.losses.loss_formulas import FORMULAS, LossInputs, as_rows
 from onward.trainer.model.losses.losses_in_units import label_axis, standardised
+from onward.trainer.model.losses.teacher_loss import TeacherLoss
 from onward.trainer.model.losses.vocabulary_loss import ClassShard
-from onward.trainer.model.teacher.teacher_loss import TeacherLoss
 
 MAX_NAMED_ROWS = 5
 """Rows that a message names."""

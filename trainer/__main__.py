@@ -59,6 +59,7 @@ with quick_imports():
 
 if TYPE_CHECKING:
     from onward.trainer.export.measuring.evaluation_data import EvaluationData
+    from onward.trainer.export.run_as_read import RunAsRead
 
 log = logging.getLogger("onward.trainer")
 
@@ -78,8 +79,9 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
     traceback = write_tracebacks(run.traceback(attempt, launched_rank() or 0))
     write_stacks_when_ended(run.stack(attempt, launched_rank() or 0))
     trace_collectives(run.attempt(attempt) / "collectives-rank-")
-    refuse_edited(run)
-    config = read_config(run)
+    given = read_config(run, "given")
+    refuse_edited(run, config=given)
+    config = read_config(run, given=given)
     mpi = connect(
         expected_world_size=config.world_size,
         timeout_s=config.collective_timeout_s,
@@ -107,7 +109,7 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
     usage = recorded_usage(run, attempt=attempt, rank=mpi.rank, local_rank=mpi.local_rank, host=mpi.host)
     memory = memory_snapshots(config.monitor, run, mpi, attempt=attempt)
     with named_if_not_deterministic(), usage, memory:
-        result = train(run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=stop_requested)
+        result = train(run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=stop_requested, config=config)
     # This file is the only proof of success; the exit status of mpirun is none.
     if mpi.rank == 0:
         write_record(run.result(attempt), result)
@@ -117,8 +119,13 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
     return 0 if result.status == "done" else Stopped.exit_code
 
 
-def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluation") -> EvaluationData:
-    """Return the rows of a split and the metrics of the configured losses, with which exported files are evaluated."""
+def evaluation_data(
+    run: RunDir, split: Literal["evaluation", "test"] = "evaluation", *, opened: RunAsRead | None = None
+) -> EvaluationData:
+    """Return the rows of a split and the metrics of the configured losses, with which exported files are evaluated.
+
+    opened: the run as it was read, None = its settings and its signature are read here.
+    """
     from onward.trainer.data.batches.batches import Batch, evaluation_batches
     from onward.trainer.data.file_rows import FileRows
     from onward.trainer.data.resolve import read_resolved
@@ -128,10 +135,10 @@ def evaluation_data(run: RunDir, split: Literal["evaluation", "test"] = "evaluat
     from onward.trainer.model.losses.loss import Losses
     from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 
-    config = read_resolved(run, split)
+    config = opened.configs[split] if opened else read_resolved(run, split)
     cpu = torch.device("cpu")
     held_out = open_evaluated(run.shards, config.data, split)
-    signature = read_training_signature(config.model)
+    signature = opened.signature if opened else read_training_signature(config.model)
     shapes = {output.name: output.shape for output in signature.outputs}
 
     def new_metrics(output_names: Sequence[str]) -> EvaluationMetrics:
@@ -161,29 +168,33 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
     from onward.trainer.checkpoint.load import load
     from onward.trainer.checkpoint.verification import verify
     from onward.trainer.export import exported_model as export
+    from onward.trainer.export.run_as_read import RunAsRead
     from onward.trainer.optim.averages import exported_weights
     from onward.trainer.run.outcomes.refusals import exit_with_refusal
 
     with exit_with_refusal(folder):
         state, tensors = load(verify(path))
+        config = read_config(run)
         # the moving average if [average] asks for it, else as they were trained
-        weights = exported_weights(read_config(run), tensors, source=f"checkpoint {path}")
+        weights = exported_weights(config, tensors, source=f"checkpoint {path}")
         checkpoint = export.Checkpoint(step=state.step, weights=weights)
+        opened = RunAsRead.of(run, config)
         if training:
-            export.export_training(run, checkpoint, folder=folder)
+            export.export_training(run, checkpoint, folder=folder, opened=opened)
         else:
-            test = evaluation_data(run, "test") if read_config(run).data.test_source else None
-            exported = export.export(run, checkpoint, data=evaluation_data(run), test=test, folder=folder)
-            write_record(folder / "model.json", with_preprocessing(run, exported, folder))
+            test = evaluation_data(run, "test", opened=opened) if config.data.test_source else None
+            data = evaluation_data(run, opened=opened)
+            exported = export.export(run, checkpoint, data=data, test=test, folder=folder, opened=opened)
+            write_record(folder / "model.json", with_preprocessing(run, exported, folder, opened))
     return 0
 
 
-def with_preprocessing(run: RunDir, exported: ExportedModel, folder: Path) -> ExportedModel:
+def with_preprocessing(run: RunDir, exported: ExportedModel, folder: Path, opened: RunAsRead) -> ExportedModel:
     """Write preprocessing.json beside an exported file; return the file's record with it, or the reason."""
     from onward.trainer.export.preprocessing.preprocessing_file import write_preprocessing
 
     try:
-        files = write_preprocessing(run, exported, folder)
+        files = write_preprocessing(run, exported, folder, opened=opened)
     except ExportRefused as error:
         logging.getLogger(__name__).warning("no preprocessing.json was written: %s", error)
         return exported.model_copy(update={"preprocessing_refused": "; ".join(error.problems)})

@@ -21,9 +21,10 @@ from onward.trainer.attempt.evaluation import Evaluation
 from onward.trainer.attempt.restore import Trained, restore
 from onward.trainer.checkpoint.background import CheckpointWriter
 from onward.trainer.checkpoint.train_state import TrainState
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.resolve import read_resolved
-from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.schema.signature import read_source, training_signature
 from onward.trainer.data.storage.shards import open_evaluated, open_shards
 from onward.trainer.distributed.arithmetic import set_arithmetic
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
@@ -57,24 +58,26 @@ def train(
     attempt: int,
     heartbeat: Heartbeat,
     stop_requested: Callable[[], bool],
+    config: RunConfig | None = None,
 ) -> AttemptResult:
     """Train until the configured end, until [stop] ends the run, or until any rank is asked to stop.
 
-    Collective: every rank. Raises Diverged when the loss or a gradient is not finite at every allowed loss scale. Any
-    other error of one rank ends the job. Checkpoints that were saved before stay in both cases.
+    config: what `read_config` has read, None = it is read here. Collective: every rank. Raises Diverged when the loss
+    or a gradient is not finite at every allowed loss scale. Checkpoints that were saved stay, at other errors as well.
     """
     clock = StepClock(began_at=time.monotonic(), compiled_s=compiled_s)
     beat = heartbeat.beat
 
     # -- 1. Ranks: who computes what, and in which arithmetic
-    config = set_arithmetic(read_resolved(run), mpi)
+    config = set_arithmetic(read_resolved(run, config=config), mpi)
     dims = ParallelDims.of(config.parallel)
     mesh = make_mesh(mpi, dims, timeout_s=config.collective_timeout_s)
     here = dims.coordinate(mpi.rank)
     events = EventWriter(run.events, attempt=attempt, rank=mpi.rank)
 
     # -- 2. Data: this replica's share, the same for all ranks of one replica
-    signature = read_training_signature(config.model)
+    source = read_source(config.model.path, by_parts=True)
+    signature = training_signature(source, config.model)
     rows = open_shards(run.shards, "train")
     held_out = open_evaluated(run.shards, config.data)
     rows, held_out = with_soft_labels((rows, held_out), config, signature, run.teacher, mpi, beat=beat)
@@ -84,10 +87,10 @@ def train(
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
     example = batches.example().inputs
-    trainable = open_with_teacher(config, cached=bool(rows.soft_labels), by_parts=True)
+    trainable = open_with_teacher(config, source=source, cached=bool(rows.soft_labels), by_parts=True)
     flops = count_sample_flops(trainable.module, config, example, batches, mpi, beat=beat)  # before it is divided
     model = build_rank_model(trainable, config, mesh, mpi, example=example, one_shape=batches.one_shape, beat=beat)
-    del trainable  # what the graph still refers to would be kept
+    del trainable, source  # what the graph still refers to would be kept
     reducer = model.reducer
     pipeline = build_pipeline(model, config, mesh, mpi)
 

@@ -43,6 +43,8 @@ def python_of(server: str) -> list[str]:
 def _run(number: int, parent: int, server: str, words: list[str]) -> int:
     """Run `words` in this process or in a fork; return the exit status of the fork."""
     parent = parent or os.getppid()
+    # The trainer has a call of its own (trainer/distributed/launched.py): its ranks may be started by a bare mpirun,
+    # and a fork begins without what its parent has set. This file is run where neither package can be imported (-I -S).
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG, which exec keeps
     # the parent may have ended before the call, and then no signal comes
     if os.getppid() != parent:

@@ -11,7 +11,7 @@ directory of an earlier version, each process resolves the settings itself: the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
@@ -71,21 +71,31 @@ def write_resolved(run: RunDir) -> None:
         write_record(run.resolved, _resolved(run, config, manifest, splits))
 
 
-def read_resolved(run: RunDir, split: Split = "evaluation") -> RunConfig:
+def read_resolved(run: RunDir, split: Split = "evaluation", *, config: RunConfig | None = None) -> RunConfig:
     """Return the configuration of a run, completed from its shards. split: the rows on which metrics are evaluated.
 
-    Not collective. Raises the errors of `read_config`, RecordError for a damaged resolved.json, and, where that file is
-    absent or stale, the errors of `resolve`.
+    config: what `read_config` has read, None = it is read here. Not collective. Raises the errors of `read_config` and
+    of `resolved_for`.
     """
-    config = read_config(run)
+    return resolved_for(run, config or read_config(run), [split])[split]
+
+
+def resolved_for(run: RunDir, config: RunConfig, splits: Sequence[Split]) -> dict[Split, RunConfig]:
+    """Return split -> the configuration that `read_config` has read, completed from the shards of the run.
+
+    splits: the rows on which metrics are evaluated. Not collective. Raises RecordError for a damaged resolved.json,
+    and, where that file is absent or stale, the errors of `resolve`.
+    """
     if not depends_on_data(config):
-        return config
+        return dict.fromkeys(splits, config)
     manifest = read_record(run.shards / "manifest.json", ShardManifest)
     settings = read_record(run.resolved, ResolvedSettings) if run.resolved.exists() else None
     # absent or stale: the same numbers are computed here, for the asked split alone
     if settings is None or settings.made_from != _digest(config, manifest):
-        settings = _resolved(run, config, manifest, (split,))
-    return config.model_copy(update={"loss": settings.loss, "metrics": settings.metrics[split]})
+        settings = _resolved(run, config, manifest, splits)
+    return {
+        split: config.model_copy(update={"loss": settings.loss, "metrics": settings.metrics[split]}) for split in splits
+    }
 
 
 def _resolved(run: RunDir, config: RunConfig, manifest: ShardManifest, splits: Iterable[Split]) -> ResolvedSettings:

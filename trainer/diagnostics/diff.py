@@ -23,13 +23,14 @@ from onward.trainer.onnx_graph.inner_tensors import all_stored_protos, without_i
 from onward.trainer.onnx_graph.surgery.strip_training import strip_training
 
 
-def compare(a: Path, b: Path) -> Difference:
+def compare(a: Path, b: Path, *, parsed_b: onnx.ModelProto | None = None) -> Difference:
     """Compare two files; external data is read in chunks, so memory does not grow with it.
 
-    Raises ConfigError or UnsupportedModel when one of them cannot be read.
+    parsed_b: what the second file holds, None = it is read here. Raises ConfigError or UnsupportedModel when one of
+    them cannot be read.
     """
     given = _read(a)
-    after = _read(b)
+    after = _read(b, parsed_b)
     before, stripped = _as_stripped(given, after, a.parent)
     tensors, equal = _tensor_changes(before, a.parent, after, b.parent)
     # tensors are compared by their values, so they must not count as a difference of nodes or attributes as well
@@ -67,9 +68,9 @@ def _as_stripped(before: onnx.ModelProto, after: onnx.ModelProto, base: Path) ->
     return (without, dict(removed)) if removed and explains else (before, {})
 
 
-def _read(path: Path) -> onnx.ModelProto:
+def _read(path: Path, parsed: onnx.ModelProto | None = None) -> onnx.ModelProto:
     try:
-        model = read_model(path)
+        model = read_model(path) if parsed is None else parsed
     except OSError as error:
         raise ConfigError(f"cannot read the model {path}: {error.strerror}") from None
     if not model.HasField("graph"):

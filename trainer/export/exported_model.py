@@ -31,18 +31,14 @@ import onnx
 import torch
 from torch import Tensor
 
-from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.losses_from_data import with_class_axes
-from onward.trainer.data.resolve import read_resolved
-from onward.trainer.data.schema.signature import digest_of_files, model_digest, read_training_signature
+from onward.trainer.data.schema.signature import digest_of_files
 from onward.trainer.data.storage.row_origins import row_origins
 from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.diagnostics.diff import compare
-from onward.trainer.errors import ExportRefused, OnwardError
+from onward.trainer.errors import OnwardError
 from onward.trainer.export.file_verification import PARITY_BATCHES, ROUNDED, Expected, changed_tensors, verify
 from onward.trainer.export.measuring.baselines import Baselines
 from onward.trainer.export.measuring.cuda_provider import check_on_cuda
@@ -52,6 +48,7 @@ from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.measuring.samples import WorstSamples
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.preprocessing.given_form import GivenFile, difference_of_forms
+from onward.trainer.export.run_as_read import RunAsRead
 from onward.trainer.export.variants.quantize_aware import integer_kernels
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
@@ -66,7 +63,7 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weigh
 from onward.trainer.onnx_import.write_back import write_model
 from onward.trainer.run.directory import RunDir, changes_in, example_in, read_config, samples_in
 from onward.trainer.run.durable_files import fsync, write_durably
-from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
+from onward.trainer.run.records import ExportedModel, write_record
 
 log = logging.getLogger(__name__)
 
@@ -92,17 +89,19 @@ def export(
     data: EvaluationData,
     test: EvaluationData | None = None,
     folder: Path | None = None,
+    opened: RunAsRead | None = None,
 ) -> ExportedModel:
     """Write the trained ONNX file, its record and an example row into `folder` (the run's own if None).
 
-    test: the rows of `data.test_source`, on which the written file is evaluated once; nothing depends on it. Raises
-    ExportRefused with a sentence for each check that failed; no file is written then.
+    test: the rows of `data.test_source`, on which the written file is evaluated once; nothing depends on it. opened:
+    the run as it was read, whose source is changed here; None = it is read here. Raises ExportRefused with a sentence
+    for each check that failed; no file is written then.
     """
-    config = read_resolved(run)
+    opened = opened or RunAsRead.of(run)
+    config, source = opened.config, opened.source.path
     folder = folder or run.export
     examines = config.monitor.report and folder == run.export  # an export elsewhere is no result of the run
-    source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
-    trainable = open_trainable(config)
+    trainable = open_trainable(config, source=opened.source)
     original = trainable.model
     kept = tuple(filter(None, (*begin_at_numbers(original, config.model).start, *config.model.outputs)))
     # the tensors between which is trained must keep their names, so that this part can be cut out of the result
@@ -122,7 +121,7 @@ def export(
         before = untrained.evaluate(baselines.count)  # which counts the labels in the same pass
         load_weights(trainable.module, checkpoint.weights)
         merged = merged_module(trainable)
-        path, *beside = write_model(merged, original, source, staging / source.name)
+        path, *beside = write_model(merged, original, source, staging / source.name, content=opened.content)
         written = ModelFile.read(path)
         compared = _rounded_as_stored(trainable.module, merged, original)  # in place, so after writing
         expected = Expected(
@@ -134,13 +133,11 @@ def export(
         runner = verify(written, expected, data=data, config=config.export)
         as_given = 0.0
         if form and not config.quantize.aware:
-            as_given = _compare_as_given(
-                given, form, merged, compared, staging / "given", config.model, config.export, data
-            )
+            as_given = _compare_as_given(given, form, merged, compared, staging / "given", opened, data)
         cuda = check_on_cuda(runner, batches=PARITY_BATCHES, tolerance=config.export.tolerance)
         examined = data.rows if examines else None
         losses = data.new_metrics(runner.outputs).losses
-        samples = None if examined is None else _worst_samples(config.model, config.data, losses, examined)
+        samples = None if examined is None else _worst_samples(opened, losses, examined)
         also = (baselines.measure, *((samples.add,) if samples else ()))
         after = runner.evaluate(*also)
         fp32 = dict[str, float]()
@@ -178,7 +175,7 @@ def export(
     )
     write_record(folder / "model.json", exported)
     if examines:
-        examine(config, data, exported, samples, folder)
+        examine(opened, data, exported, samples, written.proto, folder)
     return exported
 
 
@@ -193,17 +190,16 @@ def _cost_of_helpers(written: ModelFile, runner: OnnxRunner) -> str:
     return str(found or "")
 
 
-def _worst_samples(model: ModelConfig, data: DataConfig, losses: Losses, rows: Shards) -> WorstSamples:
-    signature = read_training_signature(model)
-    return WorstSamples(losses, rows, image_inputs(data, signature), [info.name for info in signature.inputs])
+def _worst_samples(opened: RunAsRead, losses: Losses, rows: Shards) -> WorstSamples:
+    inputs = [info.name for info in opened.signature.inputs]
+    return WorstSamples(losses, rows, image_inputs(opened.config.data, opened.signature), inputs)
 
 
-def _origins(config: RunConfig, data: EvaluationData, wanted: Sequence[int]) -> Mapping[int, str]:
+def _origins(opened: RunAsRead, data: EvaluationData, wanted: Sequence[int]) -> Mapping[int, str]:
     """Return row -> its place in the source; {} if that cannot be read again."""
     assert data.rows is not None
-    signature = read_training_signature(config.model)
     try:
-        return row_origins(config, signature, data.rows, data.split, wanted, limit_s=ORIGINS_S)
+        return row_origins(opened.config, opened.signature, data.rows, data.split, wanted, limit_s=ORIGINS_S)
     except OnwardError as error:
         log.info("the report names no files of samples: %s", error)
         return {}
@@ -215,14 +211,15 @@ def _compare_as_given(
     merged: ImportedGraph,
     module: ImportedGraph,
     folder: Path,
-    model: ModelConfig,
-    export: ExportConfig,
+    opened: RunAsRead,
     data: EvaluationData,
 ) -> float:
     """Compare the graph in the form in which it was given, with the trained weights, with the trained module.
 
     Returns how far its training form is off its inference form. Raises ExportRefused (given_form.py).
     """
+
+    model = opened.config.model
 
     def written(norms: bool | None) -> ModelFile | onnx.ModelProto:
         graph = onnx.ModelProto()
@@ -233,7 +230,7 @@ def _compare_as_given(
             kept = tuple(filter(None, (*begin_at_numbers(graph, model).start, *model.outputs)))
             strip_training(graph, keep=kept, base=model.path.parent, norms=norms)
         place.mkdir(parents=True, exist_ok=True)
-        written_to, *_ = write_model(merged, graph, model.path, place / model.path.name)
+        written_to, *_ = write_model(merged, graph, model.path, place / model.path.name, content=opened.content)
         file = ModelFile.read(written_to)
         if not trains_subgraph(graph, model):
             return file
@@ -242,47 +239,52 @@ def _compare_as_given(
 
     as_given = written(None)
     file = GivenFile(as_given, form, written(False) if form.draws else as_given)
-    return difference_of_forms(file, module, data, tolerance=export.tolerance)
+    return difference_of_forms(file, module, data, tolerance=opened.config.export.tolerance)
 
 
 def examine(
-    config: RunConfig, data: EvaluationData, exported: ExportedModel, samples: WorstSamples | None, folder: Path
+    opened: RunAsRead,
+    data: EvaluationData,
+    exported: ExportedModel,
+    samples: WorstSamples | None,
+    written: onnx.ModelProto,
+    folder: Path,
 ) -> None:
     """Write what the report shows of an exported file beside its record: samples.json and changes.json.
 
-    An error is logged: the file is exported.
+    written: what the file holds. An error is logged: the file is exported.
     """
     try:
         if samples is not None:
-            origins = _origins(config, data, samples.worst_rows)
+            origins = _origins(opened, data, samples.worst_rows)
             write_record(samples_in(folder), samples.record(exported.judged_by, origins))
         # the original has about as many bytes
         if sum(file.stat().st_size for file in (exported.path, *exported.beside)) <= MOST_COMPARED_BYTES:
-            write_record(changes_in(folder), compare(config.model.path, exported.path))
+            write_record(changes_in(folder), compare(opened.source.path, exported.path, parsed_b=written))
     except Exception as error:
         log.warning("the report will lack samples or changes of weights: %s: %s", type(error).__name__, error)
 
 
-def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path) -> None:
+def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path, opened: RunAsRead | None = None) -> None:
     """Write the files that continue training without torch into `folder`: the graph in its training form.
 
-    Raises UnsupportedModel or ExportRefused; no file is written then.
+    opened: as in `export`. Raises UnsupportedModel or ExportRefused; no file is written then.
     """
     from onward.trainer.export.training.files import write_artifacts
 
-    config = read_resolved(run)
-    source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
-    trainable = open_trainable(config)
+    opened = opened or RunAsRead.of(run)
+    config, source = opened.config, opened.source.path
+    trainable = open_trainable(config, source=opened.source)
     load_weights(trainable.module, checkpoint.weights)
     folder.mkdir(parents=True, exist_ok=True)
     with _staging_directory(folder) as staging:
-        path, *_ = write_model(merged_module(trainable), trainable.model, source, staging / source.name)
+        target = staging / source.name
+        path, *_ = write_model(merged_module(trainable), trainable.model, source, target, content=opened.content)
         written = ModelFile.read(path).proto
         settings = begin_at_numbers(written, config.model)
         part = rows_first(extract_subgraph(written, settings), settings)
         rows = open_shards(run.shards, "train")
-        signature = read_training_signature(config.model)
-        write_artifacts(folder, part, with_class_axes(config, rows.columns, signature), base=staging)
+        write_artifacts(folder, part, with_class_axes(config, rows.columns, opened.signature), base=staging)
 
 
 @contextlib.contextmanager
@@ -342,15 +344,3 @@ def trained_part(
         shutil.copyfile(source.parent / name, folder / name)
     (folder / "part.onnx").write_bytes(part.SerializeToString())
     return ModelFile(folder / "part.onnx", part)
-
-
-def _unchanged_source(source: Path, identity: RunIdentity) -> Path:
-    """Return the path of the original. Raises ExportRefused when the file is gone or changed since the run began."""
-    # the weights are written into this graph by name, so it must be the one that was trained
-    found = model_digest(source) if source.is_file() else "gone"
-    if found != identity.model_sha256:
-        raise ExportRefused(
-            f"{source} changed since the run began (SHA-256 {identity.model_sha256[:12]}, now {found[:12]}); "
-            "put the original back: its graph is needed to write the weights into"
-        )
-    return source

@@ -33,13 +33,14 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.model.adapters import Adapter, add_adapters, merge_adapters
 from onward.trainer.model.choose_fixed_batch import use_of_part
 from onward.trainer.model.teacher.teacher_model import with_teacher
+from onward.trainer.onnx_graph.files.source_model import SourceModel
 from onward.trainer.onnx_graph.surgery import surgery
 from onward.trainer.onnx_graph.surgery.output_units import add_output_units
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
 from onward.trainer.onnx_graph.surgery.quantized_adapters import add_quantized_adapters
 from onward.trainer.onnx_graph.surgery.row_layout import rows_first
 from onward.trainer.onnx_graph.surgery.stochastic_depth import draws_noise
-from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.onnx_import.driver import checked_model, load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.lowering.converters import load_converters
 from onward.trainer.onnx_import.passes.dropout import add_dropout
@@ -66,29 +67,34 @@ class TrainableModel:
     """The nodes after which `graph.dropout` was added."""
 
 
-def open_with_teacher(config: RunConfig, *, cached: bool = False, by_parts: bool = False) -> TrainableModel:
+def open_with_teacher(
+    config: RunConfig, *, source: SourceModel | None = None, cached: bool = False, by_parts: bool = False
+) -> TrainableModel:
     """Return what `open_trainable` does, with the teacher in the module if there is one; the same bits on every rank.
 
-    With a teacher the result is for training only: it cannot be written back. cached, by_parts: as in `with_teacher`.
-    Not collective. Raises the errors of `open_trainable` and `with_teacher`.
+    With a teacher the result is for training only: it cannot be written back. source: as in `open_trainable`. cached,
+    by_parts: as in `with_teacher`. Not collective. Raises the errors of `open_trainable` and `with_teacher`.
     """
     students = tuple(each.student for each in config.soft_losses if each.student)
-    trainable = open_trainable(config, also=students, by_parts=by_parts)
+    trainable = open_trainable(config, source=source, also=students, by_parts=by_parts)
     if not config.teacher.path:
         return trainable
     return replace(trainable, module=with_teacher(trainable.module, config, cached=cached, by_parts=by_parts))
 
 
-def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: bool = False) -> TrainableModel:
+def open_trainable(
+    config: RunConfig, *, source: SourceModel | None = None, also: Sequence[str] = (), by_parts: bool = False
+) -> TrainableModel:
     """Load the ONNX file and make the module that the configuration trains; the same bits on every rank.
 
-    also: tensors of the file that the module returns behind those that the losses read, if they are not among them.
-    by_parts: the module is only divided, and never computes: large weights stay in their file, mapped, until then, and
-    `model` must not be written. Not collective. Raises ConfigError when file and configuration contradict each other,
+    source: the file as it was read, whose graph is changed in place and becomes `model`; None = it is read here. also:
+    tensors of the file that the module returns behind those that the losses read, if they are not among them. by_parts:
+    the module is only divided, and never computes: large weights stay in their file, mapped, until then, and `model`
+    must not be written. Not collective. Raises ConfigError when file and configuration contradict each other,
     UnsupportedModel when the file cannot be trained.
     """
     load_converters(config.model.converters)
-    model = load_model(config.model.path, by_parts=by_parts)
+    model = checked_model(source) if source else load_model(config.model.path, by_parts=by_parts)
     base = config.model.path.parent
     surgery.apply_surgery(model, config.model, seed=config.train.seed)
     add_output_units(model, config.losses)

@@ -37,13 +37,13 @@ from torch import fx, nn
 import onward.trainer.onnx_import.ops  # noqa: F401  registers the operator rules
 from onward.trainer.errors import ConfigError, UnsupportedModel, UnsupportedNode
 from onward.trainer.onnx_graph.attribute_weights import with_operands
-from onward.trainer.onnx_graph.beyond_onnx import check, put_right, refused, repeated_initializers
+from onward.trainer.onnx_graph.beyond_onnx import check, put_right, refused
 from onward.trainer.onnx_graph.files.attribute_bounds import passed_attribute_problems
 from onward.trainer.onnx_graph.files.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_graph.files.external_ranges import external_problems
 from onward.trainer.onnx_graph.files.index import dims_of, opsets_of, without_large_tensors
-from onward.trainer.onnx_graph.files.mapped_model import read_mapped
-from onward.trainer.onnx_graph.files.model_files import model_problems, opset_problems, read_model
+from onward.trainer.onnx_graph.files.model_files import opset_problems
+from onward.trainer.onnx_graph.files.source_model import SourceModel
 from onward.trainer.onnx_graph.files.stored_protos import load_small_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.inner_tensors import inner_tensors, lift_inner_tensors
@@ -88,18 +88,24 @@ def load_model(path: Path, *, by_parts: bool = False) -> onnx.ModelProto:
     no outputs, or when an external data file is absent, too short or outside the model's directory.
     """
     try:
-        light = read_mapped(path) if by_parts else None
-        # what is wrong in a file is said by the reading of it as a whole
-        is_light = light is not None and not model_problems(light) and not repeated_initializers(light)
-        model = light if light is not None and is_light else read_model(path)
+        source = SourceModel.read(path, by_parts=by_parts)
     except OSError as error:
         raise ConfigError(f"cannot read the model {path}: {error.strerror}") from None
+    return checked_model(source)
+
+
+def checked_model(source: SourceModel) -> onnx.ModelProto:
+    """Check a file that was read, and return its graph, put right in place for `to_module`.
+
+    Raises UnsupportedModel as `load_model`.
+    """
+    path, model = source.path, source.proto
     # before the checker, which opens what the file names
-    own = path.name if is_light else ""
+    own = path.name if source.is_mapped else ""
     if problems := [*opset_problems(model), *external_problems(model, path.parent, own=own), *refused(model)]:
         raise UnsupportedModel(problems)
     try:
-        if not is_light or not _is_valid(model):
+        if not source.is_mapped or not _is_valid(model):
             _check(path, model)
     except onnx.checker.ValidationError as error:
         raise UnsupportedModel(f"{path} is not valid ONNX: {error}") from None

@@ -6,6 +6,7 @@ Only the bytes of changed tensors differ from the source file: names, opset, nod
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,14 +28,17 @@ from onward.trainer.onnx_import.quantization.quantized_weights import stored_as_
 from onward.trainer.run.durable_files import durable_file
 
 
-def write_model(module: ImportedGraph, model: onnx.ModelProto, source: Path, target: Path) -> list[Path]:
+def write_model(
+    module: ImportedGraph, model: onnx.ModelProto, source: Path, target: Path, *, content: str = ""
+) -> list[Path]:
     """Write `model` with the module's weights to `target`, and its external data files beside it.
 
     source: the file that `model` was read from. External data files keep their names; they are copies of those
     beside `source` in which only the bytes of changed weights differ. All files are written under temporary names
     and renamed, the model last. Memory use does not grow with the size of the weights. A model that was not trained
-    is written with the same bytes as `source`. Returns every file written, the model first. Raises ConfigError when
-    `model` is not the one the module was imported from, or when a file of another model would be overwritten.
+    is written with the same bytes as `source`. content: `content_digest` of `source`, "" = `source` is read again for
+    it. Returns every file written, the model first. Raises ConfigError when `model` is not the one the module was
+    imported from, or when a file of another model would be overwritten.
     """
     trained, outside = fill_weights(module, model, source.parent)
     externals = [tensor for tensor in all_tensors(trained) if is_external(tensor)]
@@ -43,13 +47,13 @@ def write_model(module: ImportedGraph, model: onnx.ModelProto, source: Path, tar
         raise ConfigError(problems)
     with contextlib.ExitStack() as files:
         # ExitStack renames in reverse order, so the model file, entered first, appears last
-        content = files.enter_context(durable_file(target))
+        written = files.enter_context(durable_file(target))
         copies = {name: files.enter_context(durable_file(target.parent / name)) for name in locations}
         for location, copy in copies.items():
             shutil.copyfile(source.parent / location, copy)
-        written = {id(proto) for _, proto in outside.values()}
-        write_external(outside, (proto for proto in externals if id(proto) not in written), copies)
-        content.write_bytes(_serialized(trained, source))
+        trained_outside = {id(proto) for _, proto in outside.values()}
+        write_external(outside, (proto for proto in externals if id(proto) not in trained_outside), copies)
+        written.write_bytes(_serialized(trained, source, content))
     return [target, *(target.parent / name for name in locations)]
 
 
@@ -82,15 +86,19 @@ def fill_weights(
     return trained, outside
 
 
-def _serialized(model: onnx.ModelProto, source: Path) -> bytes:
-    """Return the model as bytes; those of the source file if the content is equal.
+def content_digest(model: onnx.ModelProto) -> str:
+    """Return the SHA-256 of a model as protobuf writes it here.
 
-    Protobuf writers may order fields differently, so equal models can have different bytes.
+    Writers may order fields differently, so files of equal models can have different bytes.
     """
-    content: bytes = model.SerializeToString()
-    original = source.read_bytes()
-    same = onnx.ModelProto.FromString(original).SerializeToString() == content
-    return original if same else content
+    return hashlib.sha256(model.SerializeToString()).hexdigest()
+
+
+def _serialized(model: onnx.ModelProto, source: Path, content: str) -> bytes:
+    """Return the model as bytes; those of the source file if the content is equal."""
+    serialized: bytes = model.SerializeToString()
+    content = content or content_digest(onnx.ModelProto.FromString(source.read_bytes()))
+    return source.read_bytes() if hashlib.sha256(serialized).hexdigest() == content else serialized
 
 
 def _overwrite_problems(source: Path, target: Path, locations: Sequence[str]) -> list[str]:

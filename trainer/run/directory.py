@@ -376,13 +376,13 @@ State = Literal["given", "local", "configured"]
 """config.json as it is; with changes of retries and local copies for URLs; and with the model of `quantize.aware`."""
 
 
-def read_config(run: RunDir, state: State = "configured") -> RunConfig:
+def read_config(run: RunDir, state: State = "configured", *, given: RunConfig | None = None) -> RunConfig:
     """Read the configuration of a run, which `trainer/data/resolve.py` completes from the data.
 
-    Raises ConfigError if it is absent or invalid, RecordError for damaged records beside it.
+    given: config.json as it is, if it was read. Raises ConfigError if none is valid, RecordError for damaged records.
     """
     try:
-        config = RunConfig.model_validate_json(read_bounded(run.config, RECORD_BYTES))
+        config = given or RunConfig.model_validate_json(read_bounded(run.config, RECORD_BYTES))
     except FileNotFoundError:
         raise ConfigError(f"{run.root} is not a run directory: it has no config.json") from None
     except ValidationError as error:

@@ -53,17 +53,17 @@ def accepted_changes(run: RunDir) -> tuple[AcceptedChange, ...]:
         return ()
 
 
-def edited_settings(run: RunDir) -> list[str]:
+def edited_settings(run: RunDir, config: RunConfig | None = None) -> list[str]:
     """Return what was edited in config.json, a clause for each setting; [] also for a run that keeps no settings.
 
-    Raises ConfigError when config.json cannot be read, RecordError when the record beside it cannot.
+    config: config.json as it is, None = it is read here. Raises ConfigError when it cannot be read, RecordError when
+    the record beside it cannot.
     """
     if not run.accepted.exists():
         return []
     accepted = read_record(run.accepted, KeptSettings).settings
-    given = read_config(run, "given")
     kept = flat_settings(accepted)
-    present = flat_settings(given)
+    present = flat_settings(config or read_config(run, "given"))
     edited = []
     for key in kept | present:
         # the limits of [stop] may change: a resume raises them
@@ -72,14 +72,17 @@ def edited_settings(run: RunDir) -> list[str]:
     return edited
 
 
-def refuse_edited(run: RunDir, command: str = "") -> None:
-    """Raise ConfigError when config.json was edited. command: the one that resumes the run."""
+def refuse_edited(run: RunDir, command: str = "", *, config: RunConfig | None = None) -> None:
+    """Raise ConfigError when config.json was edited.
+
+    command: the one that resumes the run. config: as in `edited_settings`.
+    """
     accept = f"accept it with `{command or f'onward resume {run.root.name}'} --accept-config`"
     further = f"start a new run, or {accept}, which the report will say"
     if membership(run):  # its trials are compared by the settings that the sweep has given them
         accept = further = "or start a new sweep"
     try:
-        edited = edited_settings(run)
+        edited = edited_settings(run, config)
     except RecordError as error:
         raise ConfigError(
             f"{error}; so it is not known whether {run.config} was edited: look at it, then {accept}"

@@ -256,7 +256,7 @@ def test_leftovers_of_a_killed_export_are_removed(make: Make) -> None:
 def test_a_full_disk_is_refused_with_a_sentence_and_leaves_no_file(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(graphs.tiny_mlp())
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("onward.trainer.export.exported_model.write_model", full)
@@ -412,7 +412,7 @@ def test_a_wrongly_written_file_is_refused_with_every_difference(
     case = make(graphs.tiny_mlp(inputs=16, hidden=16, outputs=16))
     right = write_model
 
-    def wrong(module: ImportedGraph, model: onnx.ModelProto, source: Path, target: Path) -> list[Path]:
+    def wrong(module: ImportedGraph, model: onnx.ModelProto, source: Path, target: Path, **_: Any) -> list[Path]:
         files = right(module, model, source, target)
         written = onnx.load(target)
         mutate({tensor.name: tensor for tensor in written.graph.initializer}, written.graph)
@@ -432,7 +432,7 @@ def test_a_wrongly_written_file_is_refused_with_every_difference(
 def test_weights_that_were_not_written_at_all_are_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(graphs.tiny_mlp())
 
-    def stale(module: ImportedGraph, model: onnx.ModelProto, source: Path, target: Path) -> list[Path]:
+    def stale(module: ImportedGraph, model: onnx.ModelProto, source: Path, target: Path, **_: Any) -> list[Path]:
         target.write_bytes(source.read_bytes())
         return [target]
 

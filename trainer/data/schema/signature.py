@@ -13,8 +13,9 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.beyond_onnx import put_right, refused
 from onward.trainer.onnx_graph.files.external_ranges import external_problems, load_external
-from onward.trainer.onnx_graph.files.index import all_tensors, known_types, length_of, locations
-from onward.trainer.onnx_graph.files.model_files import opset_problems, read_model
+from onward.trainer.onnx_graph.files.index import all_tensors, known_types, length_of
+from onward.trainer.onnx_graph.files.model_files import opset_problems
+from onward.trainer.onnx_graph.files.source_model import SourceModel
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import (
     begin_at_numbers,
     find_preprocessing,
@@ -77,7 +78,18 @@ def read_signature(path: Path) -> Signature:
 
     Raises UnsupportedModel for a file that is not ONNX, or that has no inputs or no outputs.
     """
-    return _signature(_load(path), path)
+    return _signature(_loaded(read_source(path)), path)
+
+
+def read_source(path: Path, *, by_parts: bool = False) -> SourceModel:
+    """Read the file of a model, once in a process that needs both its signature and its graph.
+
+    by_parts: see `SourceModel.read`. Raises UnsupportedModel for a file that is not ONNX.
+    """
+    try:
+        return SourceModel.read(path, by_parts=by_parts)
+    except OSError as error:
+        raise UnsupportedModel(f"{path} cannot be read as an ONNX file: {error}") from error
 
 
 def read_training_signature(model: ModelConfig) -> Signature:
@@ -86,7 +98,19 @@ def read_training_signature(model: ModelConfig) -> Signature:
     Raises UnsupportedModel as `read_signature` does and for pre-processing that cannot stay in front, and ConfigError
     for surgery that this graph does not allow.
     """
-    proto = part = _load(model.path)
+    return _training_signature(_loaded(read_source(model.path)), model)
+
+
+def training_signature(source: SourceModel, model: ModelConfig) -> Signature:
+    """Return what `read_training_signature` reads, of a file that was read already. Raises its errors."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(source.proto)
+    return _training_signature(_loaded(replace(source, proto=copy)), model)
+
+
+def _training_signature(proto: onnx.ModelProto, model: ModelConfig) -> Signature:
+    """Return the signature of what is trained. Changes the model."""
+    part = proto
     signature = _signature(proto, model.path)
     read = [signature.output(name) for name in model.outputs]
     trainable = all(output is None or output.dtype in FLOAT_NAMES for output in read)
@@ -114,7 +138,7 @@ def read_preprocessing(model: ModelConfig) -> onnx.ModelProto | None:
 
     Raises the errors of `read_training_signature`.
     """
-    proto = _load(model.path)
+    proto = _loaded(read_source(model.path))
     apply_surgery(proto, model, seed=0)
     if (found := find_preprocessing(proto, model)) is None:
         return None
@@ -138,10 +162,9 @@ def model_bytes(path: Path) -> int:
 def model_files(path: Path) -> list[Path]:
     """Return a model's file and its external data files."""
     try:
-        names = locations(read_model(path))
+        return SourceModel.read(path).files
     except UnsupportedModel:
-        names = []  # not an ONNX file: whoever reads it reports that
-    return [path, *(file for name in names if (file := path.parent / name).is_file())]
+        return [path]  # not an ONNX file: whoever reads it reports that
 
 
 def digest_of_files(files: Sequence[Path]) -> str:
@@ -150,13 +173,11 @@ def digest_of_files(files: Sequence[Path]) -> str:
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def _load(path: Path) -> onnx.ModelProto:
-    try:
-        model = read_model(path)
-    except OSError as error:
-        raise UnsupportedModel(f"{path} cannot be read as an ONNX file: {error}") from error
+def _loaded(source: SourceModel) -> onnx.ModelProto:
+    """Return the graph of a file, put right in place."""
+    model = source.proto
     if problems := [*opset_problems(model), *refused(model)]:
-        raise UnsupportedModel(f"{path}: {problem}" for problem in problems)
+        raise UnsupportedModel(f"{source.path}: {problem}" for problem in problems)
     put_right(model)
     return model
 

@@ -292,9 +292,9 @@ class OnnxRunner:
 
     def _session(self, model: ModelFile | onnx.ModelProto) -> onnxruntime.InferenceSession:
         """Open a session, of a copy with an older IR version if onnxruntime refuses only the version."""
-        opened = model.path if isinstance(model, ModelFile) else model
+        opened, parsed = (model.path, model.proto) if isinstance(model, ModelFile) else (model, None)
         base, optimise = (self._exact.folder, False) if self._exact else (None, True)
-        start = partial(open_session, optimise=optimise, device=self._device, base=base)
+        start = partial(open_session, optimise=optimise, device=self._device, base=base, parsed=parsed)
         onnxruntime.set_seed(0)  # of the nodes that draw: each evaluation draws the same numbers
         try:
             return start(opened, share_constants=self._share_constants)

@@ -25,6 +25,7 @@ from onward.trainer.data.text.text_checks import length_limit
 from onward.trainer.data.text.text_columns import TextColumns, text_columns
 from onward.trainer.data.text.tokenizer import open_tokenizer
 from onward.trainer.errors import ConfigError, ExportRefused
+from onward.trainer.export.run_as_read import RunAsRead
 from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256, write_durably
@@ -45,15 +46,18 @@ TOKENIZER = "tokenizer.json"
 """The names of the files."""
 
 
-def write_preprocessing(run: RunDir, exported: ExportedModel, folder: Path) -> tuple[Path, ...]:
+def write_preprocessing(
+    run: RunDir, exported: ExportedModel, folder: Path, *, opened: RunAsRead | None = None
+) -> tuple[Path, ...]:
     """Write preprocessing.json into `folder`, and the tokenizer if there is one; return the files.
 
-    Raises ExportRefused when the tokenizer's file is gone; nothing is written then.
+    opened: the run as it was read, None = it is read here. Raises ExportRefused when the tokenizer's file is gone;
+    nothing is written then.
     """
-    config = read_config(run)
+    config = opened.config if opened else read_config(run)
     manifest = read_record(run.shards / "manifest.json", ShardManifest)
-    signature = read_training_signature(config.model)
-    record = describe(config, manifest, signature, exported)
+    signature = opened.signature if opened else read_training_signature(config.model)
+    record = describe(config, manifest, signature, exported, text_limit=opened.text_limit if opened else None)
     files = [folder / RECORD]
     if record.text and config.data.text:
         try:
@@ -69,9 +73,18 @@ def write_preprocessing(run: RunDir, exported: ExportedModel, folder: Path) -> t
 
 
 def describe(
-    config: RunConfig, manifest: ShardManifest, signature: Signature, exported: ExportedModel
+    config: RunConfig,
+    manifest: ShardManifest,
+    signature: Signature,
+    exported: ExportedModel,
+    *,
+    text_limit: int | None = None,
 ) -> Preprocessing:
-    """Return what becomes of raw data before the graph reads it. Raises ExportRefused without the tokenizer's file."""
+    """Return what becomes of raw data before the graph reads it.
+
+    text_limit: the tokens that a sample may have, None = they are read from the graph. Raises ExportRefused without the
+    tokenizer's file.
+    """
     text = text_columns(config, signature)
     inputs: dict[str, ImageInput | TableInput | TokenInput | AudioInput] = {}
     for name, feed in file_feeds(config.data, signature).items():
@@ -87,7 +100,7 @@ def describe(
         begins_at=config.model.start,
         inputs=inputs,
         window_length=config.data.table.window.length if config.data.table.window else None,
-        text=_tokenizer(text, config.model) if text else None,
+        text=_tokenizer(text, config.model, text_limit) if text else None,
         outputs=tuple(_outputs(config.losses, manifest, signature)),
     )
 
@@ -179,12 +192,12 @@ def _token_inputs(text: TextColumns, data: DataConfig, manifest: ShardManifest) 
     return found
 
 
-def _tokenizer(text: TextColumns, model: ModelConfig) -> Tokenizer:
+def _tokenizer(text: TextColumns, model: ModelConfig, limit: int | None) -> Tokenizer:
     try:
         opened = open_tokenizer(text.config.tokenizer)
     except ConfigError as error:
         raise ExportRefused(error.problems) from error
-    most, _ = length_limit(text, read_model(model.path).graph)
+    most = length_limit(text, read_model(model.path).graph)[0] if limit is None else limit
     return Tokenizer(
         file=TOKENIZER,
         sha256=opened.digest,

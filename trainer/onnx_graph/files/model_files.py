@@ -66,11 +66,16 @@ def read_model(path: Path) -> onnx.ModelProto:
         raise UnsupportedModel(f"{path} is not an ONNX file: {other_kind(content) or _why(error)}") from None
     # only good files are remembered: a bad one is refused each time, with its problems
     if version not in _CHECKED:
-        if problems := model_problems(model):
-            more = [f"... and {len(problems) - MAX_NAMED} more"] if len(problems) > MAX_NAMED else []
-            raise UnsupportedModel(f"{path}: {problem}" for problem in [*problems[:MAX_NAMED], *more])
+        refuse_problems(path, model)
         _CHECKED.add(version)
     return model
+
+
+def refuse_problems(path: Path, model: onnx.ModelProto) -> None:
+    """Raise UnsupportedModel with what is wrong inside a file that was parsed, as `read_model` does."""
+    if problems := model_problems(model):
+        more = [f"... and {len(problems) - MAX_NAMED} more"] if len(problems) > MAX_NAMED else []
+        raise UnsupportedModel(f"{path}: {problem}" for problem in [*problems[:MAX_NAMED], *more])
 
 
 def node_of_output(path: Path, tensor: str) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ import onnxruntime
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.files.attribute_bounds import passed_attribute_problems
 from onward.trainer.onnx_graph.files.integer_division import guard_integer_divisions
-from onward.trainer.onnx_graph.files.model_files import read_model
+from onward.trainer.onnx_graph.files.model_files import read_model, refuse_problems
 
 Device = Literal["cpu", "cuda"]
 PROVIDERS: dict[Device, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -30,6 +30,7 @@ def open_session(
     share_constants: bool = True,
     threads: int = 0,
     standard: bool = False,
+    parsed: onnx.ModelProto | None = None,
 ) -> onnxruntime.InferenceSession:
     """Open a session of onnxruntime. Its errors, which have no common base class, are raised only.
 
@@ -37,8 +38,8 @@ def open_session(
     that the session runs there, optimised for any machine; standard: with operators of ONNX's own alone. threads: how
     many compute, 1 = the calling one; 0 = as many as there are. share_constants: let it keep one of several equal
     constants. False for BatchNormalization in training form: onnxruntime 1.31 writes the new mean over the stored one,
-    which may then be the bias as well, before it adds the bias. Raises RuntimeError if onnxruntime cannot use the
-    device.
+    which may then be the bias as well, before it adds the bias. parsed: what a model given by its path holds, None = it
+    is read here. Raises RuntimeError if onnxruntime cannot use the device.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what is raised is not printed as well
@@ -50,7 +51,7 @@ def open_session(
     options.intra_op_num_threads = threads
     # a file is opened by its name, unless its graph has to be changed
     if isinstance(model, Path):
-        content: str | bytes = guarded_content(model) or str(model)
+        content: str | bytes = guarded_content(model, parsed) or str(model)
         base = base or model.parent
     else:
         content = guard_integer_divisions(model).SerializeToString()
@@ -68,13 +69,15 @@ def open_session(
     return session
 
 
-def guarded_content(path: Path) -> bytes | None:
+def guarded_content(path: Path, parsed: onnx.ModelProto | None = None) -> bytes | None:
     """Return what to open in place of a file in which a division may end the process; None = the file itself.
 
-    Its external data, if it has some, lies beside the file still. Raises as `read_model`, and UnsupportedModel for
-    attributes that end the process as well.
+    parsed: what the file holds, None = it is read here. Its external data, if it has some, lies beside the file still.
+    Raises as `read_model`, and UnsupportedModel for attributes that end the process as well.
     """
-    model = read_model(path)
+    if parsed is not None:
+        refuse_problems(path, parsed)
+    model = read_model(path) if parsed is None else parsed
     try:
         problems = list(passed_attribute_problems(model))
     except Exception as error:  # those of onnx's inliner have no common base class
@@ -82,4 +85,7 @@ def guarded_content(path: Path) -> bytes | None:
     if problems:
         raise UnsupportedModel(f"{path}: {problem}" for problem in problems)
     guarded = guard_integer_divisions(model)
-    return None if guarded is model else guarded.SerializeToString()
+    if guarded is model:
+        return None
+    # what runs is the file, also where its graph was changed since (rehearsal/parity.py)
+    return guarded.SerializeToString() if parsed is None else guarded_content(path)

@@ -18,6 +18,7 @@ from onward.trainer.export.measuring import samples as module
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.measuring.samples import MOST_SHOWN, WorstSamples
 from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.run_as_read import RunAsRead
 from onward.trainer.run.directory import read_config
 from onward.trainer.run.recorded.sample_records import Samples
 from tests.support.graphs import tiny_conv_net, tiny_mlp, tiny_transformer, tiny_two_outputs
@@ -124,12 +125,13 @@ def test_pictures_have_their_own_colours_and_rows_their_files(tmp_path: Path) ->
         },
         train={"num_steps": 1, "global_batch_size": 8},
     )
-    data, config = evaluation_data(run), read_config(run)
+    opened = RunAsRead.of(run)
+    data = evaluation_data(run, opened=opened)
     assert data.rows is not None
-    runner = OnnxRunner(ModelFile.read(config.model.path), data)
-    samples = _worst_samples(config.model, config.data, data.new_metrics(runner.outputs).losses, data.rows)
+    runner = OnnxRunner(ModelFile.read(opened.source.path), data)
+    samples = _worst_samples(opened, data.new_metrics(runner.outputs).losses, data.rows)
     runner.evaluate(samples.add)
-    found = samples.record(runner.runtime, _origins(config, data, samples.worst_rows))
+    found = samples.record(runner.runtime, _origins(opened, data, samples.worst_rows))
     assert found.worst
     for sample in found.worst:
         name = ("blue", "red")[int(sample.target or 0)]

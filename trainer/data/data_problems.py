@@ -71,9 +71,8 @@ def data_problems(
             continue  # not computed yet, or right because the tokenizer made it for this input
         if set(feed.columns) & set(made) or feed.target in constant:
             continue
-        missing = [name for name in feed.columns if name not in schema]
-        problems += [_missing_column(feed, name, schema, signature) for name in missing]
-        if missing:
+        if missing := [name for name in feed.columns if name not in schema]:
+            problems += [_missing_column(feed, name, schema, signature) for name in missing]
             continue
         # pixels of the final size may be stored in place of files: both are right
         if feed.image:

@@ -109,7 +109,7 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
     usage = recorded_usage(run, attempt=attempt, rank=mpi.rank, local_rank=mpi.local_rank, host=mpi.host)
     memory = memory_snapshots(config.monitor, run, mpi, attempt=attempt)
     with named_if_not_deterministic(), usage, memory:
-        result = train(run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=stop_requested, config=config)
+        result = train(run, mpi, attempt=attempt, heartbeat=heartbeat, stop_requested=stop_requested, given=config)
     # This file is the only proof of success; the exit status of mpirun is none.
     if mpi.rank == 0:
         write_record(run.result(attempt), result)

@@ -58,18 +58,18 @@ def train(
     attempt: int,
     heartbeat: Heartbeat,
     stop_requested: Callable[[], bool],
-    config: RunConfig | None = None,
+    given: RunConfig | None = None,
 ) -> AttemptResult:
     """Train until the configured end, until [stop] ends the run, or until any rank is asked to stop.
 
-    config: what `read_config` has read, None = it is read here. Collective: every rank. Raises Diverged when the loss
+    given: what `read_config` has read, None = it is read here. Collective: every rank. Raises Diverged when the loss
     or a gradient is not finite at every allowed loss scale. Checkpoints that were saved stay, at other errors as well.
     """
     clock = StepClock(began_at=time.monotonic(), compiled_s=compiled_s)
     beat = heartbeat.beat
 
     # -- 1. Ranks: who computes what, and in which arithmetic
-    config = set_arithmetic(read_resolved(run, config=config), mpi)
+    config = set_arithmetic(read_resolved(run, config=given), mpi)
     dims = ParallelDims.of(config.parallel)
     mesh = make_mesh(mpi, dims, timeout_s=config.collective_timeout_s)
     here = dims.coordinate(mpi.rank)
@@ -105,8 +105,7 @@ def train(
 
     # -- 5. What watches the training
     profiler = StepProfiler(config, run, model, pipeline, mpi, attempt=attempt, num_steps=num_steps, beat=beat)
-    bad_values = BadValues(config, signature, model, pipeline, rows, batches, mpi, beat)
-    bad_values.remember_weights(state.step)
+    bad_values = BadValues(config, signature, model, pipeline, rows, batches, mpi, beat, state.step)
     explain = bad_values.explain_evaluation
     evaluate = Evaluation(held_out, config, signature, trained, pipeline, explain, events, heartbeat, mpi)
     peak = peak_of_ranks(config, mpi)
@@ -184,7 +183,9 @@ def train(
             remedy = "skip" if step in config.train.skip_steps else scaler.overflow()
             if remedy == "none":
                 checkpoints.wait(beat)
-                raise bad_values.diverged(step, loss, norm, rate, micro_batches, scale=scaler.scale, reseed=reseed)
+                raise bad_values.diverged(
+                    step, agreed.loss, norm, rate, micro_batches, scale=scaler.scale, reseed=reseed
+                )
             events.scalars(step, skipped=1, loss_scale=scaler.scale)
             if remedy == "again":
                 continue
@@ -201,7 +202,6 @@ def train(
             events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **cost)
         if every(config.train.log_period, step):
             pace.begin(step)
-
         evaluates = evaluation_is_due(config.train.evaluation_period, state, size, num_rows=batches.num_rows)
         if evaluates or ending:
             with clock("evaluation"):

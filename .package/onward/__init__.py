@@ -15,22 +15,9 @@ import os
 # in ~/.cache, from the moment they are imported. This package's import comes before that in every process of a run.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-from onward.flows.api import (
-    config,
-    diff,
-    doctor,
-    examine,
-    origins,
-    plan,
-    promote,
-    resume,
-    run,
-    runs,
-    status,
-    to_module,
-    write,
-)
+from onward.flows.api import config, examine, origins, plan, promote, resume, run, runs, status
 from onward.flows.first_config import init
+from onward.flows.model_api import diff, doctor, to_module, write
 from onward.flows.predict import evaluate, predict
 from onward.flows.run_reports.report_api import report
 from onward.flows.run_state.exports import bundle, export

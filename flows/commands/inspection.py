@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from onward.flows import api
+from onward.flows import api, model_api
 from onward.flows.commands.common import (
     All,
     ConfigFile,
@@ -76,8 +76,8 @@ def doctor(
         changes = [data, *changes]
         data = None
     with quick_imports():
-        import onward.trainer.diagnostics.doctor  # noqa: F401 - and torch, which `api.doctor` would import
-    found = api.doctor(model, data, changes, label=label, rows=rows, converters=converters or ())
+        import onward.trainer.diagnostics.doctor  # noqa: F401 - and torch, which `model_api.doctor` would import
+    found = model_api.doctor(model, data, changes, label=label, rows=rows, converters=converters or ())
     if as_json:
         print_json(found.model_dump(mode="json"))
     else:
@@ -171,7 +171,7 @@ def diff(
     """Compare two ONNX files: graph, inputs, outputs and every tensor."""
     from onward.flows.shown.inspection_report import show_difference
 
-    found = api.diff(a, b)
+    found = model_api.diff(a, b)
     if as_json:
         print_json({"same": found.same, **found.model_dump(mode="json")})
     else:

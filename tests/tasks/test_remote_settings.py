@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onward.flows import api
+from onward.flows import model_api
 from onward.flows.run_state.runs import clean_downloads
 from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.configure import configure
@@ -182,12 +182,12 @@ def test_a_run_without_urls_asks_no_store_and_writes_no_record(sections: dict[st
 
 
 def test_python_files_and_models_of_commands_come_by_url(bucket: Any, sections: dict[str, Any], tmp_path: Path) -> None:
-    same = api.diff("s3://bucket/models/model.onnx", tmp_path / "model.onnx")
+    same = model_api.diff("s3://bucket/models/model.onnx", tmp_path / "model.onnx")
     assert same.same
     with web_server({"model.onnx": tiny_conv_net(num_classes=4).SerializeToString(), "rules.py": b"1/0\n"}) as web:
-        assert api.to_module(f"{web.url}/model.onnx").input_names == ("image",)
+        assert model_api.to_module(f"{web.url}/model.onnx").input_names == ("image",)
         with pytest.raises(ConfigError, match=r"rules.py: ZeroDivisionError"):
-            api.doctor(f"{web.url}/model.onnx", converters=[f"{web.url}/rules.py"])
+            model_api.doctor(f"{web.url}/model.onnx", converters=[f"{web.url}/rules.py"])
 
 
 def test_cleaning_leaves_what_was_used_lately_and_what_a_run_can_go_on_with(

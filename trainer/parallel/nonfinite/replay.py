@@ -15,7 +15,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -69,15 +69,18 @@ class BadValues:
     batches: Batches
     mpi: MPIContext
     beat: Callable[[], None]
-    _worst: tuple[float, int, int, int] = (0.0, 0, 0, 0)
-    """Of the steps since: the greatest gradient norm, its step, and the position and number of its samples."""
-    _since: int = 0
-    _largest: dict[str, Tensor] = field(default_factory=dict)
-    """Trained weight -> its largest magnitude after step `_since`."""
+    step: int
+    """The last one that is trained already."""
+
+    def __post_init__(self) -> None:
+        self.remember_weights(self.step)
 
     def remember_weights(self, step: int) -> None:
         """Remember how large the weights are, to say later whether they have grown since."""
-        self._since, self._largest, self._worst = step, _largest(self.model), (0.0, 0, 0, 0)
+        self._since = step
+        self._largest = _largest(self.model)
+        # of the steps since: the greatest gradient norm, its step, and the position and number of its samples
+        self._worst = (0.0, 0, 0, 0)
 
     def note(self, step: int, norm: float, position: int, size: int) -> None:
         """Remember the step with the greatest gradient norm. Not collective."""

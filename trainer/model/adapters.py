@@ -101,26 +101,25 @@ def add_adapters(
     same adapters on every rank. Raises ConfigError for each pattern that matches no weight
     of a product or convolution, and for each weight whose use leaves no place for `lora.dropout`.
     """
-    reads = {
-        module.onnx_names[str(node.target)]: node
-        for node in module.graph.nodes
-        if node.op == "get_attr" and str(node.target) in module.onnx_names
-    }
+    stored = [node for node in module.graph.find_nodes(op="get_attr") if str(node.target) in module.onnx_names]
+    reads = {module.onnx_names[str(node.target)]: node for node in stored}
     candidates = {name: uses for name, node in reads.items() if (uses := _Uses.of(node)).main}
-    chosen = {
-        name: uses for name, uses in candidates.items() if any(fnmatchcase(name, pattern) for pattern in config.weights)
-    }
+    chosen = {}
+    for name, uses in candidates.items():
+        if any(fnmatchcase(name, pattern) for pattern in config.weights):
+            chosen[name] = uses
     adapted_weights = [*chosen, *(name.removesuffix(".lora_a") for name in beside)]
-    problems = [
-        f"lora.weights: {_why_none(pattern, module)}; there is {_nearest(pattern, list(candidates))}"
-        for pattern in config.weights
-        if not any(fnmatchcase(name, pattern) for name in adapted_weights)
-    ]
-    problems += [
-        f"lora.dropout: {name!r} is also read by {uses.other}, where its adapter has no input to drop; leave it out"
-        for name, uses in chosen.items()
-        if config.dropout and uses.other
-    ]
+    problems = []
+    for pattern in config.weights:
+        if not any(fnmatchcase(name, pattern) for name in adapted_weights):
+            nearest = _nearest(pattern, list(candidates))
+            problems.append(f"lora.weights: {_why_none(pattern, module)}; there is {nearest}")
+    for name, uses in chosen.items():
+        if config.dropout and uses.other:
+            problems.append(
+                f"lora.dropout: {name!r} is also read by {uses.other}, where its adapter has no input to drop; leave "
+                "it out"
+            )
     if problems:
         raise ConfigError(problems)
     if config.dropout:
@@ -144,8 +143,9 @@ def _drop_inputs(module: ImportedGraph, factors: Collection[str]) -> None:
 
 def _why_none(pattern: str, module: ImportedGraph) -> str:
     """Return why a pattern matches no weight that can have an adapter."""
-    stored = [name for name, role in module.roles.items() if role.kind == "frozen" and fnmatchcase(name, pattern)]
-    integers = [name for name in stored if module.roles[name].reason.startswith(INTEGERS)]
+    matching = [name for name in module.roles if fnmatchcase(name, pattern)]
+    frozen = [name for name in matching if module.roles[name].kind == "frozen"]
+    integers = [name for name in frozen if module.roles[name].reason.startswith(INTEGERS)]
     if integers:
         return (
             f"{integers[0]!r} is stored as integers, and is no second operand of a single MatMulNBits, MatMul or Gemm "
@@ -225,6 +225,7 @@ class _Use:
         if node.all_input_nodes.count(weight) != 1 or sum(arg is weight for arg in node.args) != 1:
             return cls(node, transposed, "other")
         place = node.args.index(weight)
+        is_kernel = place == 1 and not transposed and len(node.args) == 7
         if node.op == "call_function":
             if node.target is F.linear and place == 1:
                 return cls(node, transposed, "linear")
@@ -232,7 +233,7 @@ class _Use:
                 return cls(node, transposed, "matmul")
             if node.target is torch.addmm and place == 2:
                 return cls(node, transposed, "matmul", x=1)
-            if node.target in CONVOLUTIONS.values() and place == 1 and not transposed and len(node.args) == 7:
+            if node.target in CONVOLUTIONS.values() and is_kernel:
                 return cls(node, transposed, "conv")
             if node.target is gather_rows and place == 0:
                 return cls(node, transposed, "rows", x=1)

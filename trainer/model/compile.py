@@ -65,12 +65,10 @@ def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device
     relu_in_place(module)
     if not config.compiles:
         return module
-    choice = CompileChoice(
-        shapes="static" if config.shapes == "static" else "dynamic",
-        mode="default" if config.compile_mode == "auto" else config.compile_mode,
-        regions="repeated" if config.compile_regions == "repeated" else "whole",
-    )
-    return Compiler(choice, device=device).compile(module, module)
+    shapes: Literal["static", "dynamic"] = "static" if config.shapes == "static" else "dynamic"
+    mode: Mode = "default" if config.compile_mode == "auto" else config.compile_mode
+    regions: Literal["whole", "repeated"] = "repeated" if config.compile_regions == "repeated" else "whole"
+    return Compiler(CompileChoice(shapes, mode, regions), device=device).compile(module, module)
 
 
 class Compiler:

@@ -73,12 +73,15 @@ def _calls_without_teacher(module: fx.GraphModule) -> list[fx.Node]:
         stored = str(node.target).startswith(f"{TEACHER_MODULE}.")
         if stored or any(each in of_teacher for each in node.all_input_nodes):
             of_teacher.add(node)
-    return [node for node in module.graph.nodes if node not in of_teacher and node.op.startswith("call_")]
+    calls = [node for node in module.graph.nodes if node.op.startswith("call_")]
+    return [node for node in calls if node not in of_teacher]
 
 
 def _blocks(module: fx.GraphModule, calls: Sequence[fx.Node]) -> list[set[fx.Node]]:
     """Return the repeated blocks, equal ones of which one is frozen included."""
-    frozen = [each for each in module.parameters() if each.is_floating_point() and not each.requires_grad]
+    floats = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+    frozen = [parameter for parameter in floats if not parameter.requires_grad]
+    # blocks are compared with `requires_grad` of their weights: freezing a layer must not give the others new numbers
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:
@@ -105,8 +108,10 @@ def _by_blocks(calls: Sequence[fx.Node], reads: dict[str, fx.Node], blocks: Sequ
 def _by_products(module: ImportedGraph, names: dict[str, str], reads: dict[str, fx.Node]) -> dict[str, int]:
     """Return the layer of each weight: how many nodes that read a matrix are on the longest path to its reader."""
     weights = named_weights(module)
-    begins = {node for name, node in reads.items() if weights[name].ndim >= 2 and node.target not in ELEMENTWISE}
+    matrix_reads = {node for name, node in reads.items() if weights[name].ndim >= 2}
+    begins = {node for node in matrix_reads if node.target not in ELEMENTWISE}
     depth: dict[fx.Node, int] = {}
+    # nodes are in the order of computation, so that the depths of all operands are known
     for node in module.graph.nodes:
         depth[node] = max((depth[each] for each in node.all_input_nodes), default=0) + (node in begins)
     return {name: depth[node] for name, node in reads.items()}

@@ -16,6 +16,7 @@ begins where the fewest values pass. Then the blocks are compared exactly, with 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -123,6 +124,7 @@ class _Sequence:
                 if (saved := length // period * period) >= MIN_SAVED:
                     # of equal savings the shorter period: two layers are no block
                     found.append((int(saved), int(begin + start), period, int(length)))
+        # the last of these is tried first; more than a few are tried only if all of them turn out not to be equal
         return sorted(found, key=lambda each: (each[0], -each[2]))[-8:]
 
     def _best_run(self, start: int, period: int, length: int) -> _Run | None:
@@ -191,12 +193,14 @@ def _value_key(module: fx.GraphModule, node: fx.Node) -> Any:
 
 def _module_key(child: nn.Module) -> Any:
     """Return what equal modules have in common. A module with tensors of its own equals only itself."""
-    if any(True for _ in child.parameters()) or any(True for _ in child.buffers()):
+    tensors = itertools.chain(child.parameters(), child.buffers())
+    if next(tensors, None) is not None:
         return id(child)
-    plain = {key: value for key, value in vars(child).items() if not key.startswith("_") and key != "training"}
-    if not all(isinstance(value, (int, float, str, tuple, type(None))) for value in plain.values()):
+    options = {key: value for key, value in vars(child).items() if not key.startswith("_")}
+    options.pop("training", None)
+    if not all(isinstance(value, (int, float, str, tuple, type(None))) for value in options.values()):
         return id(child)
-    return type(child), tuple(sorted(plain.items())), tuple(_module_key(each) for each in child.children())
+    return type(child), tuple(sorted(options.items())), tuple(map(_module_key, child.children()))
 
 
 def _literal(value: Any, reference: Callable[[fx.Node], Any]) -> Any:
@@ -225,14 +229,12 @@ def _outline(module: fx.GraphModule, name: str, blocks: Sequence[Sequence[fx.Nod
     """Replace equal blocks by calls of one new submodule."""
     positions = [{node: position for position, node in enumerate(block)} for block in blocks]
     # what any of the blocks returns, all do
-    returned = sorted(
-        {
-            own[node]
-            for block, own in zip(blocks, positions, strict=True)
-            for node in block
-            if any(user not in own for user in node.users)
-        }
-    )
+    read_outside = set[int]()
+    for position_of in positions:
+        for node, position in position_of.items():
+            if any(user not in position_of for user in node.users):
+                read_outside.add(position)
+    returned = sorted(read_outside)
     module.add_submodule(name, _block_module(module, blocks[0], returned))
     for block in blocks:
         # now, since earlier blocks have been replaced
@@ -244,9 +246,7 @@ def _outline(module: fx.GraphModule, name: str, blocks: Sequence[Sequence[fx.Nod
             call.meta.update(block[returned[0]].meta)
         else:
             with module.graph.inserting_after(call):
-                results = [
-                    module.graph.call_function(operator.getitem, (call, place)) for place in range(len(returned))
-                ]
+                results = [module.graph.call_function(operator.getitem, (call, i)) for i in range(len(returned))]
             for place, result in zip(returned, results, strict=True):
                 result.meta.update(block[place].meta)
         for place, result in zip(returned, results, strict=True):

@@ -207,6 +207,10 @@ def _cast_nodes(module: fx.GraphModule) -> list[fx.Node]:
 def read_in_half_only(module: fx.GraphModule) -> set[nn.Parameter]:
     """Return the parameters that nothing reads but one product of the whole graph, in half precision."""
     reads = [node for node in module.graph.find_nodes(op="get_attr") if _is_fp32_parameter(module, node)]
-    found = {node: module.get_parameter(str(node.target)) for node in reads}
-    others = {found[node] for node in found if any(user.target is not half for user in node.users)}
-    return set(found.values()) - others
+    weights = {node: module.get_parameter(str(node.target)) for node in reads}
+    # `half_with_own_backward` counts as another reader: several products have the weight then
+    others = set[nn.Parameter]()
+    for node, weight in weights.items():
+        if any(user.target is not half for user in node.users):
+            others.add(weight)
+    return set(weights.values()) - others

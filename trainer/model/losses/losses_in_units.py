@@ -19,8 +19,11 @@ def label_axis(units: LabelUnits, shape: Sequence[int]) -> int:
 
     shape: of labels or of an output, the rows being axis 0.
     """
-    number = len(units.center)
-    return next((axis for axis in range(1, len(shape)) if number > 1 and shape[axis] == number), len(shape) - 1)
+    if len(units.center) > 1:
+        for axis in range(1, len(shape)):
+            if shape[axis] == len(units.center):
+                return axis
+    return len(shape) - 1
 
 
 def standardised(values: Tensor, units: LabelUnits, *, axis: int) -> Tensor:

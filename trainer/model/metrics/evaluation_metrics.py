@@ -81,8 +81,11 @@ class EvaluationMetrics:
         if not alone:
             totals = totals if self._counts else torch.zeros_like(totals)
             dist.all_reduce(totals)
-        own = [part if self._counts else part[:0] for each in self._each for part in each.lists()]
-        lists = iter(gather_lists(own))
+        parts = [part for each in self._each for part in each.lists()]
+        # the ranks of a tensor-parallel group have the same targets: one of them gives these, the others none
+        if not self._counts:
+            parts = [part[:0] for part in parts]
+        lists = iter(gather_lists(parts))
         sums = self._split(totals.tolist())
         on_first = alone or dist.get_rank() == 0
         values = [each.values(sums, lists, on_first_rank=on_first) for each in self._each]
@@ -145,11 +148,10 @@ class _LossMetrics:
             self._measures.append((task, OWN.get(metric.name, library)(metric, device=device)))
         self.sizes: dict[Task, int] = dict.fromkeys((task for task, _ in self._measures), 0)
         """What is measured -> `Measured.size`; 0 as long as it is not known."""
-        self._confusions: dict[Task, Confusion | LabelConfusion] = {
-            task: CONFUSIONS[task](MetricConfig(name="accuracy"), device)
-            for task in self.sizes
-            if metrics and task in CONFUSIONS
-        }
+        self._confusions: dict[Task, Confusion | LabelConfusion] = {}
+        for task in self.sizes:
+            if metrics and task in CONFUSIONS:
+                self._confusions[task] = CONFUSIONS[task](MetricConfig(name="accuracy"), device)
         self.names = ["loss", *(measure.key for _, measure in self._measures)]
         self.needs_first_rank = any(measure.on_first_rank for _, measure in self._measures)
         self.table: Counts = []

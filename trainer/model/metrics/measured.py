@@ -133,14 +133,15 @@ class Measured:
     @cached_property
     def sequences(self) -> tuple[list[list[int]], list[list[int]]]:
         """Of a CTC: the symbols with the greatest scores, without repetitions and blanks, and those of the labels."""
-        found = self._loss.output(self._outputs).argmax(-1).tolist()
-        own, lengths = without_lengths(self._labels, self.config)
+        best = self._loss.output(self._outputs).argmax(-1).tolist()
+        own_labels, lengths = without_lengths(self._labels, self.config)
         if lengths is not None:
-            found = [row[:length] for row, length in zip(found, lengths.tolist(), strict=True)]
-        blank = self._loss.config.blank
-        symbols = [[symbol for symbol, _ in itertools.groupby(row) if symbol != blank] for row in found]
-        labels = own.reshape(len(found), -1).tolist()
-        return symbols, [[symbol for symbol in row if symbol != self._loss.ignore_index] for row in labels]
+            best = [row[:length] for row, length in zip(best, lengths.tolist(), strict=True)]
+        # repetitions first: a blank between two equal symbols keeps both
+        merged = [[symbol for symbol, _ in itertools.groupby(row)] for row in best]
+        symbols = [_without(row, self._loss.config.blank) for row in merged]
+        labels = own_labels.reshape(len(best), -1).tolist()
+        return symbols, [_without(row, self._loss.ignore_index) for row in labels]
 
     @cached_property
     def embeddings(self) -> list[Tensor]:
@@ -166,3 +167,7 @@ class Measured:
         if self.task == "pairs":
             return ((1 + scores) / 2).clamp(0, 1)
         return scores.softmax(-1) if self.task == "classes" else scores.sigmoid()
+
+
+def _without(symbols: list[int], left_out: int) -> list[int]:
+    return [symbol for symbol in symbols if symbol != left_out]

@@ -245,11 +245,11 @@ def projected_sizes(
     shown = f"{name} are {shown_shape(own)} and {shown_shape(theirs)}"
     if len(own) != len(theirs):
         raise ConfigError(f"{shown}; match tensors with the same number of axes")
-    different = [
-        axis
-        for axis, (one, other) in enumerate(zip(own, theirs, strict=True))
-        if axis and one != other and None not in (one, other)
-    ]
+    different = []
+    for axis, lengths in enumerate(zip(own, theirs, strict=True)):
+        # axis 0 is the batch, and dynamic lengths follow the inputs of both
+        if axis and lengths[0] != lengths[1] and None not in lengths:
+            different.append(axis)
     if len(different) > 1:
         raise ConfigError(f"{shown}: they differ in more than one axis, and a projection changes one; match others")
     if not different:

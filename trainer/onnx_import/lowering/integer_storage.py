@@ -51,7 +51,8 @@ def move_before_storage(tracer: Tracer, run: Callable[..., Value], operands: Seq
     Operands that are no results of `store_as` stay as they are. Returns NotImplemented if there are none or others of
     the integer type, which are computed as integers.
     """
-    stored = {x.dtype for x in operands if isinstance(x, Traced) and x.node.target is store_as}
+    traced = [x for x in operands if isinstance(x, Traced)]
+    stored = {x.dtype for x in traced if x.node.target is store_as}
     if len(stored) != 1:
         return NotImplemented
     kind = stored.pop()
@@ -65,7 +66,8 @@ def move_before_storage(tracer: Tracer, run: Callable[..., Value], operands: Seq
     found = run(*levels)
 
     def store(result: Value) -> Value:
-        whole = isinstance(result, Traced) and result.is_tensor and result.dtype == computed_in
-        return tracer.call(store_as, result, kind, computed_in) if whole else result
+        # results of other types are no moved values, such as the indices of a MaxPool
+        is_moved = isinstance(result, Traced) and result.is_tensor and result.dtype == computed_in
+        return tracer.call(store_as, result, kind, computed_in) if is_moved else result
 
     return tuple(map(store, found)) if isinstance(found, tuple) else store(found)

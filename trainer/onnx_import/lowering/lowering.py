@@ -129,7 +129,10 @@ def _rule(node: onnx.NodeProto, version: int) -> Any:
 
 def _without_unread(node: onnx.NodeProto, read: set[str]) -> onnx.NodeProto:
     """Return the node without the outputs that nothing reads, so that rules need not compute them."""
-    if len(node.output) < 2 or node.op_type == "Split" or all(name in read for name in node.output):
+    # the number of a Split's outputs says into how many parts it splits
+    if len(node.output) < 2 or node.op_type == "Split":
+        return node
+    if all(name in read for name in node.output):
         return node
     lean = onnx.NodeProto()
     lean.CopyFrom(node)

@@ -33,7 +33,9 @@ def convert(c: Call, x: Value, target: int) -> Value:
     dtype = c.dtype(target)
     if dtype.is_floating_point and dtype.itemsize > 1:
         x = value_before_storage(c, x)
-    if c.element_type(x) == target or (x.dtype == dtype and not is_packed(x) and target not in PACKED):
+    # one torch type stores several packed types, whose values differ
+    same_values = x.dtype == dtype and not is_packed(x) and target not in PACKED
+    if c.element_type(x) == target or same_values:
         return x
     if target == TensorProto.FLOAT8E8M0:
         return c(to_power_of_two, x, saturate, round_mode)

@@ -63,10 +63,12 @@ def pads_of(c: Call, x: Value, window: Sequence[Sequence[int]]) -> list[int] | N
     if mode == "VALID":
         return [0] * 2 * rank
     # auto_pad SAME: the pads depend on the lengths
-    lengths = [c.size(x, dim + 2) for dim in range(rank)]
-    # with a stride of 1 the pads do not depend on the length
-    lengths = [1 if isinstance(n, Traced) and s == 1 else n for n, s in zip(lengths, window[1], strict=True)]
-    if any(isinstance(n, Traced) for n in lengths):
+    lengths = []
+    for dim, stride in zip(range(rank), window[1], strict=True):
+        length = c.size(x, dim + 2)
+        # with a stride of 1 the pads do not depend on the length
+        lengths.append(1 if isinstance(length, Traced) and stride == 1 else length)
+    if any(isinstance(length, Traced) for length in lengths):
         return None
     return same_pads(lengths, window, mode == "SAME_UPPER")
 

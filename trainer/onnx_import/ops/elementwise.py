@@ -69,7 +69,9 @@ def as_number(x: Value, other: Value) -> Value:
     # a number needs no buffer in the module, and does not appear as a constant of its own
     if not isinstance(x, torch.Tensor) or not isinstance(other, Traced):
         return x
-    return x.item() if x.numel() == 1 and x.ndim <= other.ndim and x.dtype == other.dtype else x
+    # a constant of more dimensions broadcasts the other operand, one of another type promotes it
+    changes_result = x.ndim > other.ndim or x.dtype != other.dtype
+    return x if x.numel() != 1 or changes_result else x.item()
 
 
 def divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

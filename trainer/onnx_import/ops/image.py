@@ -66,8 +66,11 @@ def axis_resizes(shape: Sequence[int], target: ResizeTarget, lengths: Sequence[i
         if target.policy != "stretch":
             scales = [min(scales) if target.policy == "not_larger" else max(scales)] * len(scales)
             news = [math.floor(s * old + 0.5) for s, old in zip(scales, olds, strict=True)]
-    resizes = zip(target.axes, news, scales, strict=True)
-    return [s for s in resizes if s[1] != shape[s[0]] or s[2] != 1 or target.roi is not None]
+    resizes = list(zip(target.axes, news, scales, strict=True))
+    # a region reads other elements even where the length stays
+    if target.roi is not None:
+        return resizes
+    return [(axis, new, scale) for axis, new, scale in resizes if (new, scale) != (shape[axis], 1)]
 
 
 def resize(
@@ -93,11 +96,8 @@ def resize(
         if options.coordinate_mode == "tf_crop_and_resize":
             within = (at >= 0) & (at <= x.shape[axis] - 1)
             inside = inside & within.reshape([-1] + [1] * (x.ndim - 1 - axis))
-        y = (
-            interpolate_nearest(y, axis, at, scale, options)
-            if options.mode == "nearest"
-            else interpolate_weighted(y, axis, at, scale, options)
-        )
+        interpolate = interpolate_nearest if options.mode == "nearest" else interpolate_weighted
+        y = interpolate(y, axis, at, scale, options)
     if options.coordinate_mode == "tf_crop_and_resize":
         y = torch.where(inside, y, options.extrapolation_value)
     return y.to(x.dtype)
@@ -105,20 +105,26 @@ def resize(
 
 def torch_mode(x: torch.Tensor, resizes: Sequence[AxisResize], options: Interpolation) -> str | None:
     """Return the mode of `F.interpolate` that computes the same; None if there is none."""
-    if not x.is_floating_point() or not 3 <= x.ndim <= 5 or options.antialias or options.exclude_outside:
+    if not x.is_floating_point() or not 3 <= x.ndim <= 5:
         return None
-    if not resizes or any(axis < 2 or new != x.shape[axis] * scale for axis, new, scale in resizes):
+    if options.antialias or options.exclude_outside:
         return None
+    # torch computes coordinates from the lengths alone: a scale that a rounded length does not have would be lost
+    exact = all(axis >= 2 and new == x.shape[axis] * scale for axis, new, scale in resizes)
+    if not resizes or not exact:
+        return None
+    coordinates = options.coordinate_mode
     if options.mode == "nearest":
         # torch multiplies by 1 / scale, which is exact for powers of two
         powers = all(scale in (1, 2, 4, 8) for _, _, scale in resizes)
-        return (
-            "nearest" if powers and (options.coordinate_mode, options.nearest_mode) == ("asymmetric", "floor") else None
-        )
-    known = options.coordinate_mode in ("half_pixel", "half_pixel_symmetric", "align_corners") or (
-        options.coordinate_mode == "pytorch_half_pixel" and all(new > 1 for _, new, _ in resizes)
-    )
-    if not known:
+        is_floor = (coordinates, options.nearest_mode) == ("asymmetric", "floor")
+        return "nearest" if powers and is_floor else None
+    if coordinates == "pytorch_half_pixel":
+        # of a single element `source_coordinates` is 0, torch's the middle
+        same = all(new > 1 for _, new, _ in resizes)
+    else:
+        same = coordinates in ("half_pixel", "half_pixel_symmetric", "align_corners")
+    if not same:
         return None
     if options.mode == "cubic":
         # it interpolates both spatial axes; one that does not change is read exactly

@@ -30,11 +30,9 @@ def _window(c: Call, x: Value) -> tuple[Window, list[int] | None, bool]:
 def _torch_supports(window: Window, pads: Sequence[int] | None) -> bool:
     """Whether torch's pools accept these pads: equal on both sides, at most half the kernel."""
     rank = len(window[0])
-    return (
-        pads is not None
-        and pads[:rank] == pads[rank:]
-        and all(2 * p <= k for p, k in zip(pads, [*window[0]] * 2, strict=True))
-    )
+    if pads is None or pads[:rank] != pads[rank:]:
+        return False
+    return all(2 * pad <= length for pad, length in zip(pads, [*window[0]] * 2, strict=True))
 
 
 def _borders(
@@ -159,7 +157,9 @@ def average_pool_(c: Call, x: Value) -> Value:
     window, pads, ceil = _window(c, x)
     upper = c.attr("auto_pad", "NOTSET") == "SAME_UPPER"
     count_pads = bool(c.attr("count_include_pad", 0))
-    if pads is not None and _torch_supports(window, pads) and all(d == 1 for d in window[2]):
+    # torch has no average over a dilated window
+    dilated = any(dilation != 1 for dilation in window[2])
+    if pads is not None and _torch_supports(window, pads) and not dilated:
         return c(function, x, window[0], window[1], pads[:rank], ceil, count_pads)
     return c(average_pool, x, window, pads, ceil=ceil, upper=upper, count_pads=count_pads)
 

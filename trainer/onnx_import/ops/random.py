@@ -92,9 +92,13 @@ def _place(c: Call, like: Value) -> dict[str, Any]:
     batch = c.trial_batch
     if not known or batch is None:
         return {"name": name}
-    one, other = (probe.shape for probe in like.probes)
-    grows = [at for at in range(len(one)) if one[at] * batch[1] == other[at] * batch[0] and one[at] % batch[0] == 0]
-    return {"name": name, "axis": grows[0] if grows else None}
+    first, second = (probe.shape for probe in like.probes)
+    for axis, length in enumerate(first):
+        grows = length * batch[1] == second[axis] * batch[0]
+        # a multiple of the batch, such as batch x heads, grows with it as well
+        if grows and length % batch[0] == 0:
+            return {"name": name, "axis": axis}
+    return {"name": name, "axis": None}
 
 
 @lower("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", since=(1, 22))

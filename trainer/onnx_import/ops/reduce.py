@@ -61,8 +61,11 @@ def highest_value(dtype: torch.dtype) -> float | int | bool:
 
 
 def _reduce_empty(x: torch.Tensor, axes: Sequence[int], keepdims: bool, value: float | int | bool) -> torch.Tensor:
-    kept = [1 if i in axes else n for i, n in enumerate(x.shape) if keepdims or i not in axes]
-    return torch.full(kept, value, dtype=x.dtype, device=x.device)
+    if keepdims:
+        lengths = [1 if axis in axes else length for axis, length in enumerate(x.shape)]
+    else:
+        lengths = [length for axis, length in enumerate(x.shape) if axis not in axes]
+    return torch.full(lengths, value, dtype=x.dtype, device=x.device)
 
 
 def reduce_l1(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:

@@ -35,8 +35,9 @@ def identity(c: Call, x: Value) -> Value:
 def reshape(c: Call, x: Value, shape: Value) -> Value:
     """Reshape; a length of 0 is copied from the input, -1 is computed from the others."""
     zero_is_zero = c.attr("allowzero", 0)
-    wanted = c.ints(shape)
-    lengths = [c.size(x, i) if n == 0 and not zero_is_zero else n for i, n in enumerate(_plain(n) for n in wanted)]
+    lengths = [_plain(length) for length in c.ints(shape)]
+    if not zero_is_zero:
+        lengths = [c.size(x, i) if length == 0 else length for i, length in enumerate(lengths)]
     return c("reshape", x, reshape_lengths(c, x, lengths))
 
 
@@ -71,8 +72,9 @@ def squeeze(c: Call, x: Value, given: Value = None) -> Value:
     axes = c.axes(given)
     if axes is None:
         lengths = dict(enumerate(c.sizes(x)))
-        axes = [i for i, n in lengths.items() if not isinstance(n, Traced) and n == 1]
-        c.tracer.check_kept({i: n for i, n in lengths.items() if isinstance(n, Traced)}, c.name)
+        axes = [i for i, length in lengths.items() if length == 1]  # a dynamic length equals no number
+        # the file squeezes a dynamic dimension as well if its length is 1 when the graph runs
+        c.tracer.check_kept({i: length for i, length in lengths.items() if isinstance(length, Traced)}, c.name)
     axes = [c.axis(x, axis) for axis in axes]
     for axis in axes:
         # torch.squeeze would silently keep such a dimension

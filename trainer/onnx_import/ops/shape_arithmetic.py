@@ -224,7 +224,9 @@ def max_or_min(c: Call, *arrays: ShapeArray) -> ShapeArray:
 
 @shape_rule("Mod")
 def mod(c: Call, a: ShapeArray, b: ShapeArray) -> Value:
-    if c.attr("fmod", 0) or any(_is_float(value) for array in (a, b) for value in array.reshape(-1)):
+    # Python's % has the sign of the divisor, as ONNX's Mod of integers; fmod has that of the dividend
+    numbers = [*a.reshape(-1), *b.reshape(-1)]
+    if c.attr("fmod", 0) or any(_is_float(number) for number in numbers):
         return NotImplemented
     return _array(np.frompyfunc(lambda x, y: x % y, 2, 1)(a, b))
 

@@ -95,10 +95,13 @@ def _linear(r: Rewriter, node: Any) -> fx.Node:
         if not (is_call(product, torch.matmul) and has_one_user(product) and isinstance(bias, fx.Node)):
             continue
         x, weight = product.args
-        if r.rank(weight) != 2 or r.rank(bias) != 1 or r.rank(x) < 2 or r.static(bias)[0] is None:
+        # a linear layer reads rows x [..., rows, in], one matrix [in, out] and a bias [out]
+        if r.rank(weight) != 2 or r.rank(bias) != 1 or r.rank(x) < 2:
             continue
+        (length,) = r.static(bias)
         # an operand of one element would broadcast in the addition: it is not a bias of a linear layer
-        if r.static(bias)[0] == r.static(weight)[1] and r.dtype(bias) == r.dtype(weight) == r.dtype(x):
+        fits = length is not None and length == r.static(weight)[1]
+        if fits and r.dtype(bias) == r.dtype(weight) == r.dtype(x):
             return r.call(F.linear, x, r.call("t", weight), bias)
     raise NoMatch
 

@@ -130,9 +130,13 @@ def roles_of_quantized(found: Mapping[str, Role], quantized: Mapping[str, Quanti
     """Return the roles, in which integers whose scale is trained itself (by model.train) are frozen."""
 
     def role_of(name: str, role: Role) -> Role:
-        own = quantized[name].parameters if name in quantized and role.kind == "trained" else ()
-        trained = next((each for each in own if each in found and found[each].kind == "trained"), None)
-        return role if trained is None else Role("frozen", f"stored as integers, whose scale {trained} is trained")
+        if name not in quantized or role.kind != "trained":
+            return role
+        # integers are rounded with a scale that does not change
+        for scale in quantized[name].parameters:
+            if scale in found and found[scale].kind == "trained":
+                return Role("frozen", f"stored as integers, whose scale {scale} is trained")
+        return role
 
     return {name: role_of(name, role) for name, role in found.items()}
 
@@ -194,20 +198,26 @@ def _use(
     if not _can_scale(found, stored):
         return None
     scales = [stored[name] for name in found.scales]
+    # a single number belongs to no axis, wherever the axes of the weight are by then
     if all(scale.numel() == 1 for scale in scales):
         return replace(found, axis=0, block=0)
     if moved or found.block:
         return None if moved else found
     # matrices of scales (one for each row of each product of a batch) have no axis
-    fits = found.axis < weight.ndim and all(s.numel() == 1 or s.shape == (weight.shape[found.axis],) for s in scales)
+    if found.axis >= weight.ndim:
+        return None
+    length = weight.shape[found.axis]
+    fits = all(scale.numel() == 1 or scale.shape == (length,) for scale in scales)
     return found if fits else None
 
 
 def _can_scale(use: Use, stored: Mapping[str, torch.Tensor]) -> bool:
     """Return whether the scales are stored in fp32 and are nowhere 0, as some tools give channels that are all zero."""
-    scales = [stored[name] for name in use.scales if name in stored]
-    fp32 = [scale for scale in scales if scale.dtype == torch.float32 and bool(scale.all())]
-    return len(fp32) == len(use.scales)
+    for name in use.scales:
+        scale = stored.get(name)
+        if scale is None or scale.dtype != torch.float32 or not bool(scale.all()):
+            return False
+    return True
 
 
 def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tuple[int, Use]]:

@@ -260,8 +260,9 @@ class FollowScales:
 
 def biases_last(model: onnx.ModelProto, quantizers: Sequence[Quantizer]) -> onnx.ModelProto:
     """Return the model with the nodes that dequantize biases before their first readers: after what they follow."""
-    scales = {each.scale for each in quantizers if each.kind == "bias"}
-    moved = {n.output[0]: n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[1] in scales}
+    scales = {quantizer.scale for quantizer in quantizers if quantizer.kind == "bias"}
+    dequantizing = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    moved = {node.output[0]: node for node in dequantizing if node.input[1] in scales}
     if not moved:
         return model
     result = onnx.ModelProto()

@@ -104,19 +104,20 @@ class _Search:
             for position, name in enumerate(node.input):
                 self.readers.setdefault(name, []).append((node, position))
         self.unknown = {value.name for value in graph.output}
-        self.unknown.update(
-            name for body in inner_graphs(graph.node) for node in body.node for name in names_read(node)
-        )
+        for body in inner_graphs(graph.node):
+            for node in body.node:
+                self.unknown.update(names_read(node))
 
     def run(self) -> tuple[tuple[Quantizer, ...], dict[str, str]]:
         """Return the quantizers, and why the other scales stay as they are, by name."""
-        names = {node.input[1]: None for node in self.nodes if node.op_type in QDQ and len(node.input) > 1}
-        found = {name: self._quantizer(name) for name in names if name in self.stored}
-        plain = {name: each for name, each in found.items() if isinstance(each, Quantizer)}
-        biases = {name: self._bias(name, plain) for name, each in found.items() if each == "bias"}
-        found |= biases
-        quantizers = tuple(each for each in found.values() if isinstance(each, Quantizer))
-        return quantizers, {name: why for name, why in found.items() if isinstance(why, str)}
+        quantizing = [node for node in self.nodes if node.op_type in QDQ]
+        names = dict.fromkeys(node.input[1] for node in quantizing if len(node.input) > 1)
+        results = {name: self._quantizer(name) for name in names if name in self.stored}
+        # biases last: their scales are products of those of an input and a weight, which have to follow
+        plain = {name: result for name, result in results.items() if isinstance(result, Quantizer)}
+        results |= {name: self._bias(name, plain) for name, result in results.items() if result == "bias"}
+        quantizers = tuple(result for result in results.values() if isinstance(result, Quantizer))
+        return quantizers, {name: why for name, why in results.items() if isinstance(why, str)}
 
     def _quantizer(self, name: str) -> Quantizer | str:
         """Return how a scale follows, "bias" for that of an int32 bias, or why it does not follow."""
@@ -124,11 +125,13 @@ class _Search:
         readers = self.readers[name]
         if scale.dtype != torch.float32 or not scale.numel() or not bool((scale > 0).all() & scale.isfinite().all()):
             return NOT_POSITIVE
-        if name in self.unknown or any(node.op_type not in QDQ or position != 1 for node, position in readers):
+        read_as_scale = all(node.op_type in QDQ and position == 1 for node, position in readers)
+        if name in self.unknown or not read_as_scale:
             return "other operators than QuantizeLinear and DequantizeLinear read it"
         nodes = [node for node, _ in readers]
         zeros = {node.input[2] if len(node.input) > 2 else "" for node in nodes}
-        if len(zeros) > 1 or not all(zero == "" or zero in self.stored for zero in zeros):
+        computed = zeros - self.stored.keys() - {""}
+        if len(zeros) > 1 or computed:
             return "its nodes have several zero points, or a computed one"
         zero = zeros.pop()
         weights = {node.input[0] for node in nodes if node.input[0] in self.stored}
@@ -157,13 +160,15 @@ class _Search:
         if len(weights) > 1:
             return f"it is that of {len(weights)} stored tensors"
         weight = weights.pop()
-        others = [node for node in nodes if node.input[0] != weight and self._source(node.input[0]) != weight]
+        # QuantizeLinear reads the weight itself, DequantizeLinear often what QuantizeLinear made of it
+        computed = [node.input[0] for node in nodes if node.input[0] != weight]
+        others = [value for value in computed if self._source(value) != weight]
         if others or weight not in self.floats or not self.floats[weight].is_floating_point():
             return "it is that of a weight and of a computed value"
         ndim = self.floats[weight].ndim
         attributes = [attributes_of(node) for node in nodes]
-        axes = {each.get("axis", 1) for each in attributes}
-        if len(axes) > 1 or any(each.get("block_size", 0) for each in attributes):
+        axes = {values.get("axis", 1) for values in attributes}
+        if len(axes) > 1 or any(values.get("block_size", 0) for values in attributes):
             return "it is that of blocks, or of several axes"
         axis = axes.pop()
         layout = (axis % ndim if ndim and -ndim <= axis < ndim else 0, 0)
@@ -193,7 +198,8 @@ class _Search:
         shared = any(node.input[1] != name for node, _ in self.readers.get(zero, ()))
         symmetric = first.dtype in (torch.int8, torch.int16) and not first.any()
         cuts = float(first) == common["bounds"][0]
-        moves = bool(zero) and not (shared or symmetric or cuts) and self.mode == "recalibrate"
+        stays = shared or symmetric or cuts
+        moves = bool(zero) and not stays and self.mode == "recalibrate"
         state = f"{name}{LOG_FACTOR if self.mode == 'train' else RANGE}"
         return Quantizer(kind="activation", state=state, moves_zero=moves, layout=(0, 0), **common)
 

@@ -62,7 +62,8 @@ def find_roles(
     (inner_tensors.py) these are also the tensors of inner graphs and functions.
     """
     # with the names that inner graphs read, and the outputs: a stored tensor may itself be an output
-    read = {name for node in graph.node for name in names_read(node)} | {value.name for value in graph.output}
+    read = {name for node in graph.node for name in names_read(node)}
+    read |= {value.name for value in graph.output}
     evidence = _Evidence(flow_of(graph, weights), records or ExporterRecords(), read, weights.keys())
     found = {}
     sparse = sparse_names(graph)
@@ -85,13 +86,15 @@ def promote_to_trained(
     found: Mapping[str, Role], weights: Mapping[str, torch.Tensor], names: Iterable[str]
 ) -> dict[str, Role]:
     """Return the roles with the named frozen tensors as trained ones; running statistics stay what they are."""
-    chosen = {
-        name
-        for name in names
-        if name in found and found[name].kind == "frozen" and found[name].reason != SPARSE
-        if name in weights and weights[name].dtype in TRAINED_TYPES
-    }
-    return {name: Role("trained", "named in model.train") if name in chosen else role for name, role in found.items()}
+    roles = dict(found)
+    for name in names:
+        if name not in found or name not in weights:
+            continue
+        # a sparse tensor is written back as it is, so that its training would be lost
+        may_train = found[name].kind == "frozen" and found[name].reason != SPARSE
+        if may_train and weights[name].dtype in TRAINED_TYPES:
+            roles[name] = Role("trained", "named in model.train")
+    return roles
 
 
 def inner_roles(model: onnx.ModelProto) -> dict[str, Role]:

@@ -31,7 +31,10 @@ def is_mask(tensor: torch.Tensor) -> bool:
     # the first values rule out most weights, without reading all of a mapped file
     if not only_mask_values(flat[:64], matrix) or not only_mask_values(flat, matrix):
         return False
-    return bool((flat <= MASKED_BELOW).any()) or (matrix and bool((flat == 0).any() and (flat == 1).any()))
+    if bool((flat <= MASKED_BELOW).any()):
+        return True
+    # zeros alone are a bias at its start, ones alone a scale
+    return matrix and bool((flat == 0).any() and (flat == 1).any())
 
 
 def without_repetition(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -135,7 +138,12 @@ def _all_fixed(tensor: torch.Tensor, kernels: torch.Tensor) -> bool:
     flat = kernels.reshape(len(kernels), -1)
     if bool((((flat != 0).sum(1) <= 1) | (flat == flat[:, :1]).all(1)).all()):
         return _is_box(tensor, flat)
-    return _symmetric(kernels) or (kernels.ndim == 2 and _symmetric(kernels[:, 1:])) or is_integer_table(kernels)
+    if _symmetric(kernels):
+        return True
+    # a Fourier basis: its first element stands alone
+    if kernels.ndim == 2 and _symmetric(kernels[:, 1:]):
+        return True
+    return is_integer_table(kernels)
 
 
 def _is_box(tensor: torch.Tensor, flat: torch.Tensor) -> bool:
@@ -155,8 +163,12 @@ def _symmetric(kernels: torch.Tensor) -> bool:
 def is_filter_bank(tensor: torch.Tensor) -> bool:
     """Return whether each column of [bins, filters] is a band: zero, then rising, then falling, then zero."""
     bins, filters = tensor.shape
-    if bins < MIN_ROWS or filters < 2 or any(bool((part < 0).any()) for part in (tensor[:8, :8], tensor)):
+    if bins < MIN_ROWS or filters < 2:
         return False
+    # a corner rules out most weights, without reading all of a mapped file
+    if bool((tensor[:8, :8] < 0).any()) or bool((tensor < 0).any()):
+        return False
+    # a band covers few of the bins
     if int((tensor == 0).sum()) * 2 < tensor.numel():
         return False
     steps = tensor[1:] - tensor[:-1]

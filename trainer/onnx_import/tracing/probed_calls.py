@@ -33,7 +33,7 @@ def exact_key(value: Any, of_leaf: Callable[[Any], Any] = lambda leaf: None) -> 
     kind = type(value)
     # the type is part of the key, because 1 == 1.0 == True; 0.0 == -0.0, but they do not compute the same, and NaN
     # would not equal itself
-    if value is None or kind is int or kind is bool or kind is str:
+    if value is None or kind in (int, bool, str):
         return kind, value
     if kind is float:
         return kind, value.hex()

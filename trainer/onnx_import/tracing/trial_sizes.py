@@ -68,11 +68,19 @@ def trial_sizes(
     need = lengths_needed(graph)
     if need.divisor > MOST_HALVED or need.shortest > SMALL[1][0]:
         tables = [need.scale(SMALL), need.scale(MIXED), *tables]
-    # a dynamic batch first: a model traced at any batch size is more useful than one of fixed size
-    for free in [batch, None] if batch and widen is None else [batch if batch and widen else None]:
+    batches: list[int | None] = [None]
+    if batch and widen:
+        batches = [batch]
+    elif batch and widen is None:
+        # a dynamic batch first: a model traced at any batch size is more useful than one of fixed size
+        batches = [batch, None]
+    for free in batches:
         for table in tables:
             yield _lengths(inputs, table, free_batch=free is not None), free
-    if not (batch and widen) and any(_is_empty(dim) for value in inputs for dim in value.type.tensor_type.shape.dim):
+    if batch and widen:
+        return
+    # last, since a length of 0 is hardly ever meant
+    if any(_is_empty(dim) for value in inputs for dim in value.type.tensor_type.shape.dim):
         yield _lengths(inputs, SMALL, free_batch=False, empty=True), None
 
 

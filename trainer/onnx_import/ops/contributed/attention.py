@@ -172,7 +172,9 @@ def attention(
         mask = c(fit_mask, mask, key)
     window = left >= 0 or right >= 0
     # torch aligns its causal mask with the first key; that is right only without a cache
-    plain = causal and mask is None and past_key is None and lengths is None and not window
+    plain = causal and mask is None and not window
+    if past_key is not None or lengths is not None:
+        plain = False
     if window or (causal and not plain):
         first = 0 if past_key is None else c.size(past_key, 2)
         if lengths is not None and past_key is None:

@@ -123,9 +123,8 @@ def matmul_nbits(
 ) -> Value:
     c.require("bits", *BITS)
     c.require("weight_prepacked", 0)
-    c.attr(
-        "accuracy_level"
-    )  # how far onnxruntime may round x; here x is not rounded (export/measuring/kernel_rounding.py)
+    # how far onnxruntime may round x; here x is not rounded (export/measuring/kernel_rounding.py)
+    c.attr("accuracy_level")
     rows = c.attr("N")
     layout = (c.attr("K"), c.attr("block_size"), c.attr("bits", BITS[0]))
     blocks = -(-layout[0] // layout[1])
@@ -135,7 +134,8 @@ def matmul_nbits(
             f"its weight B is {packed.dtype} {list(packed.shape)}; N={rows}, K={layout[0]}, block_size={layout[1]} and "
             f"{layout[2]} bits need uint8 of {needed} elements"
         )
-    if groups is not None and (layout[2] != 4 or (zero is not None and not zero.dtype.is_floating_point)):
+    packed_zero = zero is not None and not zero.dtype.is_floating_point
+    if groups is not None and (layout[2] != 4 or packed_zero):
         raise UnsupportedNode(
             f"it has g_idx with {layout[2]} bits{'' if zero is None else ' and packed zero points'}: onnxruntime runs "
             "g_idx with 4 bits and without packed zero points only, and computes other numbers else"

@@ -98,9 +98,11 @@ def straight_through(rounded: Tensor, x: Tensor) -> Tensor:
 
 def round_and_clamp(x: Tensor, zero: Tensor | float, bounds: tuple[int, int]) -> Tensor:
     """Round x to the nearest integer (halves to even), add zero and clamp. The gradient is 1, and 0 where it clamps."""
-    least, greatest = (
-        end.to(x.dtype) if isinstance(end, Tensor) else x.new_full((), end) for end in (b - zero for b in bounds)
-    )
+    limits = []
+    for bound in bounds:
+        limit = bound - zero
+        limits.append(limit.to(x.dtype) if isinstance(limit, Tensor) else x.new_full((), limit))
+    least, greatest = limits
     # clamped before zero is added, so that a comparison with `nearest` finds what was clamped
     nearest = torch.round(x)
     found = torch.clamp(nearest, least, greatest)
@@ -189,7 +191,9 @@ def broadcast_along(of: Tensor, x: Tensor, axis: int) -> Tensor:
     """Reshape one scale or zero point for each index of an axis to broadcast with x."""
     if of.numel() == 1:
         return of.reshape(())
-    return of if of.ndim > 1 else of.reshape([-1 if dim == axis % x.ndim else 1 for dim in range(x.ndim)])
+    if of.ndim > 1:  # it broadcasts as it is
+        return of
+    return of.reshape([-1 if dim == axis % x.ndim else 1 for dim in range(x.ndim)])
 
 
 @lower("MatMulInteger", since=(10,))

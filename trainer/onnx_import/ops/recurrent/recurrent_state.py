@@ -50,7 +50,9 @@ def linear_attention(
     c.attr("chunk_size")  # a hint
     if rule not in ("linear", "gated", "delta", "gated_delta"):
         raise UnsupportedNode(f"update_rule={rule!r} is not among ONNX's")
-    if ("gated" in rule and decay is None) or ("delta" in rule and beta is None):
+    lacks_decay = "gated" in rule and decay is None
+    lacks_beta = "delta" in rule and beta is None
+    if lacks_decay or lacks_beta:
         raise UnsupportedNode(f"update_rule={rule!r} needs {'decay' if decay is None else 'beta'}")
     gates = (decay if "gated" in rule else None, beta if "delta" in rule else None)
     heads = (c.attr("q_num_heads"), c.attr("kv_num_heads"))

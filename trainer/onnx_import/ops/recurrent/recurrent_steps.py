@@ -57,7 +57,10 @@ class Layer:
         names = {tuple(name for name, _, _ in each) for each in self.activations}
         usual = names == {STANDARD[self.kind]} or (self.kind == "RNN" and names == {("relu",)})
         plain = self.clip is None and not self.input_forget
-        return usual and plain and (self.kind != "GRU" or self.linear_before_reset)
+        # torch's GRU applies the reset gate after the product with R
+        if self.kind == "GRU" and not self.linear_before_reset:
+            return False
+        return usual and plain
 
 
 def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:

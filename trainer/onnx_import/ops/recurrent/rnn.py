@@ -213,14 +213,19 @@ def flat_weights(layer: Layer, w: Tensor, r: Tensor, b: Tensor | None) -> list[T
 
 def _views_of_one_block(*groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
     """Copy tensors into one block of memory and return views of it: by group, then by direction."""
-    order = [one for group in groups for direction in zip(*group, strict=True) for one in direction]
-    memory = torch.split(torch.cat([one.reshape(-1) for one in order]), [one.numel() for one in order])
-    views = iter(part.view(one.shape) for part, one in zip(memory, order, strict=True))
-    found: list[Sequence[Tensor]] = []
+    order: list[Tensor] = []
     for group in groups:
-        directions = [[next(views) for _ in group] for _ in (group[0] if group else ())]
-        found += [list(each) for each in zip(*directions, strict=True)]
-    return found
+        for direction in zip(*group, strict=True):
+            order += direction
+    memory = torch.split(torch.cat([tensor.reshape(-1) for tensor in order]), [tensor.numel() for tensor in order])
+    views = iter(part.view(tensor.shape) for part, tensor in zip(memory, order, strict=True))
+    # taken from the block in the order in which they were laid there, and grouped as they came
+    parts: list[Sequence[Tensor]] = []
+    for group in groups:
+        num_directions = len(group[0]) if group else 0
+        directions = [[next(views) for _ in group] for _ in range(num_directions)]
+        parts += [list(part) for part in zip(*directions, strict=True)]
+    return parts
 
 
 def _reordered(kind: str, weight: Tensor, hidden: int) -> Tensor:
@@ -291,8 +296,11 @@ def _of_any_batch(c: Call, layer: Layer, x: Value, state: Value) -> Value:
     as it is, and holds only for its own batch size (`check_operands`).
     """
     batch_dim = 0 if layer.batch_first else 1
-    stored = isinstance(state, Tensor) or (c.batch is not None and isinstance(state, Traced) and state.known)
-    if c.eager or not stored or state.ndim != 3 or not isinstance(size := c.size(x, batch_dim), Traced):
+    # a weight that is trained is traced as well; it is expanded where the file's batch is treated as dynamic
+    is_known = c.batch is not None and isinstance(state, Traced) and state.known
+    if c.eager or not (isinstance(state, Tensor) or is_known):
+        return state
+    if state.ndim != 3 or not isinstance(size := c.size(x, batch_dim), Traced):
         return state
     row = one_row(c, state, batch_dim)
     if c.size(row, batch_dim) != 1:

@@ -65,12 +65,15 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float, reverse: bool) -> Te
 
 
 def low_rank_rows(indices: Tensor, a: Tensor, b: Tensor, scale: float, reverse: bool) -> Tensor:
-    """Return rows of B A, or (reverse) of its transpose."""
+    """Return rows of B A, or (reverse) of its transpose: indices [...] -> [..., inputs], or [..., outputs]."""
     return (gather_rows(a.mT, indices) * scale) @ b.mT if reverse else (gather_rows(b, indices) * scale) @ a
 
 
 def low_rank_conv(x: Tensor, a: Tensor, b: Tensor, scale: float, *where: Any) -> Tensor:
-    """Convolve to `rank` channels, then with a kernel of one element. where: strides, pads, dilations, groups."""
+    """Convolve to `rank` channels, then with a kernel of one element: [batch, inputs, ...] -> [batch, outputs, ...].
+
+    a: [rank, inputs / groups, *kernel]; b: [outputs, rank]; where: strides, pads, dilations, groups.
+    """
     convolve = CONVOLUTIONS[a.ndim - 2]
     groups = where[-1]
     narrow = convolve(x, a.repeat(groups, *[1] * (a.ndim - 1)), None, *where)
@@ -78,14 +81,14 @@ def low_rank_conv(x: Tensor, a: Tensor, b: Tensor, scale: float, *where: Any) ->
 
 
 def product(a: Tensor, b: Tensor, scale: float, outputs_first: bool) -> Tensor:
-    """Return (alpha / rank) B A in the layout of the weight."""
+    """Return (alpha / rank) B A in layout and shape of the weight. a: [..., rank, inputs]; b: [..., outputs, rank]."""
     if a.ndim > b.ndim:  # a convolution's
         return (b @ a.flatten(1) * scale).reshape(b.shape[0], *a.shape[1:])
     return b @ a * scale if outputs_first else (b @ a * scale).mT
 
 
 def adapted(weight: Tensor, a: Tensor, b: Tensor, scale: float, outputs_first: bool) -> Tensor:
-    """Return the weight with its adapter added."""
+    """Return the weight with its adapter added, in its shape; a, b: see `product`."""
     return weight + product(a, b, scale, outputs_first)
 
 

@@ -63,7 +63,7 @@ def _is_of_tanh(node: fx.Node) -> bool:
 
 
 def gelu_of_tanh(x: Tensor) -> Tensor:
-    """Return GELU in its approximation by tanh: eagerly with torch's kernel, compiled as x sigmoid(2 u)."""
+    """Return GELU of x [...] in its approximation by tanh: eagerly with torch's kernel, compiled as x sigmoid(2 u)."""
     if not torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
     return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))

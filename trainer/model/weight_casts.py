@@ -44,7 +44,7 @@ VIEWS = frozenset({"t", "permute", "transpose", "reshape", "view", "flatten", "u
 
 
 def half(weight: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-    """Return a weight in autocast's type, as a product would cast it, and in a memory format, in one pass.
+    """Return a weight [...] in autocast's type, as a product would cast it, and in a memory format, in one pass.
 
     Outside of autocast the type stays; the weight itself is returned if nothing is to be changed.
     """

@@ -232,6 +232,7 @@ def import_graph(
         # nothing was assumed and nothing is left to run time: a further size cannot be better
         if not any(attempt.cost):
             break
+    # the first of equal ones: a dynamic batch is tried before the declared one
     best = min(attempts, key=lambda entry: entry[0].cost)
     if unknown or best[0].problems:
         raise UnsupportedModel(dict.fromkeys([*unknown, *best[0].problems]))
@@ -278,6 +279,7 @@ class ImportAttempt:
         scaled = {each.weight for each in self.quantizers}
         for name, tensor in stored.items():
             values[name] = self._add_stored(name, tensor, scaled)
+        # after the stored tensors: scales are computed from the weights of now
         following = FollowScales(self.tracer, self.quantizers, self.quantized)
         following.before_all(values)
         self.onnx_names |= following.names

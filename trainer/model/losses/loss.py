@@ -254,7 +254,7 @@ class Loss:
         )
 
     def output(self, outputs: Tensor | Sequence[Tensor]) -> Tensor:
-        """Return the output that the loss reads, at least in fp32; if its classes are sharded, all without gradient."""
+        """Return the output [B, ...] that the loss reads, at least in fp32; sharded classes all, without gradient."""
         output = at_least_fp32(self._own(outputs))
         return self.classes.gathered(output) if self.classes else output
 

@@ -89,22 +89,22 @@ def cross_entropy(x: LossInputs) -> Tensor:
 
 
 def mse(x: LossInputs) -> Tensor:
-    """(output - label)^2"""
+    """(output - label)^2: [...] and the same, but for axes of length 1."""
     return F.mse_loss(x.output, x.labels_like_output, reduction="sum")
 
 
 def l1(x: LossInputs) -> Tensor:
-    """|output - label|"""
+    """|output - label|: as `mse`."""
     return F.l1_loss(x.output, x.labels_like_output, reduction="sum")
 
 
 def huber(x: LossInputs) -> Tensor:
-    """Half the square up to `delta`, from there on linear."""
+    """Half the square up to `delta`, from there on linear: as `mse`."""
     return F.huber_loss(x.output, x.labels_like_output, reduction="sum", delta=x.loss.delta)
 
 
 def bce_with_logits(x: LossInputs) -> Tensor:
-    """Binary cross-entropy of logits, weighted by label and by whether it is positive."""
+    """Binary cross-entropy of logits [..., C], weighted by label and by whether it is positive."""
     weights = x.class_weights
     positive = x.positive_weights
     return F.binary_cross_entropy_with_logits(
@@ -136,7 +136,7 @@ def dice(x: LossInputs) -> Tensor:
 
 
 def focal(x: LossInputs) -> Tensor:
-    """(1 - p)^gamma x binary cross-entropy, p being the probability of the right answer (arXiv:1708.02002)."""
+    """(1 - p)^gamma x binary cross-entropy of logits [...], p: probability of the right answer (arXiv:1708.02002)."""
     output = x.output
     labels = x.labels_like_output
     alpha = x.loss.alpha
@@ -236,7 +236,7 @@ def info_nce(x: LossInputs) -> Tensor:
 
 
 def output(x: LossInputs) -> Tensor:
-    """A loss that the graph computes is a mean over its batch."""
+    """A loss that the graph computes, a scalar or [B], is a mean over its batch."""
     return x.output.mean() * x.size
 
 

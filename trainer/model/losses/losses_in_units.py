@@ -39,7 +39,7 @@ def standardised(values: Tensor, units: LabelUnits, *, axis: int) -> Tensor:
 
 
 def unstandardised(values: Tensor, units: LabelUnits, *, axis: int) -> Tensor:
-    """Return what `standardised` turns into these values."""
+    """Return what `standardised` turns into these values, in their shape."""
     center, scale = _constants(values, units, axis)
     summed = values * scale + center
     return torch.expm1(summed) if units.log else summed

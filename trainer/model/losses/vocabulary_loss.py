@@ -55,8 +55,8 @@ class ClassShard:
     def cross_entropy(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
         """Return the cross-entropy of all logits, summed over labels, on every rank; its gradient is of this shard.
 
-        Two all-reduces in the forward pass, of one and two numbers per label; none in the backward pass. Collective:
-        every rank of the group.
+        logits: [..., stop - start]; labels: [...]; returns a scalar. Two all-reduces in the forward pass, of one and
+        two numbers per label; none in the backward pass. Collective: every rank of the group.
         """
         return _ShardedCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), ignore_index, self)  # type: ignore[no-any-return, no-untyped-call]
 

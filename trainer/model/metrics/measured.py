@@ -124,7 +124,7 @@ class Measured:
 
     @cached_property
     def entropy(self) -> Tensor:
-        """Of classes: the sum of -log p(target), without weights and smoothing."""
+        """Of classes: the sum of -log p(target), without weights and smoothing: a scalar."""
         if self._loss_sum is not None and self._loss.config.is_plain and not self._labels.is_floating_point():
             return self._loss_sum
         ignored = self._loss.ignore_index
@@ -162,7 +162,7 @@ class Measured:
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """Softmax or sigmoid of the scores, in fp64: in fp32 great scores would become equal. Of pairs, 0 .. 1."""
+        """Softmax or sigmoid of `scores` [..], in fp64: in fp32 great scores would become equal. Of pairs, 0 .. 1."""
         scores = self.scores.double()
         if self.task == "pairs":
             return ((1 + scores) / 2).clamp(0, 1)

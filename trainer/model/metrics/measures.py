@@ -84,7 +84,7 @@ class SumMeasure:
         return (2,)
 
     def sums_of(self, batch: Measured) -> Tensor:
-        """Return the sums over a batch, fp64."""
+        """Return the sums over a batch, fp64 [*shape]."""
         raise NotImplementedError
 
     def value_of(self, sums: list[float], size: int) -> float:

@@ -238,7 +238,10 @@ def one_row(c: Call, x: Value, dim: int) -> Value:
 
 
 def shared_row(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return one of equal rows; every row gets its gradient, so that an update leaves them equal."""
+    """Return one of equal rows, [..., rows, ...] -> [..., 1, ...].
+
+    Every row gets its gradient, so that an update leaves them equal.
+    """
     constant = x.detach()
     return constant.narrow(dim, 0, 1) + (x - constant).sum(dim, keepdim=True)
 

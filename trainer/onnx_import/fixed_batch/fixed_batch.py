@@ -79,6 +79,7 @@ def batch_use(
         to_module(model, base=base, train=train, widen=False)
         return BatchUse("own" if declared == 1 else "joint", declared, trial, proved=False)
     reason = trial.widened_problem(model, base, train)
+    # a right rewriting says nothing about rows that influence each other for large values alone
     if not reason and (mixed := trial.first(trial.dependence_of_large, model, outputs)):
         return BatchUse("own" if declared == 1 else "joint", declared, mixed)
     if not reason:
@@ -103,6 +104,7 @@ def _file(model: onnx.ModelProto, base: Path | None, train: Sequence[str]) -> Co
     """
     inference = onnx.ModelProto()
     inference.CopyFrom(model)
+    # dropout differs from run to run, and statistics of a batch would mix its rows
     strip_training(inference, keep=[value.name for value in model.graph.output], base=base)
     halves = any(proto.data_type in HALF_TYPES for proto in all_stored_protos(model).values())
     if not locations(model) and not halves:
@@ -142,6 +144,7 @@ def _trial(model: onnx.ModelProto, declared: int, compute: Compute) -> _Trial | 
     if single := [value.name for value in inputs if not value.type.tensor_type.shape.dim]:
         return f"input {single[0]!r} has no rows, so that nothing is proved"
     problem = "no rows can be made up for its inputs, so that nothing is proved"
+    # more rows than a batch, so that groups of rows differ and overlap
     for inputs in made_up_rows(model, max(declared, 2) + 2):
         try:
             trial = _Trial(declared, inputs, compute)
@@ -202,6 +205,7 @@ def _rows_indexed(graph: onnx.GraphProto, name: str) -> int:
     names = {name}
     rows = []
     for node in graph.node:
+        # ids are often cast before they index a table
         if node.op_type == "Cast" and node.input[0] in names:
             names.add(node.output[0])
         if node.op_type == "Gather" and node.input[1] in names and node.input[0] in stored:
@@ -237,6 +241,7 @@ class _Trial:
     @property
     def is_conclusive(self) -> bool:
         """Return whether results are finite and at least one of them differs from group to group."""
+        # equal results of all rows would agree with any graph, and prove nothing
         first, *others = self.results
         if not all(bool(value.double().isfinite().all()) for value in first):
             return False

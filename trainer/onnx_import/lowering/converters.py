@@ -79,6 +79,7 @@ def run_converter(
     if not isinstance(result, tuple | list):
         if sum(map(bool, node.output)) > 1:
             raise UnsupportedNode("its onnx2torch converter gives one of its several outputs")
+        # one value for each output that has a name, as all rules return them
         result = (result,)
     return tuple(result)
 

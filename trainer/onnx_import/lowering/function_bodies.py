@@ -41,6 +41,7 @@ def function_body(node: onnx.NodeProto, opset: int, operands: Sequence[Value]) -
         function.ParseFromString(schema.get_context_dependent_function(node.SerializeToString(), types))
     given = {attribute.name: attribute for attribute in node.attribute}
     for name, attribute in schema.attributes.items():
+        # a body refers to attributes by name alone, and has no defaults of its own
         if name not in given and attribute.default_value.type:
             given[name] = attribute.default_value
     # nodes of the body refer to attributes of the calling node by name
@@ -121,6 +122,7 @@ def hoist_stored_tensors(node: onnx.NodeProto, base: Path | None) -> tuple[onnx.
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
     tensors: dict[str, torch.Tensor] = {}
+    # the name of an output is unique in the graph, that of a node may be absent
     prefix = next(filter(None, node.output), node.name)
     for i, graph in enumerate(subgraphs(copy)):
         _hoist(graph, f"{prefix}/{i}", {}, tensors, base)
@@ -146,6 +148,7 @@ def _hoist(
     for name, proto in stored:
         renamed[name] = f"{prefix}/{name}"
         tensors[renamed[name]] = read_tensor(proto, base)
+    # deeper graphs see the new names of this one's tensors, and get a prefix of their own
     for position, node in enumerate(kept):
         node.input[:] = [renamed.get(name, name) for name in node.input]
         for i, inner in enumerate(subgraphs(node)):

@@ -28,7 +28,7 @@ MOVES = frozenset((
 
 
 def store_as(levels: torch.Tensor, dtype: torch.dtype, computed_in: torch.dtype) -> torch.Tensor:
-    """Convert integers that were computed in floating point to the type that they have in the file.
+    """Convert integers [...] that were computed in floating point to the type that they have in the file.
 
     computed_in: the floating-point type; `before_storage` reads it from the recorded call.
     """

@@ -49,7 +49,7 @@ def convert(c: Call, x: Value, target: int) -> Value:
 
 
 def widen_half(x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """Convert an input in half precision to the type the module computes in, which is that of its anchor."""
+    """Convert an input [...] in half precision to the type the module computes in, which is that of its anchor."""
     return x.to(anchor.dtype)
 
 
@@ -75,7 +75,7 @@ def is_float8(dtype: torch.dtype) -> bool:
 
 
 def to_float8(x: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torch.Tensor:
-    """Round to the nearest value; beyond the largest, saturate or give infinity (NaN in a type without one)."""
+    """Round x [...] to the nearest value; beyond the largest, saturate or give infinity (NaN in a type without one)."""
     x = x.to(torch.float32)
     greatest = torch.finfo(dtype).max
     if saturate:
@@ -86,7 +86,7 @@ def to_float8(x: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torch.Tens
 
 
 def to_power_of_two(x: torch.Tensor, saturate: bool, round_mode: str) -> torch.Tensor:
-    """Round to float8_e8m0, which has an exponent only (2^-127 to 2^127); of negative numbers, that of |x|."""
+    """Round x [...] to float8_e8m0, which has an exponent only (2^-127 to 2^127); of negative numbers, that of |x|."""
     # out-of-range exponents are marked by -200 and 200, beyond any of fp32
     x = x.to(torch.float32).abs()
     mantissa, exponent = torch.frexp(x)  # mantissa from 0.5 to 1
@@ -101,7 +101,7 @@ def to_power_of_two(x: torch.Tensor, saturate: bool, round_mode: str) -> torch.T
 
 
 def to_float4(x: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, with the sign; halves to the even mantissa.
+    """Round x [...] to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, with the sign; halves to the even mantissa.
 
     float4 has no NaN: as in the reference of ONNX's tests, it becomes -0.
     """
@@ -112,7 +112,7 @@ def to_float4(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_few_bits(x: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Keep the lowest bits of an integer, each number in a byte of its own (int8 if it is signed)."""
+    """Keep the lowest bits of integers [...], each number in a byte of its own (int8 if it is signed)."""
     whole: torch.Tensor = x.to(torch.int32) & (2**bits - 1)
     if dtype.is_signed:
         whole = whole - (whole >= 2 ** (bits - 1)).to(torch.int32) * 2**bits

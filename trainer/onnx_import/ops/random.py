@@ -66,6 +66,7 @@ class RandomNode(nn.Module):
             assert x is not None
             shares = x.detach().double().softmax(-1).cumsum(-1)
             drawn = uniform(keys, (len(x), int(self.arguments[0])), self.axis, self.name)
+            # inverse of the cumulative distribution; its last element is 1 only up to rounding
             return torch.searchsorted(shares, drawn * shares[:, -1:]).clamp(max=x.shape[-1] - 1)
         shape = self.shape if x is None else x.shape
         if self.distribution == "normal":

@@ -1,4 +1,7 @@
-"""Rules for reductions over axes, CumSum, ArgMax, TopK, NonZero and Unique."""
+"""Rules for reductions over axes, CumSum, ArgMax, TopK, NonZero and Unique.
+
+A reduction has the dimensions of its operand without `axes`, or with length 1 there (keepdims).
+"""
 
 from __future__ import annotations
 
@@ -146,7 +149,7 @@ def arg_reduce(c: Call, x: Value) -> Value:
 
 
 def cumulative_sum(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -> torch.Tensor:
-    """Return the sum of the elements up to each one along `axis`, without itself if `exclusive`."""
+    """Return the sum of the elements up to each one along `axis`, without itself if `exclusive`: the shape of x."""
     x = x.flip(axis) if reverse else x
     total = torch.cumsum(x, axis, dtype=x.dtype)
     total = total - x if exclusive else total
@@ -160,7 +163,10 @@ def cumsum(c: Call, x: Value, axis: Value) -> Value:
 
 
 def largest(x: torch.Tensor, count: int, axis: int, descending: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` largest (or smallest) elements in order, and their indices; of equal ones, the first."""
+    """Return the `count` largest (or smallest) elements in order, and their indices; of equal ones, the first.
+
+    Both have the shape of x, but for the length `count` of `axis`.
+    """
     # torch cannot sort these types; with its sign bit flipped, an int64 is ordered as the uint64
     if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
         low = x.to(torch.int64)
@@ -193,7 +199,10 @@ def non_zero(c: Call, x: Value) -> Value:
 def unique(
     x: torch.Tensor, axis: int | None, in_order: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return distinct elements (or slices along `axis`), sorted or as they come; first indices, inverse, counts."""
+    """Return distinct elements (or slices along `axis`), sorted or as they come; first indices, inverse, counts.
+
+    first indices, counts: [distinct]; inverse: [elements], or [slices].
+    """
     dim = 0 if axis is None else axis
     x = x.reshape(-1) if axis is None else x
     values, inverse, counts = torch.unique(x, sorted=True, return_inverse=True, return_counts=True, dim=dim)

@@ -108,6 +108,7 @@ def split(c: Call, x: Value, sizes: Value = None) -> Value:
         length = c.size(x, axis)
         if isinstance(length, Traced):
             raise NeedsRuntimeValues("it splits a dynamic dimension into equal parts")
+        # parts of equal length, rounded up, of which the last one is shorter
         piece = -(-length // num_outputs)
         lengths = [piece] * (num_outputs - 1) + [length - piece * (num_outputs - 1)]
     return c(torch.split, x, [_plain(n) for n in lengths], axis)
@@ -158,7 +159,7 @@ def constant(c: Call) -> Value:
 
 
 def full(anchor: torch.Tensor, shape: Sequence[int], value: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of one value, on the anchor's device."""
+    """Return a tensor [*shape] of one value, on the anchor's device."""
     return torch.full(tuple(shape), value, dtype=dtype, device=anchor.device)
 
 
@@ -174,7 +175,7 @@ def constant_of_shape(c: Call, shape: Value) -> Value:
 
 
 def arange(anchor: torch.Tensor, start: int, stop: int, step: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return evenly spaced integers, on the anchor's device."""
+    """Return evenly spaced integers [n], on the anchor's device."""
     return torch.arange(start, stop, step, dtype=dtype, device=anchor.device)
 
 
@@ -219,6 +220,7 @@ def pad(c: Call, x: Value, given: Value = None, fill: Value = None, on_axes: Val
     mode = c.attr("mode", "constant")
     pads = c.attr("pads") if given is None else [_plain(n) for n in c.ints(given)]
     value = c.attr("value", 0.0) if fill is None else c.number(fill)
+    # pads list all starts, then all ends, of these axes
     axes = list(range(x.ndim)) if on_axes is None else [c.axis(x, int(axis)) for axis in c.ints(on_axes)]
     borders = {axis: (pads[i], pads[i + len(axes)]) for i, axis in enumerate(axes)}
     if mode == "constant":
@@ -231,7 +233,10 @@ def pad(c: Call, x: Value, given: Value = None, fill: Value = None, on_axes: Val
 
 
 def pad_by_index(x: torch.Tensor, axis: int, border: Sequence[int], mode: str) -> torch.Tensor:
-    """Pad one axis by its own elements: mirrored (reflect), repeated (edge), or from the opposite end (wrap)."""
+    """Pad one axis by its own elements: mirrored (reflect), repeated (edge), or from the opposite end (wrap).
+
+    border: the numbers of elements in front and behind, by which the axis gets longer; the other dimensions of x stay.
+    """
     length = x.shape[axis]
     where = torch.arange(-border[0], length + border[1], device=x.device)
     if mode == "edge":

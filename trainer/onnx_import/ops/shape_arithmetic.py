@@ -275,6 +275,7 @@ def slice_(c: Call, x: ShapeArray, *bounds: ShapeArray | None) -> Value:
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         if any(isinstance(bound, Traced) for bound in (start, end, step)):
             return NotImplemented
+        # numpy clamps the bounds of a slice as ONNX does
         x = x[(slice(None),) * (axis % x.ndim) + (_python_slice(start, end, step),)]
     return x
 

@@ -104,6 +104,7 @@ def _pattern_of(r: Rewriter, value: Any) -> Pattern | None:
         return Uniform(torch.tensor(value))
     if not isinstance(value, fx.Node):
         return None
+    # patterns count dimensions from the last one, which a value of fewer dimensions does not have
     pattern = _stored_pattern(r, value) if value.op == "get_attr" else _call_pattern(r, value)
     return pattern if pattern is None or _has_pattern_dims(r, value, pattern) else None
 
@@ -127,6 +128,7 @@ def _stored_pattern(r: Rewriter, node: Any) -> Pattern | None:
     columns = tensor.shape[-1]
     values = tensor.reshape(rows, columns)
     if not tensor.is_floating_point() and tensor.dtype != torch.bool and 1 in (rows, columns):
+        # positions that the exporter folded into a constant
         first = int(values[0, 0])
         is_range = torch.equal(values.reshape(-1).long(), torch.arange(first, first + values.numel()))
         return AxisIndex(1 if rows == 1 else 2, first) if is_range else None
@@ -262,6 +264,7 @@ def _index_arithmetic(node: Any, patterns: list[Pattern | None]) -> Pattern | No
     if not isinstance(index, AxisIndex) or not isinstance(number, Uniform) or number.value.is_floating_point():
         return None
     if is_call(node, torch.add) or (is_call(node, torch.sub) and index is one):
+        # a number minus an index runs backwards, and is no index
         shift = int(number.value)
         return AxisIndex(index.axis, index.first + (shift if node.target is torch.add else -shift))
     return None

@@ -65,6 +65,7 @@ def _with_positions(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     # as in GPT-2 and BERT: dropout is on the sum of all embeddings, not on each
     while len(node.users) == 1 and is_call(user := next(iter(node.users)), torch.add) and not _is_residual(user):
         node = user
+    # a norm behind the embeddings is part of them: dropout follows it, as in BERT
     users = list(node.users)
     return users[0] if len(users) == 1 and is_call(users[0], F.layer_norm, F.rms_norm) else node
 
@@ -154,6 +155,7 @@ def _as_module(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     known = {"attn_mask", "is_causal", "scale", "enable_gqa"}
     if len(node.args) != 3 or not set(node.kwargs) <= known or node.kwargs.get("scale") is None:
         return node
+    # not the dropout itself: the caller sets it, as it does for attention that was a module before
     attention = Attention(
         scale=node.kwargs["scale"],  # type: ignore[arg-type]
         causal=bool(node.kwargs.get("is_causal")),

@@ -122,6 +122,7 @@ def _attention(r: Rewriter, node: Any) -> fx.Node:
     mask, causal, query = _combined_mask(r, masks, query, product, nan_guarded=nan_guarded)
     # only now, because the shapes above are compared with the repeated heads
     key, value, grouped = _without_head_repeat(r, key, value)
+    # a module rather than a call: its dropout follows train() and eval()
     module = Attention(scale=scale, causal=causal, dropout=dropout, grouped=grouped)
     operands = [query, key, value]
     if mask is not None:
@@ -168,6 +169,7 @@ def _scores(r: Rewriter, value: Any) -> tuple[fx.Node, Masks, float]:
             value = _through_where_mask(r, value, masks)
         else:
             raise NoMatch
+    # a scale directly behind the product: one behind a mask would scale the mask, too
     product, scale = _unscaled(r, value, shared=False)
     require(has_one_user(product))
     return product, masks, scale
@@ -353,7 +355,7 @@ def _is_causal(r: Rewriter, masks: Masks) -> bool:
 
 
 def additive_mask(condition: torch.Tensor, kept: bool, otherwise: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 where the condition equals `kept`, and `otherwise` elsewhere.
+    """Return 0 where the condition [..., keys] equals `kept`, and `otherwise` elsewhere.
 
     A row in which nothing is kept gets zeros if `otherwise` is finite: its weights are equal then (see
     `without_empty_rows`), while torch's kernel would return a wrong gradient for it.
@@ -366,11 +368,14 @@ def additive_mask(condition: torch.Tensor, kept: bool, otherwise: float, dtype: 
 
 
 def nan_where_empty(mask: torch.Tensor) -> torch.Tensor:
-    """Return the mask with NaN in the rows that are -inf in all columns, whose softmax is NaN."""
+    """Return the mask [..., queries, keys] with NaN in the rows that are -inf in all columns, whose softmax is NaN."""
     return mask.masked_fill((mask == -math.inf).all(-1, keepdim=True), math.nan)
 
 
 def without_empty_rows(query: torch.Tensor, condition: torch.Tensor, kept: bool) -> torch.Tensor:
-    """Return the query with zeros where no score is kept, so that all scores of the row are equal."""
+    """Return the query [..., queries, width] with zeros where no score is kept: all scores of the row are then equal.
+
+    condition: broadcasts with the scores [..., queries, keys].
+    """
     some = (condition == kept).any(-1, keepdim=True)
     return torch.where(some, query, torch.zeros_like(query[..., :1]))

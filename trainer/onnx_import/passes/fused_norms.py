@@ -88,6 +88,7 @@ def _inverse_radicand(r: Rewriter, value: Any) -> Any:
         return None
     if is_call(value, torch.rsqrt) or (is_call(value, torch.pow) and value.args[1] == -0.5):
         return value.args[0]
+    # reciprocal(sqrt(y)) and 1 / sqrt(y) are rsqrt in two steps
     if is_call(value, torch.reciprocal):
         return _radicand(value.args[0])
     return _radicand(value.args[1]) if is_call(value, torch.div) and r.number(value.args[0]) == 1.0 else None
@@ -109,6 +110,7 @@ def _normalised_lengths(r: Rewriter, x: Any, *means: Any) -> list[int]:
     lengths = r.static(x)
     require(rank > 0 and r.dtype(x).is_floating_point)
     axes = [sorted(axis % rank for axis in mean.args[1]) for mean in means]
+    # F.layer_norm normalises the last dimensions only, and every mean must be over all of them
     first = axes[0][0] if axes[0] else rank
     require(
         all(mean.args[2] is True and these == list(range(first, rank)) for mean, these in zip(means, axes, strict=True))

@@ -69,20 +69,27 @@ class QuantizedWeight:
         return limits.min, limits.max
 
     def dequantized(self) -> torch.Tensor:
-        """Return scale (q - zero), in fp32."""
+        """Return scale (q - zero), in fp32 and in the shape of the integers."""
         return dequantize(self.integers, self.scale, self.zero, self.layout)
 
     def quantized(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the integers nearest to weight / scale + zero; those of the file where the weight has not changed."""
+        """Return the integers nearest to weight / scale + zero; those of the file where the weight has not changed.
+
+        weight: of the shape of the integers.
+        """
         before = self.dequantized()
         weight = weight.detach().cpu()
         # fp32 represents integers up to 2^24
         wide = torch.float64 if self.integers.dtype == torch.int32 else self.scale.dtype
+        # the same function as in training, so that the file holds what the module computed with
         found = quantized_values(weight.to(wide), self.scale.to(wide), self.zero, self.layout, self.bounds)
         return torch.where(weight == before, self.integers.long(), found.long()).to(self.integers.dtype)
 
     def steps_from(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return how far the integers are from a weight in units of the scale, in fp64; none beyond their range."""
+        """Return how far the integers are from a weight in units of the scale, in fp64; none beyond their range.
+
+        Weight and result have the shape of the integers.
+        """
         zero = 0.0 if self.zero is None else broadcast_scale(self.zero, weight, self.layout).double()
         exact = weight.detach().cpu().double() / broadcast_scale(self.scale, weight, self.layout).double() + zero
         return (exact.clamp(*self.bounds) - self.integers.double()).abs()
@@ -117,6 +124,7 @@ def quantized_weights(graph: onnx.GraphProto, stored: Mapping[str, torch.Tensor]
     found = {}
     for name, tensor in stored.items():
         if _is_integer(tensor) and tensor.numel():
+            # one way alone: nodes that disagree on the scale, or read the integers themselves, leave no float to train
             ways = set(uses(name, tensor, whole(tensor)))
             if len(ways) == 1 and (use := ways.pop()) is not None and _can_scale(use, stored):
                 found[name] = _weight(tensor, use, stored)
@@ -165,6 +173,7 @@ def stored_as_integers(
     integers = {name for name in integer_names(graph) & weights.keys() if weights[name].is_floating_point()}
     if not integers:
         return dict(weights)
+    # scales may have been trained or recalibrated: the integers are rounded with the new ones
     others = {name: weight.detach().cpu() for name, weight in weights.items() if name not in integers}
     found = quantized_weights(graph, stored_tensors(graph, base) | others)
     if lost := sorted(integers - found.keys()):
@@ -191,6 +200,7 @@ def _use(
     node: onnx.NodeProto, position: int, weight: torch.Tensor, stored: Mapping[str, torch.Tensor], *, moved: bool
 ) -> Use | None:
     """Return how an operand is dequantized; None if it is no weight, or if its scale is computed in the graph."""
+    # absent optional operands at the end are empty names, so that every position can be read
     operands = [*node.input, *[""] * 9]
     found = next((use for at, use in _weights_of(node, weight.ndim, operands) if at == position), None)
     if found is None or (found.zero and found.zero not in stored):

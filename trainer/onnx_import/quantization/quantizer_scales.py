@@ -87,6 +87,7 @@ class Quantizer:
     @property
     def initial_range(self) -> Tensor:
         """Return the least and the greatest value that the file's scale represents, [2]."""
+        # the inverse of `observed`, so that a range that nothing has moved gives the scale of the file
         ends = torch.tensor(self.bounds, dtype=torch.float32) - self.initial_zero.reshape(())
         return ends * self.initial.reshape(())
 
@@ -112,14 +113,19 @@ class Quantizer:
 
 
 def trained_scale(p: Tensor, initial: Tensor, gradient_factor: float = 1.0) -> Tensor:
-    """Return initial exp(p), with the gradient of p multiplied by a factor."""
+    """Return initial exp(p), with the gradient of p multiplied by a factor: all of the shape of the scale."""
     if p.requires_grad and gradient_factor != 1.0:
+        # the value of p stays, since both terms add up to it; the detached one passes no gradient
         p = p * gradient_factor + (p * (1.0 - gradient_factor)).detach()
     return initial * torch.exp(p)
 
 
 def weight_scale(weight: Tensor, initial: Tensor, greatest: Tensor, layout: ScaleLayout) -> Tensor:
-    """Return the scale of the file times the growth of the greatest absolute value that shares it; no gradient."""
+    """Return the scale of the file times the growth of the greatest absolute value that shares it; no gradient.
+
+    initial, greatest and the result: of the shape of the scale.
+    """
+    # relative to the file, whose exporter may have chosen another scale than max|w| / 127
     now = greatest_values(weight.detach(), layout, initial.numel()).reshape(initial.shape)
     growth = now / torch.where(greatest > 0, greatest, 1.0)
     # a channel that was all zero had no scale of its own
@@ -128,7 +134,7 @@ def weight_scale(weight: Tensor, initial: Tensor, greatest: Tensor, layout: Scal
 
 
 def greatest_values(weight: Tensor, layout: ScaleLayout, count: int) -> Tensor:
-    """Return the greatest absolute value for each of `count` scales: one, or one for each index of an axis."""
+    """Return the greatest absolute value for each of `count` scales: a scalar, or [count] along an axis."""
     if count == 1:
         return weight.abs().amax()
     return weight.abs().transpose(0, layout[0]).flatten(1).amax(1) if weight.ndim > 1 else weight.abs()
@@ -137,7 +143,10 @@ def greatest_values(weight: Tensor, layout: ScaleLayout, count: int) -> Tensor:
 def product_scale(
     first: Tensor, second: Tensor, initial: Tensor, first_before: Tensor, second_before: Tensor
 ) -> Tensor:
-    """Return the product of two scales; that of the file where they are those of the file."""
+    """Return the product of two scales in the shape of `initial`; that of the file where they are those of the file.
+
+    first: of one element, the scale of the input; second: of one or of as many as `initial`, that of the weight.
+    """
     found = (first.reshape(()) * second).expand(initial.shape)
     same = (first.reshape(()) == first_before.reshape(())) & (second == second_before)
     return torch.where(same.expand(initial.shape), initial, found)
@@ -147,6 +156,7 @@ def observed(
     limits: Tensor, before: Tensor, scale: Tensor, zero: Tensor, bounds: tuple[int, int], moves_zero: bool
 ) -> Tensor:
     """Return (scale, zero point) of a range [2], as fp32 [2]; those of the file where the range is that of the file."""
+    # 0 belongs to every range, so that an integer stands for it exactly
     least = limits[0].clamp(max=0.0)
     greatest = limits[1].clamp(min=0.0)
     low, high = bounds
@@ -165,7 +175,7 @@ def observed(
 
 
 def as_zero_point(found: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the zero point of `observed` in its integer type."""
+    """Return the zero point of `observed`, [2] -> a scalar in its integer type."""
     return found[1].to(dtype)
 
 
@@ -185,6 +195,7 @@ class RangeObserver(nn.Module):
             return limits.clone()
         with torch.no_grad():
             least, greatest = torch.aminmax(x.detach())
+            # in training those of the micro-batch itself, so that nothing of it is clamped
             now = torch.stack([least, greatest]).to(limits.dtype)
             limits.lerp_(now, self.momentum)
         return now
@@ -241,6 +252,7 @@ class FollowScales:
             values[each.scale] = self.tracer.call(product_scale, *pair, each.initial, *each.factors)
             self._quantize(node.input[0], values, each.scale)
         elif each.mode == "train":
+            # the elements of one sample: dynamic lengths, such as the batch, do not count
             fixed = [a for a, b in zip(x.probes[0].shape, x.probes[1].shape, strict=True) if a == b]
             values[each.scale] = self._trained(each, math.prod(fixed))
         else:
@@ -254,6 +266,7 @@ class FollowScales:
                 values[each.zero] = self.tracer.call(as_zero_point, found, dtype)
 
     def _trained(self, each: Quantizer, count: int) -> Value:
+        # the factor of Esser et al., by which the updates of scales and weights have a similar size
         factor = 1.0 / math.sqrt(max(count, 1) * max(each.bounds[1], 1))
         return self.tracer.call(trained_scale, self._states[each.state], each.initial, factor)
 
@@ -266,6 +279,7 @@ def biases_last(model: onnx.ModelProto, quantizers: Sequence[Quantizer]) -> onnx
     if not moved:
         return model
     result = onnx.ModelProto()
+    # each is put before its first reader, of which there is at least one (quantizer_search.py)
     waiting = dict(moved)
     result.CopyFrom(model)
     del result.graph.node[:]

@@ -62,6 +62,7 @@ def find_quantizers(
             found = (*found, multiplied)
         elif multiplied:
             frozen[name] = multiplied
+    # one line for each reason, since files have hundreds of scales
     for why in dict.fromkeys(frozen.values()):
         names = [name for name, reason in frozen.items() if reason == why]
         log.info("%d scales of quantization stay as they are, such as %s: %s", len(names), names[0], why)
@@ -134,6 +135,7 @@ class _Search:
         if len(zeros) > 1 or computed:
             return "its nodes have several zero points, or a computed one"
         zero = zeros.pop()
+        # a scale that a stored tensor is read with belongs to that tensor, else to what the graph computes
         weights = {node.input[0] for node in nodes if node.input[0] in self.stored}
         dtype = self._type(zero, nodes, weights)
         if weights and all(self.stored[weight].dtype == torch.int32 for weight in weights):
@@ -171,6 +173,7 @@ class _Search:
         if len(axes) > 1 or any(values.get("block_size", 0) for values in attributes):
             return "it is that of blocks, or of several axes"
         axis = axes.pop()
+        # for a single scale the axis has no meaning, and may be outside of the tensor
         layout = (axis % ndim if ndim and -ndim <= axis < ndim else 0, 0)
         count = self.stored[name].numel()
         value = self.floats[weight]
@@ -222,12 +225,14 @@ class _Search:
         found = set[tuple[str, str]]()
         for node, _ in self.readers[name]:
             for reader, position in self.readers.get(node.output[0], ()):
+                # operand 2 of Conv and Gemm is the bias, operands 0 and 1 are input and weight
                 pair = self._scales_of(reader) if position == 2 else ("", "")
                 if not set(pair) & plain.keys():
                     return "neither that of its input nor that of its weight follows"
                 first, second = (self.stored.get(each, torch.zeros(())) for each in pair)
                 if first.numel() != 1 or second.numel() not in (1, scale.numel()):
                     return "it is not the product of the scales of input and weight"
+                # some tools round the product; any other number would not follow the two
                 if not torch.allclose(first.reshape(()) * second.reshape(-1), scale.reshape(-1), rtol=1e-4, atol=0):
                     return "it is not the product of the scales of input and weight"
                 found.add(pair)

@@ -94,6 +94,7 @@ def read_records(model: onnx.ModelProto, inner: Sequence[InnerTensor] = ()) -> E
     for name, written in of_values.items():
         if kind := TORCH_KINDS.get(written.get(INPUT_KIND, "")):
             weights[name] = kind
+    # kinds that are written come first; what names alone show is added below
     kinds = {name: weights[name] for name in stored if name in weights}
     folded = {}
     for name in stored:
@@ -125,6 +126,7 @@ def read_records(model: onnx.ModelProto, inner: Sequence[InnerTensor] = ()) -> E
     unknown = [name for name in readers if name not in kinds]
     kinds |= {name: "buffer" for name in unknown if own_kinds.get(readers[name]) == {"buffer"}}
     originals = _originals(folded, weights)
+    # a folded tensor belongs to the module of the weight that it was computed from
     own_names = {name: originals.get(name, name) for name in stored}
     owners = {name: own.rpartition(".")[0] for name, own in own_names.items() if own in weights}
     return ExporterRecords(

@@ -139,6 +139,7 @@ class _Evidence:
             return Role(
                 "frozen", "one number for each place in the batch, which would make results depend on the place"
             )
+        # what the exporter wrote has precedence over every guess below
         if recorded == "parameter" and (operator := self._operator(name)):
             return Role("trained", f"weight of {operator}", operator, written=True)
         if recorded == "buffer":

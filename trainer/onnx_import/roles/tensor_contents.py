@@ -20,7 +20,7 @@ MASKED_BELOW = -50
 
 
 def is_mask(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds only zeros and large negative numbers, or is a matrix of zeros and ones."""
+    """Return whether a tensor has only zeros and large negative numbers, or is a matrix [..., n, m] of 0 and 1."""
 
     def only_mask_values(values: torch.Tensor, matrix: bool) -> bool:
         allowed = (values == 0) | (values <= MASKED_BELOW)
@@ -53,6 +53,7 @@ def is_sinusoidal_table(tensor: torch.Tensor) -> bool:
     if tensor.ndim < 2 or tensor.shape[-2] < MIN_ROWS or not tensor.numel():
         return False
     rows = tensor.reshape(-1, *tensor.shape[-2:])[0][:MAX_ROWS].double()
+    # x[n + 1] + x[n - 1] and x[n], for every n but the first and the last
     sums = rows[2:] + rows[:-2]
     middle = rows[1:-1]
     # least squares for 2 cos(w) in each column, then the residual relative to the column's greatest value
@@ -64,7 +65,7 @@ def is_sinusoidal_table(tensor: torch.Tensor) -> bool:
 
 
 def is_fourier_matrix(tensor: torch.Tensor) -> bool:
-    """Return whether the columns or the rows of a matrix are sines and cosines."""
+    """Return whether the columns or the rows of a matrix [n, m] are sines and cosines."""
     # a corner rules out most weights, without reading all of a mapped file
     return any(
         is_sinusoidal_table(matrix[:MAX_ROWS, :MIN_ROWS]) and is_sinusoidal_table(matrix)
@@ -104,6 +105,7 @@ def is_distance_table(tensor: torch.Tensor) -> bool:
     if tensor.ndim < 2 or length < MIN_ROWS or not bool(torch.isfinite(tensor).all()):
         return False
     rows = tensor.reshape(-1, length)[: MAX_ROWS * MAX_ROWS].double()
+    # evenly spaced: all steps of a row are equal
     steps = rows[:, 1:] - rows[:, :-1]
     largest = rows.abs().amax(1, keepdim=True)
     if bool(((steps - steps[:, :1]).abs() <= 1e-5 * largest).all()):
@@ -111,6 +113,7 @@ def is_distance_table(tensor: torch.Tensor) -> bool:
     if tensor.shape[-2] != length:
         return False
     places = torch.arange(length, dtype=torch.float64)
+    # the element [1, 0] of each matrix is its slope, since the distance there is 1
     distances = (places[:, None] - places).abs()
     matrices = tensor.reshape(-1, length, length).double()
     return bool(matrices.any()) and bool(torch.isclose(matrices, matrices[:, 1:2, :1] * distances, rtol=1e-5).all())
@@ -195,5 +198,6 @@ def is_large_and_empty(tensor: torch.Tensor) -> bool:
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
+    # a few blocks from all over the tensor, without reading all of a mapped file
     starts = torch.linspace(0, max(flat.numel() - BLOCK, 0), NUM_BLOCKS, dtype=torch.float64).long().tolist()
     return torch.cat([flat[start : start + BLOCK] for start in starts])

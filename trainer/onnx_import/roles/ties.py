@@ -115,6 +115,7 @@ def tie_copies(graph: fx.Graph, root: nn.Module, paths: Mapping[str, str], copie
             # after both nodes: the original must be read before it is transposed, and the copy's readers come later
             with graph.inserting_after(max(copy, read, key=order.__getitem__)):
                 read = graph.call_function(torch.t, (read,))
+            # passes read it, and the tracer has not seen this node
             read.meta["rank"] = 2
         copy.replace_all_uses_with(read)
         graph.erase_node(copy)

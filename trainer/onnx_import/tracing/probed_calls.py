@@ -81,6 +81,7 @@ def module_key(module: nn.Module) -> Any:
     kind = type(module)
     if not kind.__module__.startswith("onward.trainer.onnx_import.") or module._parameters or module._buffers:
         return None
+    # children and hooks may hold anything that a key does not see
     if module._modules or module._forward_hooks or module._forward_pre_hooks:
         return None
     try:

@@ -111,6 +111,7 @@ def lengths_equal_by_chance(
             other = {
                 dim: (first, length) for dim, (first, second, length) in enumerate(trial) if first == second != length
             }
+            # a length that an operand has already is checked there; one check is enough
             inherited = set().union(*(differing.get(operand, ()) for operand in node.all_input_nodes))
             differing[node] = set(other.values())
             found |= {(node, dim): pair[0] for dim, pair in other.items() if pair not in inherited}
@@ -185,6 +186,7 @@ def can_differ(node: fx.Node, value: float) -> bool:
     # a dimension is identified by its two trial lengths; unrelated dimensions have different ones
     pairs = list(dict.fromkeys(_lengths_read(node)))
     for shift in range(2):  # first all dimensions of one length, then each of another length
+        # in the second round a dimension is 7 places further in the list than the one before it
         for start in range(len(LENGTHS)):
             lengths = {pair: LENGTHS[(start + 7 * i * shift) % len(LENGTHS)] for i, pair in enumerate(pairs)}
             try:

@@ -65,6 +65,7 @@ def trial_sizes(
     batch = declared_batch(graph, stored)
     # SMALL suits most models; the others are for lengths that a network halves, divides or looks up
     tables = [SMALL, LARGE, MIXED, SHORT]
+    # made to measure where the graph divides its lengths so often that those of SMALL would end at 1 or 0
     need = lengths_needed(graph)
     if need.divisor > MOST_HALVED or need.shortest > SMALL[1][0]:
         tables = [need.scale(SMALL), need.scale(MIXED), *tables]
@@ -124,6 +125,7 @@ def _window(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tup
         if operand is None or is_external(operand):
             return 1, 1
         factors = abs(numpy_helper.to_array(operand).astype(np.float64))
+        # a step divides a length, a scale below 1 does too
         by = factors if node.op_type == "Slice" else 1 / factors[factors > 0]
         return 1, round(min(MOST, by.max(initial=1)))
     if node.op_type == "SpaceToDepth":
@@ -163,6 +165,7 @@ def _lengths(
             unnamed = "" if position == 0 else f"{value.name}[{position}]"
             if position == 0 and dim.dim_param:
                 rows.setdefault(dim.dim_param, 0)
+            # equal symbols are one length, in all inputs; each new one takes the next row
             number = rows.setdefault(dim.dim_param or unnamed, len(set(rows.values())))
             first, second = table[number % len(table)]
             further = number // len(table)  # more symbols than rows: use the table again, shifted

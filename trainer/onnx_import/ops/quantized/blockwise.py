@@ -50,6 +50,7 @@ def dequantize_blocks(
     columns, block, bits = layout
     integers = unpack(packed, bits).to(scales.dtype)[..., :columns]
     if zero is None:
+        # the integers are unsigned: without zero points the middle of their range stands for 0
         start: Tensor | float = float(2 ** (bits - 1))
     else:
         start = zero if zero.is_floating_point() else unpack(zero, bits)[..., : scales.shape[-1]].to(scales.dtype)
@@ -100,6 +101,7 @@ def packed_linear(
     layout: Sequence[int],
 ) -> Tensor:
     """Return x W' + bias, x: [..., columns], W [rows, columns]: see `dequantize_blocks`."""
+    # _PackedLinear has no gradient for them; torch's own backward pass keeps the weights in fp32
     if scales.requires_grad or (zero is not None and zero.requires_grad):
         return F.linear(x, dequantize_blocks(packed, scales, zero, groups, layout), bias)
     y: Tensor = _PackedLinear.apply(x, layout, packed, scales, zero, groups)  # type: ignore[no-untyped-call]

@@ -54,7 +54,7 @@ class Mixture:
         return (shares / shares.sum(-1, keepdim=True) if self.normalizes else shares), chosen
 
     def activate(self, x: Tensor) -> Tensor:
-        """Apply the activation; of swiglu, x has gates and linear parts by turns."""
+        """Apply the activation to x [tokens, features]; of swiglu, x has gates and linear parts by turns."""
         if self.activation == "swiglu":
             gate = x[..., 0::2]
             linear = x[..., 1::2]
@@ -67,7 +67,7 @@ class Mixture:
         return {"relu": torch.relu, "silu": F.silu, "identity": torch.clone}[self.activation](x)
 
     def project(self, x: Tensor, expert: int, of: Projection, bits: int) -> Tensor:
-        """Multiply the tokens of an expert by one of its matrices."""
+        """Multiply the tokens of an expert by one of its matrices: [tokens, inputs] -> [tokens, outputs]."""
         weight, scales, zero, bias = (None if each is None else each[expert] for each in of)
         assert weight is not None
         if scales is None:
@@ -85,15 +85,18 @@ def mix_experts(
     x: Tensor, scores: Tensor, mixing: Tensor | None, first: Projection, second: Projection, mixture: Mixture
 ) -> Tensor:
     """x: [..., features]; scores, mixing: [tokens, experts]. An expert computes its own tokens only."""
+    # how many tokens an expert has depends on values, which tensors without data do not have
     if x.is_meta:
         return torch.empty_like(x)
     tokens = x.reshape(-1, x.shape[-1])
     shares, chosen = mixture.shares(scores, mixing)
     total = torch.zeros_like(tokens)
     for expert in range(scores.shape[-1]):
+        # the tokens that chose this expert, and as which of their k choices
         token, place = (chosen == expert).nonzero(as_tuple=True)
         hidden = mixture.activate(mixture.project(tokens[token], expert, first, mixture.bits[0]))
         y = mixture.project(hidden, expert, second, mixture.bits[1])
+        # a token occurs at most once in an expert, so that the order of the additions is that of the experts
         total = total.index_add(0, token, (y * shares[token, place, None]).to(total.dtype))
     return total.reshape(x.shape)
 

@@ -92,12 +92,12 @@ def broadcast_scale(of: Tensor, x: Tensor, layout: ScaleLayout) -> Tensor:
 
 
 def straight_through(rounded: Tensor, x: Tensor) -> Tensor:
-    """Return `rounded` with the gradient of x (straight-through estimator)."""
+    """Return `rounded` with the gradient of x (straight-through estimator), both of one shape."""
     return rounded.detach() + (x - x.detach()) if x.requires_grad else rounded
 
 
 def round_and_clamp(x: Tensor, zero: Tensor | float, bounds: tuple[int, int]) -> Tensor:
-    """Round x to the nearest integer (halves to even), add zero and clamp. The gradient is 1, and 0 where it clamps."""
+    """Round x [...] to the nearest integer (halves to even), add zero and clamp: gradient 1, and 0 where it clamps."""
     limits = []
     for bound in bounds:
         limit = bound - zero
@@ -112,7 +112,7 @@ def round_and_clamp(x: Tensor, zero: Tensor | float, bounds: tuple[int, int]) ->
 def quantized_values(
     x: Tensor, scale: Tensor, zero: Tensor | None, layout: ScaleLayout, bounds: tuple[int, int]
 ) -> Tensor:
-    """Return x / scale + zero, rounded and clamped."""
+    """Return x / scale + zero, rounded and clamped, in the shape of x. scale, zero: see `broadcast_scale`."""
     start = 0.0 if zero is None else broadcast_scale(zero, x, layout).to(scale.dtype)
     return round_and_clamp(x.to(scale.dtype) / broadcast_scale(scale, x, layout), start, bounds)
 
@@ -120,7 +120,7 @@ def quantized_values(
 def float_quantized_values(
     x: Tensor, scale: Tensor, zero: Tensor | None, layout: ScaleLayout, dtype: torch.dtype, saturate: bool
 ) -> Tensor:
-    """Return x / scale, rounded to a floating-point type of 8 or 4 bits."""
+    """Return x / scale, rounded to a floating-point type of 8 or 4 bits, in the shape of x."""
     x = x.to(scale.dtype) / broadcast_scale(scale, x, layout)
     if zero is not None:
         x = x + broadcast_scale(zero.to(scale.dtype), x, layout)
@@ -138,7 +138,7 @@ def dynamic_quantize_linear(c: Call, x: Value) -> Value:
 
 
 def dynamic_quantized_values(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x quantized to 0..255 over the range of x and 0, the scale, and the zero point."""
+    """Return x [...] quantized to 0..255 over the range of x and 0, the scale, and the zero point: both scalars."""
     # the range is data, not a function to differentiate
     with torch.no_grad():
         least = x.amin().clamp(max=0)
@@ -160,7 +160,7 @@ def dequantize_linear(c: Call, x: Value, scale: Value, zero: Value = None) -> Va
 
 
 def dequantize(x: Tensor, scale: Tensor, zero: Tensor | None, layout: ScaleLayout) -> Tensor:
-    """Return (x - zero) scale; x is an integer tensor, or its value before storage."""
+    """Return (x - zero) scale, in the shape of x; x is an integer tensor, or its value before storage."""
     # integers are subtracted as integers, wide enough not to wrap around
     if zero is not None:
         computed_in = x.dtype if x.dtype.is_floating_point and x.dtype.itemsize > 1 else scale.dtype
@@ -183,7 +183,7 @@ def exact_dtype(num_terms: Value) -> torch.dtype:
 
 
 def subtract_zero_point(x: Tensor, zero: Tensor | None, dtype: torch.dtype, axis: int) -> Tensor:
-    """Return x - zero; several zero points are one for each index of an axis."""
+    """Return x - zero, in the shape of x; several zero points are one for each index of an axis."""
     return x.to(dtype) if zero is None else x.to(dtype) - broadcast_along(zero, x, axis).to(dtype)
 
 
@@ -276,7 +276,7 @@ Scale = tuple[Tensor, int]
 
 
 def rescale(x: Tensor, left: Scale, right: Scale, scale: Tensor) -> Tensor:
-    """Multiply a product of integers by the scales of both factors, and divide it by that of the result."""
+    """Multiply a product of integers [...] by the scales of both factors, and divide it by that of the result."""
     factor = (
         broadcast_along(left[0], x, left[1]) * broadcast_along(right[0], x, right[1]) / broadcast_along(scale, x, -2)
     )
@@ -284,6 +284,6 @@ def rescale(x: Tensor, left: Scale, right: Scale, scale: Tensor) -> Tensor:
 
 
 def requantize(x: Tensor, left: Scale, right: Scale, result: tuple[Tensor, Tensor], bounds: tuple[int, int]) -> Tensor:
-    """Rescale a product of integers, and round and clamp it to the result's type."""
+    """Rescale a product of integers [...], and round and clamp it to the result's type."""
     scale, zero = result
     return round_and_clamp(rescale(x, left, right, scale), broadcast_along(zero, x, -2).to(scale.dtype), bounds)

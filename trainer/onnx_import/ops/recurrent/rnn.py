@@ -191,6 +191,7 @@ def _packed(
     assert back is not None
     sorted_states = [state.index_select(1, order) for state in states]
     hidden = sorted_states if len(states) == 2 else sorted_states[0]
+    # packing sorts the sequences by length; states go in and come out in that order
     data, *last = kernel(packed.data, packed.batch_sizes, hidden, *rest)
     y, _ = nn.utils.rnn.pad_packed_sequence(packed._replace(data=data), total_length=x.shape[0])
     last = [state.index_select(1, back) for state in last]
@@ -201,8 +202,13 @@ def _packed(
 
 
 def flat_weights(layer: Layer, w: Tensor, r: Tensor, b: Tensor | None) -> list[Tensor]:
-    """Return w, r and both biases of each direction, with the gates in torch's order."""
+    """Return w, r and both biases of each direction, with the gates in torch's order.
+
+    w: [directions, gates x hidden, features]; r: [.., hidden]; b: [directions, 2 x gates x hidden]. Returns for each
+    direction w, r and, with b, two biases [gates x hidden].
+    """
     hidden = r.shape[2]
+    # ONNX orders the gates i, o, f, c (LSTM) and z, r, h (GRU); torch i, f, g, o and r, z, n
     parts: list[Sequence[Tensor]] = [_reordered(layer.kind, weight, hidden).unbind(0) for weight in (w, r)]
     if b is not None:
         parts += [_reordered(layer.kind, half, hidden).unbind(0) for half in b.chunk(2, 1)]
@@ -302,6 +308,7 @@ def _of_any_batch(c: Call, layer: Layer, x: Value, state: Value) -> Value:
         return state
     if state.ndim != 3 or not isinstance(size := c.size(x, batch_dim), Traced):
         return state
+    # of a trained state, `one_row` returns a row that collects the gradients of all rows
     row = one_row(c, state, batch_dim)
     if c.size(row, batch_dim) != 1:
         return state
@@ -312,6 +319,7 @@ def _activations(c: Call, kind: str, directions: int) -> tuple[tuple[Activation,
     """Return (name, alpha, beta) of each gate; alphas and betas are listed only for activations that take one."""
     usual = STANDARD[kind]
     names = [name.lower() for name in c.attr("activations") or usual * directions]
+    # one list for all gates of all directions, from which each activation takes what it needs, in order
     alphas = iter(c.attr("activation_alpha") or ())
     betas = iter(c.attr("activation_beta") or ())
     if unknown := sorted(set(names) - set(ACTIVATIONS)):

@@ -76,6 +76,7 @@ def low_rank_conv(x: Tensor, a: Tensor, b: Tensor, scale: float, *where: Any) ->
     """
     convolve = CONVOLUTIONS[a.ndim - 2]
     groups = where[-1]
+    # every group of a grouped convolution has the same A, and its own rows of B
     narrow = convolve(x, a.repeat(groups, *[1] * (a.ndim - 1)), None, *where)
     return convolve(narrow * scale, b.reshape(*b.shape, *[1] * (a.ndim - 2)), groups=groups)
 
@@ -106,11 +107,13 @@ def add_adapters(
     """
     stored = [node for node in module.graph.find_nodes(op="get_attr") if str(node.target) in module.onnx_names]
     reads = {module.onnx_names[str(node.target)]: node for node in stored}
+    # a weight that only look-ups and other operators read has no product beside which B A x could be computed
     candidates = {name: uses for name, node in reads.items() if (uses := _Uses.of(node)).main}
     chosen = {}
     for name, uses in candidates.items():
         if any(fnmatchcase(name, pattern) for pattern in config.weights):
             chosen[name] = uses
+    # a pattern may also match quantized weights alone, which have their adapters in the file
     adapted_weights = [*chosen, *(name.removesuffix(".lora_a") for name in beside)]
     problems = []
     for pattern in config.weights:
@@ -126,6 +129,7 @@ def add_adapters(
     if problems:
         raise ConfigError(problems)
     if config.dropout:
+        # one module for all adapters: it holds no tensors, and each call draws numbers of its own
         module.add_module(DROPOUT, Dropout(config.dropout))
         _drop_inputs(module, beside)
     return tuple(_adapt(module, name, uses, config, seed) for name, uses in chosen.items())
@@ -163,10 +167,12 @@ def _nearest(pattern: str, known: Sequence[str]) -> str:
 
 def _adapt(module: ImportedGraph, name: str, uses: _Uses, config: LoraConfig, seed: int) -> Adapter:
     assert uses.main is not None
+    # the layout of the first product is the adapter's; for readers of the other one the factors change sides
     adapter = Adapter(name, config.alpha / config.rank, uses.main.outputs_first)
     tensors = _initial_factors(adapter, named_weights(module)[name], config.rank, seed, conv=uses.main.kind == "conv")
     nodes = []
     for of, tensor in zip((adapter.a, adapter.b), tensors, strict=True):
+        # beside the weight, with underscores where the name is taken
         owner, _, leaf = str(uses.read.target).rpartition(".")
         leaf += of.removeprefix(name).replace(".", "_")
         while hasattr(module.get_submodule(owner), leaf):

@@ -51,6 +51,7 @@ def use_channels_last(
     wanted = format == "channels_last" or (format in ("auto", "fastest") and device.type == "cuda")
     if not wanted and format == "fastest":
         wanted = _pays_on_cpu(module, rows)
+    # at the inputs alone: what follows keeps the format of its operand
     images = _images(module.graph) if wanted else []
     for image in images:
         with module.graph.inserting_after(image):
@@ -58,6 +59,7 @@ def use_channels_last(
         converted.meta.update(image.meta)
         for user in [user for user in image.users if user is not converted]:
             user.replace_input_with(image, converted)
+    # the gradient takes the format of the weight, so that nothing is converted in the backward pass, either
     stored = _store_weights(module, but) if images and weights == "stored" else set()
     if images and weights != "each":
         _convert_weights(module, stored)
@@ -97,6 +99,7 @@ def _select_before_narrow_convolutions(module: fx.GraphModule) -> None:
     """
     for node in module.graph.find_nodes(op="call_function", target=F.conv2d):
         weight = _stored(module, _weight_read(node)[1])
+        # of a 1 x 1 kernel the pixels between the strides are never read
         x, kernel, bias, stride, padding, *rest = node.args
         if not isinstance(weight, torch.Tensor) or weight.shape[1] >= NARROW or tuple(weight.shape[2:]) != (1, 1):
             continue

@@ -49,8 +49,10 @@ def choose_output_units(config: RunConfig) -> tuple[RunConfig, tuple[str, ...], 
     signature = read_training_signature(config.model)
     rows = read_first_rows(config, signature, max(ROWS, config.micro_batch_size))
     config = resolve(config, rows, signature)
+    # without nodes behind the outputs, so that both readings can be made of one pass
     module = open_trainable(_with_units(config, ["label"] * len(config.losses))).module.eval()
     fixed = config.model.fixed_batch not in ("auto", "any")
+    # a file of fixed batch runs with that many rows alone
     number = config.micro_batch_size if fixed else min(ROWS, rows.num_rows)
     batch = one_batch(rows, config, signature, np.arange(number), training=False)
     with torch.no_grad():

@@ -97,9 +97,11 @@ def _by_blocks(calls: Sequence[fx.Node], reads: dict[str, fx.Node], blocks: Sequ
     layer = 0
     current = -1
     for node in calls:
-        own = next((number for number, block in enumerate(blocks) if node in block), -1)
-        layer = layer + (own != current)
-        current = own
+        block_number = next((number for number, block in enumerate(blocks) if node in block), -1)
+        # a new layer begins wherever the block changes, also between a block and what is beside it
+        if block_number != current:
+            layer += 1
+            current = block_number
         of_node[node] = layer
     # a projection for a teacher reads the student's last values
     return {name: of_node.get(node, layer) for name, node in reads.items()}
@@ -113,7 +115,9 @@ def _by_products(module: ImportedGraph, names: dict[str, str], reads: dict[str, 
     depth: dict[fx.Node, int] = {}
     # nodes are in the order of computation, so that the depths of all operands are known
     for node in module.graph.nodes:
-        depth[node] = max((depth[each] for each in node.all_input_nodes), default=0) + (node in begins)
+        depth[node] = max((depth[operand] for operand in node.all_input_nodes), default=0)
+        if node in begins:
+            depth[node] += 1
     return {name: depth[node] for name, node in reads.items()}
 
 
@@ -126,6 +130,7 @@ def _first_reads(module: fx.GraphModule, names: dict[str, str]) -> dict[str, fx.
     held: dict[fx.Node, set[str]] = {}
     found: dict[str, fx.Node] = {}
     for node in module.graph.nodes:
+        # a weight is found where it first meets a value that depends on an input; until then it is only prepared
         if node.op == "placeholder" or any(each in computed for each in node.all_input_nodes):
             computed.add(node)
             for each in node.all_input_nodes:

@@ -57,12 +57,14 @@ def outline_repeated_blocks(module: fx.GraphModule) -> list[Block]:
     """Replace the blocks of a graph, in place, by calls of modules; without repeated blocks change nothing."""
     calls = [node for node in module.graph.nodes if node.op.startswith("call_")]
     sequence = _Sequence(module, calls)
+    # by position: what is between two runs is found from one to the next
     runs = sorted(sequence.find(0, len(calls)))
     if not runs:
         return []
     made: list[Block] = []
     for run in [*_with_rests(runs, len(calls))]:
         blocks = [calls[first : first + run.period] for first in range(run.start, run.end, run.period)]
+        # a stretch of lengths alone stays where it is
         if any(_is_tensor(node) for node in blocks[0]):
             name = f"block_{len(made)}"
             _outline(module, name, blocks)
@@ -100,6 +102,7 @@ class _Sequence:
         self.module = module
         self.calls = calls
         numbers: dict[Any, int] = {}
+        # operands count by their kind alone: the same layer reads other nodes in each block
         keys = [_call_key(module, node, self._kind) for node in calls]
         self.kinds = np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
         self.passing = self._passing()
@@ -129,6 +132,7 @@ class _Sequence:
 
     def _best_run(self, start: int, period: int, length: int) -> _Run | None:
         """Return the blocks of a stretch that begin where the fewest values pass, if they are really equal."""
+        # `length` positions equal those a period later, so that the stretch is a period longer
         counts = {offset: (length + period - offset) // period for offset in range(period)}
         offsets = [offset for offset, count in counts.items() if count > 1]
         offset = min(offsets, key=lambda each: (self.passing[start + each + period], -counts[each]))
@@ -150,6 +154,7 @@ class _Sequence:
         order = {node: position for position, node in enumerate(self.calls)}
         passing = np.zeros(len(self.calls) + 2, dtype=np.int64)
         for node, position in order.items():
+            # a value passes every position from behind its call to its last reader; what is returned passes all
             last = max((order.get(user, len(self.calls)) for user in node.users), default=position)
             passing[position + 1] += 1
             passing[last + 1] -= 1
@@ -196,6 +201,7 @@ def _module_key(child: nn.Module) -> Any:
     tensors = itertools.chain(child.parameters(), child.buffers())
     if next(tensors, None) is not None:
         return id(child)
+    # what a layer without tensors computes is decided by its class and its settings
     options = {key: value for key, value in vars(child).items() if not key.startswith("_")}
     options.pop("training", None)
     if not all(isinstance(value, (int, float, str, tuple, type(None))) for value in options.values()):
@@ -261,6 +267,7 @@ def _block_module(module: fx.GraphModule, nodes: Sequence[fx.Node], returned: Se
     _, inputs = _block_key(module, nodes)
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
+        # weights among the inputs too, so that one module computes every block
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in nodes:

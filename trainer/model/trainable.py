@@ -90,6 +90,7 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: boo
     load_converters(config.model.converters)
     model = load_model(config.model.path, by_parts=by_parts)
     base = config.model.path.parent
+    # on the whole graph, which is written back at the end; what is cut out of it below is trained
     surgery.apply_surgery(model, config.model, seed=config.train.seed)
     add_output_units(model, config.losses)
     beside = add_quantized_adapters(model, config.lora, seed=config.train.seed)
@@ -98,6 +99,7 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: boo
         returned = tuple(dict.fromkeys((*settings.named_outputs(model.graph.output[0].name), *also)))
         settings = settings.model_copy(update={"output": returned})
     part = rows_first(surgery.extract_subgraph(model, settings), settings)
+    # adapters beside quantized weights are trained, whatever the analysis of roles makes of them
     chosen = (*config.model.train, *config.lora.also_train, *beside)
     widen = _widen(part, config.model, config.lora)
     module = to_module(
@@ -126,6 +128,7 @@ def open_trainable(config: RunConfig, *, also: Sequence[str] = (), by_parts: boo
         return TrainableModel(module, model, base, (), plain, dropout)
     adapters = add_adapters(module, config.lora, beside=beside, seed=config.train.seed)
     own = tuple(name for adapter in adapters for name in (adapter.a, adapter.b))
+    # the weights of the file are not named, so that they stay as they are
     select_trained(module, train=(*own, *beside, *config.lora.also_train), freeze=settings.freeze)
     return TrainableModel(module, model, base, adapters, plain, dropout)
 

@@ -129,6 +129,7 @@ def insert_casts(module: ImportedGraph, config: PrecisionConfig) -> None:
         return
     reads = [node for node in module.graph.find_nodes(op="get_attr") if _is_fp32_parameter(module, node)]
     paths = {node: list(_paths_to_products(node)) for node in reads}
+    # counted by weight and not by read: several nodes may read one weight
     times = Counter(str(node.target) for node in reads for _ in paths[node])
     for node in reads:
         for *views, product in paths[node]:
@@ -138,10 +139,12 @@ def insert_casts(module: ImportedGraph, config: PrecisionConfig) -> None:
                     half_with_own_backward if times[str(node.target)] > 1 else half, (node,)
                 )
                 cast.meta = {key: value for key, value in node.meta.items() if key != "probes"}
+                # the views between weight and product are repeated behind the cast
                 for view, before in zip(views, [node, *views], strict=False):
                     copied = {before: cast}
                     cast = module.graph.node_copy(view, lambda x, copied=copied: copied.get(x, x))  # type: ignore[misc]
             product.replace_input_with(last, cast)
+            # from the last one, since a view that is read cannot be erased
             for view in reversed(views):
                 if not view.users:
                     module.graph.erase_node(view)

@@ -163,9 +163,11 @@ def to_module(
     stored = stored_tensors(model.graph, base, unaligned=by_parts)
     records = read_records(model, inner_tensors(original))
     quantized = quantized_weights(model.graph, stored)
+    # what roles and ties look at: the numbers that integers mean
     floats = stored | {name: weight.dequantized() for name, weight in quantized.items()}
     quantizers = find_quantizers(model.graph, stored, floats, scales, quantized)
     depth = find_branches(model, base)
+    # shape inference and converters read small tensors from the model itself; large ones stay mapped
     model = load_small_tensors(with_operands(model), base)
     if model.functions:
         model = inliner.inline_local_functions(model)

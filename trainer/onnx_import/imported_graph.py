@@ -132,6 +132,7 @@ def stored_weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
 @contextmanager
 def statistics_kept(module: ImportedGraph) -> Iterator[None]:
     """Restore the running statistics, which a forward pass in training mode updates, at the end of a block."""
+    # constants are buffers as well, but nothing writes to them
     before = [(buffer, buffer.clone()) for path, buffer in module.named_buffers() if path in module.onnx_names]
     try:
         yield

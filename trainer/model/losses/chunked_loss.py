@@ -43,6 +43,7 @@ def compiled_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) ->
     rows = logits.reshape(-1, logits.shape[-1])
     flat = labels.flatten()
     for tensor in (rows, flat):
+        # one code for every number of rows
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return _compiled()(rows, flat, ignore_index)
 

@@ -128,6 +128,7 @@ class Loss:
         self._output_name = self._names[0]
         self._declared = (shapes or {}).get(self._output_name)
         self._replicas = replicas
+        # read once: a file of the user's is neither loaded nor checked again for each micro-batch
         self._formula = load_loss(config.file) if config.is_own else FORMULAS[config.name]
         self._counter = target_counter(config)
         self._cross_entropy = chunked_loss.compiled_cross_entropy if compiled else chunked_loss.cross_entropy
@@ -145,9 +146,11 @@ class Loss:
             if self.classes:
                 self._last_axis_only(own, labels)
                 return self.classes.cross_entropy(own, labels, self.ignore_index)
+            # in chunks, without an fp32 copy of all logits
             if not is_soft and own.dtype in (torch.float16, torch.bfloat16):
                 rows = as_rows(own, self.axis(outputs, labels))
                 return self._cross_entropy(rows, labels, self.ignore_index)
+        # a single output goes through `output`, which gathers sharded classes
         several = len(self.indices) > 1
         read = [at_least_fp32(outputs[place]) for place in self.indices] if several else [self.output(outputs)]
         axis = -1
@@ -156,6 +159,7 @@ class Loss:
         if labels is not None and (units := config.label_units):
             places = label_axis(units, labels.shape), label_axis(units, read[0].shape)
             labels = standardised(labels.to(read[0].dtype), units, axis=places[0])
+            # both in the same units, so that the loss compares like with like
             read = [standardised(read[0], units, axis=places[1])]
         inputs = LossInputs(
             config,
@@ -217,6 +221,7 @@ class Loss:
         own = batch.labels[place]
         if not self.config.has_classes or own is None or own.is_floating_point():
             return
+        # the lengths of inputs, which the labels of a CTC may have beside them, are no classes
         own, lengths = without_lengths(own, self.config)
         num_classes = self.config.rule.num_classes(self.num_classes(outputs, own))
         weights = self.config.class_weights
@@ -294,6 +299,7 @@ class Loss:
         values = getattr(self.config, setting)
         if not values:
             return None
+        # copied to a device once, and not in every micro-batch
         key = (setting, like.device)
         if key not in self._tensors:
             self._tensors[key] = torch.tensor(values, device=like.device)

@@ -32,6 +32,7 @@ def standardised(values: Tensor, units: LabelUnits, *, axis: int) -> Tensor:
     axis: of the elements, see `label_axis`.
     """
     if units.log:
+        # the tangent of log(1 + x) at LEAST, so that value and slope go on without a jump
         line = math.log1p(LEAST) + (values - LEAST) / (1 + LEAST)
         values = torch.where(values > LEAST, torch.log1p(values.clamp(min=LEAST)), line)
     center, scale = _constants(values, units, axis)

@@ -49,6 +49,7 @@ class ClassShard:
         """
         value, index = at_least_fp32(logits.detach()).max(-1)
         value = value.nan_to_num(math.inf, math.inf, -math.inf)  # a NaN is the greatest of all, as for torch.argmax
+        # ranks without the greatest value give a number above every class, so that the minimum is the first class
         chosen = torch.where(value == all_reduce(value, self.group, "max"), index + self.start, self.total)
         return all_reduce(chosen, self.group, "min")
 
@@ -83,6 +84,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         is_last = classes.stop == classes.total
         own = counted & ((index >= 0) | (classes.start == 0)) & ((index < logits.shape[-1]) | is_last)
         index = torch.where(own, index, 0)[:, None]
+        # subtracted before the exponential, which would overflow; the loss does not depend on it
         greatest = all_reduce(at_least_fp32(logits.amax(-1)), classes.group, "max")
         sums = torch.empty(2, len(labels), device=logits.device, dtype=greatest.dtype)
         for rows in chunks(logits):

@@ -70,6 +70,7 @@ class EvaluationMetrics:
         """Return the metrics over all batches of all ranks. Collective: every rank of the default group."""
         alone = not dist.is_initialized()
         if self._configured:
+            # a rank without a batch has zeros, and takes the numbers of the others
             sizes = torch.tensor([size for each in self._each for size in each.sizes.values()], device=self._device)
             if not alone:
                 dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
@@ -79,6 +80,7 @@ class EvaluationMetrics:
                     each.learn(task, next(agreed))
         totals = self.totals()
         if not alone:
+            # the same shape on every rank, since all of them take part in the sum
             totals = totals if self._counts else torch.zeros_like(totals)
             dist.all_reduce(totals)
         parts = [part for each in self._each for part in each.lists()]
@@ -176,6 +178,7 @@ class _LossMetrics:
     def learn(self, task: Task, size: int) -> None:
         """Take the number of classes, labels or values from a batch, or from the other ranks."""
         self.sizes[task] = size
+        # every rank drops it, at the latest in `compute`, where all agree on the number
         if size > MOST_CLASSES:
             self._confusions.pop(task, None)
 

@@ -157,6 +157,7 @@ class R2(SumMeasure):
 
     def value_of(self, sums: list[float], size: int) -> float:
         total, squares, errors, count = torch.tensor(sums, dtype=torch.float64).view(4, size)
+        # sum (y - mean)^2 from sums alone, which ranks can add up
         spread = squares - total.square() / count
         return float(torch.where(spread > 0, 1 - errors / spread, torch.nan).mean())
 
@@ -189,6 +190,7 @@ class BoxIou(SumMeasure):
 
 class PairAccuracy(SumMeasure):
     def sums_of(self, batch: Measured) -> Tensor:
+        # the middle between the cosine of a pair that is alike, 1, and the margin of one that is not
         found_alike = batch.scores > (1 + (batch.config.margin or 0.0)) / 2
         return _with_count((found_alike == batch.targets.bool()).sum(), len(found_alike))
 
@@ -231,6 +233,7 @@ class Retrieval:
         found = 0
         step = max(1, MOST_SIMILARITIES // len(keys))
         for start in range(0, len(queries), step):
+            # in parts, since the similarities of all rows with all rows may not fit into memory
             similar = queries[start : start + step] @ keys.T
             own = similar.diagonal(start)[:, None]
             # others that are as similar, but for rounding, come first: equal outputs of all rows find nothing

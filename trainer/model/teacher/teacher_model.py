@@ -82,6 +82,7 @@ def _teacher_part(
     model = load_model(path, by_parts=by_parts)
     known = [value.name for value in model.graph.output]
     outputs = [teacher_output(each, first, known) for each in soft_losses]
+    # several soft losses may read one output, which is computed once
     settings = ModelConfig(path=path, output=tuple(dict.fromkeys(outputs)))
     if start := begin_at_numbers(model, settings).start:
         raise ConfigError(
@@ -137,6 +138,7 @@ def _merged(module: ImportedGraph, teacher: ImportedGraph, outputs: Sequence[str
         raise ConfigError(
             f"the weight {taken[0]!r} of the model has the name of a teacher's; rename it to train with one"
         )
+    # inputs of the same name are the same, unless [teacher.inputs] says otherwise
     sources = {name: config.teacher.inputs.get(name, name) for name in teacher.input_names}
     if missing := [name for name, source in sources.items() if source not in module.input_names]:
         raise ConfigError(
@@ -153,12 +155,14 @@ def _merged(module: ImportedGraph, teacher: ImportedGraph, outputs: Sequence[str
         for node in teacher.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 copies[node] = _copied(graph, node, copies)
+    # behind the model's outputs, at whose positions the losses against labels read
     ends = dict(zip(teacher.output_names, output_nodes(teacher.graph), strict=True))
     _return_also(graph, [copies[ends[name]] for name in outputs])
     module.add_module(TEACHER_MODULE, teacher)
     merged = _like(module, graph)
     delattr(module, TEACHER_MODULE)
     merged.output_names = (*module.output_names, *(each.teacher_output for each in config.soft_losses))
+    # both files may have a weight of one name: the teacher's get a prefix
     paths = {f"{TEACHER_MODULE}.{path}": TEACHER + name for path, name in teacher.onnx_names.items()}
     merged.onnx_names = {**module.onnx_names, **paths}
     frozen = {TEACHER + name: replace(role, kind="frozen") for name, role in teacher.roles.items()}
@@ -207,6 +211,7 @@ def _add_outputs(
     theirs: the declared shape of what the teacher computes for each soft loss. kept: outputs that the losses read.
     """
     nodes = dict(zip(module.output_names, output_nodes(module.graph), strict=True))
+    # tensors inside the model are returned for the soft losses alone, and by the name of the match
     inner = {each.student for each in soft if each.matched} - kept
     found = {name: node for name, node in nodes.items() if name not in inner}
     shapes = dict(module.output_shapes)
@@ -266,6 +271,7 @@ def _projected(module: ImportedGraph, soft: SoftLoss, node: fx.Node, sizes: tupl
     """Add a projection of one axis of a tensor, initialised like torch's Linear; return the node of its result."""
     axis, inputs, outputs = sizes
     name = f"{PROJECTION}{soft.place}"
+    # a generator of its own, so that the numbers do not depend on what was drawn before
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     weight = torch.empty(outputs, inputs).uniform_(-1, 1, generator=generator) / math.sqrt(inputs)
     path = f"projection_{soft.place}"

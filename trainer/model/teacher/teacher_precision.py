@@ -38,6 +38,7 @@ class Computed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `called` returns; the arguments are its own."""
         device = next((each.device.type for each in args if isinstance(each, Tensor)), "cpu")
+        # a teacher in fp32 beside a student in half precision: its operands are widened first
         if self.dtype is None:
             args = tuple(_widened(each) for each in args)
         with torch.autocast(device, dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
@@ -62,6 +63,7 @@ def compute_teacher_apart(module: ImportedGraph, config: RunConfig) -> None:
     nodes = [node for node in module.graph.nodes if node.meta.get("teacher")]
     if not compute or not nodes:  # soft labels that were computed before have no teacher beside the model
         return
+    # in the teacher's submodule, with which they stay in inference form
     beside = module.get_submodule(TEACHER_MODULE)
     for number, node in enumerate(nodes):
         if node.op == "call_function" and node.target in CAST:

@@ -256,6 +256,7 @@ def fit_parts(c: Call, parts: Sequence[Value], axis: int) -> list[Value]:
     known = all(isinstance(x, torch.Tensor) or _has_known_shape(x) for x in parts)
     if batch is None or not known:
         return fitted
+    # all parts have the same number of dimensions, and the same lengths in all but `axis`
     rank = parts[0].ndim
     for dim in (dim for dim in range(rank) if dim != axis % rank):
         times = max(batch.multiple(c.size(x, dim)) for x in parts)

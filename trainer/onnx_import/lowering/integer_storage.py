@@ -58,6 +58,7 @@ def move_before_storage(tracer: Tracer, run: Callable[..., Value], operands: Seq
     kind = stored.pop()
     levels = [before_storage(tracer, x) for x in operands]
     computed_in = next(new.dtype for new, old in zip(levels, operands, strict=True) if new is not old)
+    # all operands are moved together, so that none may stay an integer of this type
     for place, x in enumerate(levels):
         if isinstance(x, torch.Tensor) and x.dtype == kind:
             levels[place] = x.to(computed_in)  # a constant of the same type: a bound of Clip, or what Pad adds

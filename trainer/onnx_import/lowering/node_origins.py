@@ -50,6 +50,7 @@ def mark_fused(made: Iterable[fx.Node], new: fx.Node, old: fx.Node, erased: Iter
     origin: Origin | None = old.meta.get(ORIGIN)
     if origin is None:
         return
+    # only those without one: a call that a pass reuses keeps its own
     for call in made:
         call.meta.setdefault(ORIGIN, origin)
     # a dictionary, which keeps the order and drops what several calls have in common

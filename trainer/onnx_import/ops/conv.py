@@ -121,6 +121,7 @@ def conv_transpose(c: Call, x: Value, weight: Value, bias: Value = None) -> Valu
     window = [kernel, strides, dilations, extra]
     if wanted is not None or mode.startswith("SAME"):
         lengths = c.sizes(x)[2:]
+        # output_shape may list batch and channels, too
         target = None if wanted is None else wanted[-rank:]
         if any(isinstance(n, Traced) for n in lengths):
             return c(conv_transpose_to, x, weight, bias, window, group, target, mode == "SAME_UPPER")

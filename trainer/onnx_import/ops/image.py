@@ -240,8 +240,10 @@ def resize_11(c: Call, x: Value, region: Value = None, scales: Value = None, siz
     )
     axes = tuple(c.axis(x, axis) for axis in c.attr("axes", range(x.ndim)))
     policy = c.attr("keep_aspect_ratio_policy", "stretch")
+    # other modes ignore the region, which may then be anything
     cropped = options.coordinate_mode == "tf_crop_and_resize"
     part = tuple(c.constant(region).tolist()) if cropped else None
+    # the operand that is not used may be an empty constant in place of a missing one
     if sizes is not None and not (isinstance(sizes, torch.Tensor) and sizes.numel() == 0):
         lengths = kept_lengths(c, x, axes, c.ints(sizes))
         return _resized(c, x, ResizeTarget(axes, None, policy, part), lengths, options)

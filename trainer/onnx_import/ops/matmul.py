@@ -28,6 +28,7 @@ def gemm(c: Call, a: Value, b: Value, bias: Value = None) -> Value:
     # F.linear is what fused kernels, adapters and tensor parallelism look for in the graph
     if alpha == beta == 1.0 and plain:
         return c(F.linear, a, b if transposed else c("t", b), bias)
+    # addmm and mm have no option for transposed operands
     b = c("t", b) if transposed else b
     if bias is not None:
         return c(torch.addmm, bias, a, b, beta=beta, alpha=alpha)

@@ -120,14 +120,13 @@ def _reduction(function: Callable[..., Any]) -> Rule:
         noop = c.attr("noop_with_empty_axes", 0)
         # no axes: the result is x, with what the operator does to one element
         if not axes and noop:
-            axes = []
             if c.op in ("ReduceSum", "ReduceMean", "ReduceProd", "ReduceMax", "ReduceMin", "ReduceLogSumExp"):
                 return x
             if c.op in ("ReduceL1", "ReduceL2"):
                 return c(torch.abs, x)
             return c(torch.mul, x, x) if c.op == "ReduceSumSquare" else c(torch.log, x)
         chosen = [c.axis(x, axis) for axis in axes] if axes else list(range(x.ndim))
-        return c(function, x, chosen, keepdims) if chosen else x if x.ndim else c(function, x, [], keepdims)
+        return c(function, x, chosen, keepdims)
 
     return rule
 
@@ -210,6 +209,7 @@ def unique(
     # the first index of each distinct element: the minimum over its occurrences
     first = positions.new_full((len(counts),), len(inverse)).scatter_reduce(0, inverse, positions, "amin")
     if not in_order:
+        # by first occurrence; the inverse permutation renumbers what each element points at
         order = torch.argsort(first)
         values = values.index_select(dim, order)
         first = first[order]

@@ -145,7 +145,9 @@ def float_product(a: float, b: float) -> float:
 
 def float_quotient(a: float, b: float) -> float:
     """Return a / b in fp32; a division by zero gives an infinity or NaN, as in a tensor."""
-    return float(np.float32(a) / np.float32(b)) if b else math.copysign(math.inf, a) if a else math.nan
+    if b:
+        return float(np.float32(a) / np.float32(b))
+    return math.copysign(math.inf, a) if a else math.nan
 
 
 def float_root(x: float) -> float:

@@ -206,6 +206,7 @@ def _long_axes(shape: Sequence[int]) -> list[int]:
 
 
 def _elementwise(r: Rewriter, node: Any) -> Pattern | None:
+    # the type of a cast is no operand with a pattern of its own
     operands = [arg for arg in node.args if not isinstance(arg, torch.dtype)]
     patterns = [_pattern_of(r, operand) for operand in operands]
     if any(pattern is None for pattern in patterns):
@@ -227,6 +228,7 @@ def _elementwise(r: Rewriter, node: Any) -> Pattern | None:
             result = function(*values, **node.kwargs)
         return torch.as_tensor(result)
 
+    # one element stands for all on and below the diagonal, another one for all above it
     lower = run("lower")
     upper = run("upper")
     return Triangular(lower, upper) if any(isinstance(pattern, Triangular) for pattern in patterns) else Uniform(lower)

@@ -201,8 +201,13 @@ def _leads_to_product(r: Rewriter, value: Any) -> bool:
     value = _unscaled(r, value, shared=False)[0]
     if is_call(value, torch.matmul, torch.bmm):
         return has_one_user(value)
-    inner = value.args if is_call(value, torch.add) else value.args[1:] if is_call(value, torch.where) else ()
-    return has_one_user(value) and any(_leads_to_product(r, part) for part in inner)
+    if is_call(value, torch.add):
+        operands = value.args
+    elif is_call(value, torch.where):
+        operands = value.args[1:]
+    else:
+        return False
+    return has_one_user(value) and any(_leads_to_product(r, operand) for operand in operands)
 
 
 def _unscaled(r: Rewriter, value: Any, *, shared: bool = True) -> tuple[Any, float]:

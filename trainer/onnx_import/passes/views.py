@@ -78,6 +78,7 @@ def _row_parts(x: fx.Node, axis: int, length: int) -> Parts:
 
 def _cover_dimension(parts: Parts, length: int) -> bool:
     """Return whether two or more parts cover the dimension without overlap."""
+    # sorted by their starts: each begins where the one before ends
     ends = [0, *(end for _, end, _ in parts)]
     starts = [start for start, _, _ in parts]
     return len(parts) > 1 and starts == ends[:-1] and ends[-1] == length

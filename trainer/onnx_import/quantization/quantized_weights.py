@@ -232,6 +232,7 @@ def _can_scale(use: Use, stored: Mapping[str, torch.Tensor]) -> bool:
 
 def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tuple[int, Use]]:
     """Yield (position, how it is dequantized) of the operands of a node that may be weights. ndim: of the weight."""
+    # operands in the order of ONNX and of onnxruntime: each weight with its own scale and zero point
     attributes = attributes_of(node)
     operator = node.op_type
     if operator == "DequantizeLinear":
@@ -240,6 +241,7 @@ def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tu
         yield 0, Use((name[1],), name[2], axis, attributes.get("block_size", 0))
     elif operator == "QLinearConv":
         yield 3, Use((name[4],), name[5], 0)
+        # the bias counts in units of the scales of input and weight, with the zero point 0
         yield 8, Use((name[1], name[4]), "", 0)
     elif operator == "QLinearMatMul":
         yield 0, Use((name[1],), name[2], max(ndim - 2, 0))

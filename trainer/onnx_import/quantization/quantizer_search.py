@@ -57,6 +57,7 @@ def find_quantizers(
     found, frozen = _Search(graph, stored, floats, mode).run()
     for name in scales_of(quantized):
         of = [weight for weight, each in quantized.items() if each.scale_name == name]
+        # a name without integers is a zero point, which stays
         multiplied = _of_multiplied(name, {weight: quantized[weight] for weight in of}, stored, mode) if of else None
         if isinstance(multiplied, Quantizer):
             found = (*found, multiplied)
@@ -153,8 +154,11 @@ class _Search:
         if zero:
             return self.stored[zero].dtype
         integers = [self.stored[weight].dtype for weight in weights if not self.stored[weight].is_floating_point()]
+        if integers:
+            return integers[0]
+        # uint8 is ONNX's default; with `output_dtype` the nodes have no integers that are known here
         plain = all(not attributes_of(node).get("output_dtype", 0) for node in nodes)
-        return integers[0] if integers else torch.uint8 if plain else torch.float32
+        return torch.uint8 if plain else torch.float32
 
     def _of_weight(
         self, name: str, weights: set[str], nodes: list[onnx.NodeProto], common: dict[str, Any]

@@ -105,6 +105,7 @@ class ProbedCalls:
         """
         if key is not None:
             try:
+                # the default type is part of it, in which torch makes tensors of Python numbers
                 key = (key, torch.get_default_dtype(), exact_key(args, meta_key), exact_key(kwargs, meta_key))
             except CannotCompareError:
                 key = None

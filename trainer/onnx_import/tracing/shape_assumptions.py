@@ -149,6 +149,7 @@ def _result(
         first, second = node.meta.get("probes") or (None, None)
         if not isinstance(first, torch.Tensor) or second is None:
             return _Unknown
+        # static lengths stay, dynamic ones become longer or shorter
         shape = [a if a == b else further(a, b) for a, b in zip(first.shape, second.shape, strict=True)]
         return torch.empty(shape, dtype=first.dtype, device="meta")
     if node.op == "get_attr":

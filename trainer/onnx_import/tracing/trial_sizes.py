@@ -138,6 +138,7 @@ def _window(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tup
     pads = found.get("pads") or [0] * 2 * len(kernel)
     is_padded = found.get("auto_pad") in ("SAME_UPPER", "SAME_LOWER")
     sides = zip(kernel, dilations, pads, pads[len(kernel) :], strict=False)
+    # without its padding, which makes a shorter input fit
     spans = [(length - 1) * dilation + 1 - before - after for length, dilation, before, after in sides]
     return 1 if is_padded else max([1, *spans]), max([1, *found.get("strides", ())])
 

@@ -84,6 +84,7 @@ def grouped_attention(
         efficient     any type      any mask             needs a key head for each query head
         math          any type      any mask             stores scores [batch, query heads, sequence, sequence]
     """
+    # under autocast the kernel computes in half precision whatever the type of its operands
     half = query.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cuda")
     if enable_gqa and repeats_heads(query.device.type, masked=attn_mask is not None, half=half):
         # copies of keys and values are smaller than the scores

@@ -221,7 +221,9 @@ def embed_layer_norm(
 def padding_bias(mask: torch.Tensor, keys: torch.Tensor, filler: float) -> torch.Tensor:
     """Return what is added to scores, [batch, 1, 1 or queries, keys]: `filler` where `mask` [batch, .., keys] is 0."""
     bias = torch.zeros_like(mask, dtype=keys.dtype).masked_fill(mask == 0, filler)
-    return bias[:, None, None] if bias.ndim == 2 else bias[:, None] if bias.ndim == 3 else bias
+    if bias.ndim == 2:
+        return bias[:, None, None]
+    return bias[:, None] if bias.ndim == 3 else bias
 
 
 def length_bias(lengths: torch.Tensor, keys: torch.Tensor, filler: float) -> torch.Tensor:
@@ -304,6 +306,7 @@ def multi_head_attention(
     elif key.ndim == 5:
         key, value = (c("flatten", part, 2) for part in c(torch.unbind, key, 3))
     if bias is not None:
+        # one bias for the three projections, side by side; keys by heads have been projected, and need none
         widths = [c.size(query, 2), c.size(query, 2) if key.ndim == 4 else c.size(key, 2)]
         parts = c(torch.split, bias, [*widths, c.size(bias, 0) - sum(widths)], 0)
         query = c(torch.add, query, parts[0])

@@ -171,6 +171,7 @@ def quantized_mixture_of_experts(
     c.require("weights_prepacked", -1, 0)
     c.attr("accuracy_level")  # how far onnxruntime may round x (export/measuring/kernel_rounding.py)
     _refuse_third((w3, scales3, b3, zero3))
+    # one number of bits for all matrices, unless a matrix has its own
     shared = c.attr("expert_weight_bits", BITS[0])
     bits = (c.attr("fc1_expert_weight_bits", shared), c.attr("fc2_expert_weight_bits", shared))
     c.attr("fc3_expert_weight_bits")

@@ -127,6 +127,7 @@ def float_quantized_values(
     rounded = to_float8(x, dtype, saturate).to(x.dtype) if is_float8(dtype) else to_float4(x).to(x.dtype)
     if not x.requires_grad:
         return rounded
+    # clamped for its gradient, which is 0 beyond the greatest value
     greatest = torch.finfo(dtype).max if is_float8(dtype) else 6.0
     return straight_through(rounded, torch.clamp(x, -greatest, greatest))
 

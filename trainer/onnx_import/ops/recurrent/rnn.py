@@ -126,6 +126,7 @@ def check_operands(layer: Layer, x: Tensor, w: Tensor, r: Tensor, **others: Tens
         if operand is None:
             continue
         if tuple(operand.shape) != needed[name]:
+            # a state of another batch is the most likely mistake: that of the exporter's example
             stored = operand.shape[1] if name in STATES and operand.ndim == 3 else batch
             remedy = f"; it fits batches of {stored}: feed these, or export the file with a dynamic batch"
             raise ValueError(

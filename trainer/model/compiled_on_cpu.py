@@ -49,12 +49,12 @@ def is_amd(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 def use_sigmoid_in_gelu(graph: fx.GraphModule) -> None:
     """Replace each GELU of tanh, in place, by a function that is one of sigmoid when it is compiled."""
-    found = [node for node in graph.graph.find_nodes(op="call_function", target=F.gelu) if _is_of_tanh(node)]
-    for node in found:
+    gelus = [node for node in graph.graph.find_nodes(op="call_function", target=F.gelu) if _is_of_tanh(node)]
+    for node in gelus:
         node.target = gelu_of_tanh
         node.args = node.args[:1]
         node.kwargs = {}
-    if found:
+    if gelus:
         graph.recompile()
 
 

@@ -89,11 +89,11 @@ def _standardises(losses: Sequence[LossConfig]) -> bool:
 
 def _with_units(config: RunConfig, chosen: Sequence[str]) -> RunConfig:
     """Return the configuration, of filled-in losses, with choices in place of "auto"."""
-    found = (
+    chosen_losses = (
         loss.model_copy(update={"output_units": units}) if loss.output_units == "auto" else loss
         for loss, units in zip(config.losses, chosen, strict=True)
     )
-    return config.model_copy(update={"loss": tuple(found)})
+    return config.model_copy(update={"loss": tuple(chosen_losses)})
 
 
 def _replaced(outputs: Sequence[Tensor], place: int, values: Tensor) -> list[Tensor]:

@@ -57,13 +57,13 @@ def number_layers(module: ImportedGraph) -> dict[str, int]:
     calls = _calls_without_teacher(module)
     blocks = _blocks(module, calls)
     if any(node in block for node in reads.values() for block in blocks):
-        found = _by_blocks(calls, reads, blocks)
+        layers = _by_blocks(calls, reads, blocks)
     else:
-        found = _by_products(module, names, reads)
+        layers = _by_products(module, names, reads)
     # weights that no input passes, such as one that is only returned, belong to the first layer
-    found = {name: found.get(name, 0) for name in names.values()}
-    order = {layer: number for number, layer in enumerate(sorted(set(found.values())))}
-    return {name: order[layer] for name, layer in found.items()}
+    layers = {name: layers.get(name, 0) for name in names.values()}
+    order = {layer: number for number, layer in enumerate(sorted(set(layers.values())))}
+    return {name: order[layer] for name, layer in layers.items()}
 
 
 def _calls_without_teacher(module: fx.GraphModule) -> list[fx.Node]:
@@ -71,7 +71,7 @@ def _calls_without_teacher(module: fx.GraphModule) -> list[fx.Node]:
     of_teacher: set[fx.Node] = set()
     for node in module.graph.nodes:
         stored = str(node.target).startswith(f"{TEACHER_MODULE}.")
-        if stored or any(each in of_teacher for each in node.all_input_nodes):
+        if stored or any(operand in of_teacher for operand in node.all_input_nodes):
             of_teacher.add(node)
     calls = [node for node in module.graph.nodes if node.op.startswith("call_")]
     return [node for node in calls if node not in of_teacher]
@@ -128,21 +128,21 @@ def _first_reads(module: fx.GraphModule, names: dict[str, str]) -> dict[str, fx.
     """
     computed: set[fx.Node] = set()
     held: dict[fx.Node, set[str]] = {}
-    found: dict[str, fx.Node] = {}
+    first_reads: dict[str, fx.Node] = {}
     for node in module.graph.nodes:
         # a weight is found where it first meets a value that depends on an input; until then it is only prepared
-        if node.op == "placeholder" or any(each in computed for each in node.all_input_nodes):
+        if node.op == "placeholder" or any(operand in computed for operand in node.all_input_nodes):
             computed.add(node)
-            for each in node.all_input_nodes:
-                for name in held.get(each, ()):
-                    found.setdefault(name, node)
+            for operand in node.all_input_nodes:
+                for name in held.get(operand, ()):
+                    first_reads.setdefault(name, node)
         elif node.op == "get_attr":
             held[node] = {names[str(node.target)]} if str(node.target) in names else set()
         else:
-            held[node] = set().union(*(held.get(each, set()) for each in node.all_input_nodes))
+            held[node] = set().union(*(held.get(operand, set()) for operand in node.all_input_nodes))
         # modules, such as BatchNorm, hold weights of their own
         if node.op == "call_module":
             for path, name in names.items():
                 if path.startswith(f"{node.target}."):
-                    found.setdefault(name, node)
-    return found
+                    first_reads.setdefault(name, node)
+    return first_reads

@@ -78,7 +78,7 @@ def repeated_blocks(module: fx.GraphModule, calls: Sequence[fx.Node]) -> list[li
     """Return the runs of equal consecutive blocks among some calls of the graph: of each run, each block's nodes."""
     runs = sorted(_Sequence(module, calls).find(0, len(calls)))
     firsts = [range(run.start, run.end, run.period) for run in runs]
-    return [[list(calls[first : first + each.step]) for first in each] for each in firsts]
+    return [[list(calls[first : first + positions.step]) for first in positions] for positions in firsts]
 
 
 def _with_rests(runs: Sequence[_Run], end: int) -> Iterator[_Run]:
@@ -116,7 +116,7 @@ class _Sequence:
 
     def _candidates(self, begin: int, end: int) -> list[tuple[int, int, int, int]]:
         """Return (nodes saved, start, period, length) where `length` positions equal those a period later."""
-        found = []
+        candidates = []
         for period in range(MIN_PERIOD, (end - begin) // 2 + 1):
             kinds = self.kinds[begin:end]
             # the borders of the stretches in which position i and i + period are alike
@@ -126,9 +126,9 @@ class _Sequence:
             for start, length in zip(starts, ends - starts, strict=True):
                 if (saved := length // period * period) >= MIN_SAVED:
                     # of equal savings the shorter period: two layers are no block
-                    found.append((int(saved), int(begin + start), period, int(length)))
+                    candidates.append((int(saved), int(begin + start), period, int(length)))
         # the last of these is tried first; more than a few are tried only if all of them turn out not to be equal
-        return sorted(found, key=lambda each: (each[0], -each[2]))[-8:]
+        return sorted(candidates, key=lambda each: (each[0], -each[2]))[-8:]
 
     def _best_run(self, start: int, period: int, length: int) -> _Run | None:
         """Return the blocks of a stretch that begin where the fewest values pass, if they are really equal."""
@@ -214,11 +214,11 @@ def _literal(value: Any, reference: Callable[[fx.Node], Any]) -> Any:
     if isinstance(value, fx.Node):
         return reference(value)
     if isinstance(value, (tuple, list)):
-        return tuple(_literal(each, reference) for each in value)
+        return tuple(_literal(item, reference) for item in value)
     if isinstance(value, dict):
-        return tuple((key, _literal(each, reference)) for key, each in sorted(value.items()))
+        return tuple((key, _literal(item, reference)) for key, item in sorted(value.items()))
     if isinstance(value, slice):
-        return "slice", *(_literal(each, reference) for each in (value.start, value.stop, value.step))
+        return "slice", *(_literal(item, reference) for item in (value.start, value.stop, value.step))
     return type(value), value if value.__hash__ and not isinstance(value, torch.Tensor) else id(value)
 
 

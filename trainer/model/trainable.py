@@ -72,7 +72,7 @@ def open_with_teacher(config: RunConfig, *, cached: bool = False, by_parts: bool
     With a teacher the result is for training only: it cannot be written back. cached, by_parts: as in `with_teacher`.
     Not collective. Raises the errors of `open_trainable` and `with_teacher`.
     """
-    students = tuple(each.student for each in config.soft_losses if each.student)
+    students = tuple(loss.student for loss in config.soft_losses if loss.student)
     trainable = open_trainable(config, also=students, by_parts=by_parts)
     if not config.teacher.path:
         return trainable

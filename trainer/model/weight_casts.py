@@ -195,7 +195,7 @@ def casts_with_products(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Tenso
 def make_casts(module: nn.Module) -> list[Tensor]:
     """Cast now, inside `casts_kept` and autocast, every weight that a step casts; return the casts."""
     made = []
-    for graph in [each for each in module.modules() if isinstance(each, fx.GraphModule)]:
+    for graph in [child for child in module.modules() if isinstance(child, fx.GraphModule)]:
         for node in _cast_nodes(graph):
             cast: Any = node.target
             made.append(cast(graph.get_parameter(str(node.all_input_nodes[0].target)), *node.args[1:]))

@@ -278,7 +278,7 @@ class ImportAttempt:
         for value in self.inputs:  # after all placeholders, which must come first in fx
             if value.type.tensor_type.elem_type in HALVES and isinstance(values.get(value.name), Traced):
                 values[value.name] = self.tracer.call(widen_half, values[value.name], self.tracer.anchor)
-        scaled = {each.weight for each in self.quantizers}
+        scaled = {quantizer.weight for quantizer in self.quantizers}
         for name, tensor in stored.items():
             values[name] = self._add_stored(name, tensor, scaled)
         # after the stored tensors: scales are computed from the weights of now

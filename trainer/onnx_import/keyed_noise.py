@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 # the constants of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators), as signed integers
-GOLDEN, FIRST, SECOND = (each - 2**64 for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GOLDEN, FIRST, SECOND = (constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def uniform(keys: Tensor, shape: Sequence[int], axis: int | None, name: str, draw: int = 0) -> Tensor:
@@ -42,7 +42,7 @@ def uniform(keys: Tensor, shape: Sequence[int], axis: int | None, name: str, dra
     for place, length in enumerate(lengths):
         if place != rows:
             index = torch.arange(length, device=keys.device)
-            index = index.view([-1 if each == place else 1 for each in range(len(lengths))])
+            index = index.view([-1 if dim == place else 1 for dim in range(len(lengths))])
             # one axis after the other: equal indices on different axes give different numbers
             state = _mixed(state + (index + 1) * GOLDEN)
     # the upper 53 bits, and half of the last one, so that 0 and 1 are left out

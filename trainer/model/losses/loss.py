@@ -61,14 +61,15 @@ class Losses:
         assert classes is None or len(losses) + len(soft) == 1
         known = shapes or {}
         self.each = tuple(
-            Loss(each, output_names, known, classes=classes, replicas=replicas, compiled=compiled) for each in losses
+            Loss(config, output_names, known, classes=classes, replicas=replicas, compiled=compiled)
+            for config in losses
         )
         """Those against labels."""
-        self.soft = tuple(TeacherLoss(each, output_names, known) for each in soft)
+        self.soft = tuple(TeacherLoss(config, output_names, known) for config in soft)
         """Those against the teacher."""
         self.titles = titles(losses, output_names)
         """What the metrics of each loss against labels are named after."""
-        self._weights = [each.weight for each in losses] + [each.weight for each in soft]
+        self._weights = [config.weight for config in losses] + [config.weight for config in soft]
 
     def __len__(self) -> int:
         return len(self.each) + len(self.soft)

@@ -51,6 +51,6 @@ def _constants(values: Tensor, units: LabelUnits, axis: int) -> tuple[Tensor | f
         return units.center[0], units.scale[0]
     lengths = [1] * values.ndim
     lengths[axis] = len(units.center)
-    numbers = (torch.tensor(each, dtype=values.dtype, device=values.device) for each in (units.center, units.scale))
-    center, scale = (each.reshape(lengths) for each in numbers)
+    numbers = (torch.tensor(unit, dtype=values.dtype, device=values.device) for unit in (units.center, units.scale))
+    center, scale = (tensor.reshape(lengths) for tensor in numbers)
     return center, scale

@@ -65,7 +65,7 @@ class LibraryMeasure:
         return [torch.cat(parts) if parts else torch.empty(0, device=self._device) for parts in states]
 
     def value(self, sums: Sequence[list[float]], lists: Sequence[Tensor], size: int) -> float:
-        if any(each.is_floating_point() and each.isnan().any() for each in lists):
+        if any(scores.is_floating_point() and scores.isnan().any() for scores in lists):
             return math.nan  # torchmetrics would sort it among the numbers
         sum_of = iter(sums)
         list_of = iter(lists)
@@ -77,8 +77,8 @@ class LibraryMeasure:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             result = type(self._made).compute(self._made)
-        for each in warned:
-            log.warning("%s: %s", self.key, each.message)
+        for warning in warned:
+            log.warning("%s: %s", self.key, warning.message)
         return float(result if self._metric.of_class is None else result[self._metric.of_class])
 
     def _read(self, batch: Measured) -> tuple[Tensor, Tensor] | tuple[list[str], list[str]]:

@@ -79,9 +79,9 @@ class Measured:
     def _refuse(self, wrong: Tensor, targets: Tensor) -> None:
         """Raise DataError for labels of loss.file that metrics cannot read; other losses check theirs."""
         if wrong.any():
-            found = ", ".join(f"{value:g}" for value in sorted(set(targets[wrong].tolist()))[:5])
+            wrong_labels = ", ".join(f"{value:g}" for value in sorted(set(targets[wrong].tolist()))[:5])
             wanted = f"classes of the output, 0..{self.size - 1}" if self.task == "classes" else "0 or 1, no or yes"
-            raise DataError(f"the metrics read the labels of loss.file as {wanted}, but there are {found}")
+            raise DataError(f"the metrics read the labels of loss.file as {wanted}, but there are {wrong_labels}")
 
     @cached_property
     def counted(self) -> Tensor:

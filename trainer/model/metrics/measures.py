@@ -64,8 +64,8 @@ class SumMeasure:
         self._sums: Tensor | None = None
 
     def update(self, batch: Measured) -> None:
-        found = self.sums_of(batch)
-        self._sums = found if self._sums is None else self._sums + found
+        batch_sums = self.sums_of(batch)
+        self._sums = batch_sums if self._sums is None else self._sums + batch_sums
 
     def sums(self, size: int) -> list[Tensor]:
         empty = torch.zeros(self.shape(size), dtype=torch.float64, device=self._device)
@@ -230,7 +230,7 @@ class Retrieval:
         queries, keys = (F.normalize(rows.double(), dim=-1) for rows in lists)
         if queries.isnan().any() or keys.isnan().any():
             return math.nan
-        found = 0
+        hits = 0
         step = max(1, MOST_SIMILARITIES // len(keys))
         for start in range(0, len(queries), step):
             # in parts, since the similarities of all rows with all rows may not fit into memory
@@ -238,8 +238,8 @@ class Retrieval:
             own = similar.diagonal(start)[:, None]
             # others that are as similar, but for rounding, come first: equal outputs of all rows find nothing
             others = (similar >= own - 1e-9).sum(1) - 1
-            found += int((others < self._k).sum())
-        return found / len(queries)
+            hits += int((others < self._k).sum())
+        return hits / len(queries)
 
 
 MOST_SIMILARITIES = 2**24

@@ -48,9 +48,9 @@ def with_soft_labels(
     """
     if not config.teacher.path or config.teacher.cache == "none":
         return splits
-    names = tuple(each.teacher_output for each in config.soft_losses)
+    names = tuple(loss.teacher_output for loss in config.soft_losses)
     teacher: ImportedGraph | None = None
-    found = []
+    labelled_splits = []
     for name, split in zip(("train", "evaluation"), splits, strict=True):
         files = SoftLabelFiles(folder, name, split.num_rows, names, config.teacher.cache)
         chunks = list(files.chunks())
@@ -63,8 +63,8 @@ def with_soft_labels(
             beat()
             dist.barrier()
         _check_shapes(files)
-        found.append(split.with_soft_labels(files))
-    return found
+        labelled_splits.append(split.with_soft_labels(files))
+    return labelled_splits
 
 
 def _teacher_alone(config: RunConfig, names: Sequence[str], device: torch.device) -> ImportedGraph:

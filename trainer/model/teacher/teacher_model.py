@@ -66,7 +66,7 @@ def with_teacher(
     else:
         merged = _merged(module, _imported(part, config, by_parts=by_parts), outputs, config)
     kept = {merged.output_names[0], *(output for loss in config.losses for output in loss.outputs)}
-    kept |= {each.student for each in soft if not each.matched}
+    kept |= {loss.student for loss in soft if not loss.matched}
     _add_outputs(merged, soft, [shapes[output] for output in outputs], kept=kept, seed=config.train.seed)
     return merged
 
@@ -81,7 +81,7 @@ def _teacher_part(
     path = Path(teacher.path)
     model = load_model(path, by_parts=by_parts)
     known = [value.name for value in model.graph.output]
-    outputs = [teacher_output(each, first, known) for each in soft_losses]
+    outputs = [teacher_output(loss, first, known) for loss in soft_losses]
     # several soft losses may read one output, which is computed once
     settings = ModelConfig(path=path, output=tuple(dict.fromkeys(outputs)))
     if start := begin_at_numbers(model, settings).start:
@@ -109,9 +109,9 @@ def _imported(part: onnx.ModelProto, config: RunConfig, *, by_parts: bool) -> Im
     teacher = to_module(part, base=path.parent, fuse=config.graph.fuse, by_parts=by_parts)
     for parameter in teacher.parameters():
         parameter.requires_grad_(False)
-    for each in teacher.modules():
-        if isinstance(each, BatchNorm):
-            each.frozen = True
+    for child in teacher.modules():
+        if isinstance(child, BatchNorm):
+            child.frozen = True
     return teacher
 
 
@@ -120,9 +120,9 @@ def _with_soft_labels(module: ImportedGraph, soft: Sequence[SoftLoss]) -> Import
     graph = copy.deepcopy(module.graph)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
-        added = [graph.placeholder(f"soft_labels_{each.place}") for each in soft]
+        added = [graph.placeholder(f"soft_labels_{loss.place}") for loss in soft]
     _return_also(graph, added)
-    names = tuple(each.teacher_output for each in soft)
+    names = tuple(loss.teacher_output for loss in soft)
     merged = _like(module, graph)
     merged.input_names = (*module.input_names, *names)
     merged.output_names = (*module.output_names, *names)
@@ -161,7 +161,7 @@ def _merged(module: ImportedGraph, teacher: ImportedGraph, outputs: Sequence[str
     module.add_module(TEACHER_MODULE, teacher)
     merged = _like(module, graph)
     delattr(module, TEACHER_MODULE)
-    merged.output_names = (*module.output_names, *(each.teacher_output for each in config.soft_losses))
+    merged.output_names = (*module.output_names, *(loss.teacher_output for loss in config.soft_losses))
     # both files may have a weight of one name: the teacher's get a prefix
     paths = {f"{TEACHER_MODULE}.{path}": TEACHER + name for path, name in teacher.onnx_names.items()}
     merged.onnx_names = {**module.onnx_names, **paths}
@@ -212,26 +212,26 @@ def _add_outputs(
     """
     nodes = dict(zip(module.output_names, output_nodes(module.graph), strict=True))
     # tensors inside the model are returned for the soft losses alone, and by the name of the match
-    inner = {each.student for each in soft if each.matched} - kept
-    found = {name: node for name, node in nodes.items() if name not in inner}
+    inner = {loss.student for loss in soft if loss.matched} - kept
+    returned = {name: node for name, node in nodes.items() if name not in inner}
     shapes = dict(module.output_shapes)
     problems = list[str]()
-    for each, dims in zip(soft, theirs, strict=True):
-        shapes[each.teacher_output] = None if dims is None else tuple(dims)
-        if not each.matched:
+    for loss, dims in zip(soft, theirs, strict=True):
+        shapes[loss.teacher_output] = None if dims is None else tuple(dims)
+        if not loss.matched:
             continue
         try:
-            sizes = projected_sizes(each, shapes.get(each.student), dims)
+            sizes = projected_sizes(loss, shapes.get(loss.student), dims)
         except ConfigError as error:
             problems += error.problems
             continue
-        node = nodes[each.student]
-        found[each.own_output] = _projected(module, each, node, sizes, seed) if sizes else node
-        shapes[each.own_output] = shapes[each.teacher_output]
+        node = nodes[loss.student]
+        returned[loss.own_output] = _projected(module, loss, node, sizes, seed) if sizes else node
+        shapes[loss.own_output] = shapes[loss.teacher_output]
     if problems:
         raise ConfigError(problems)
-    module.graph.output_node().args = (tuple(found.values()),)
-    module.output_names = tuple(found)
+    module.graph.output_node().args = (tuple(returned.values()),)
+    module.output_names = tuple(returned)
     module.output_shapes = shapes
     module.graph.lint()
     module.recompile()

@@ -37,10 +37,10 @@ class Computed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `called` returns; the arguments are its own."""
-        device = next((each.device.type for each in args if isinstance(each, Tensor)), "cpu")
+        device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
         # a teacher in fp32 beside a student in half precision: its operands are widened first
         if self.dtype is None:
-            args = tuple(_widened(each) for each in args)
+            args = tuple(_widened(arg) for arg in args)
         with torch.autocast(device, dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
             return torch.utils._pytree.tree_map(_widened, self.called(*args, **kwargs))
 

@@ -38,8 +38,8 @@ def user_converter(node: onnx.NodeProto, version: int) -> Converter | None:
     """Return the converter that a user registered through `onnx2torch.add_converter`, if there is one."""
     if "onnx2torch" not in sys.modules:  # then nobody can have registered one
         return None
-    found = onnx2torch_registry().get((node.domain, node.op_type, version))
-    return found if found is not None and _is_registered_by_user(found) else None
+    converter = onnx2torch_registry().get((node.domain, node.op_type, version))
+    return converter if converter is not None and _is_registered_by_user(converter) else None
 
 
 def onnx2torch_converter(node: onnx.NodeProto, version: int) -> Converter | None:

@@ -64,11 +64,11 @@ def move_before_storage(tracer: Tracer, run: Callable[..., Value], operands: Seq
             levels[place] = x.to(computed_in)  # a constant of the same type: a bound of Clip, or what Pad adds
         elif isinstance(x, Traced) and x.is_tensor and x.dtype == kind:
             return NotImplemented
-    found = run(*levels)
+    results = run(*levels)
 
     def store(result: Value) -> Value:
         # results of other types are no moved values, such as the indices of a MaxPool
         is_moved = isinstance(result, Traced) and result.is_tensor and result.dtype == computed_in
         return tracer.call(store_as, result, kind, computed_in) if is_moved else result
 
-    return tuple(map(store, found)) if isinstance(found, tuple) else store(found)
+    return tuple(map(store, results)) if isinstance(results, tuple) else store(results)

@@ -78,11 +78,11 @@ def unknown_operators(model: onnx.ModelProto) -> list[str]:
     """Return a sentence for every node that nothing can lower, including those in inner graphs and functions."""
     functions = local_functions(model)
     # the bodies of functions once each, however often they are called
-    found = [
+    sentences = [
         *_unknown(model.graph.node, opsets_of(model), functions),
         *(text for body in model.functions for text in _unknown(body.node, opsets_of(body), functions)),
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(sentences))
 
 
 def _unknown(nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int], functions: LocalFunctions) -> Iterable[str]:

@@ -49,7 +49,7 @@ class BatchNorm(nn.Module):
         if not self.spatial:
             # each position as a channel; the views share the memory of the running statistics
             x, shape = x.flatten(1), x.shape
-            scale, bias, mean, variance = (each.view(-1) for each in (scale, bias, mean, variance))
+            scale, bias, mean, variance = (operand.view(-1) for operand in (scale, bias, mean, variance))
             return self._normalise(x, scale, bias, mean, variance).reshape(shape)
         return self._normalise(x, scale, bias, mean, variance)
 

@@ -96,8 +96,8 @@ def to_power_of_two(x: torch.Tensor, saturate: bool, round_mode: str) -> torch.T
     outside = (exponent < -127) | (exponent > 127)
     lost = x.isnan() if saturate else x.isnan() | outside
     bits = torch.where(lost, 255, exponent.clamp(-127, 127) + 127)
-    found: torch.Tensor = bits.to(torch.uint8).view(torch.float8_e8m0fnu)
-    return found
+    powers: torch.Tensor = bits.to(torch.uint8).view(torch.float8_e8m0fnu)
+    return powers
 
 
 def to_float4(x: torch.Tensor) -> torch.Tensor:

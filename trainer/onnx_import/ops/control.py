@@ -82,7 +82,7 @@ def _scan(c: Call, state: Sequence[Value], slices: Sequence[list[Value]], iterat
     rows: list[list[Value]] = []
     num_states = len(state)
     for iteration in range(iterations):
-        results = c.body("body", [*state, *(each[iteration] for each in slices)])
+        results = c.body("body", [*state, *(scanned[iteration] for scanned in slices)])
         state = results[:num_states]
         row = results[num_states:]
         rows.append(row)

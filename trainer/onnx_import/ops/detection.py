@@ -45,7 +45,7 @@ def non_max_suppression(
     boxes: [batch, boxes, 4]; scores: [batch, classes, boxes]. Two boxes overlap if their intersection over union
     exceeds `iou`. A score must exceed `score_threshold`; at most `count` boxes are chosen of each class.
     """
-    found: list[list[int]] = []
+    kept: list[list[int]] = []
     # the result is indices, which have no gradient. On the host: a GPU would wait at each box for how many are left
     device = boxes.device
     boxes = boxes.detach().cpu()
@@ -60,11 +60,11 @@ def non_max_suppression(
             while len(left) and taken < count:
                 best = left[0]
                 left = left[1:]
-                found.append([sample, label, int(best)])
+                kept.append([sample, label, int(best)])
                 taken += 1
                 # what overlaps a chosen box can no longer be chosen itself
                 left = left[intersection_over_union(boxes[sample, best], boxes[sample, left]) <= iou]
-    return torch.tensor(found, dtype=torch.int64, device="cpu").reshape(-1, 3).to(device)
+    return torch.tensor(kept, dtype=torch.int64, device="cpu").reshape(-1, 3).to(device)
 
 
 @lower("NonMaxSuppression", since=(10, 11))

@@ -143,8 +143,8 @@ def arg_reduce(c: Call, x: Value) -> Value:
     if not c.attr("select_last_index", 0):
         return c(function, x, axis, keepdims)
     # the last of equal elements is the first one of the flipped tensor
-    found = c(function, c(torch.flip, x, [axis]), axis, keepdims)
-    return c(torch.sub, c.size(x, axis) - 1, found)
+    from_end = c(function, c(torch.flip, x, [axis]), axis, keepdims)
+    return c(torch.sub, c.size(x, axis) - 1, from_end)
 
 
 def cumulative_sum(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -> torch.Tensor:

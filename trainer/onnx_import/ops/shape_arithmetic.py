@@ -69,7 +69,8 @@ def _never_negative(node: object) -> bool:
 
 def truncated_quotient(a: int, b: int) -> int:
     """Return a / b, rounded towards zero."""
-    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+    size = abs(a) // abs(b)
+    return size if (a < 0) == (b < 0) else -size
 
 
 def _integer_division(c: Call, a: Value, b: Value) -> Value:

@@ -92,8 +92,8 @@ def cosine_window(
 @lower("MelWeightMatrix", since=(17,))
 def mel_weight_matrix(c: Call, num_mels: Value, dft_length: Value, rate: Value, low: Value, high: Value) -> Value:
     mels, length, samples = (int(c.number(value)) for value in (num_mels, dft_length, rate))
-    found = mel_triangles(mels, length, samples, (float(c.number(low)), float(c.number(high))))
-    return found.to(c.dtype(c.attr("output_datatype", 1)))
+    matrix = mel_triangles(mels, length, samples, (float(c.number(low)), float(c.number(high))))
+    return matrix.to(c.dtype(c.attr("output_datatype", 1)))
 
 
 def mel_triangles(num_mels: int, dft_length: int, rate: int, ends: tuple[float, float]) -> Tensor:

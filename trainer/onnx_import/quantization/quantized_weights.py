@@ -82,8 +82,8 @@ class QuantizedWeight:
         # fp32 represents integers up to 2^24
         wide = torch.float64 if self.integers.dtype == torch.int32 else self.scale.dtype
         # the same function as in training, so that the file holds what the module computed with
-        found = quantized_values(weight.to(wide), self.scale.to(wide), self.zero, self.layout, self.bounds)
-        return torch.where(weight == before, self.integers.long(), found.long()).to(self.integers.dtype)
+        nearest = quantized_values(weight.to(wide), self.scale.to(wide), self.zero, self.layout, self.bounds)
+        return torch.where(weight == before, self.integers.long(), nearest.long()).to(self.integers.dtype)
 
     def steps_from(self, weight: torch.Tensor) -> torch.Tensor:
         """Return how far the integers are from a weight in units of the scale, in fp64; none beyond their range.
@@ -121,16 +121,16 @@ def quantized_weights(graph: onnx.GraphProto, stored: Mapping[str, torch.Tensor]
             else:
                 yield _use(node, position, weight, stored, moved=axes != whole(weight))
 
-    found = {}
+    weights = {}
     for name, tensor in stored.items():
         if _is_integer(tensor) and tensor.numel():
             # one way alone: nodes that disagree on the scale, or read the integers themselves, leave no float to train
             ways = set(uses(name, tensor, whole(tensor)))
             if len(ways) == 1 and (use := ways.pop()) is not None and _can_scale(use, stored):
-                found[name] = _weight(tensor, use, stored)
+                weights[name] = _weight(tensor, use, stored)
     return {
         name: replace(weight, only_scales=frozenset(filter(scaled.only_scales, weight.parameters)))
-        for name, weight in found.items()
+        for name, weight in weights.items()
     }
 
 
@@ -175,13 +175,13 @@ def stored_as_integers(
         return dict(weights)
     # scales may have been trained or recalibrated: the integers are rounded with the new ones
     others = {name: weight.detach().cpu() for name, weight in weights.items() if name not in integers}
-    found = quantized_weights(graph, stored_tensors(graph, base) | others)
-    if lost := sorted(integers - found.keys()):
+    quantized = quantized_weights(graph, stored_tensors(graph, base) | others)
+    if lost := sorted(integers - quantized.keys()):
         raise ConfigError(
             f"{lost[0]!r} is stored as integers that nodes outside of the trained part read with another scale: it "
             f"cannot be written back; freeze it with model.freeze = [{lost[0]!r}]"
         )
-    return {name: found[name].quantized(w) if name in integers else w for name, w in weights.items()}
+    return {name: quantized[name].quantized(w) if name in integers else w for name, w in weights.items()}
 
 
 def integer_names(graph: onnx.GraphProto) -> set[str]:
@@ -202,23 +202,23 @@ def _use(
     """Return how an operand is dequantized; None if it is no weight, or if its scale is computed in the graph."""
     # absent optional operands at the end are empty names, so that every position can be read
     operands = [*node.input, *[""] * 9]
-    found = next((use for at, use in _weights_of(node, weight.ndim, operands) if at == position), None)
-    if found is None or (found.zero and found.zero not in stored):
+    operand_use = next((use for at, use in _weights_of(node, weight.ndim, operands) if at == position), None)
+    if operand_use is None or (operand_use.zero and operand_use.zero not in stored):
         return None
-    if not _can_scale(found, stored):
+    if not _can_scale(operand_use, stored):
         return None
-    scales = [stored[name] for name in found.scales]
+    scales = [stored[name] for name in operand_use.scales]
     # a single number belongs to no axis, wherever the axes of the weight are by then
     if all(scale.numel() == 1 for scale in scales):
-        return replace(found, axis=0, block=0)
-    if moved or found.block:
-        return None if moved else found
+        return replace(operand_use, axis=0, block=0)
+    if moved or operand_use.block:
+        return None if moved else operand_use
     # matrices of scales (one for each row of each product of a batch) have no axis
-    if found.axis >= weight.ndim:
+    if operand_use.axis >= weight.ndim:
         return None
-    length = weight.shape[found.axis]
+    length = weight.shape[operand_use.axis]
     fits = all(scale.numel() == 1 or scale.shape == (length,) for scale in scales)
-    return found if fits else None
+    return operand_use if fits else None
 
 
 def _can_scale(use: Use, stored: Mapping[str, torch.Tensor]) -> bool:

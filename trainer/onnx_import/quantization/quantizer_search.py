@@ -54,20 +54,20 @@ def find_quantizers(
     """
     if mode == "frozen":
         return ()
-    found, frozen = _Search(graph, stored, floats, mode).run()
+    quantizers, frozen = _Search(graph, stored, floats, mode).run()
     for name in scales_of(quantized):
         of = [weight for weight, each in quantized.items() if each.scale_name == name]
         # a name without integers is a zero point, which stays
         multiplied = _of_multiplied(name, {weight: quantized[weight] for weight in of}, stored, mode) if of else None
         if isinstance(multiplied, Quantizer):
-            found = (*found, multiplied)
+            quantizers = (*quantizers, multiplied)
         elif multiplied:
             frozen[name] = multiplied
     # one line for each reason, since files have hundreds of scales
     for why in dict.fromkeys(frozen.values()):
         names = [name for name, reason in frozen.items() if reason == why]
         log.info("%d scales of quantization stay as they are, such as %s: %s", len(names), names[0], why)
-    return found
+    return quantizers
 
 
 def _of_multiplied(
@@ -226,23 +226,23 @@ class _Search:
     def _bias(self, name: str, plain: Mapping[str, Quantizer]) -> Quantizer | str:
         """Return how the scale of an int32 bias follows those of the product it is added to."""
         scale = self.stored[name]
-        found = set[tuple[str, str]]()
+        pairs = set[tuple[str, str]]()
         for node, _ in self.readers[name]:
             for reader, position in self.readers.get(node.output[0], ()):
                 # operand 2 of Conv and Gemm is the bias, operands 0 and 1 are input and weight
                 pair = self._scales_of(reader) if position == 2 else ("", "")
                 if not set(pair) & plain.keys():
                     return "neither that of its input nor that of its weight follows"
-                first, second = (self.stored.get(each, torch.zeros(())) for each in pair)
+                first, second = (self.stored.get(scale_name, torch.zeros(())) for scale_name in pair)
                 if first.numel() != 1 or second.numel() not in (1, scale.numel()):
                     return "it is not the product of the scales of input and weight"
                 # some tools round the product; any other number would not follow the two
                 if not torch.allclose(first.reshape(()) * second.reshape(-1), scale.reshape(-1), rtol=1e-4, atol=0):
                     return "it is not the product of the scales of input and weight"
-                found.add(pair)
-        if len(found) != 1 or len({node.input[0] for node, _ in self.readers[name]}) != 1:
+                pairs.add(pair)
+        if len(pairs) != 1 or len({node.input[0] for node, _ in self.readers[name]}) != 1:
             return "it is that of several products, or of none"
-        pair = found.pop()
+        pair = pairs.pop()
         zero = next((node.input[2] for node, _ in self.readers[name] if len(node.input) > 2), "")
         first_zero = self.stored[zero].float() if zero in self.stored else torch.zeros(())
         return Quantizer(

@@ -251,7 +251,7 @@ class GraphFlow:
         if node.op_type == "BatchNormalization":
             # behind arithmetic there is no tensor that an update could be written to, and updating one of the two
             # without the other would make them statistics of different data
-            if mark := next((each.i for each in node.attribute if each.name == BATCH_STATISTICS), 0):
+            if mark := next((attribute.i for attribute in node.attribute if attribute.name == BATCH_STATISTICS), 0):
                 self._freeze((name for flow in operands[3:5] for name in flow.carried), PLACEHOLDER_STATISTIC)
                 if mark == BY_ROW:
                     self.by_row.update(*(flow.carried for flow in operands[1:3]))
@@ -274,8 +274,8 @@ class GraphFlow:
             self.states.update(*(flow.carried for flow in operands[i : i + 1]))
         if why := PARAMETER_MEANING.get(node.op_type):
             # only the other operands: the data operand of a Clip may well be a weight
-            others = [flow for i, flow in enumerate(operands) if i not in chosen]
-            self._freeze((name for flow in others for name in flow.carried), why)
+            not_chosen = [flow for i, flow in enumerate(operands) if i not in chosen]
+            self._freeze((name for flow in not_chosen for name in flow.carried), why)
         if node.op_type in QUANTIZERS or node.op_type in QUANTIZED_WEIGHTS:
             places = ZERO_POINTS.get(node.op_type, ())
             others = (name for place, name in enumerate(node.input) if place not in places)
@@ -381,17 +381,17 @@ def _is_integer(tensor: torch.Tensor | None) -> bool:
 
 def flow_of(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> GraphFlow:
     """Return the analysis of a graph with the stored tensors `weights`."""
-    found = GraphFlow(weights)
+    flow = GraphFlow(weights)
     for value in graph.input:
         if value.name not in weights:
             # a sequence or optional may hold floats
             floats = value.type.tensor_type.elem_type in FLOAT_TYPES or not value.type.HasField("tensor_type")
-            found.flows[value.name] = Flow("data" if floats else "integers", raw=True)
+            flow.flows[value.name] = Flow("data" if floats else "integers", raw=True)
     for name, tensor in weights.items():
         carried = frozenset([name]) if tensor.is_floating_point() else frozenset[str]()
         codes = frozenset([name]) if tensor.numel() > 1 and is_code(tensor) else frozenset[str]()
-        found.flows[name] = Flow("stored", carried, alias=name, codes=codes)
-    found.visit_all(graph.node)
+        flow.flows[name] = Flow("stored", carried, alias=name, codes=codes)
+    flow.visit_all(graph.node)
     for value in graph.output:
-        found.followed |= found.flows.get(value.name, Flow("stored")).carried
-    return found
+        flow.followed |= flow.flows.get(value.name, Flow("stored")).carried
+    return flow

@@ -65,21 +65,21 @@ def find_roles(
     read = {name for node in graph.node for name in names_read(node)}
     read |= {value.name for value in graph.output}
     evidence = _Evidence(flow_of(graph, weights), records or ExporterRecords(), read, weights.keys())
-    found = {}
+    roles = {}
     sparse = sparse_names(graph)
     for name, tensor in weights.items():
         if name in sparse:
-            found[name] = Role("frozen", SPARSE, written=True)
+            roles[name] = Role("frozen", SPARSE, written=True)
         elif scales and name in scales:
-            found[name] = Role("frozen", f"a scale or zero point of {scales[name]}, stored as integers", written=True)
+            roles[name] = Role("frozen", f"a scale or zero point of {scales[name]}, stored as integers", written=True)
         elif tensor.is_floating_point():
-            found[name] = evidence.role(name, tensor)
+            roles[name] = evidence.role(name, tensor)
         # listed although they are integers, so that the report says why a quantized model has nothing to train; a zero
         # point of one element is not a weight
         elif name in evidence.flow.quantized and tensor.numel() > 1:
             why = f"{INTEGERS}; train the model it was quantized from"
-            found[name] = Role("frozen", why, written=True)
-    return found
+            roles[name] = Role("frozen", why, written=True)
+    return roles
 
 
 def promote_to_trained(
@@ -102,13 +102,13 @@ def inner_roles(model: onnx.ModelProto) -> dict[str, Role]:
 
     model: as it was before lifting. They are frozen, and counted.
     """
-    found = {}
+    roles = {}
     for tensor in inner_tensors(model):
         if tensor.may_be_weight and not tensor.may_train:
             integers = tensor.proto.data_type not in FLOAT_TYPES
             why = f"stored as integers inside {tensor.where}" if integers else f"a result of {tensor.where}"
-            found[tensor.name] = Role("frozen", f"{why}; move it to the main graph to train it", written=True)
-    return found
+            roles[tensor.name] = Role("frozen", f"{why}; move it to the main graph to train it", written=True)
+    return roles
 
 
 @dataclass(frozen=True)

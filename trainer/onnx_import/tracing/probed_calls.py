@@ -40,11 +40,11 @@ def exact_key(value: Any, of_leaf: Callable[[Any], Any] = lambda leaf: None) -> 
     if (key := of_leaf(value)) is not None:
         return key
     if isinstance(value, tuple | list):
-        return kind, tuple([exact_key(each, of_leaf) for each in value])
+        return kind, tuple([exact_key(item, of_leaf) for item in value])
     if isinstance(value, dict):
-        return kind, tuple([(name, exact_key(each, of_leaf)) for name, each in value.items()])
+        return kind, tuple([(name, exact_key(item, of_leaf)) for name, item in value.items()])
     if kind is slice:
-        return kind, tuple([exact_key(each, of_leaf) for each in (value.start, value.stop, value.step)])
+        return kind, tuple([exact_key(item, of_leaf) for item in (value.start, value.stop, value.step)])
     try:
         hash(value)
     except TypeError as error:

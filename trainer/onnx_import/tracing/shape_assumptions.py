@@ -103,7 +103,7 @@ def lengths_equal_by_chance(
     Of tensors that are computed from each other, only the first is returned. runtime: nodes whose results depend on
     values. known: what equal calls gave.
     """
-    found: dict[tuple[fx.Node, int], int] = {}
+    equal_by_chance: dict[tuple[fx.Node, int], int] = {}
     for further in FURTHER:
         differing: dict[fx.Node, set[tuple[int, int]]] = {}
         for node, shape in _shapes(graph, root, further, runtime, known):
@@ -114,8 +114,8 @@ def lengths_equal_by_chance(
             # a length that an operand has already is checked there; one check is enough
             inherited = set().union(*(differing.get(operand, ()) for operand in node.all_input_nodes))
             differing[node] = set(other.values())
-            found |= {(node, dim): pair[0] for dim, pair in other.items() if pair not in inherited}
-    return [(node, dim, length) for (node, dim), length in found.items()]
+            equal_by_chance |= {(node, dim): pair[0] for dim, pair in other.items() if pair not in inherited}
+    return [(node, dim, length) for (node, dim), length in equal_by_chance.items()]
 
 
 def _shapes(

@@ -147,7 +147,7 @@ class Tracer:
 
     def check_kept(self, lengths: Mapping[int, Traced], node: str) -> None:
         """Let the graph check the dynamic lengths of what a Squeeze without axes reads, by their dimension."""
-        shapes = [each.meta["probes"] for each in self.graph.nodes if each.op == "placeholder"]
+        shapes = [placeholder.meta["probes"] for placeholder in self.graph.nodes if placeholder.op == "placeholder"]
         # the batch is known by its two trial lengths, which no other dynamic dimension has (trial_sizes.py)
         batches = {(first.shape[0], second.shape[0]) for first, second in filter(None, shapes) if first.ndim}
         for dim, length in lengths.items():
@@ -255,8 +255,8 @@ class Tracer:
         runtime = set(self.runtime_nodes)
         for node, dim, length in lengths_equal_by_chance(self.graph, self.root, runtime, self._known_calls):
             with self.graph.inserting_after(node):
-                found = self.graph.call_method("size", (node, dim))
-            self._check(found, length)
+                size = self.graph.call_method("size", (node, dim))
+            self._check(size, length)
 
     # -- recording
 

@@ -119,7 +119,7 @@ def lengths_needed(graph: onnx.GraphProto) -> Need:
 
 def _window(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[int, int]:
     """Return (length of the longest window of an operator without its padding, what it divides lengths by)."""
-    found = attributes_of(node)
+    attributes = attributes_of(node)
     if node.op_type in FACTORS:
         operand = stored.get(node.input[FACTORS[node.op_type]]) if len(node.input) > FACTORS[node.op_type] else None
         if operand is None or is_external(operand):
@@ -129,18 +129,18 @@ def _window(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tup
         by = factors if node.op_type == "Slice" else 1 / factors[factors > 0]
         return 1, round(min(MOST, by.max(initial=1)))
     if node.op_type == "SpaceToDepth":
-        return int(found["blocksize"]), int(found["blocksize"])
+        return int(attributes["blocksize"]), int(attributes["blocksize"])
     if node.op_type not in WINDOWS:
         return 1, 1
     weight = stored.get(node.input[WINDOWS[node.op_type]]) if WINDOWS[node.op_type] else None
-    kernel = found.get("kernel_shape") or (list(weight.dims[2:]) if weight is not None else [1])
-    dilations = found.get("dilations") or [1] * len(kernel)
-    pads = found.get("pads") or [0] * 2 * len(kernel)
-    is_padded = found.get("auto_pad") in ("SAME_UPPER", "SAME_LOWER")
+    kernel = attributes.get("kernel_shape") or (list(weight.dims[2:]) if weight is not None else [1])
+    dilations = attributes.get("dilations") or [1] * len(kernel)
+    pads = attributes.get("pads") or [0] * 2 * len(kernel)
+    is_padded = attributes.get("auto_pad") in ("SAME_UPPER", "SAME_LOWER")
     sides = zip(kernel, dilations, pads, pads[len(kernel) :], strict=False)
     # without its padding, which makes a shorter input fit
     spans = [(length - 1) * dilation + 1 - before - after for length, dilation, before, after in sides]
-    return 1 if is_padded else max([1, *spans]), max([1, *found.get("strides", ())])
+    return 1 if is_padded else max([1, *spans]), max([1, *attributes.get("strides", ())])
 
 
 def _is_empty(dim: onnx.TensorShapeProto.Dimension) -> bool:

@@ -129,10 +129,10 @@ def one_hot(x: Tensor, categories: Tensor, zeros: bool) -> Tensor:
 
     Raises RuntimeError for an integer without a category, unless `zeros`.
     """
-    found = x.to(torch.int64)[..., None] == categories
+    is_category = x.to(torch.int64)[..., None] == categories
     if not zeros:
-        torch._assert_async(found.any(-1).all(), "OneHotEncoder: a value has no category, and zeros is 0")
-    return found.float()
+        torch._assert_async(is_category.any(-1).all(), "OneHotEncoder: a value has no category, and zeros is 0")
+    return is_category.float()
 
 
 @lower("ai.onnx.ml.LabelEncoder", since=(1, 2, 4))
@@ -219,8 +219,8 @@ def linear_classifier(c: Call, x: Value, coefficients: Value = None, intercepts:
         return _two_classes(c, scores, labels, transform)
     if rows != len(labels):
         raise UnsupportedNode(f"it has {len(labels)} class labels for {rows} scores")
-    found = c(label_of, c(torch.argmax, scores, -1), labels) if c.wants(0) else None
-    return found, post_transform(c, scores, transform)
+    chosen_labels = c(label_of, c(torch.argmax, scores, -1), labels) if c.wants(0) else None
+    return chosen_labels, post_transform(c, scores, transform)
 
 
 def _two_classes(c: Call, score: Value, labels: Tensor, transform: str) -> Value:
@@ -229,10 +229,10 @@ def _two_classes(c: Call, score: Value, labels: Tensor, transform: str) -> Value
         raise UnsupportedNode("post_transform PROBIT of a single score has no meaning that runtimes agree on")
     if len(labels) not in (0, 2):
         raise UnsupportedNode(f"it has {len(labels)} class labels for a single score")
-    found = c(label_of, c("long", c(torch.gt, c(torch.squeeze, score, -1), 0)), labels) if c.wants(0) else None
+    chosen_labels = c(label_of, c("long", c(torch.gt, c(torch.squeeze, score, -1), 0)), labels) if c.wants(0) else None
     if not len(labels):
-        return found, score
-    return found, c(both_scores, score, transform == "LOGISTIC")
+        return chosen_labels, score
+    return chosen_labels, c(both_scores, score, transform == "LOGISTIC")
 
 
 def both_scores(score: Tensor, logistic: bool) -> Tensor:
@@ -243,10 +243,10 @@ def both_scores(score: Tensor, logistic: bool) -> Tensor:
 def class_labels(c: Call) -> Tensor:
     """Return the class labels, int64 [classes]. Raises UnsupportedNode for strings, if the labels are read at all."""
     strings = c.attr("classlabels_strings")
-    found = c.attr("classlabels_ints")
+    integers = c.attr("classlabels_ints")
     if strings and c.wants(0):
         raise UnsupportedNode("its class labels are strings")
-    return torch.tensor(found or list(range(len(strings or ()))), dtype=torch.int64)
+    return torch.tensor(integers or list(range(len(strings or ()))), dtype=torch.int64)
 
 
 def label_of(position: Tensor, labels: Tensor) -> Tensor:

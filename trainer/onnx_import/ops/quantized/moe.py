@@ -68,7 +68,7 @@ class Mixture:
 
     def project(self, x: Tensor, expert: int, of: Projection, bits: int) -> Tensor:
         """Multiply the tokens of an expert by one of its matrices: [tokens, inputs] -> [tokens, outputs]."""
-        weight, scales, zero, bias = (None if each is None else each[expert] for each in of)
+        weight, scales, zero, bias = (None if tensor is None else tensor[expert] for tensor in of)
         assert weight is not None
         if scales is None:
             return F.linear(x, weight, bias)
@@ -135,7 +135,7 @@ def _mixture(c: Call, **own: Any) -> Mixture:
 
 
 def _refuse_third(operands: Sequence[Value]) -> None:
-    if any(each is not None for each in operands):
+    if any(operand is not None for operand in operands):
         raise UnsupportedNode("it has a third matrix (FC3), which onnxruntime's CPU kernels do not run")
 
 

@@ -41,11 +41,11 @@ def quantize_linear(c: Call, x: Value, scale: Value, zero: Value = None) -> Valu
     target = c.attr("output_dtype", 0) or (TensorProto.UINT8 if zero is None else c.element_type(zero))
     layout = _scale_layout(c, x)
     if target in SMALL_FLOATS:
-        found = c(float_quantized_values, x, scale, zero, layout, c.dtype(target), bool(c.attr("saturate", 1)))
+        levels = c(float_quantized_values, x, scale, zero, layout, c.dtype(target), bool(c.attr("saturate", 1)))
     else:
         c.attr("saturate")  # integers always do
-        found = c(quantized_values, x, scale, zero, layout, integer_range(target))
-    return store_integers(c, found, target)
+        levels = c(quantized_values, x, scale, zero, layout, integer_range(target))
+    return store_integers(c, levels, target)
 
 
 SMALL_FLOATS = (
@@ -105,8 +105,8 @@ def round_and_clamp(x: Tensor, zero: Tensor | float, bounds: tuple[int, int]) ->
     least, greatest = limits
     # clamped before zero is added, so that a comparison with `nearest` finds what was clamped
     nearest = torch.round(x)
-    found = torch.clamp(nearest, least, greatest)
-    return straight_through(found, torch.where(found == nearest, x, x.detach())) + zero
+    clamped = torch.clamp(nearest, least, greatest)
+    return straight_through(clamped, torch.where(clamped == nearest, x, x.detach())) + zero
 
 
 def quantized_values(
@@ -265,10 +265,10 @@ def qlinear_conv(
     y_zero: Value,
     bias: Value = None,
 ) -> Value:
-    found = _convolved(c, (x, x_zero), (w, w_zero), bias)
+    products = _convolved(c, (x, x_zero), (w, w_zero), bias)
     target = c.element_type(y_zero)
     return store_integers(
-        c, c(requantize, found, (x_scale, 1), (w_scale, 1), (y_scale, y_zero), integer_range(target)), target
+        c, c(requantize, products, (x_scale, 1), (w_scale, 1), (y_scale, y_zero), integer_range(target)), target
     )
 
 

@@ -54,7 +54,7 @@ class Layer:
     @property
     def is_standard(self) -> bool:
         """Whether torch has a kernel for it; peepholes, an operand, are checked when it runs."""
-        names = {tuple(name for name, _, _ in each) for each in self.activations}
+        names = {tuple(name for name, _, _ in gates) for gates in self.activations}
         usual = names == {STANDARD[self.kind]} or (self.kind == "RNN" and names == {("relu",)})
         plain = self.clip is None and not self.input_forget
         # torch's GRU applies the reset gate after the product with R
@@ -88,7 +88,7 @@ def run_step_by_step(
         y, ended = _one_direction(layer, d, ordered, mine, lengths, [state[d] for state in states])
         outputs.append(reverse(y, lengths) if backward else y)
         last.append(ended)
-    return torch.stack(outputs, 2), [torch.stack(each) for each in zip(*last, strict=True)]
+    return torch.stack(outputs, 2), [torch.stack(state) for state in zip(*last, strict=True)]
 
 
 def _one_direction(

@@ -170,11 +170,11 @@ def run_kernel(
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _on_host(lengths: Tensor, steps: int) -> Tensor:
     """Return the lengths of sequences on the host. Raises ValueError if one does not fit the number of steps."""
-    found = lengths.to("cpu", torch.int64)
+    on_host = lengths.to("cpu", torch.int64)
     # torch packs sequences that are longer than the input without an error, and its kernels then read beyond it
-    if found.numel() and not 0 <= int(found.min()) <= int(found.max()) <= steps:
-        raise ValueError(f"sequence_lens holds {found.tolist()}, but the input has {steps} steps")
-    return found
+    if on_host.numel() and not 0 <= int(on_host.min()) <= int(on_host.max()) <= steps:
+        raise ValueError(f"sequence_lens holds {on_host.tolist()}, but the input has {steps} steps")
+    return on_host
 
 
 # torch.compile cannot trace it: the number of running sequences in each step depends on data
@@ -327,8 +327,8 @@ def _activations(c: Call, kind: str, directions: int) -> tuple[tuple[Activation,
         raise UnsupportedNode(f"activation {', '.join(unknown)} is not among ONNX's")
     if len(names) != len(usual) * directions:
         raise UnsupportedNode(f"it has {len(names)} activations, and needs {len(usual) * directions}")
-    found = tuple((name, _given(name, alphas, ALPHA), _given(name, betas, BETA)) for name in names)
-    return tuple(found[len(usual) * d : len(usual) * (d + 1)] for d in range(directions))
+    activations = tuple((name, _given(name, alphas, ALPHA), _given(name, betas, BETA)) for name in names)
+    return tuple(activations[len(usual) * d : len(usual) * (d + 1)] for d in range(directions))
 
 
 def _given(name: str, values: Iterator[float], defaults: Mapping[str, float | None]) -> float:

@@ -109,21 +109,20 @@ def train(
     explain = bad_values.explain_evaluation
     evaluate = Evaluation(held_out, config, signature, trained, pipeline, explain, events, heartbeat, mpi)
     peak = peak_of_ranks(config, mpi)
-    events.emit(
-        Started(
-            step=state.step,
-            num_steps=num_steps,
-            num_samples=num_samples,
-            num_rows=batches.num_rows,
-            num_parameters=model.num_parameters,
-            flops_per_sample=flops.mean if flops else None,
-            peak_flops_per_s=peak,
-            compute=config.precision.compute,
-            compile=why_compiled(run),
-            resumed=restored.resumed,
-            damaged=restored.damaged,
-        )
+    started = Started(
+        step=state.step,
+        num_steps=num_steps,
+        num_samples=num_samples,
+        num_rows=batches.num_rows,
+        num_parameters=model.num_parameters,
+        flops_per_sample=flops.mean if flops else None,
+        peak_flops_per_s=peak,
+        compute=config.precision.compute,
+        compile=why_compiled(run),
+        resumed=restored.resumed,
+        damaged=restored.damaged,
     )
+    events.emit(started)
     clock.begin_steps(trained_before_s=state.stop.trained_s, counts_hours=mpi.rank == 0 and config.stop.max_hours > 0)
     clock.emit(events, state.step)
     if state.step == 0:

@@ -65,27 +65,31 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float, reverse: bool) -> Te
 
 
 def low_rank_rows(indices: Tensor, a: Tensor, b: Tensor, scale: float, reverse: bool) -> Tensor:
-    """Return rows of B A, or (reverse) of its transpose."""
+    """Return rows of B A, or (reverse) of its transpose: indices [...] -> [..., inputs], or [..., outputs]."""
     return (gather_rows(a.mT, indices) * scale) @ b.mT if reverse else (gather_rows(b, indices) * scale) @ a
 
 
 def low_rank_conv(x: Tensor, a: Tensor, b: Tensor, scale: float, *where: Any) -> Tensor:
-    """Convolve to `rank` channels, then with a kernel of one element. where: strides, pads, dilations, groups."""
+    """Convolve to `rank` channels, then with a kernel of one element: [batch, inputs, ...] -> [batch, outputs, ...].
+
+    a: [rank, inputs / groups, *kernel]; b: [outputs, rank]; where: strides, pads, dilations, groups.
+    """
     convolve = CONVOLUTIONS[a.ndim - 2]
     groups = where[-1]
+    # every group of a grouped convolution has the same A, and its own rows of B
     narrow = convolve(x, a.repeat(groups, *[1] * (a.ndim - 1)), None, *where)
     return convolve(narrow * scale, b.reshape(*b.shape, *[1] * (a.ndim - 2)), groups=groups)
 
 
 def product(a: Tensor, b: Tensor, scale: float, outputs_first: bool) -> Tensor:
-    """Return (alpha / rank) B A in the layout of the weight."""
+    """Return (alpha / rank) B A in layout and shape of the weight. a: [..., rank, inputs]; b: [..., outputs, rank]."""
     if a.ndim > b.ndim:  # a convolution's
         return (b @ a.flatten(1) * scale).reshape(b.shape[0], *a.shape[1:])
     return b @ a * scale if outputs_first else (b @ a * scale).mT
 
 
 def adapted(weight: Tensor, a: Tensor, b: Tensor, scale: float, outputs_first: bool) -> Tensor:
-    """Return the weight with its adapter added."""
+    """Return the weight with its adapter added, in its shape; a, b: see `product`."""
     return weight + product(a, b, scale, outputs_first)
 
 
@@ -101,29 +105,31 @@ def add_adapters(
     same adapters on every rank. Raises ConfigError for each pattern that matches no weight
     of a product or convolution, and for each weight whose use leaves no place for `lora.dropout`.
     """
-    reads = {
-        module.onnx_names[str(node.target)]: node
-        for node in module.graph.nodes
-        if node.op == "get_attr" and str(node.target) in module.onnx_names
-    }
+    stored = [node for node in module.graph.find_nodes(op="get_attr") if str(node.target) in module.onnx_names]
+    reads = {module.onnx_names[str(node.target)]: node for node in stored}
+    # a weight that only look-ups and other operators read has no product beside which B A x could be computed
     candidates = {name: uses for name, node in reads.items() if (uses := _Uses.of(node)).main}
-    chosen = {
-        name: uses for name, uses in candidates.items() if any(fnmatchcase(name, pattern) for pattern in config.weights)
-    }
+    chosen = {}
+    for name, uses in candidates.items():
+        if any(fnmatchcase(name, pattern) for pattern in config.weights):
+            chosen[name] = uses
+    # a pattern may also match quantized weights alone, which have their adapters in the file
     adapted_weights = [*chosen, *(name.removesuffix(".lora_a") for name in beside)]
-    problems = [
-        f"lora.weights: {_why_none(pattern, module)}; there is {_nearest(pattern, list(candidates))}"
-        for pattern in config.weights
-        if not any(fnmatchcase(name, pattern) for name in adapted_weights)
-    ]
-    problems += [
-        f"lora.dropout: {name!r} is also read by {uses.other}, where its adapter has no input to drop; leave it out"
-        for name, uses in chosen.items()
-        if config.dropout and uses.other
-    ]
+    problems = []
+    for pattern in config.weights:
+        if not any(fnmatchcase(name, pattern) for name in adapted_weights):
+            nearest = _nearest(pattern, list(candidates))
+            problems.append(f"lora.weights: {_why_none(pattern, module)}; there is {nearest}")
+    for name, uses in chosen.items():
+        if config.dropout and uses.other:
+            problems.append(
+                f"lora.dropout: {name!r} is also read by {uses.other}, where its adapter has no input to drop; leave "
+                "it out"
+            )
     if problems:
         raise ConfigError(problems)
     if config.dropout:
+        # one module for all adapters: it holds no tensors, and each call draws numbers of its own
         module.add_module(DROPOUT, Dropout(config.dropout))
         _drop_inputs(module, beside)
     return tuple(_adapt(module, name, uses, config, seed) for name, uses in chosen.items())
@@ -144,8 +150,9 @@ def _drop_inputs(module: ImportedGraph, factors: Collection[str]) -> None:
 
 def _why_none(pattern: str, module: ImportedGraph) -> str:
     """Return why a pattern matches no weight that can have an adapter."""
-    stored = [name for name, role in module.roles.items() if role.kind == "frozen" and fnmatchcase(name, pattern)]
-    integers = [name for name in stored if module.roles[name].reason.startswith(INTEGERS)]
+    matching = [name for name in module.roles if fnmatchcase(name, pattern)]
+    frozen = [name for name in matching if module.roles[name].kind == "frozen"]
+    integers = [name for name in frozen if module.roles[name].reason.startswith(INTEGERS)]
     if integers:
         return (
             f"{integers[0]!r} is stored as integers, and is no second operand of a single MatMulNBits, MatMul or Gemm "
@@ -160,10 +167,12 @@ def _nearest(pattern: str, known: Sequence[str]) -> str:
 
 def _adapt(module: ImportedGraph, name: str, uses: _Uses, config: LoraConfig, seed: int) -> Adapter:
     assert uses.main is not None
+    # the layout of the first product is the adapter's; for readers of the other one the factors change sides
     adapter = Adapter(name, config.alpha / config.rank, uses.main.outputs_first)
     tensors = _initial_factors(adapter, named_weights(module)[name], config.rank, seed, conv=uses.main.kind == "conv")
     nodes = []
     for of, tensor in zip((adapter.a, adapter.b), tensors, strict=True):
+        # beside the weight, with underscores where the name is taken
         owner, _, leaf = str(uses.read.target).rpartition(".")
         leaf += of.removeprefix(name).replace(".", "_")
         while hasattr(module.get_submodule(owner), leaf):
@@ -225,6 +234,7 @@ class _Use:
         if node.all_input_nodes.count(weight) != 1 or sum(arg is weight for arg in node.args) != 1:
             return cls(node, transposed, "other")
         place = node.args.index(weight)
+        is_kernel = place == 1 and not transposed and len(node.args) == 7
         if node.op == "call_function":
             if node.target is F.linear and place == 1:
                 return cls(node, transposed, "linear")
@@ -232,7 +242,7 @@ class _Use:
                 return cls(node, transposed, "matmul")
             if node.target is torch.addmm and place == 2:
                 return cls(node, transposed, "matmul", x=1)
-            if node.target in CONVOLUTIONS.values() and place == 1 and not transposed and len(node.args) == 7:
+            if node.target in CONVOLUTIONS.values() and is_kernel:
                 return cls(node, transposed, "conv")
             if node.target is gather_rows and place == 0:
                 return cls(node, transposed, "rows", x=1)

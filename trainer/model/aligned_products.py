@@ -50,6 +50,7 @@ def align_products(graph: ImportedGraph, device: torch.device) -> int:
         return 0
     replaced = 0
     for product, operand in casts_with_products(graph):
+        # both functions have the weight as their second operand, in one layout or the other
         target: Any = None
         if product.target is F.linear and operand.ndim == 2:
             target = aligned_linear

@@ -51,6 +51,7 @@ def use_channels_last(
     wanted = format == "channels_last" or (format in ("auto", "fastest") and device.type == "cuda")
     if not wanted and format == "fastest":
         wanted = _pays_on_cpu(module, rows)
+    # at the inputs alone: what follows keeps the format of its operand
     images = _images(module.graph) if wanted else []
     for image in images:
         with module.graph.inserting_after(image):
@@ -58,6 +59,7 @@ def use_channels_last(
         converted.meta.update(image.meta)
         for user in [user for user in image.users if user is not converted]:
             user.replace_input_with(image, converted)
+    # the gradient takes the format of the weight, so that nothing is converted in the backward pass, either
     stored = _store_weights(module, but) if images and weights == "stored" else set()
     if images and weights != "each":
         _convert_weights(module, stored)
@@ -97,6 +99,7 @@ def _select_before_narrow_convolutions(module: fx.GraphModule) -> None:
     """
     for node in module.graph.find_nodes(op="call_function", target=F.conv2d):
         weight = _stored(module, _weight_read(node)[1])
+        # of a 1 x 1 kernel the pixels between the strides are never read
         x, kernel, bias, stride, padding, *rest = node.args
         if not isinstance(weight, torch.Tensor) or weight.shape[1] >= NARROW or tuple(weight.shape[2:]) != (1, 1):
             continue
@@ -120,16 +123,16 @@ def _convolutions(graph: fx.Graph) -> list[fx.Node]:
 def _store_weights(module: fx.GraphModule, but: Collection[str]) -> set[object]:
     """Store the parameters in channels-last format that nothing but convolutions reads; return them."""
     names = {tensor: name for name, tensor in named_weights(cast("ImportedGraph", module)).items()}
-    found = {_stored(module, _weight_read(node)[1]) for node in _convolutions(module.graph)}
-    others = {
-        _stored(module, read)
-        for read in module.graph.find_nodes(op="get_attr")
-        for given in read.users
-        for user in (given.users if given.target is half else (given,))
-        if user.target not in CONVOLUTIONS or _weight_read(user)[1] is not read
-    }
+    of_convolutions = {_stored(module, _weight_read(node)[1]) for node in _convolutions(module.graph)}
+    of_others = set[object]()
+    for read in module.graph.find_nodes(op="get_attr"):
+        for given in read.users:
+            # a weight may be cast before it is read
+            readers = list(given.users) if given.target is half else [given]
+            if any(reader.target not in CONVOLUTIONS or _weight_read(reader)[1] is not read for reader in readers):
+                of_others.add(_stored(module, read))
     stored = set[object]()
-    for parameter in found - others:
+    for parameter in of_convolutions - of_others:
         if isinstance(parameter, nn.Parameter) and names.get(parameter) not in but:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
             stored.add(parameter)
@@ -173,11 +176,13 @@ def _images(graph: fx.Graph) -> list[fx.Node]:
     for node in reversed(graph.nodes):
         is_convolution = node.op == "call_function" and node.target in CONVOLUTIONS
         reached[node] = is_convolution or any(reached[user] for user in node.users)
-    inputs = graph.find_nodes(op="placeholder")
-    return [node for node in inputs if reached[node] and _rank(node) == 4]
+    inputs = [node for node in graph.find_nodes(op="placeholder") if reached[node]]
+    return [node for node in inputs if _rank(node) == 4]
 
 
 def _rank(node: fx.Node) -> int:
     """Return the number of dimensions seen while tracing; 0 if it is unknown."""
     probes = node.meta.get("probes")
-    return probes[0].ndim if probes and isinstance(probes[0], torch.Tensor) else int(node.meta.get("rank") or 0)
+    if probes and isinstance(probes[0], torch.Tensor):
+        return probes[0].ndim
+    return int(node.meta.get("rank") or 0)

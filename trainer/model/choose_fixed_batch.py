@@ -39,6 +39,7 @@ def choose_fixed_batch(config: RunConfig) -> tuple[RunConfig, BatchUse]:
     model = load_model(config.model.path)
     surgery.apply_surgery(model, config.model, seed=config.train.seed)
     settings = begin_at_numbers(model, config.model)
+    # the same steps as those of training (trainable.py), since the answer holds for this part alone
     part = rows_first(surgery.extract_subgraph(model, settings), settings)
     if not declared_batch(part.graph):
         return config, BatchUse("any", 0)
@@ -77,6 +78,7 @@ def batch_size_problems(config: RunConfig, use: BatchUse) -> Iterator[str]:
     share = config.parallel.data * declared
     # sizes that the planner chooses fit the declared batch (planner.py)
     if config.parallel.sizes == "given" and config.micro_batch_size != declared:
+        # the greatest batch size up to the given one that replicas and declared batches divide
         near = max(rows // share, 1) * share
         sizes = f"train.global_batch_size = {near} and " if near != rows else ""
         yield (

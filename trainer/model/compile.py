@@ -132,9 +132,9 @@ class Compiler:
             # neither training nor evaluation: a padding micro-batch, which is alone
             self.eager = chain.training != torch.is_grad_enabled()
             if self.choice.shapes == "static" and not self.eager:
-                found = tuple(tuple(value.shape) for value in inputs)
+                shapes_now = tuple(tuple(value.shape) for value in inputs)
                 # evaluation begins with the same batch each time
-                self.eager = found != shapes.setdefault(chain.training, found)
+                self.eager = shapes_now != shapes.setdefault(chain.training, shapes_now)
             if self.choice.mode == "reduce-overhead":
                 # the results of the previous micro-batch have been used, so their memory may be written again
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]

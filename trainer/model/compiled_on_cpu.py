@@ -49,12 +49,12 @@ def is_amd(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 def use_sigmoid_in_gelu(graph: fx.GraphModule) -> None:
     """Replace each GELU of tanh, in place, by a function that is one of sigmoid when it is compiled."""
-    found = [node for node in graph.graph.find_nodes(op="call_function", target=F.gelu) if _is_of_tanh(node)]
-    for node in found:
+    gelus = [node for node in graph.graph.find_nodes(op="call_function", target=F.gelu) if _is_of_tanh(node)]
+    for node in gelus:
         node.target = gelu_of_tanh
         node.args = node.args[:1]
         node.kwargs = {}
-    if found:
+    if gelus:
         graph.recompile()
 
 
@@ -63,7 +63,7 @@ def _is_of_tanh(node: fx.Node) -> bool:
 
 
 def gelu_of_tanh(x: Tensor) -> Tensor:
-    """Return GELU in its approximation by tanh: eagerly with torch's kernel, compiled as x sigmoid(2 u)."""
+    """Return GELU of x [...] in its approximation by tanh: eagerly with torch's kernel, compiled as x sigmoid(2 u)."""
     if not torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
     return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))

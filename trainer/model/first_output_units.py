@@ -49,8 +49,10 @@ def choose_output_units(config: RunConfig) -> tuple[RunConfig, tuple[str, ...], 
     signature = read_training_signature(config.model)
     rows = read_first_rows(config, signature, max(ROWS, config.micro_batch_size))
     config = resolve(config, rows, signature)
+    # without nodes behind the outputs, so that both readings can be made of one pass
     module = open_trainable(_with_units(config, ["label"] * len(config.losses))).module.eval()
     fixed = config.model.fixed_batch not in ("auto", "any")
+    # a file of fixed batch runs with that many rows alone
     number = config.micro_batch_size if fixed else min(ROWS, rows.num_rows)
     batch = one_batch(rows, config, signature, np.arange(number), training=False)
     with torch.no_grad():
@@ -87,11 +89,11 @@ def _standardises(losses: Sequence[LossConfig]) -> bool:
 
 def _with_units(config: RunConfig, chosen: Sequence[str]) -> RunConfig:
     """Return the configuration, of filled-in losses, with choices in place of "auto"."""
-    found = (
+    chosen_losses = (
         loss.model_copy(update={"output_units": units}) if loss.output_units == "auto" else loss
         for loss, units in zip(config.losses, chosen, strict=True)
     )
-    return config.model_copy(update={"loss": tuple(found)})
+    return config.model_copy(update={"loss": tuple(chosen_losses)})
 
 
 def _replaced(outputs: Sequence[Tensor], place: int, values: Tensor) -> list[Tensor]:

@@ -30,6 +30,7 @@ def relu_in_place(module: fx.GraphModule) -> None:
     changed = False
     for node in module.graph.find_nodes(op="call_function", target=torch.relu):
         (read,) = node.all_input_nodes
+        # another reader would find the value overwritten
         if read.op == "call_function" and read.target in OVERWRITABLE and list(read.users) == [node]:
             node.target = torch.relu_
             changed = True

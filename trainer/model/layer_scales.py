@@ -57,13 +57,13 @@ def number_layers(module: ImportedGraph) -> dict[str, int]:
     calls = _calls_without_teacher(module)
     blocks = _blocks(module, calls)
     if any(node in block for node in reads.values() for block in blocks):
-        found = _by_blocks(calls, reads, blocks)
+        layers = _by_blocks(calls, reads, blocks)
     else:
-        found = _by_products(module, names, reads)
+        layers = _by_products(module, names, reads)
     # weights that no input passes, such as one that is only returned, belong to the first layer
-    found = {name: found.get(name, 0) for name in names.values()}
-    order = {layer: number for number, layer in enumerate(sorted(set(found.values())))}
-    return {name: order[layer] for name, layer in found.items()}
+    layers = {name: layers.get(name, 0) for name in names.values()}
+    order = {layer: number for number, layer in enumerate(sorted(set(layers.values())))}
+    return {name: order[layer] for name, layer in layers.items()}
 
 
 def _calls_without_teacher(module: fx.GraphModule) -> list[fx.Node]:
@@ -71,14 +71,17 @@ def _calls_without_teacher(module: fx.GraphModule) -> list[fx.Node]:
     of_teacher: set[fx.Node] = set()
     for node in module.graph.nodes:
         stored = str(node.target).startswith(f"{TEACHER_MODULE}.")
-        if stored or any(each in of_teacher for each in node.all_input_nodes):
+        if stored or any(operand in of_teacher for operand in node.all_input_nodes):
             of_teacher.add(node)
-    return [node for node in module.graph.nodes if node not in of_teacher and node.op.startswith("call_")]
+    calls = [node for node in module.graph.nodes if node.op.startswith("call_")]
+    return [node for node in calls if node not in of_teacher]
 
 
 def _blocks(module: fx.GraphModule, calls: Sequence[fx.Node]) -> list[set[fx.Node]]:
     """Return the repeated blocks, equal ones of which one is frozen included."""
-    frozen = [each for each in module.parameters() if each.is_floating_point() and not each.requires_grad]
+    floats = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+    frozen = [parameter for parameter in floats if not parameter.requires_grad]
+    # blocks are compared with `requires_grad` of their weights: freezing a layer must not give the others new numbers
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:
@@ -94,9 +97,11 @@ def _by_blocks(calls: Sequence[fx.Node], reads: dict[str, fx.Node], blocks: Sequ
     layer = 0
     current = -1
     for node in calls:
-        own = next((number for number, block in enumerate(blocks) if node in block), -1)
-        layer = layer + (own != current)
-        current = own
+        block_number = next((number for number, block in enumerate(blocks) if node in block), -1)
+        # a new layer begins wherever the block changes, also between a block and what is beside it
+        if block_number != current:
+            layer += 1
+            current = block_number
         of_node[node] = layer
     # a projection for a teacher reads the student's last values
     return {name: of_node.get(node, layer) for name, node in reads.items()}
@@ -105,10 +110,14 @@ def _by_blocks(calls: Sequence[fx.Node], reads: dict[str, fx.Node], blocks: Sequ
 def _by_products(module: ImportedGraph, names: dict[str, str], reads: dict[str, fx.Node]) -> dict[str, int]:
     """Return the layer of each weight: how many nodes that read a matrix are on the longest path to its reader."""
     weights = named_weights(module)
-    begins = {node for name, node in reads.items() if weights[name].ndim >= 2 and node.target not in ELEMENTWISE}
+    matrix_reads = {node for name, node in reads.items() if weights[name].ndim >= 2}
+    begins = {node for node in matrix_reads if node.target not in ELEMENTWISE}
     depth: dict[fx.Node, int] = {}
+    # nodes are in the order of computation, so that the depths of all operands are known
     for node in module.graph.nodes:
-        depth[node] = max((depth[each] for each in node.all_input_nodes), default=0) + (node in begins)
+        depth[node] = max((depth[operand] for operand in node.all_input_nodes), default=0)
+        if node in begins:
+            depth[node] += 1
     return {name: depth[node] for name, node in reads.items()}
 
 
@@ -119,20 +128,21 @@ def _first_reads(module: fx.GraphModule, names: dict[str, str]) -> dict[str, fx.
     """
     computed: set[fx.Node] = set()
     held: dict[fx.Node, set[str]] = {}
-    found: dict[str, fx.Node] = {}
+    first_reads: dict[str, fx.Node] = {}
     for node in module.graph.nodes:
-        if node.op == "placeholder" or any(each in computed for each in node.all_input_nodes):
+        # a weight is found where it first meets a value that depends on an input; until then it is only prepared
+        if node.op == "placeholder" or any(operand in computed for operand in node.all_input_nodes):
             computed.add(node)
-            for each in node.all_input_nodes:
-                for name in held.get(each, ()):
-                    found.setdefault(name, node)
+            for operand in node.all_input_nodes:
+                for name in held.get(operand, ()):
+                    first_reads.setdefault(name, node)
         elif node.op == "get_attr":
             held[node] = {names[str(node.target)]} if str(node.target) in names else set()
         else:
-            held[node] = set().union(*(held.get(each, set()) for each in node.all_input_nodes))
+            held[node] = set().union(*(held.get(operand, set()) for operand in node.all_input_nodes))
         # modules, such as BatchNorm, hold weights of their own
         if node.op == "call_module":
             for path, name in names.items():
                 if path.startswith(f"{node.target}."):
-                    found.setdefault(name, node)
-    return found
+                    first_reads.setdefault(name, node)
+    return first_reads

@@ -16,6 +16,7 @@ begins where the fewest values pass. Then the blocks are compared exactly, with 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,12 +57,14 @@ def outline_repeated_blocks(module: fx.GraphModule) -> list[Block]:
     """Replace the blocks of a graph, in place, by calls of modules; without repeated blocks change nothing."""
     calls = [node for node in module.graph.nodes if node.op.startswith("call_")]
     sequence = _Sequence(module, calls)
+    # by position: what is between two runs is found from one to the next
     runs = sorted(sequence.find(0, len(calls)))
     if not runs:
         return []
     made: list[Block] = []
     for run in [*_with_rests(runs, len(calls))]:
         blocks = [calls[first : first + run.period] for first in range(run.start, run.end, run.period)]
+        # a stretch of lengths alone stays where it is
         if any(_is_tensor(node) for node in blocks[0]):
             name = f"block_{len(made)}"
             _outline(module, name, blocks)
@@ -75,7 +78,7 @@ def repeated_blocks(module: fx.GraphModule, calls: Sequence[fx.Node]) -> list[li
     """Return the runs of equal consecutive blocks among some calls of the graph: of each run, each block's nodes."""
     runs = sorted(_Sequence(module, calls).find(0, len(calls)))
     firsts = [range(run.start, run.end, run.period) for run in runs]
-    return [[list(calls[first : first + each.step]) for first in each] for each in firsts]
+    return [[list(calls[first : first + positions.step]) for first in positions] for positions in firsts]
 
 
 def _with_rests(runs: Sequence[_Run], end: int) -> Iterator[_Run]:
@@ -99,6 +102,7 @@ class _Sequence:
         self.module = module
         self.calls = calls
         numbers: dict[Any, int] = {}
+        # operands count by their kind alone: the same layer reads other nodes in each block
         keys = [_call_key(module, node, self._kind) for node in calls]
         self.kinds = np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
         self.passing = self._passing()
@@ -112,7 +116,7 @@ class _Sequence:
 
     def _candidates(self, begin: int, end: int) -> list[tuple[int, int, int, int]]:
         """Return (nodes saved, start, period, length) where `length` positions equal those a period later."""
-        found = []
+        candidates = []
         for period in range(MIN_PERIOD, (end - begin) // 2 + 1):
             kinds = self.kinds[begin:end]
             # the borders of the stretches in which position i and i + period are alike
@@ -122,11 +126,13 @@ class _Sequence:
             for start, length in zip(starts, ends - starts, strict=True):
                 if (saved := length // period * period) >= MIN_SAVED:
                     # of equal savings the shorter period: two layers are no block
-                    found.append((int(saved), int(begin + start), period, int(length)))
-        return sorted(found, key=lambda each: (each[0], -each[2]))[-8:]
+                    candidates.append((int(saved), int(begin + start), period, int(length)))
+        # the last of these is tried first; more than a few are tried only if all of them turn out not to be equal
+        return sorted(candidates, key=lambda each: (each[0], -each[2]))[-8:]
 
     def _best_run(self, start: int, period: int, length: int) -> _Run | None:
         """Return the blocks of a stretch that begin where the fewest values pass, if they are really equal."""
+        # `length` positions equal those a period later, so that the stretch is a period longer
         counts = {offset: (length + period - offset) // period for offset in range(period)}
         offsets = [offset for offset, count in counts.items() if count > 1]
         offset = min(offsets, key=lambda each: (self.passing[start + each + period], -counts[each]))
@@ -148,6 +154,7 @@ class _Sequence:
         order = {node: position for position, node in enumerate(self.calls)}
         passing = np.zeros(len(self.calls) + 2, dtype=np.int64)
         for node, position in order.items():
+            # a value passes every position from behind its call to its last reader; what is returned passes all
             last = max((order.get(user, len(self.calls)) for user in node.users), default=position)
             passing[position + 1] += 1
             passing[last + 1] -= 1
@@ -191,12 +198,15 @@ def _value_key(module: fx.GraphModule, node: fx.Node) -> Any:
 
 def _module_key(child: nn.Module) -> Any:
     """Return what equal modules have in common. A module with tensors of its own equals only itself."""
-    if any(True for _ in child.parameters()) or any(True for _ in child.buffers()):
+    tensors = itertools.chain(child.parameters(), child.buffers())
+    if next(tensors, None) is not None:
         return id(child)
-    plain = {key: value for key, value in vars(child).items() if not key.startswith("_") and key != "training"}
-    if not all(isinstance(value, (int, float, str, tuple, type(None))) for value in plain.values()):
+    # what a layer without tensors computes is decided by its class and its settings
+    options = {key: value for key, value in vars(child).items() if not key.startswith("_")}
+    options.pop("training", None)
+    if not all(isinstance(value, (int, float, str, tuple, type(None))) for value in options.values()):
         return id(child)
-    return type(child), tuple(sorted(plain.items())), tuple(_module_key(each) for each in child.children())
+    return type(child), tuple(sorted(options.items())), tuple(map(_module_key, child.children()))
 
 
 def _literal(value: Any, reference: Callable[[fx.Node], Any]) -> Any:
@@ -204,11 +214,11 @@ def _literal(value: Any, reference: Callable[[fx.Node], Any]) -> Any:
     if isinstance(value, fx.Node):
         return reference(value)
     if isinstance(value, (tuple, list)):
-        return tuple(_literal(each, reference) for each in value)
+        return tuple(_literal(item, reference) for item in value)
     if isinstance(value, dict):
-        return tuple((key, _literal(each, reference)) for key, each in sorted(value.items()))
+        return tuple((key, _literal(item, reference)) for key, item in sorted(value.items()))
     if isinstance(value, slice):
-        return "slice", *(_literal(each, reference) for each in (value.start, value.stop, value.step))
+        return "slice", *(_literal(item, reference) for item in (value.start, value.stop, value.step))
     return type(value), value if value.__hash__ and not isinstance(value, torch.Tensor) else id(value)
 
 
@@ -225,14 +235,12 @@ def _outline(module: fx.GraphModule, name: str, blocks: Sequence[Sequence[fx.Nod
     """Replace equal blocks by calls of one new submodule."""
     positions = [{node: position for position, node in enumerate(block)} for block in blocks]
     # what any of the blocks returns, all do
-    returned = sorted(
-        {
-            own[node]
-            for block, own in zip(blocks, positions, strict=True)
-            for node in block
-            if any(user not in own for user in node.users)
-        }
-    )
+    read_outside = set[int]()
+    for position_of in positions:
+        for node, position in position_of.items():
+            if any(user not in position_of for user in node.users):
+                read_outside.add(position)
+    returned = sorted(read_outside)
     module.add_submodule(name, _block_module(module, blocks[0], returned))
     for block in blocks:
         # now, since earlier blocks have been replaced
@@ -244,9 +252,7 @@ def _outline(module: fx.GraphModule, name: str, blocks: Sequence[Sequence[fx.Nod
             call.meta.update(block[returned[0]].meta)
         else:
             with module.graph.inserting_after(call):
-                results = [
-                    module.graph.call_function(operator.getitem, (call, place)) for place in range(len(returned))
-                ]
+                results = [module.graph.call_function(operator.getitem, (call, i)) for i in range(len(returned))]
             for place, result in zip(returned, results, strict=True):
                 result.meta.update(block[place].meta)
         for place, result in zip(returned, results, strict=True):
@@ -261,6 +267,7 @@ def _block_module(module: fx.GraphModule, nodes: Sequence[fx.Node], returned: Se
     _, inputs = _block_key(module, nodes)
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
+        # weights among the inputs too, so that one module computes every block
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in nodes:

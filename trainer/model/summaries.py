@@ -32,6 +32,7 @@ def summarise(events: EventWriter, step: int, model: Model, *, config: MonitorCo
     if step % config.summary_period:
         return
     norms: dict[str, float] = {}
+    # gathered once for both, since `full_weights` is collective and takes time
     chosen = [name for name in model.trained_names if _chosen(name, (*config.histograms, *config.norms))]
     for name, pair in model.full_weights(chosen).items():
         for kind, tensor in zip(("weight", "gradient"), pair, strict=True):

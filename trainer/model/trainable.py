@@ -75,7 +75,7 @@ def open_with_teacher(
     With a teacher the result is for training only: it cannot be written back. source: as in `open_trainable`. cached,
     by_parts: as in `with_teacher`. Not collective. Raises the errors of `open_trainable` and `with_teacher`.
     """
-    students = tuple(each.student for each in config.soft_losses if each.student)
+    students = tuple(loss.student for loss in config.soft_losses if loss.student)
     trainable = open_trainable(config, source=source, also=students, by_parts=by_parts)
     if not config.teacher.path:
         return trainable
@@ -96,6 +96,7 @@ def open_trainable(
     load_converters(config.model.converters)
     model = checked_model(source) if source else load_model(config.model.path, by_parts=by_parts)
     base = config.model.path.parent
+    # on the whole graph, which is written back at the end; what is cut out of it below is trained
     surgery.apply_surgery(model, config.model, seed=config.train.seed)
     add_output_units(model, config.losses)
     beside = add_quantized_adapters(model, config.lora, seed=config.train.seed)
@@ -104,6 +105,7 @@ def open_trainable(
         returned = tuple(dict.fromkeys((*settings.named_outputs(model.graph.output[0].name), *also)))
         settings = settings.model_copy(update={"output": returned})
     part = rows_first(surgery.extract_subgraph(model, settings), settings)
+    # adapters beside quantized weights are trained, whatever the analysis of roles makes of them
     chosen = (*config.model.train, *config.lora.also_train, *beside)
     widen = _widen(part, config.model, config.lora)
     module = to_module(
@@ -132,6 +134,7 @@ def open_trainable(
         return TrainableModel(module, model, base, (), plain, dropout)
     adapters = add_adapters(module, config.lora, beside=beside, seed=config.train.seed)
     own = tuple(name for adapter in adapters for name in (adapter.a, adapter.b))
+    # the weights of the file are not named, so that they stay as they are
     select_trained(module, train=(*own, *beside, *config.lora.also_train), freeze=settings.freeze)
     return TrainableModel(module, model, base, adapters, plain, dropout)
 

@@ -44,7 +44,7 @@ VIEWS = frozenset({"t", "permute", "transpose", "reshape", "view", "flatten", "u
 
 
 def half(weight: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-    """Return a weight in autocast's type, as a product would cast it, and in a memory format, in one pass.
+    """Return a weight [...] in autocast's type, as a product would cast it, and in a memory format, in one pass.
 
     Outside of autocast the type stays; the weight itself is returned if nothing is to be changed.
     """
@@ -129,6 +129,7 @@ def insert_casts(module: ImportedGraph, config: PrecisionConfig) -> None:
         return
     reads = [node for node in module.graph.find_nodes(op="get_attr") if _is_fp32_parameter(module, node)]
     paths = {node: list(_paths_to_products(node)) for node in reads}
+    # counted by weight and not by read: several nodes may read one weight
     times = Counter(str(node.target) for node in reads for _ in paths[node])
     for node in reads:
         for *views, product in paths[node]:
@@ -138,10 +139,12 @@ def insert_casts(module: ImportedGraph, config: PrecisionConfig) -> None:
                     half_with_own_backward if times[str(node.target)] > 1 else half, (node,)
                 )
                 cast.meta = {key: value for key, value in node.meta.items() if key != "probes"}
+                # the views between weight and product are repeated behind the cast
                 for view, before in zip(views, [node, *views], strict=False):
                     copied = {before: cast}
                     cast = module.graph.node_copy(view, lambda x, copied=copied: copied.get(x, x))  # type: ignore[misc]
             product.replace_input_with(last, cast)
+            # from the last one, since a view that is read cannot be erased
             for view in reversed(views):
                 if not view.users:
                     module.graph.erase_node(view)
@@ -192,7 +195,7 @@ def casts_with_products(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Tenso
 def make_casts(module: nn.Module) -> list[Tensor]:
     """Cast now, inside `casts_kept` and autocast, every weight that a step casts; return the casts."""
     made = []
-    for graph in [each for each in module.modules() if isinstance(each, fx.GraphModule)]:
+    for graph in [child for child in module.modules() if isinstance(child, fx.GraphModule)]:
         for node in _cast_nodes(graph):
             cast: Any = node.target
             made.append(cast(graph.get_parameter(str(node.all_input_nodes[0].target)), *node.args[1:]))
@@ -207,6 +210,10 @@ def _cast_nodes(module: fx.GraphModule) -> list[fx.Node]:
 def read_in_half_only(module: fx.GraphModule) -> set[nn.Parameter]:
     """Return the parameters that nothing reads but one product of the whole graph, in half precision."""
     reads = [node for node in module.graph.find_nodes(op="get_attr") if _is_fp32_parameter(module, node)]
-    found = {node: module.get_parameter(str(node.target)) for node in reads}
-    others = {found[node] for node in found if any(user.target is not half for user in node.users)}
-    return set(found.values()) - others
+    weights = {node: module.get_parameter(str(node.target)) for node in reads}
+    # `half_with_own_backward` counts as another reader: several products have the weight then
+    others = set[nn.Parameter]()
+    for node, weight in weights.items():
+        if any(user.target is not half for user in node.users):
+            others.add(weight)
+    return set(weights.values()) - others

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import keyword
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,23 +169,26 @@ def to_module(
     stored = stored_tensors(model.graph, base, unaligned=by_parts)
     records = read_records(model, inner_tensors(original))
     quantized = quantized_weights(model.graph, stored)
+    # what roles and ties look at: the numbers that integers mean
     floats = stored | {name: weight.dequantized() for name, weight in quantized.items()}
     quantizers = find_quantizers(model.graph, stored, floats, scales, quantized)
     depth = find_branches(model, base)
+    # shape inference and converters read small tensors from the model itself; large ones stay mapped
     model = load_small_tensors(with_operands(model), base)
     if model.functions:
         model = inliner.inline_local_functions(model)
     model = mark_batch_statistics(model)
     roles = find_roles(model.graph, floats, records, scales_of(quantized)) | inner_roles(original)
     found = roles_of_quantized(promote_to_trained(roles, floats, train), quantized)
-    trained = {name: weight for name, weight in quantized.items() if found[name].kind == "trained"}
-    quantizers = tuple(each for each in quantizers if each.follows({n for n in found if found[n].kind == "trained"}))
+    trained = {name for name, role in found.items() if role.kind == "trained"}
+    integers = {name: weight for name, weight in quantized.items() if name in trained}
+    quantizers = tuple(quantizer for quantizer in quantizers if quantizer.follows(trained))
     model = biases_last(mark_blocks(mark_branches(model, depth), stored), quantizers)
-    attempt, graph = import_graph(model, stored, found, base, quantized=trained, quantizers=quantizers, widen=widen)
+    attempt, graph = import_graph(model, stored, found, base, quantized=integers, quantizers=quantizers, widen=widen)
     copies = find_copies(floats, found, records.originals) if tie else {}
     module = _finish(attempt, graph, copies, fuse=fuse)
-    dims = {value.name: dims_of(value) for value in model.graph.output}
-    module.output_shapes = {name: None if found is None else tuple(found) for name, found in dims.items()}
+    shapes = {value.name: dims_of(value) for value in model.graph.output}
+    module.output_shapes = {name: None if dims is None else tuple(dims) for name, dims in shapes.items()}
     module.quantizers = quantizers
     return module
 
@@ -236,6 +240,7 @@ def import_graph(
         # nothing was assumed and nothing is left to run time: a further size cannot be better
         if not any(attempt.cost):
             break
+    # the first of equal ones: a dynamic batch is tried before the declared one
     best = min(attempts, key=lambda entry: entry[0].cost)
     if unknown or best[0].problems:
         raise UnsupportedModel(dict.fromkeys([*unknown, *best[0].problems]))
@@ -279,9 +284,10 @@ class ImportAttempt:
         for value in self.inputs:  # after all placeholders, which must come first in fx
             if value.type.tensor_type.elem_type in HALVES and isinstance(values.get(value.name), Traced):
                 values[value.name] = self.tracer.call(widen_half, values[value.name], self.tracer.anchor)
-        scaled = {each.weight for each in self.quantizers}
+        scaled = {quantizer.weight for quantizer in self.quantizers}
         for name, tensor in stored.items():
             values[name] = self._add_stored(name, tensor, scaled)
+        # after the stored tensors: scales are computed from the weights of now
         following = FollowScales(self.tracer, self.quantizers, self.quantized)
         following.before_all(values)
         self.onnx_names |= following.names
@@ -305,12 +311,9 @@ class ImportAttempt:
     def _add_input(self, value: onnx.ValueInfoProto, lengths: Lengths, values: dict[str, Value]) -> None:
         kind = value.type.tensor_type
         # fx generates Python code, so the placeholder's name must be a free identifier
-        argument = "".join(c if c.isalnum() and c.isascii() else "_" for c in value.name)
-        if (
-            not argument.isidentifier()
-            or keyword.iskeyword(argument)
-            or argument in (*fx.graph._custom_builtins, "self")
-        ):
+        argument = re.sub(r"[^0-9A-Za-z]", "_", value.name)
+        is_taken = keyword.iskeyword(argument) or argument in (*fx.graph._custom_builtins, "self")
+        if is_taken or not argument.isidentifier():
             argument = f"input_{argument}"
         if not value.type.HasField("tensor_type") or not kind.HasField("shape"):  # a sequence, or of unknown rank
             values[value.name] = self.tracer.placeholder(argument, None)
@@ -328,25 +331,28 @@ class ImportAttempt:
     def _fix_or_free_batch(self, lengths: Lengths, values: Mapping[str, Value]) -> None:
         """Note the length of a batch that is treated as dynamic; let the graph check one that is not."""
         declared = declared_batch(self.model.graph)
-        if declared:
-            for value in self.inputs:
-                traced = values.get(value.name)
-                if not isinstance(traced, Traced) or not traced.known or not traced.ndim:
-                    continue
-                if self.batch is not None:
-                    self.tracer.batch = FreedBatch(declared, lengths[value.name, 0], self.tracer.size(traced, 0))
-                    return
-                rows = Traced(
-                    self.tracer, self.tracer.graph.call_method("size", (traced.node, 0)), (declared, declared)
-                )
-                self.tracer.graph.call_function(check_rows, (rows.node, declared, value.name))
+        if not declared:
+            return
+        for value in self.inputs:
+            traced = values.get(value.name)
+            if not isinstance(traced, Traced) or not traced.known or not traced.ndim:
+                continue
+            # the first input with rows is enough: all inputs declare the same batch
+            if self.batch is not None:
+                self.tracer.batch = FreedBatch(declared, lengths[value.name, 0], self.tracer.size(traced, 0))
+                return
+            # a node of its own, since the tracer takes a static length for a number, and would check nothing
+            rows = Traced(self.tracer, self.tracer.graph.call_method("size", (traced.node, 0)), (declared, declared))
+            self.tracer.graph.call_function(check_rows, (rows.node, declared, value.name))
 
     def _output(self, declared: onnx.ValueInfoProto, value: Value) -> Value:
         """Return a result as a tensor. Shape arithmetic in int32 was done in Python ints and is cast back here."""
         result = self.tracer.to_tensor(value)
         known = isinstance(result, torch.Tensor) or (isinstance(result, Traced) and result.known)
-        narrow = known and result.dtype == torch.int64 and declared.type.tensor_type.elem_type == TensorProto.INT32
-        return self.tracer.call("to", result, torch.int32) if narrow else result
+        is_declared_int32 = declared.type.tensor_type.elem_type == TensorProto.INT32
+        if known and result.dtype == torch.int64 and is_declared_int32:
+            return self.tracer.call("to", result, torch.int32)
+        return result
 
     def _add_stored(self, name: str, tensor: torch.Tensor, scaled: Collection[str]) -> Value:
         """Register a weight as a parameter and a running statistic as a buffer; any other tensor stays a constant.

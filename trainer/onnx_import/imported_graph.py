@@ -98,8 +98,15 @@ def takes_any_batch(module: ImportedGraph) -> bool:
 
     Only for a module as `to_module` returns it; copies and unpickled modules have no record of the tracing.
     """
-    inputs = [node.meta.get("probes") for node in module.graph.nodes if node.op == "placeholder"]
-    return any(pair is None or (pair[0].ndim and pair[0].shape[0] != pair[1].shape[0]) for pair in inputs)
+    for node in module.graph.find_nodes(op="placeholder"):
+        probes = node.meta.get("probes")
+        # a sequence, or a tensor of unknown rank: nothing was fixed
+        if probes is None:
+            return True
+        first, second = probes
+        if first.ndim and first.shape[0] != second.shape[0]:
+            return True
+    return False
 
 
 def named_weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
@@ -113,16 +120,19 @@ def named_weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
 
 def stored_weights(module: ImportedGraph) -> dict[str, torch.Tensor]:
     """Return the value of every initializer that training may change: with tied copies, and scales of quantization."""
-    own = named_weights(module)
-    own |= {name: own[of].t() if transposed else own[of] for name, (of, transposed) in module.copies.items()}
-    states = {each.state for each in module.quantizers}
-    kept = {name: tensor for name, tensor in own.items() if name not in states}
-    return kept | final_scales(module.quantizers, own)
+    weights = named_weights(module)
+    for name, (original, transposed) in module.copies.items():
+        weights[name] = weights[original].t() if transposed else weights[original]
+    # the states of quantizers are no tensors of the file: the scales that they make are
+    states = {quantizer.state for quantizer in module.quantizers}
+    kept = {name: tensor for name, tensor in weights.items() if name not in states}
+    return kept | final_scales(module.quantizers, weights)
 
 
 @contextmanager
 def statistics_kept(module: ImportedGraph) -> Iterator[None]:
     """Restore the running statistics, which a forward pass in training mode updates, at the end of a block."""
+    # constants are buffers as well, but nothing writes to them
     before = [(buffer, buffer.clone()) for path, buffer in module.named_buffers() if path in module.onnx_names]
     try:
         yield

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 # the constants of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators), as signed integers
-GOLDEN, FIRST, SECOND = (each - 2**64 for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GOLDEN, FIRST, SECOND = (constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def uniform(keys: Tensor, shape: Sequence[int], axis: int | None, name: str, draw: int = 0) -> Tensor:
@@ -27,12 +27,14 @@ def uniform(keys: Tensor, shape: Sequence[int], axis: int | None, name: str, dra
     keys: int64 [B, 2]. axis: that of the samples, of length m B for m of each sample one after the other; None = all
     samples share the numbers, which are those of the step. name: of the node. draw: of several of a node.
     """
+    # each node has numbers of its own, whatever its place in the graph
     begin = (zlib.crc32(f"{name} {draw}".encode()) * GOLDEN) % 2**63
     if axis is None:
         lengths = list(shape)
         rows = -1
         state = keys[:1, 1].view([1] * max(len(lengths), 1))
     else:
+        # the axis of m B elements becomes two, so that each of the m has an index within its sample
         lengths = [*shape[:axis], len(keys), shape[axis] // len(keys), *shape[axis + 1 :]]
         rows = axis
         state = keys[:, 0].view([-1 if place == axis else 1 for place in range(len(lengths))])
@@ -40,7 +42,8 @@ def uniform(keys: Tensor, shape: Sequence[int], axis: int | None, name: str, dra
     for place, length in enumerate(lengths):
         if place != rows:
             index = torch.arange(length, device=keys.device)
-            index = index.view([-1 if each == place else 1 for each in range(len(lengths))])
+            index = index.view([-1 if dim == place else 1 for dim in range(len(lengths))])
+            # one axis after the other: equal indices on different axes give different numbers
             state = _mixed(state + (index + 1) * GOLDEN)
     # the upper 53 bits, and half of the last one, so that 0 and 1 are left out
     return ((_shifted(state, 11).double() + 0.5) * 2.0**-53).reshape(tuple(shape))

@@ -33,35 +33,40 @@ def select_trained(module: ImportedGraph, *, train: Sequence[str] = ("*",), free
         *_unmatched(module, "model.train", train, originals),
         *_unmatched(module, "model.freeze", freeze, originals),
     ]
-    chosen, frozen = (
-        {of for name, of in originals.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
-        for patterns in (train, freeze)
-    )
+    # through a copy's name its original is meant, which is the one parameter of both
+    chosen = {original for name, original in originals.items() if _matches(name, train)}
+    frozen = {original for name, original in originals.items() if _matches(name, freeze)}
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in chosen - frozen)
     if not problems and not any(parameter.requires_grad for parameter in parameters.values()):
         problems.append(f"model.train and model.freeze leave none of the {len(parameters)} weights to train")
     if problems:
         raise ConfigError(problems)
-    for node in module.graph.nodes:
-        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    for node in module.graph.find_nodes(op="call_module"):
+        called = module.get_submodule(str(node.target))
         if isinstance(called, BatchNorm):
             called.frozen = _is_frozen_norm(module, parameters, node.args[1:3])
         elif isinstance(called, RuntimeNode):
+            # norms inside an If or a Loop read the operands of the whole node by their names
             operands = dict(zip(called.names, node.args, strict=True))
-            called.frozen_statistics = frozenset(
-                name
-                for inner in nodes_inside([called.node])
-                if inner.op_type == "BatchNormalization"
-                and _is_frozen_norm(module, parameters, [operands.get(name) for name in inner.input[1:3]])
-                for name in inner.input[3:5]
-            )
+            statistics = set[str]()
+            for inner in nodes_inside([called.node]):
+                if inner.op_type != "BatchNormalization":
+                    continue
+                if _is_frozen_norm(module, parameters, [operands.get(name) for name in inner.input[1:3]]):
+                    statistics.update(inner.input[3:5])
+            called.frozen_statistics = frozenset(statistics)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _is_frozen_norm(module: ImportedGraph, parameters: Mapping[str, nn.Parameter], operands: Iterable[object]) -> bool:
     """Return whether scale and bias of a BatchNormalization are frozen; either may be a constant, no parameter."""
-    own = [parameters[name] for operand in operands if (name := _initializer(module, operand)) in parameters]
-    return bool(own) and not any(parameter.requires_grad for parameter in own)
+    weights = [parameters[name] for operand in operands if (name := _initializer(module, operand)) in parameters]
+    # with two constants nothing was frozen: such a norm goes on updating its statistics
+    return bool(weights) and not any(parameter.requires_grad for parameter in weights)
 
 
 def _unmatched(module: ImportedGraph, setting: str, patterns: Iterable[str], names: Iterable[str]) -> Iterable[str]:
@@ -71,8 +76,8 @@ def _unmatched(module: ImportedGraph, setting: str, patterns: Iterable[str], nam
             continue
         role = module.roles.get(pattern)
         nearest = difflib.get_close_matches(pattern, list(names), n=1, cutoff=0.3) or list(names)[:1]
-        found = f"{pattern!r} is {role.kind}: {role.reason}" if role else f"no weight matches {pattern!r}"
-        yield f"{setting}: {found}; there is {', '.join(nearest) or 'none at all'}"
+        problem = f"{pattern!r} is {role.kind}: {role.reason}" if role else f"no weight matches {pattern!r}"
+        yield f"{setting}: {problem}; there is {', '.join(nearest) or 'none at all'}"
 
 
 def _initializer(module: ImportedGraph, argument: object) -> str:
@@ -88,7 +93,9 @@ def describe_weights(module: ImportedGraph) -> list[tuple[str, str, str]]:
     parameters = {module.onnx_names[path]: parameter for path, parameter in module.named_parameters()}
     rows = []
     for name, role in module.roles.items():
-        own = module.copies[name][0] if name in module.copies else name
-        frozen = own in parameters and not parameters[own].requires_grad
-        rows.append((name, "frozen", "by model.train or model.freeze") if frozen else (name, role.kind, role.reason))
+        original = module.copies[name][0] if name in module.copies else name
+        if original in parameters and not parameters[original].requires_grad:
+            rows.append((name, "frozen", "by model.train or model.freeze"))
+        else:
+            rows.append((name, role.kind, role.reason))
     return sorted(rows, key=lambda row: ("trained", "statistic", "frozen").index(row[1]))

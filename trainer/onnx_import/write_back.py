@@ -71,6 +71,7 @@ def fill_weights(
     protos = all_stored_protos(trained)
     attributes = {name: attribute for name, _, attribute in held_attributes(trained.graph)}
     outside = {}
+    # integers with a scale get their rounded values first, in the type of the file
     for name, tensor in stored_as_integers(trained.graph, stored_weights(module), base).items():
         proto = protos.get(name)
         if proto is None or list(proto.dims) != list(tensor.shape):

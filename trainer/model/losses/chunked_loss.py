@@ -26,7 +26,7 @@ CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return a tensor in fp32; one in float64, which the rehearsal has of the file itself, as it is."""
+    """Return a tensor [...] in fp32; one in float64, which the rehearsal has of the file itself, as it is."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -39,10 +39,11 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def compiled_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Return what `cross_entropy` returns, from compiled code. The last axis has one length, the others any."""
+    """Return what `cross_entropy` returns, from compiled code: [..., C] and [...], where C alone has one length."""
     rows = logits.reshape(-1, logits.shape[-1])
     flat = labels.flatten()
     for tensor in (rows, flat):
+        # one code for every number of rows
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return _compiled()(rows, flat, ignore_index)
 

@@ -47,6 +47,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        # all_reduce writes in place, and the gradient is not this function's own
         gradient = gradient.contiguous().clone()
         dist.all_reduce(gradient, group=context.group)
         return gradient[context.at : context.at + context.number], None, None, None

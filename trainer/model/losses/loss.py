@@ -61,14 +61,15 @@ class Losses:
         assert classes is None or len(losses) + len(soft) == 1
         known = shapes or {}
         self.each = tuple(
-            Loss(each, output_names, known, classes=classes, replicas=replicas, compiled=compiled) for each in losses
+            Loss(config, output_names, known, classes=classes, replicas=replicas, compiled=compiled)
+            for config in losses
         )
         """Those against labels."""
-        self.soft = tuple(TeacherLoss(each, output_names, known) for each in soft)
+        self.soft = tuple(TeacherLoss(config, output_names, known) for config in soft)
         """Those against the teacher."""
         self.titles = titles(losses, output_names)
         """What the metrics of each loss against labels are named after."""
-        self._weights = [each.weight for each in losses] + [each.weight for each in soft]
+        self._weights = [config.weight for config in losses] + [config.weight for config in soft]
 
     def __len__(self) -> int:
         return len(self.each) + len(self.soft)
@@ -128,6 +129,7 @@ class Loss:
         self._output_name = self._names[0]
         self._declared = (shapes or {}).get(self._output_name)
         self._replicas = replicas
+        # read once: a file of the user's is neither loaded nor checked again for each micro-batch
         self._formula = load_loss(config.file) if config.is_own else FORMULAS[config.name]
         self._counter = target_counter(config)
         self._cross_entropy = chunked_loss.compiled_cross_entropy if compiled else chunked_loss.cross_entropy
@@ -145,9 +147,11 @@ class Loss:
             if self.classes:
                 self._last_axis_only(own, labels)
                 return self.classes.cross_entropy(own, labels, self.ignore_index)
+            # in chunks, without an fp32 copy of all logits
             if not is_soft and own.dtype in (torch.float16, torch.bfloat16):
                 rows = as_rows(own, self.axis(outputs, labels))
                 return self._cross_entropy(rows, labels, self.ignore_index)
+        # a single output goes through `output`, which gathers sharded classes
         several = len(self.indices) > 1
         read = [at_least_fp32(outputs[place]) for place in self.indices] if several else [self.output(outputs)]
         axis = -1
@@ -156,6 +160,7 @@ class Loss:
         if labels is not None and (units := config.label_units):
             places = label_axis(units, labels.shape), label_axis(units, read[0].shape)
             labels = standardised(labels.to(read[0].dtype), units, axis=places[0])
+            # both in the same units, so that the loss compares like with like
             read = [standardised(read[0], units, axis=places[1])]
         inputs = LossInputs(
             config,
@@ -217,6 +222,7 @@ class Loss:
         own = batch.labels[place]
         if not self.config.has_classes or own is None or own.is_floating_point():
             return
+        # the lengths of inputs, which the labels of a CTC may have beside them, are no classes
         own, lengths = without_lengths(own, self.config)
         num_classes = self.config.rule.num_classes(self.num_classes(outputs, own))
         weights = self.config.class_weights
@@ -254,7 +260,7 @@ class Loss:
         )
 
     def output(self, outputs: Tensor | Sequence[Tensor]) -> Tensor:
-        """Return the output that the loss reads, at least in fp32; if its classes are sharded, all without gradient."""
+        """Return the output [B, ...] that the loss reads, at least in fp32; sharded classes all, without gradient."""
         output = at_least_fp32(self._own(outputs))
         return self.classes.gathered(output) if self.classes else output
 
@@ -294,6 +300,7 @@ class Loss:
         values = getattr(self.config, setting)
         if not values:
             return None
+        # copied to a device once, and not in every micro-batch
         key = (setting, like.device)
         if key not in self._tensors:
             self._tensors[key] = torch.tensor(values, device=like.device)

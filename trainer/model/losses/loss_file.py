@@ -83,6 +83,7 @@ def _from_onnx(path: Path) -> Formula:
     def loss(x: LossInputs) -> Tensor:
         output = x.output
         labels = x.labels
+        # only when the device changes: moving a module looks at all of its tensors
         if output.device not in devices:
             module.to(output.device)
             devices.clear()

@@ -89,22 +89,22 @@ def cross_entropy(x: LossInputs) -> Tensor:
 
 
 def mse(x: LossInputs) -> Tensor:
-    """(output - label)^2"""
+    """(output - label)^2: [...] and the same, but for axes of length 1."""
     return F.mse_loss(x.output, x.labels_like_output, reduction="sum")
 
 
 def l1(x: LossInputs) -> Tensor:
-    """|output - label|"""
+    """|output - label|: as `mse`."""
     return F.l1_loss(x.output, x.labels_like_output, reduction="sum")
 
 
 def huber(x: LossInputs) -> Tensor:
-    """Half the square up to `delta`, from there on linear."""
+    """Half the square up to `delta`, from there on linear: as `mse`."""
     return F.huber_loss(x.output, x.labels_like_output, reduction="sum", delta=x.loss.delta)
 
 
 def bce_with_logits(x: LossInputs) -> Tensor:
-    """Binary cross-entropy of logits, weighted by label and by whether it is positive."""
+    """Binary cross-entropy of logits [..., C], weighted by label and by whether it is positive."""
     weights = x.class_weights
     positive = x.positive_weights
     return F.binary_cross_entropy_with_logits(
@@ -117,6 +117,7 @@ def dice(x: LossInputs) -> Tensor:
 
     P: probabilities, by softmax; of one class (C = 1) by sigmoid, with labels 0 and 1. G: the labels, one-hot.
     """
+    # [B, C, positions], whatever the axis of the classes and the number of the others
     scores = x.output.movedim(x.axis, 1).flatten(2)
     smooth = x.loss.smooth
     labels = x.labels.reshape(scores.shape[0], 1, -1)  # `len` would fix the batch where the graph is recorded
@@ -128,6 +129,7 @@ def dice(x: LossInputs) -> Tensor:
         classes = torch.arange(scores.shape[1], device=scores.device)[:, None]
         predicted = scores.softmax(1)
         actual = (labels == classes).to(scores.dtype)
+    # ignored labels belong neither to the overlap nor to the sizes
     predicted = predicted * counted
     actual = actual * counted
     overlap = (predicted * actual).sum(2)
@@ -136,7 +138,7 @@ def dice(x: LossInputs) -> Tensor:
 
 
 def focal(x: LossInputs) -> Tensor:
-    """(1 - p)^gamma x binary cross-entropy, p being the probability of the right answer (arXiv:1708.02002)."""
+    """(1 - p)^gamma x binary cross-entropy of logits [...], p: probability of the right answer (arXiv:1708.02002)."""
     output = x.output
     labels = x.labels_like_output
     alpha = x.loss.alpha
@@ -167,6 +169,7 @@ def giou(x: LossInputs) -> Tensor:
     ours = x.output.reshape(-1, 4)
     theirs = x.labels_like_output.reshape(-1, 4)
     overlap, union = box_overlaps(ours, theirs)
+    # the smallest box around both: it gives boxes that do not touch a gradient towards each other
     around = _area(torch.cat([torch.min(ours[:, :2], theirs[:, :2]), torch.max(ours[:, 2:], theirs[:, 2:])], 1))
     epsilon = 1e-7  # as in torchvision
     return (1 - overlap / (union + epsilon) + (around - union) / (around + epsilon)).sum()
@@ -226,6 +229,7 @@ def info_nce(x: LossInputs) -> Tensor:
     """
     queries, keys = (value[: x.size] for value in x.outputs)
     all_queries, all_keys, at = gathered_rows(queries, keys, x.replicas)
+    # the match of a row is the row of the same number, counted over all replicas
     own = torch.arange(at, at + queries.shape[0], device=queries.device)
 
     def found(rows: Tensor, among: Tensor) -> Tensor:
@@ -236,7 +240,7 @@ def info_nce(x: LossInputs) -> Tensor:
 
 
 def output(x: LossInputs) -> Tensor:
-    """A loss that the graph computes is a mean over its batch."""
+    """A loss that the graph computes, a scalar or [B], is a mean over its batch."""
     return x.output.mean() * x.size
 
 

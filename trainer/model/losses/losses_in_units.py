@@ -19,8 +19,11 @@ def label_axis(units: LabelUnits, shape: Sequence[int]) -> int:
 
     shape: of labels or of an output, the rows being axis 0.
     """
-    number = len(units.center)
-    return next((axis for axis in range(1, len(shape)) if number > 1 and shape[axis] == number), len(shape) - 1)
+    if len(units.center) > 1:
+        for axis in range(1, len(shape)):
+            if shape[axis] == len(units.center):
+                return axis
+    return len(shape) - 1
 
 
 def standardised(values: Tensor, units: LabelUnits, *, axis: int) -> Tensor:
@@ -29,6 +32,7 @@ def standardised(values: Tensor, units: LabelUnits, *, axis: int) -> Tensor:
     axis: of the elements, see `label_axis`.
     """
     if units.log:
+        # the tangent of log(1 + x) at LEAST, so that value and slope go on without a jump
         line = math.log1p(LEAST) + (values - LEAST) / (1 + LEAST)
         values = torch.where(values > LEAST, torch.log1p(values.clamp(min=LEAST)), line)
     center, scale = _constants(values, units, axis)
@@ -36,7 +40,7 @@ def standardised(values: Tensor, units: LabelUnits, *, axis: int) -> Tensor:
 
 
 def unstandardised(values: Tensor, units: LabelUnits, *, axis: int) -> Tensor:
-    """Return what `standardised` turns into these values."""
+    """Return what `standardised` turns into these values, in their shape."""
     center, scale = _constants(values, units, axis)
     summed = values * scale + center
     return torch.expm1(summed) if units.log else summed
@@ -47,6 +51,6 @@ def _constants(values: Tensor, units: LabelUnits, axis: int) -> tuple[Tensor | f
         return units.center[0], units.scale[0]
     lengths = [1] * values.ndim
     lengths[axis] = len(units.center)
-    numbers = (torch.tensor(each, dtype=values.dtype, device=values.device) for each in (units.center, units.scale))
-    center, scale = (each.reshape(lengths) for each in numbers)
+    numbers = (torch.tensor(unit, dtype=values.dtype, device=values.device) for unit in (units.center, units.scale))
+    center, scale = (tensor.reshape(lengths) for tensor in numbers)
     return center, scale

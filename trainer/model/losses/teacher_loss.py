@@ -45,6 +45,7 @@ class TeacherLoss:
         counted: which rows count, bool of the shape of the labels [B, ...]; None = all. size: 0 for padding.
         """
         own = outputs[self._own].float()
+        # the teacher is not trained
         teacher = outputs[self._teacher].detach().float()
         teacher = self._like(teacher, own)
         axis = self._axis(own, counted)
@@ -89,6 +90,7 @@ def _divergence(own: Tensor, teacher: Tensor, config: SoftLoss) -> Tensor:
     own = own / config.temperature
     teacher = teacher / config.temperature
     if config.kind == "kl":
+        # logarithms of both, so that no probability of 0 is divided by
         wanted = F.log_softmax(teacher, -1)
         found = F.log_softmax(own, -1)
         return config.temperature**2 * (wanted.exp() * (wanted - found)).sum(-1)

@@ -49,14 +49,15 @@ class ClassShard:
         """
         value, index = at_least_fp32(logits.detach()).max(-1)
         value = value.nan_to_num(math.inf, math.inf, -math.inf)  # a NaN is the greatest of all, as for torch.argmax
+        # ranks without the greatest value give a number above every class, so that the minimum is the first class
         chosen = torch.where(value == all_reduce(value, self.group, "max"), index + self.start, self.total)
         return all_reduce(chosen, self.group, "min")
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
         """Return the cross-entropy of all logits, summed over labels, on every rank; its gradient is of this shard.
 
-        Two all-reduces in the forward pass, of one and two numbers per label; none in the backward pass. Collective:
-        every rank of the group.
+        logits: [..., stop - start]; labels: [...]; returns a scalar. Two all-reduces in the forward pass, of one and
+        two numbers per label; none in the backward pass. Collective: every rank of the group.
         """
         return _ShardedCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), ignore_index, self)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -83,6 +84,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         is_last = classes.stop == classes.total
         own = counted & ((index >= 0) | (classes.start == 0)) & ((index < logits.shape[-1]) | is_last)
         index = torch.where(own, index, 0)[:, None]
+        # subtracted before the exponential, which would overflow; the loss does not depend on it
         greatest = all_reduce(at_least_fp32(logits.amax(-1)), classes.group, "max")
         sums = torch.empty(2, len(labels), device=logits.device, dtype=greatest.dtype)
         for rows in chunks(logits):

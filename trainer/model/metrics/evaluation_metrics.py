@@ -70,22 +70,28 @@ class EvaluationMetrics:
         """Return the metrics over all batches of all ranks. Collective: every rank of the default group."""
         alone = not dist.is_initialized()
         if self._configured:
-            sizes = torch.tensor([size for each in self._each for size in each.sizes.values()], device=self._device)
+            # a rank without a batch has zeros, and takes the numbers of the others
+            own_sizes = [size for metrics in self._each for size in metrics.sizes.values()]
+            sizes = torch.tensor(own_sizes, device=self._device)
             if not alone:
                 dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
             agreed = iter(sizes.tolist())
-            for each in self._each:
-                for task in each.sizes:
-                    each.learn(task, next(agreed))
+            for metrics in self._each:
+                for task in metrics.sizes:
+                    metrics.learn(task, next(agreed))
         totals = self.totals()
         if not alone:
+            # the same shape on every rank, since all of them take part in the sum
             totals = totals if self._counts else torch.zeros_like(totals)
             dist.all_reduce(totals)
-        own = [part if self._counts else part[:0] for each in self._each for part in each.lists()]
-        lists = iter(gather_lists(own))
+        parts = [part for metrics in self._each for part in metrics.lists()]
+        # the ranks of a tensor-parallel group have the same targets: one of them gives these, the others none
+        if not self._counts:
+            parts = [part[:0] for part in parts]
+        lists = iter(gather_lists(parts))
         sums = self._split(totals.tolist())
         on_first = alone or dist.get_rank() == 0
-        values = [each.values(sums, lists, on_first_rank=on_first) for each in self._each]
+        values = [metrics.values(sums, lists, on_first_rank=on_first) for metrics in self._each]
         return self._named(values if alone else self._agreed(values)) | self._distillation(next(sums))
 
     def totals(self) -> Tensor:
@@ -95,12 +101,12 @@ class EvaluationMetrics:
     def of_totals(self, totals: Tensor) -> dict[str, float]:
         """Return the metrics that such totals [n] have; NaN for those that need more than sums."""
         sums = self._split(totals.tolist())
-        lists = iter([part for each in self._each for part in each.lists()])
-        values = [each.values(sums, lists, on_first_rank=False) for each in self._each]
+        lists = iter([part for metrics in self._each for part in metrics.lists()])
+        values = [metrics.values(sums, lists, on_first_rank=False) for metrics in self._each]
         return self._named(values) | self._distillation(next(sums))
 
     def _states(self) -> list[Tensor]:
-        return [*(state for each in self._each for state in each.sums()), self._soft]
+        return [*(state for metrics in self._each for state in metrics.sums()), self._soft]
 
     def _split(self, totals: list[float]) -> Iterator[list[float]]:
         return _split(totals, [state.numel() for state in self._states()])
@@ -115,7 +121,7 @@ class EvaluationMetrics:
 
     def _agreed(self, values: list[list[float]]) -> list[list[float]]:
         """Return what rank 0 has computed, where it alone computes some of the values."""
-        if not any(each.needs_first_rank for each in self._each):
+        if not any(metrics.needs_first_rank for metrics in self._each):
             return values
         table = torch.tensor([value for own in values for value in own], dtype=torch.float64, device=self._device)
         dist.broadcast(table, src=0)
@@ -145,11 +151,10 @@ class _LossMetrics:
             self._measures.append((task, OWN.get(metric.name, library)(metric, device=device)))
         self.sizes: dict[Task, int] = dict.fromkeys((task for task, _ in self._measures), 0)
         """What is measured -> `Measured.size`; 0 as long as it is not known."""
-        self._confusions: dict[Task, Confusion | LabelConfusion] = {
-            task: CONFUSIONS[task](MetricConfig(name="accuracy"), device)
-            for task in self.sizes
-            if metrics and task in CONFUSIONS
-        }
+        self._confusions: dict[Task, Confusion | LabelConfusion] = {}
+        for task in self.sizes:
+            if metrics and task in CONFUSIONS:
+                self._confusions[task] = CONFUSIONS[task](MetricConfig(name="accuracy"), device)
         self.names = ["loss", *(measure.key for _, measure in self._measures)]
         self.needs_first_rank = any(measure.on_first_rank for _, measure in self._measures)
         self.table: Counts = []
@@ -174,6 +179,7 @@ class _LossMetrics:
     def learn(self, task: Task, size: int) -> None:
         """Take the number of classes, labels or values from a batch, or from the other ranks."""
         self.sizes[task] = size
+        # every rank drops it, at the latest in `compute`, where all agree on the number
         if size > MOST_CLASSES:
             self._confusions.pop(task, None)
 
@@ -192,16 +198,16 @@ class _LossMetrics:
         on_first_rank: also those that only rank 0 computes, because it has the lists; else NaN.
         """
         count, loss = next(sums)
-        found = [loss / count if count else math.nan]
+        results = [loss / count if count else math.nan]
         for task, measure in self._measures:
             size = self.sizes[task]
             own_sums = [next(sums) for _ in measure.sums(size)]
             own_lists = [next(lists) for _ in measure.lists()]
             computed = count and (on_first_rank or not measure.on_first_rank)
-            found.append(measure.value(own_sums, own_lists, size) if computed else math.nan)
+            results.append(measure.value(own_sums, own_lists, size) if computed else math.nan)
         for task, confusion in self._confusions.items():
             self.table = confusion.table(next(sums), self.sizes[task])
-        return found
+        return results
 
 
 def _split(values: list[float], lengths: Sequence[int]) -> Iterator[list[float]]:

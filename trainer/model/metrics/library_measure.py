@@ -60,15 +60,12 @@ class LibraryMeasure:
         return [value for value in self._made.metric_state.values() if isinstance(value, Tensor)]
 
     def lists(self) -> list[Tensor]:
-        states = self._made.metric_state.values()
-        return [
-            torch.cat(value) if value else torch.empty(0, device=self._device)
-            for value in states
-            if not isinstance(value, Tensor)
-        ]
+        states = [state for state in self._made.metric_state.values() if not isinstance(state, Tensor)]
+        # a rank without targets gives an empty tensor, since all ranks gather the same number of them
+        return [torch.cat(parts) if parts else torch.empty(0, device=self._device) for parts in states]
 
     def value(self, sums: Sequence[list[float]], lists: Sequence[Tensor], size: int) -> float:
-        if any(each.is_floating_point() and each.isnan().any() for each in lists):
+        if any(scores.is_floating_point() and scores.isnan().any() for scores in lists):
             return math.nan  # torchmetrics would sort it among the numbers
         sum_of = iter(sums)
         list_of = iter(lists)
@@ -80,8 +77,8 @@ class LibraryMeasure:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             result = type(self._made).compute(self._made)
-        for each in warned:
-            log.warning("%s: %s", self.key, each.message)
+        for warning in warned:
+            log.warning("%s: %s", self.key, warning.message)
         return float(result if self._metric.of_class is None else result[self._metric.of_class])
 
     def _read(self, batch: Measured) -> tuple[Tensor, Tensor] | tuple[list[str], list[str]]:
@@ -121,7 +118,8 @@ class LibraryMeasure:
             parameters |= {"data_range": metric.data_range} if metric.data_range else {}
         else:
             module = self._library.classification
-            if metric.of_class is not None and size and (metric.of_class >= size or size == 1):
+            is_missing = size == 1 or (metric.of_class or 0) >= size
+            if metric.of_class is not None and size and is_missing:
                 raise ConfigError(f"metrics: {self.key}: the output has {size} classes or labels, 0..{size - 1}")
             parameters |= {"validate_args": False}  # else it searches each batch for labels that are no classes
             parameters |= {name: given for name in ("beta", "thresholds") if (given := getattr(metric, name))}

@@ -79,9 +79,9 @@ class Measured:
     def _refuse(self, wrong: Tensor, targets: Tensor) -> None:
         """Raise DataError for labels of loss.file that metrics cannot read; other losses check theirs."""
         if wrong.any():
-            found = ", ".join(f"{value:g}" for value in sorted(set(targets[wrong].tolist()))[:5])
+            wrong_labels = ", ".join(f"{value:g}" for value in sorted(set(targets[wrong].tolist()))[:5])
             wanted = f"classes of the output, 0..{self.size - 1}" if self.task == "classes" else "0 or 1, no or yes"
-            raise DataError(f"the metrics read the labels of loss.file as {wanted}, but there are {found}")
+            raise DataError(f"the metrics read the labels of loss.file as {wanted}, but there are {wrong_labels}")
 
     @cached_property
     def counted(self) -> Tensor:
@@ -124,7 +124,7 @@ class Measured:
 
     @cached_property
     def entropy(self) -> Tensor:
-        """Of classes: the sum of -log p(target), without weights and smoothing."""
+        """Of classes: the sum of -log p(target), without weights and smoothing: a scalar."""
         if self._loss_sum is not None and self._loss.config.is_plain and not self._labels.is_floating_point():
             return self._loss_sum
         ignored = self._loss.ignore_index
@@ -133,14 +133,15 @@ class Measured:
     @cached_property
     def sequences(self) -> tuple[list[list[int]], list[list[int]]]:
         """Of a CTC: the symbols with the greatest scores, without repetitions and blanks, and those of the labels."""
-        found = self._loss.output(self._outputs).argmax(-1).tolist()
-        own, lengths = without_lengths(self._labels, self.config)
+        best = self._loss.output(self._outputs).argmax(-1).tolist()
+        own_labels, lengths = without_lengths(self._labels, self.config)
         if lengths is not None:
-            found = [row[:length] for row, length in zip(found, lengths.tolist(), strict=True)]
-        blank = self._loss.config.blank
-        symbols = [[symbol for symbol, _ in itertools.groupby(row) if symbol != blank] for row in found]
-        labels = own.reshape(len(found), -1).tolist()
-        return symbols, [[symbol for symbol in row if symbol != self._loss.ignore_index] for row in labels]
+            best = [row[:length] for row, length in zip(best, lengths.tolist(), strict=True)]
+        # repetitions first: a blank between two equal symbols keeps both
+        merged = [[symbol for symbol, _ in itertools.groupby(row)] for row in best]
+        symbols = [_without(row, self._loss.config.blank) for row in merged]
+        labels = own_labels.reshape(len(best), -1).tolist()
+        return symbols, [_without(row, self._loss.ignore_index) for row in labels]
 
     @cached_property
     def embeddings(self) -> list[Tensor]:
@@ -161,8 +162,12 @@ class Measured:
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """Softmax or sigmoid of the scores, in fp64: in fp32 great scores would become equal. Of pairs, 0 .. 1."""
+        """Softmax or sigmoid of `scores` [..], in fp64: in fp32 great scores would become equal. Of pairs, 0 .. 1."""
         scores = self.scores.double()
         if self.task == "pairs":
             return ((1 + scores) / 2).clamp(0, 1)
         return scores.softmax(-1) if self.task == "classes" else scores.sigmoid()
+
+
+def _without(symbols: list[int], left_out: int) -> list[int]:
+    return [symbol for symbol in symbols if symbol != left_out]

@@ -64,8 +64,8 @@ class SumMeasure:
         self._sums: Tensor | None = None
 
     def update(self, batch: Measured) -> None:
-        found = self.sums_of(batch)
-        self._sums = found if self._sums is None else self._sums + found
+        batch_sums = self.sums_of(batch)
+        self._sums = batch_sums if self._sums is None else self._sums + batch_sums
 
     def sums(self, size: int) -> list[Tensor]:
         empty = torch.zeros(self.shape(size), dtype=torch.float64, device=self._device)
@@ -84,7 +84,7 @@ class SumMeasure:
         return (2,)
 
     def sums_of(self, batch: Measured) -> Tensor:
-        """Return the sums over a batch, fp64."""
+        """Return the sums over a batch, fp64 [*shape]."""
         raise NotImplementedError
 
     def value_of(self, sums: list[float], size: int) -> float:
@@ -157,6 +157,7 @@ class R2(SumMeasure):
 
     def value_of(self, sums: list[float], size: int) -> float:
         total, squares, errors, count = torch.tensor(sums, dtype=torch.float64).view(4, size)
+        # sum (y - mean)^2 from sums alone, which ranks can add up
         spread = squares - total.square() / count
         return float(torch.where(spread > 0, 1 - errors / spread, torch.nan).mean())
 
@@ -189,6 +190,7 @@ class BoxIou(SumMeasure):
 
 class PairAccuracy(SumMeasure):
     def sums_of(self, batch: Measured) -> Tensor:
+        # the middle between the cosine of a pair that is alike, 1, and the margin of one that is not
         found_alike = batch.scores > (1 + (batch.config.margin or 0.0)) / 2
         return _with_count((found_alike == batch.targets.bool()).sum(), len(found_alike))
 
@@ -228,15 +230,16 @@ class Retrieval:
         queries, keys = (F.normalize(rows.double(), dim=-1) for rows in lists)
         if queries.isnan().any() or keys.isnan().any():
             return math.nan
-        found = 0
+        hits = 0
         step = max(1, MOST_SIMILARITIES // len(keys))
         for start in range(0, len(queries), step):
+            # in parts, since the similarities of all rows with all rows may not fit into memory
             similar = queries[start : start + step] @ keys.T
             own = similar.diagonal(start)[:, None]
             # others that are as similar, but for rounding, come first: equal outputs of all rows find nothing
             others = (similar >= own - 1e-9).sum(1) - 1
-            found += int((others < self._k).sum())
-        return found / len(queries)
+            hits += int((others < self._k).sum())
+        return hits / len(queries)
 
 
 MOST_SIMILARITIES = 2**24

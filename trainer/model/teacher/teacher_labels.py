@@ -47,28 +47,30 @@ def with_soft_labels(
     """
     if not config.teacher.path or config.teacher.cache == "none":
         return splits
-    names = tuple(each.teacher_output for each in config.soft_losses)
+    names = tuple(loss.teacher_output for loss in config.soft_losses)
     teacher: ImportedGraph | None = None
-    found = []
+    labelled_splits = []
     for name, split in zip(("train", "evaluation"), splits, strict=True):
         files = SoftLabelFiles(folder, name, split.num_rows, names, config.teacher.cache)
         chunks = list(files.chunks())
         for first in range(0, len(chunks), mpi.world_size):
             for number, rows in chunks[first : first + mpi.world_size][mpi.rank : mpi.rank + 1]:
                 if not files.is_complete(number):
+                    # only where a chunk is missing: a resumed run does not even open the teacher
                     teacher = teacher or _teacher_alone(config, names, mpi.device)
                     files.write(number, _computed(teacher, split, config, signature, rows, mpi.device, beat))
             beat()
             dist.barrier()
         _check_shapes(files)
-        found.append(split.with_soft_labels(files))
-    return found
+        labelled_splits.append(split.with_soft_labels(files))
+    return labelled_splits
 
 
 def _teacher_alone(config: RunConfig, names: Sequence[str], device: torch.device) -> ImportedGraph:
     """Return a module of the teacher that takes the model's inputs and returns the soft labels."""
     module = open_with_teacher(config).module
     nodes = dict(zip(module.output_names, output_nodes(module.graph), strict=True))
+    # the model's own nodes have no reader then, and are eliminated
     module.graph.output_node().args = (tuple(nodes[name] for name in names),)
     module.graph.eliminate_dead_code(is_impure_node=is_impure)
     module.recompile()
@@ -98,6 +100,7 @@ def _computed(
                     f"teacher.cache: {name} of {batch.size} rows is {list(value.shape)}, which cannot be divided into "
                     "rows; set teacher.cache = 'none'"
                 )
+        # to the host batch by batch: the outputs of a whole chunk may not fit into the memory of the device
         parts.append([value.float().cpu().numpy() for value in outputs])
         beat()
     columns = zip(*parts, strict=True)

@@ -66,7 +66,7 @@ def with_teacher(
     else:
         merged = _merged(module, _imported(part, config, by_parts=by_parts), outputs, config)
     kept = {merged.output_names[0], *(output for loss in config.losses for output in loss.outputs)}
-    kept |= {each.student for each in soft if not each.matched}
+    kept |= {loss.student for loss in soft if not loss.matched}
     _add_outputs(merged, soft, [shapes[output] for output in outputs], kept=kept, seed=config.train.seed)
     return merged
 
@@ -81,7 +81,8 @@ def _teacher_part(
     path = Path(teacher.path)
     model = load_model(path, by_parts=by_parts)
     known = [value.name for value in model.graph.output]
-    outputs = [teacher_output(each, first, known) for each in soft_losses]
+    outputs = [teacher_output(loss, first, known) for loss in soft_losses]
+    # several soft losses may read one output, which is computed once
     settings = ModelConfig(path=path, output=tuple(dict.fromkeys(outputs)))
     if start := begin_at_numbers(model, settings).start:
         raise ConfigError(
@@ -108,9 +109,9 @@ def _imported(part: onnx.ModelProto, config: RunConfig, *, by_parts: bool) -> Im
     teacher = to_module(part, base=path.parent, fuse=config.graph.fuse, by_parts=by_parts)
     for parameter in teacher.parameters():
         parameter.requires_grad_(False)
-    for each in teacher.modules():
-        if isinstance(each, BatchNorm):
-            each.frozen = True
+    for child in teacher.modules():
+        if isinstance(child, BatchNorm):
+            child.frozen = True
     return teacher
 
 
@@ -119,9 +120,9 @@ def _with_soft_labels(module: ImportedGraph, soft: Sequence[SoftLoss]) -> Import
     graph = copy.deepcopy(module.graph)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
-        added = [graph.placeholder(f"soft_labels_{each.place}") for each in soft]
+        added = [graph.placeholder(f"soft_labels_{loss.place}") for loss in soft]
     _return_also(graph, added)
-    names = tuple(each.teacher_output for each in soft)
+    names = tuple(loss.teacher_output for loss in soft)
     merged = _like(module, graph)
     merged.input_names = (*module.input_names, *names)
     merged.output_names = (*module.output_names, *names)
@@ -137,6 +138,7 @@ def _merged(module: ImportedGraph, teacher: ImportedGraph, outputs: Sequence[str
         raise ConfigError(
             f"the weight {taken[0]!r} of the model has the name of a teacher's; rename it to train with one"
         )
+    # inputs of the same name are the same, unless [teacher.inputs] says otherwise
     sources = {name: config.teacher.inputs.get(name, name) for name in teacher.input_names}
     if missing := [name for name, source in sources.items() if source not in module.input_names]:
         raise ConfigError(
@@ -153,12 +155,14 @@ def _merged(module: ImportedGraph, teacher: ImportedGraph, outputs: Sequence[str
         for node in teacher.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 copies[node] = _copied(graph, node, copies)
+    # behind the model's outputs, at whose positions the losses against labels read
     ends = dict(zip(teacher.output_names, output_nodes(teacher.graph), strict=True))
     _return_also(graph, [copies[ends[name]] for name in outputs])
     module.add_module(TEACHER_MODULE, teacher)
     merged = _like(module, graph)
     delattr(module, TEACHER_MODULE)
-    merged.output_names = (*module.output_names, *(each.teacher_output for each in config.soft_losses))
+    merged.output_names = (*module.output_names, *(loss.teacher_output for loss in config.soft_losses))
+    # both files may have a weight of one name: the teacher's get a prefix
     paths = {f"{TEACHER_MODULE}.{path}": TEACHER + name for path, name in teacher.onnx_names.items()}
     merged.onnx_names = {**module.onnx_names, **paths}
     frozen = {TEACHER + name: replace(role, kind="frozen") for name, role in teacher.roles.items()}
@@ -207,26 +211,27 @@ def _add_outputs(
     theirs: the declared shape of what the teacher computes for each soft loss. kept: outputs that the losses read.
     """
     nodes = dict(zip(module.output_names, output_nodes(module.graph), strict=True))
-    inner = {each.student for each in soft if each.matched} - kept
-    found = {name: node for name, node in nodes.items() if name not in inner}
+    # tensors inside the model are returned for the soft losses alone, and by the name of the match
+    inner = {loss.student for loss in soft if loss.matched} - kept
+    returned = {name: node for name, node in nodes.items() if name not in inner}
     shapes = dict(module.output_shapes)
     problems = list[str]()
-    for each, dims in zip(soft, theirs, strict=True):
-        shapes[each.teacher_output] = None if dims is None else tuple(dims)
-        if not each.matched:
+    for loss, dims in zip(soft, theirs, strict=True):
+        shapes[loss.teacher_output] = None if dims is None else tuple(dims)
+        if not loss.matched:
             continue
         try:
-            sizes = projected_sizes(each, shapes.get(each.student), dims)
+            sizes = projected_sizes(loss, shapes.get(loss.student), dims)
         except ConfigError as error:
             problems += error.problems
             continue
-        node = nodes[each.student]
-        found[each.own_output] = _projected(module, each, node, sizes, seed) if sizes else node
-        shapes[each.own_output] = shapes[each.teacher_output]
+        node = nodes[loss.student]
+        returned[loss.own_output] = _projected(module, loss, node, sizes, seed) if sizes else node
+        shapes[loss.own_output] = shapes[loss.teacher_output]
     if problems:
         raise ConfigError(problems)
-    module.graph.output_node().args = (tuple(found.values()),)
-    module.output_names = tuple(found)
+    module.graph.output_node().args = (tuple(returned.values()),)
+    module.output_names = tuple(returned)
     module.output_shapes = shapes
     module.graph.lint()
     module.recompile()
@@ -245,11 +250,11 @@ def projected_sizes(
     shown = f"{name} are {shown_shape(own)} and {shown_shape(theirs)}"
     if len(own) != len(theirs):
         raise ConfigError(f"{shown}; match tensors with the same number of axes")
-    different = [
-        axis
-        for axis, (one, other) in enumerate(zip(own, theirs, strict=True))
-        if axis and one != other and None not in (one, other)
-    ]
+    different = []
+    for axis, lengths in enumerate(zip(own, theirs, strict=True)):
+        # axis 0 is the batch, and dynamic lengths follow the inputs of both
+        if axis and lengths[0] != lengths[1] and None not in lengths:
+            different.append(axis)
     if len(different) > 1:
         raise ConfigError(f"{shown}: they differ in more than one axis, and a projection changes one; match others")
     if not different:
@@ -266,6 +271,7 @@ def _projected(module: ImportedGraph, soft: SoftLoss, node: fx.Node, sizes: tupl
     """Add a projection of one axis of a tensor, initialised like torch's Linear; return the node of its result."""
     axis, inputs, outputs = sizes
     name = f"{PROJECTION}{soft.place}"
+    # a generator of its own, so that the numbers do not depend on what was drawn before
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     weight = torch.empty(outputs, inputs).uniform_(-1, 1, generator=generator) / math.sqrt(inputs)
     path = f"projection_{soft.place}"

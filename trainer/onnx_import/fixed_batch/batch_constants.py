@@ -46,17 +46,19 @@ def reshape_lengths(c: Call, x: Value, lengths: Sequence[Value]) -> list[Value]:
     """
     batch = c.batch
     wanted = list(lengths)
-    if batch is None or not isinstance(x, Traced) or not x.known:
+    if batch is None or not _has_known_shape(x):
         return wanted
-    found = [(dim, times) for dim in range(x.ndim) if (times := batch.multiple(c.size(x, dim)))]
-    if len(found) != 1:
+    batch_dims = [(dim, times) for dim in range(x.ndim) if (times := batch.multiple(c.size(x, dim)))]
+    if len(batch_dims) != 1:
         # such as [batch x steps, width] -> [batch, -1, width]
-        if wanted and wanted[0] == batch.declared and x.ndim and isinstance(c.size(x, 0), Traced):
+        begins_with_batch = bool(wanted) and wanted[0] == batch.declared
+        if begins_with_batch and x.ndim and isinstance(c.size(x, 0), Traced):
             wanted[0] = batch.length
         return wanted
-    (dim, times) = found[0]
+    (dim, times) = batch_dims[0]
+    # the dimension is looked for with plain numbers, those of the declared batch, as the exporter computed them
     sizes = [_as_declared(batch, c.size(x, i)) for i in range(x.ndim)]
-    result = _resolved([_as_declared(batch, n) for n in wanted], math.prod(sizes))
+    result = _resolved([_as_declared(batch, length) for length in wanted], math.prod(sizes))
     place = _place(sizes, dim, times, result, batch.declared)
     if place is None or not isinstance(wanted[place], int):
         return wanted
@@ -64,8 +66,19 @@ def reshape_lengths(c: Call, x: Value, lengths: Sequence[Value]) -> list[Value]:
     if wanted[place] != -1:
         factor = result[place] // batch.declared
         rows = c.size(x, dim)
-        wanted[place] = rows if factor == times else (rows if times == 1 else batch.length) * factor
+        # from the length of x itself, unless that is a multiple of the batch other than the one that is wanted
+        if factor == times:
+            wanted[place] = rows
+        elif times == 1:
+            wanted[place] = rows * factor
+        else:
+            wanted[place] = batch.length * factor
     return wanted
+
+
+def _has_known_shape(x: Value) -> bool:
+    """Return whether a value is traced and has a known shape: only then its lengths show where the batch is."""
+    return isinstance(x, Traced) and x.known
 
 
 def _as_declared(batch: FreedBatch, length: Value) -> int:
@@ -76,8 +89,11 @@ def _as_declared(batch: FreedBatch, length: Value) -> int:
 
 
 def _resolved(lengths: list[int], total: int) -> list[int]:
-    known = math.prod(n for n in lengths if n != -1)
-    return [total // known if n == -1 and known else n for n in lengths]
+    """Return the lengths of a tensor of `total` elements with the number that a -1 stands for."""
+    others = math.prod(length for length in lengths if length != -1)
+    if not others:  # a length of 0 leaves open what -1 stands for
+        return lengths
+    return [total // others if length == -1 else length for length in lengths]
 
 
 def _place(sizes: Sequence[int], dim: int, times: int, result: Sequence[int], declared: int) -> int | None:
@@ -88,14 +104,18 @@ def _place(sizes: Sequence[int], dim: int, times: int, result: Sequence[int], de
     before = math.prod(sizes[:dim])
     # the batch is the first, the last or a middle factor of its dimension
     starts = [before * inner for inner in range(1, times + 1) if times % inner == 0]
-    exact = [i for i, n in enumerate(result) if n == declared and math.prod(result[:i]) in starts]
-    if exact:
-        return exact[0]
+    ahead = [math.prod(result[:i]) for i in range(len(result))]
+    # a dimension that is the batch alone is preferred to every one that has it as a factor
+    for i, length in enumerate(result):
+        if length == declared and ahead[i] in starts:
+            return i
     for start in starts:
         possible = []
-        for i, n in enumerate(result):
-            ahead = math.prod(result[:i])
-            if ahead and start % ahead == 0 and n and n % (start // ahead * declared) == 0:
+        for i, length in enumerate(result):
+            # the elements ahead and those of this dimension before the batch make up `start`
+            if not ahead[i] or start % ahead[i] != 0:
+                continue
+            if length and length % (start // ahead[i] * declared) == 0:
                 possible.append(i)
         if possible:
             # of two neighbours: the right one where it is split, as [L, B, heads x width] -> [L, B x heads, width]
@@ -110,18 +130,22 @@ def expand_lengths(c: Call, x: Value, lengths: Sequence[Value]) -> list[Value]:
     """Return the lengths of an Expand: the batch of the run where a declared one repeats x, or fits its batch."""
     batch = c.batch
     wanted = list(lengths)
-    if batch is None or not isinstance(x, Traced) or not x.known:
+    if batch is None or not _has_known_shape(x):
         return wanted
     has_batch = False
     for dim in range(x.ndim):
+        # Expand aligns shapes at their last dimensions
         place = len(wanted) - x.ndim + dim
         times = batch.multiple(c.size(x, dim))
         if times and place >= 0:
             has_batch = True
             if wanted[place] == times * batch.declared:
                 wanted[place] = 1  # Expand leaves a length where the shape says 1
+    # a declared batch of 1 needs nothing: Expand leaves the length of x where the shape says 1
+    if has_batch or batch.declared <= 1:
+        return wanted
     # the first or the second dimension: rows come first, or behind the layers or the steps
-    for place in range(min(2, len(wanted)) if not has_batch and batch.declared > 1 else 0):
+    for place in range(min(2, len(wanted))):
         dim = place - (len(wanted) - x.ndim)
         if wanted[place] == batch.declared and (dim < 0 or c.size(x, dim) == 1):
             wanted[place] = batch.length
@@ -133,8 +157,9 @@ def tile_repeats(c: Call, x: Value, repeats: Sequence[Value]) -> list[Value]:
     """Return the repeats of a Tile: the batch of the run where the declared one repeats a single row."""
     batch = c.batch
     wanted = list(repeats)
-    if batch is None or batch.declared == 1 or not isinstance(x, Traced) or not x.known:
+    if batch is None or batch.declared == 1 or not _has_known_shape(x):
         return wanted
+    # where x has the batch already, the number is a factor that happens to equal it
     if wanted and wanted[0] == batch.declared and not batch.multiple(c.size(x, 0)):
         wanted[0] = batch.length
     return wanted
@@ -143,13 +168,15 @@ def tile_repeats(c: Call, x: Value, repeats: Sequence[Value]) -> list[Value]:
 def kept_lengths(c: Call, x: Value, axes: Sequence[int], lengths: Sequence[Value]) -> list[Value]:
     """Return the lengths that axes are resized to, with that of x where it is the batch and was to stay."""
     batch = c.batch
-    if batch is None or not isinstance(x, Traced) or not x.known:
+    if batch is None or not _has_known_shape(x):
         return list(lengths)
-    pairs = zip(axes, lengths, strict=True)
-    return [
-        c.size(x, axis) if (m := batch.multiple(c.size(x, axis))) and length == m * batch.declared else length
-        for axis, length in pairs
-    ]
+    kept = []
+    for axis, length in zip(axes, lengths, strict=True):
+        present = c.size(x, axis)
+        times = batch.multiple(present)
+        stays = times and length == times * batch.declared
+        kept.append(present if stays else length)
+    return kept
 
 
 def fit_operands(c: Call, operands: Sequence[Value]) -> list[Value]:
@@ -163,10 +190,13 @@ def fit_operands(c: Call, operands: Sequence[Value]) -> list[Value]:
     if batch is None or c.op not in BROADCASTING:
         return fitted
     matrix_dims = 2 if c.op == "MatMul" else 0
-    traced = [x for x in operands if isinstance(x, Traced) and x.known and x.is_tensor]
+    traced = [x for x in operands if isinstance(x, Traced)]
+    traced = [x for x in traced if x.is_tensor]
     for number, x in enumerate(operands):
-        if not isinstance(x, torch.Tensor) and (not isinstance(x, Traced) or x not in traced):
+        is_tensor = isinstance(x, torch.Tensor) or (isinstance(x, Traced) and x.is_tensor)
+        if not is_tensor:
             continue
+        # dimensions are counted from the last, by which operands are aligned
         for back in range(matrix_dims + 1, x.ndim + 1):
             times = max((batch.multiple(c.size(y, y.ndim - back)) for y in traced if y.ndim >= back), default=0)
             if times and c.size(x, x.ndim - back) == times * batch.declared > 1:
@@ -178,12 +208,16 @@ def fit_operands(c: Call, operands: Sequence[Value]) -> list[Value]:
 def _for_any_batch(c: Call, x: Value, dim: int, times: int) -> Value:
     """Return a tensor of length 1 or (times x batch of the run) in a dimension, or x itself if its rows differ."""
     assert c.batch is not None
-    if times == 1 or not isinstance(x, torch.Tensor):
-        return x if times > 1 else one_row(c, x, dim)
+    if times == 1:
+        return one_row(c, x, dim)
+    if not isinstance(x, torch.Tensor):
+        return x
+    # [batch x times] -> [batch, times], of which all rows must be one block of `times`
     blocks = x.reshape(*x.shape[:dim], c.batch.declared, times, *x.shape[dim + 1 :])
     if (block := without_repetition(blocks, dim)) is blocks:
         return x
     block = block.squeeze(dim)
+    # a block of equal rows broadcasts as one row, which needs no repetition at run time
     if (row := without_repetition(block, dim)) is not block:
         return row
     return c("repeat", block, [c.batch.length if i == dim else 1 for i in range(x.ndim)])
@@ -204,7 +238,10 @@ def one_row(c: Call, x: Value, dim: int) -> Value:
 
 
 def shared_row(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return one of equal rows; every row gets its gradient, so that an update leaves them equal."""
+    """Return one of equal rows, [..., rows, ...] -> [..., 1, ...].
+
+    Every row gets its gradient, so that an update leaves them equal.
+    """
     constant = x.detach()
     return constant.narrow(dim, 0, 1) + (x - constant).sum(dim, keepdim=True)
 
@@ -216,9 +253,10 @@ def fit_parts(c: Call, parts: Sequence[Value], axis: int) -> list[Value]:
     """
     batch = c.batch
     fitted = list(parts)
-    known = all(isinstance(x, torch.Tensor) or (isinstance(x, Traced) and x.known) for x in parts)
+    known = all(isinstance(x, torch.Tensor) or _has_known_shape(x) for x in parts)
     if batch is None or not known:
         return fitted
+    # all parts have the same number of dimensions, and the same lengths in all but `axis`
     rank = parts[0].ndim
     for dim in (dim for dim in range(rank) if dim != axis % rank):
         times = max(batch.multiple(c.size(x, dim)) for x in parts)
@@ -240,9 +278,12 @@ def fit_indices(c: Call, x: Value, indices: Value) -> Value:
     What is gathered from a table has then one row as well, which broadcasts.
     """
     batch = c.batch
-    if batch is None or batch.declared == 1 or not isinstance(indices, torch.Tensor) or indices.ndim < 2:
+    if batch is None or batch.declared == 1:
         return indices
-    has_batch = isinstance(x, Traced) and x.known and any(batch.multiple(c.size(x, dim)) for dim in range(x.ndim))
+    if not isinstance(indices, torch.Tensor) or indices.ndim < 2:
+        return indices
+    # rows that are gathered from data of the batch have to stay one for each sample
+    has_batch = _has_known_shape(x) and any(batch.multiple(c.size(x, dim)) for dim in range(x.ndim))
     if has_batch or indices.shape[0] != batch.declared:
         return indices
     return without_repetition(indices, 0)

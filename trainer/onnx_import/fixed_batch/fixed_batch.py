@@ -79,6 +79,7 @@ def batch_use(
         to_module(model, base=base, train=train, widen=False)
         return BatchUse("own" if declared == 1 else "joint", declared, trial, proved=False)
     reason = trial.widened_problem(model, base, train)
+    # a right rewriting says nothing about rows that influence each other for large values alone
     if not reason and (mixed := trial.first(trial.dependence_of_large, model, outputs)):
         return BatchUse("own" if declared == 1 else "joint", declared, mixed)
     if not reason:
@@ -103,6 +104,7 @@ def _file(model: onnx.ModelProto, base: Path | None, train: Sequence[str]) -> Co
     """
     inference = onnx.ModelProto()
     inference.CopyFrom(model)
+    # dropout differs from run to run, and statistics of a batch would mix its rows
     strip_training(inference, keep=[value.name for value in model.graph.output], base=base)
     halves = any(proto.data_type in HALF_TYPES for proto in all_stored_protos(model).values())
     if not locations(model) and not halves:
@@ -142,6 +144,7 @@ def _trial(model: onnx.ModelProto, declared: int, compute: Compute) -> _Trial | 
     if single := [value.name for value in inputs if not value.type.tensor_type.shape.dim]:
         return f"input {single[0]!r} has no rows, so that nothing is proved"
     problem = "no rows can be made up for its inputs, so that nothing is proved"
+    # more rows than a batch, so that groups of rows differ and overlap
     for inputs in made_up_rows(model, max(declared, 2) + 2):
         try:
             trial = _Trial(declared, inputs, compute)
@@ -183,13 +186,16 @@ def made_up_rows(model: onnx.ModelProto, rows: int) -> Iterator[list[Tensor]]:
         types = [torch_dtype(kind.elem_type) for kind in kinds.values()]
         tables = [_rows_indexed(model.graph, value.name) for value in inputs]
         for least, known in ((0, True), (0, False), (1, False)):
-            yield [
-                torch.randn(shape, generator=generator).to(kind)
-                if kind.is_floating_point
-                else torch.randint(least, table if known else 2, shape, generator=generator).to(kind)
-                for shape, kind, table in zip(shapes, types, tables, strict=True)
-            ]
-            if all(kind.is_floating_point for kind in types):
+            made_up = []
+            for shape, dtype, table in zip(shapes, types, tables, strict=True):
+                if dtype.is_floating_point:
+                    values = torch.randn(shape, generator=generator)
+                else:
+                    values = torch.randint(least, table if known else 2, shape, generator=generator)
+                made_up.append(values.to(dtype))
+            yield made_up
+            # the other two ranges change integers alone
+            if all(dtype.is_floating_point for dtype in types):
                 break
 
 
@@ -199,6 +205,7 @@ def _rows_indexed(graph: onnx.GraphProto, name: str) -> int:
     names = {name}
     rows = []
     for node in graph.node:
+        # ids are often cast before they index a table
         if node.op_type == "Cast" and node.input[0] in names:
             names.add(node.output[0])
         if node.op_type == "Gather" and node.input[1] in names and node.input[0] in stored:
@@ -216,9 +223,12 @@ class _Trial:
         self.widened: Compute | None = None
         """The widened graph, as soon as `widened_problem` has imported it."""
         total = len(inputs[0])
+        # the last group begins with the last row and goes on with the first ones, which are at other places there and
+        # have other companions
         starts = [*range(0, total, declared), total - 1]
         self.groups = [[(start + i) % total for i in range(declared)] for start in starts]
         self.results = [compute(self.rows(group)) for group in self.groups]
+        # random nodes that no seed fixes would make every comparison fail for another reason
         if any(
             _difference(a, b) > TOLERANCE
             for a, b in zip(self.results[0], compute(self.rows(self.groups[0])), strict=True)
@@ -231,6 +241,7 @@ class _Trial:
     @property
     def is_conclusive(self) -> bool:
         """Return whether results are finite and at least one of them differs from group to group."""
+        # equal results of all rows would agree with any graph, and prove nothing
         first, *others = self.results
         if not all(bool(value.double().isfinite().all()) for value in first):
             return False
@@ -252,6 +263,7 @@ class _Trial:
                 return mixed
             now = results[number].reshape(self.declared, -1)
             again = [at for at, row in enumerate(group) if row in known]
+            # `not <=` rather than `>`, so that a NaN counts as a difference
             if again and not _greatest(torch.stack([known[group[at]] for at in again]), now[again]) <= tolerance:
                 return mixed
             known |= dict(zip(group, now, strict=True))
@@ -282,6 +294,7 @@ class _Trial:
             return f"its shapes hold for no other batch: {error.problems[0]}"
         tolerance = TOLERANCE
         total = len(self.inputs[0])
+        # the file's own batch first: its difference, from rounding alone, sets the tolerance of the other batches
         for numbers in (self.groups[0], [0], [self.declared - 1], list(range(total))):
             try:
                 ours = widened(self.rows(numbers))
@@ -307,25 +320,26 @@ class _Trial:
             # an output without rows, such as a loss, must be the mean over its rows
             rows = [self.compute(self.rows([row] * self.declared))[number] for row in numbers]
             return _difference(torch.stack(rows).double().mean(0), value)
-        places = {row: at for at, row in enumerate(row for group in self.groups for row in group)}
+        tried = [row for group in self.groups for row in group]
+        places = {row: at for at, row in enumerate(tried)}
         theirs = torch.cat([_by_row(results[number], axis, self.declared) for results in self.results])
         return _greatest(theirs[[places[row] for row in numbers]], _by_row(value, axis, len(numbers)))
 
     def _axis(self, ours: Tensor, theirs: Tensor, rows: int) -> int | None:
         """Return the dimension of an output that grows with the batch; None if it has none."""
-        fits = [
-            axis
-            for axis in range(ours.ndim)
-            if ours.ndim == theirs.ndim
-            and ours.shape[axis] * self.declared == theirs.shape[axis] * rows
-            and ours.shape[axis] % rows == theirs.shape[axis] % self.declared == 0
-            and all(ours.shape[i] == n for i, n in enumerate(theirs.shape) if i != axis)
-        ]
-        return fits[0] if fits else None
+        if ours.ndim != theirs.ndim:
+            return None
+        for axis in range(ours.ndim):
+            grows = ours.shape[axis] * self.declared == theirs.shape[axis] * rows
+            holds_rows = ours.shape[axis] % rows == theirs.shape[axis] % self.declared == 0
+            others_stay = all(ours.shape[i] == length for i, length in enumerate(theirs.shape) if i != axis)
+            if grows and holds_rows and others_stay:
+                return axis
+        return None
 
 
 def _by_row(value: Tensor, axis: int, rows: int) -> Tensor:
-    """Return a tensor as [rows, numbers], with the rows in order along an axis."""
+    """Return a tensor [..., rows x n, ...] as [rows, numbers], with the rows in order along an axis."""
     return value.movedim(axis, 0).reshape(rows, -1)
 
 
@@ -349,4 +363,6 @@ def _difference(expected: Tensor, found: Tensor) -> float:
         return 0.0
     greatest = float((expected - found).abs().max())
     scale = float(expected.abs().max())
-    return float("inf") if greatest != greatest else greatest / scale if scale else greatest
+    if math.isnan(greatest):
+        return float("inf")
+    return greatest / scale if scale else greatest

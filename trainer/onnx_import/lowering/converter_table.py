@@ -198,8 +198,10 @@ def run_rule(call: Call, rule: Rule, operands: Sequence[Value]) -> tuple[Value, 
     try:
         if (result := _apply_shape_rule(call, operands)) is not NotImplemented:
             return (result,) if not isinstance(result, tuple) else result
+        # from here on shape arithmetic is a tensor like any other
         tensors = fit_operands(call, [call.tracer.to_tensor(operand) for operand in operands])
         result = NotImplemented
+        # what only moves elements runs on the floats before storage, so that gradients pass (integer_storage.py)
         if call.op in MOVES and not call.eager:
             result = move_before_storage(call.tracer, functools.partial(rule, call), tensors)
         if result is NotImplemented:

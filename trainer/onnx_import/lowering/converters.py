@@ -38,8 +38,8 @@ def user_converter(node: onnx.NodeProto, version: int) -> Converter | None:
     """Return the converter that a user registered through `onnx2torch.add_converter`, if there is one."""
     if "onnx2torch" not in sys.modules:  # then nobody can have registered one
         return None
-    found = onnx2torch_registry().get((node.domain, node.op_type, version))
-    return found if found is not None and _is_registered_by_user(found) else None
+    converter = onnx2torch_registry().get((node.domain, node.op_type, version))
+    return converter if converter is not None and _is_registered_by_user(converter) else None
 
 
 def onnx2torch_converter(node: onnx.NodeProto, version: int) -> Converter | None:
@@ -79,6 +79,7 @@ def run_converter(
     if not isinstance(result, tuple | list):
         if sum(map(bool, node.output)) > 1:
             raise UnsupportedNode("its onnx2torch converter gives one of its several outputs")
+        # one value for each output that has a name, as all rules return them
         result = (result,)
     return tuple(result)
 

@@ -41,6 +41,7 @@ def function_body(node: onnx.NodeProto, opset: int, operands: Sequence[Value]) -
         function.ParseFromString(schema.get_context_dependent_function(node.SerializeToString(), types))
     given = {attribute.name: attribute for attribute in node.attribute}
     for name, attribute in schema.attributes.items():
+        # a body refers to attributes by name alone, and has no defaults of its own
         if name not in given and attribute.default_value.type:
             given[name] = attribute.default_value
     # nodes of the body refer to attributes of the calling node by name
@@ -59,7 +60,9 @@ def _lengths(operand: Value) -> list[int | None]:
     """Return the static lengths of a value, None for dynamic ones."""
     if not isinstance(operand, Traced):
         return list(operand.shape)
-    return [a if a == b else None for a, b in zip(*(probe.shape for probe in operand.probes), strict=True)]
+    # a length that differs between the two trial sizes is dynamic
+    first, second = (probe.shape for probe in operand.probes)
+    return [a if a == b else None for a, b in zip(first, second, strict=True)]
 
 
 def local_body(function: onnx.FunctionProto, node: onnx.NodeProto) -> onnx.FunctionProto:
@@ -119,6 +122,7 @@ def hoist_stored_tensors(node: onnx.NodeProto, base: Path | None) -> tuple[onnx.
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
     tensors: dict[str, torch.Tensor] = {}
+    # the name of an output is unique in the graph, that of a node may be absent
     prefix = next(filter(None, node.output), node.name)
     for i, graph in enumerate(subgraphs(copy)):
         _hoist(graph, f"{prefix}/{i}", {}, tensors, base)
@@ -129,21 +133,22 @@ def _hoist(
     graph: onnx.GraphProto, prefix: str, names: Mapping[str, str], tensors: dict[str, torch.Tensor], base: Path | None
 ) -> None:
     """Move the stored tensors of a graph into `tensors`. names: old -> new name of those of outer graphs."""
-    own = {value.name for value in graph.input} | {name for node in graph.node for name in node.output}
-    renamed = {old: new for old, new in names.items() if old not in own}  # an inner name hides an outer one
+    inner_names = {value.name for value in graph.input}
+    inner_names |= {name for node in graph.node for name in node.output}
+    renamed = {old: new for old, new in names.items() if old not in inner_names}  # an inner name hides an outer one
     stored = [(tensor.name, tensor) for tensor in graph.initializer]
-    stored += [
-        (node.output[0], attribute.t)
-        for node in graph.node
-        if node.op_type == "Constant"
-        for attribute in node.attribute
-        if attribute.name == "value"
-    ]
+    kept = []
+    for node in graph.node:
+        values = [attribute.t for attribute in node.attribute if attribute.name == "value"]
+        # a Constant of another attribute, such as value_ints, stays a node
+        if node.op_type == "Constant" and values:
+            stored.append((node.output[0], values[0]))
+        else:
+            kept.append(node)
     for name, proto in stored:
         renamed[name] = f"{prefix}/{name}"
         tensors[renamed[name]] = read_tensor(proto, base)
-    hoisted = {name for name, _ in stored}
-    kept = [node for node in graph.node if node.op_type != "Constant" or node.output[0] not in hoisted]
+    # deeper graphs see the new names of this one's tensors, and get a prefix of their own
     for position, node in enumerate(kept):
         node.input[:] = [renamed.get(name, name) for name in node.input]
         for i, inner in enumerate(subgraphs(node)):

@@ -28,7 +28,7 @@ MOVES = frozenset((
 
 
 def store_as(levels: torch.Tensor, dtype: torch.dtype, computed_in: torch.dtype) -> torch.Tensor:
-    """Convert integers that were computed in floating point to the type that they have in the file.
+    """Convert integers [...] that were computed in floating point to the type that they have in the file.
 
     computed_in: the floating-point type; `before_storage` reads it from the recorded call.
     """
@@ -51,21 +51,24 @@ def move_before_storage(tracer: Tracer, run: Callable[..., Value], operands: Seq
     Operands that are no results of `store_as` stay as they are. Returns NotImplemented if there are none or others of
     the integer type, which are computed as integers.
     """
-    stored = {x.dtype for x in operands if isinstance(x, Traced) and x.node.target is store_as}
+    traced = [x for x in operands if isinstance(x, Traced)]
+    stored = {x.dtype for x in traced if x.node.target is store_as}
     if len(stored) != 1:
         return NotImplemented
     kind = stored.pop()
     levels = [before_storage(tracer, x) for x in operands]
     computed_in = next(new.dtype for new, old in zip(levels, operands, strict=True) if new is not old)
+    # all operands are moved together, so that none may stay an integer of this type
     for place, x in enumerate(levels):
         if isinstance(x, torch.Tensor) and x.dtype == kind:
             levels[place] = x.to(computed_in)  # a constant of the same type: a bound of Clip, or what Pad adds
         elif isinstance(x, Traced) and x.is_tensor and x.dtype == kind:
             return NotImplemented
-    found = run(*levels)
+    results = run(*levels)
 
     def store(result: Value) -> Value:
-        whole = isinstance(result, Traced) and result.is_tensor and result.dtype == computed_in
-        return tracer.call(store_as, result, kind, computed_in) if whole else result
+        # results of other types are no moved values, such as the indices of a MaxPool
+        is_moved = isinstance(result, Traced) and result.is_tensor and result.dtype == computed_in
+        return tracer.call(store_as, result, kind, computed_in) if is_moved else result
 
-    return tuple(map(store, found)) if isinstance(found, tuple) else store(found)
+    return tuple(map(store, results)) if isinstance(results, tuple) else store(results)

@@ -77,11 +77,12 @@ def node_label(node: onnx.NodeProto, opset: int) -> str:
 def unknown_operators(model: onnx.ModelProto) -> list[str]:
     """Return a sentence for every node that nothing can lower, including those in inner graphs and functions."""
     functions = local_functions(model)
-    found = [
+    # the bodies of functions once each, however often they are called
+    sentences = [
         *_unknown(model.graph.node, opsets_of(model), functions),
         *(text for body in model.functions for text in _unknown(body.node, opsets_of(body), functions)),
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(sentences))
 
 
 def _unknown(nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int], functions: LocalFunctions) -> Iterable[str]:
@@ -129,7 +130,10 @@ def _rule(node: onnx.NodeProto, version: int) -> Any:
 
 def _without_unread(node: onnx.NodeProto, read: set[str]) -> onnx.NodeProto:
     """Return the node without the outputs that nothing reads, so that rules need not compute them."""
-    if len(node.output) < 2 or node.op_type == "Split" or all(name in read for name in node.output):
+    # the number of a Split's outputs says into how many parts it splits
+    if len(node.output) < 2 or node.op_type == "Split":
+        return node
+    if all(name in read for name in node.output):
         return node
     lean = onnx.NodeProto()
     lean.CopyFrom(node)
@@ -178,6 +182,7 @@ class GraphLowering:
             if not all(name in values for name in (*node.input, *outer_names_read(node))):
                 continue  # it depends on a node with a problem, which is reported once
             if not self.depth:
+                # scales that follow what is trained are put in the place of the stored ones before their first reader
                 self.before(node, values)
             recorded = len(self.tracer.graph.nodes)
             try:
@@ -240,6 +245,7 @@ class GraphLowering:
         name = (node.name or next(filter(None, node.output))).replace(".", "_").replace("/", "_")
         # names inside a function body or an inner graph are local, and may be those of other values of the main graph
         known = {} if self.depth else self.shapes()
+        # a result whose shape ONNX's inference knows can be traced further; else its readers run at run time, too
         results = [known.get(output) for output in node.output]
         statistics = {name for name, arg in zip(names, args, strict=True) if self.tracer.is_running_statistic(arg)}
         module = RuntimeNode(node, names, context, lower_eagerly, statistics=statistics)
@@ -298,6 +304,7 @@ class GraphLowering:
 
     def _run_nested(self, body: Body, values: dict[str, Value], opsets: Mapping[str, int], what: str) -> None:
         """Lower nested nodes. The first problem among them becomes the problem of the outer node."""
+        # problems of nested nodes are appended to the common list and taken off again below
         before = len(self.problems)
         self.depth += 1
         try:

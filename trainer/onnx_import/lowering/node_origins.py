@@ -50,14 +50,17 @@ def mark_fused(made: Iterable[fx.Node], new: fx.Node, old: fx.Node, erased: Iter
     origin: Origin | None = old.meta.get(ORIGIN)
     if origin is None:
         return
+    # only those without one: a call that a pass reuses keeps its own
     for call in made:
         call.meta.setdefault(ORIGIN, origin)
-    own = new.meta.setdefault(ORIGIN, origin)
-    found = dict.fromkeys(new.meta.get(FUSED, ()))
+    # a dictionary, which keeps the order and drops what several calls have in common
+    computed = dict.fromkeys(new.meta.get(FUSED, ()))
     for call in (old, *erased):
         if call.op not in ("get_attr", "placeholder"):
-            found |= dict.fromkeys((*call.meta.get(FUSED, ()), call.meta.get(ORIGIN)))
-    new.meta[FUSED] = tuple(each for each in found if each is not None and each != own)
+            computed |= dict.fromkeys((*call.meta.get(FUSED, ()), call.meta.get(ORIGIN)))
+    computed.pop(None, None)
+    computed.pop(new.meta.setdefault(ORIGIN, origin), None)
+    new.meta[FUSED] = tuple(computed)
 
 
 def rename_origins(call: fx.Node, prefix: str) -> None:

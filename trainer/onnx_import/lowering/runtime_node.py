@@ -71,6 +71,7 @@ class RuntimeNode(nn.Module):
         return self._compute(*args) if dynamo is None else dynamo.disable(self._compute)(*args)
 
     def _compute(self, *args: Any) -> Any:
+        # by name, as the rule reads them while a graph is lowered
         values = dict(zip(self.names, args, strict=True))
         statistics = [values[name] for name in self.statistics - self.frozen_statistics]
         tracer = EagerTracer(self.get_buffer(ANCHOR).device, training=self.training, statistics=statistics)
@@ -81,6 +82,7 @@ class RuntimeNode(nn.Module):
             except UnsupportedNode as error:
                 raise RuntimeError(f"node {self.node.name or self.node.output[0]!r}: {error}") from error
         outputs = tuple(tracer.to_tensor(result) for result in results)
+        # a rule may leave out outputs at the end, but the recorded graph takes one item for each
         outputs += (None,) * (len(self.node.output) - len(outputs))
         return outputs[: len(self.node.output)] if len(self.node.output) > 1 else outputs[0]
 

@@ -49,7 +49,7 @@ class BatchNorm(nn.Module):
         if not self.spatial:
             # each position as a channel; the views share the memory of the running statistics
             x, shape = x.flatten(1), x.shape
-            scale, bias, mean, variance = (each.view(-1) for each in (scale, bias, mean, variance))
+            scale, bias, mean, variance = (operand.view(-1) for operand in (scale, bias, mean, variance))
             return self._normalise(x, scale, bias, mean, variance).reshape(shape)
         return self._normalise(x, scale, bias, mean, variance)
 
@@ -88,6 +88,7 @@ class BatchStatistics(nn.Module):
         if not (learns or self.always):
             return mean, variance, mean, variance
         dims = [dim for dim in range(x.ndim) if dim != 1]
+        # ONNX's running variance is updated with the biased one, unlike torch's
         new_variance, new_mean = torch.var_mean(x, dims, correction=0)
         after_mean, after_variance = (
             torch.lerp(old, new, self.momentum).detach() for old, new in ((mean, new_mean), (variance, new_variance))
@@ -106,6 +107,7 @@ def lower_batch_norm(c: Call, x: Value, weights: tuple[Value, Value], statistics
     by_batch = bool(c.attr("training_mode", 0))
     spatial = bool(c.attr("spatial", 1))  # of versions before 9
     always = bool(c.attr(BATCH_STATISTICS, 0))
+    # without training mode the outputs of running statistics are those of the file
     updated = statistics
     if not always and all(c.tracer.is_running_statistic(value) for value in statistics):
         y = c.module(BatchNorm(momentum, epsilon, spatial=spatial), x, *weights, mean, variance)

@@ -33,7 +33,9 @@ def convert(c: Call, x: Value, target: int) -> Value:
     dtype = c.dtype(target)
     if dtype.is_floating_point and dtype.itemsize > 1:
         x = value_before_storage(c, x)
-    if c.element_type(x) == target or (x.dtype == dtype and not is_packed(x) and target not in PACKED):
+    # one torch type stores several packed types, whose values differ
+    same_values = x.dtype == dtype and not is_packed(x) and target not in PACKED
+    if c.element_type(x) == target or same_values:
         return x
     if target == TensorProto.FLOAT8E8M0:
         return c(to_power_of_two, x, saturate, round_mode)
@@ -47,7 +49,7 @@ def convert(c: Call, x: Value, target: int) -> Value:
 
 
 def widen_half(x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """Convert an input in half precision to the type the module computes in, which is that of its anchor."""
+    """Convert an input [...] in half precision to the type the module computes in, which is that of its anchor."""
     return x.to(anchor.dtype)
 
 
@@ -73,7 +75,7 @@ def is_float8(dtype: torch.dtype) -> bool:
 
 
 def to_float8(x: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torch.Tensor:
-    """Round to the nearest value; beyond the largest, saturate or give infinity (NaN in a type without one)."""
+    """Round x [...] to the nearest value; beyond the largest, saturate or give infinity (NaN in a type without one)."""
     x = x.to(torch.float32)
     greatest = torch.finfo(dtype).max
     if saturate:
@@ -84,7 +86,7 @@ def to_float8(x: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torch.Tens
 
 
 def to_power_of_two(x: torch.Tensor, saturate: bool, round_mode: str) -> torch.Tensor:
-    """Round to float8_e8m0, which has an exponent only (2^-127 to 2^127); of negative numbers, that of |x|."""
+    """Round x [...] to float8_e8m0, which has an exponent only (2^-127 to 2^127); of negative numbers, that of |x|."""
     # out-of-range exponents are marked by -200 and 200, beyond any of fp32
     x = x.to(torch.float32).abs()
     mantissa, exponent = torch.frexp(x)  # mantissa from 0.5 to 1
@@ -94,12 +96,12 @@ def to_power_of_two(x: torch.Tensor, saturate: bool, round_mode: str) -> torch.T
     outside = (exponent < -127) | (exponent > 127)
     lost = x.isnan() if saturate else x.isnan() | outside
     bits = torch.where(lost, 255, exponent.clamp(-127, 127) + 127)
-    found: torch.Tensor = bits.to(torch.uint8).view(torch.float8_e8m0fnu)
-    return found
+    powers: torch.Tensor = bits.to(torch.uint8).view(torch.float8_e8m0fnu)
+    return powers
 
 
 def to_float4(x: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, with the sign; halves to the even mantissa.
+    """Round x [...] to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, with the sign; halves to the even mantissa.
 
     float4 has no NaN: as in the reference of ONNX's tests, it becomes -0.
     """
@@ -110,7 +112,7 @@ def to_float4(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_few_bits(x: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Keep the lowest bits of an integer, each number in a byte of its own (int8 if it is signed)."""
+    """Keep the lowest bits of integers [...], each number in a byte of its own (int8 if it is signed)."""
     whole: torch.Tensor = x.to(torch.int32) & (2**bits - 1)
     if dtype.is_signed:
         whole = whole - (whole >= 2 ** (bits - 1)).to(torch.int32) * 2**bits

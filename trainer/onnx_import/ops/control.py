@@ -82,10 +82,11 @@ def _scan(c: Call, state: Sequence[Value], slices: Sequence[list[Value]], iterat
     rows: list[list[Value]] = []
     num_states = len(state)
     for iteration in range(iterations):
-        results = c.body("body", [*state, *(each[iteration] for each in slices)])
+        results = c.body("body", [*state, *(scanned[iteration] for scanned in slices)])
         state = results[:num_states]
         row = results[num_states:]
         rows.append(row)
+    # known without an iteration, too
     num_rows = len(c.attr("body").output) - num_states
     backwards = c.attr("scan_output_directions", [0] * num_rows)
     axes = c.attr("scan_output_axes", [0] * num_rows)
@@ -114,6 +115,7 @@ def _empty_output(c: Call, output: onnx.ValueInfoProto, axis: int) -> torch.Tens
     """Return the scan output of a loop without iterations: no rows, of the shape that the body declares."""
     kind = output.type.tensor_type
     lengths = [length_of(dim) or 0 for dim in kind.shape.dim]
+    # the axis counts in the stacked result, which has one dimension more
     lengths.insert(axis if axis >= 0 else len(lengths) + 1 + axis, 0)
     return torch.empty(lengths, dtype=c.dtype(kind.elem_type or onnx.TensorProto.FLOAT))
 
@@ -129,6 +131,7 @@ def scan_of_batches(c: Call, lengths: Value, *operands: Value) -> Value:
     known = [longest] * samples if lengths is None else [_check_iterations(c, n) for n in c.ints(lengths)]
     results: list[list[Value]] = []
     for sample, iterations in enumerate(known):
+        # without the padding of the sample, which `_padded` puts back behind its results
         parts = [c(torch.narrow, c(torch.select, x, 0, sample), 0, 0, iterations) for x in scanned]
         slices = [_slices(c, part, 0, back) for part, back in zip(parts, backwards, strict=True)]
         of_sample = list(_scan(c, [c(torch.select, x, 0, sample) for x in state], slices, iterations))

@@ -42,14 +42,17 @@ def same_pads(lengths: Sequence[int], window: Sequence[Sequence[int]], upper: bo
 
 
 def pad_spatial(x: torch.Tensor, pads: Sequence[int], fill: float = 0.0) -> torch.Tensor:
-    """Pad the last dimensions by `pads` (starts, then ends); negative pads crop."""
+    """Pad the last dimensions of x [..., *lengths] by `pads` (starts, then ends); negative pads crop."""
     rank = len(pads) // 2
     flat = [n for dim in reversed(range(rank)) for n in (pads[dim], pads[dim + rank])]
     return F.pad(x, flat, "constant", fill) if any(flat) else x
 
 
 def pad_same(x: torch.Tensor, window: Sequence[Sequence[int]], upper: bool, fill: float = 0.0) -> torch.Tensor:
-    """Pad for auto_pad SAME with lengths that are known when the graph runs. window: kernel, strides, dilations."""
+    """Pad x [batch, channels, *lengths] for auto_pad SAME with lengths that are known when the graph runs.
+
+    window: kernel, strides, dilations.
+    """
     return pad_spatial(x, same_pads(x.shape[2:], window, upper), fill)
 
 
@@ -63,10 +66,12 @@ def pads_of(c: Call, x: Value, window: Sequence[Sequence[int]]) -> list[int] | N
     if mode == "VALID":
         return [0] * 2 * rank
     # auto_pad SAME: the pads depend on the lengths
-    lengths = [c.size(x, dim + 2) for dim in range(rank)]
-    # with a stride of 1 the pads do not depend on the length
-    lengths = [1 if isinstance(n, Traced) and s == 1 else n for n, s in zip(lengths, window[1], strict=True)]
-    if any(isinstance(n, Traced) for n in lengths):
+    lengths = []
+    for dim, stride in zip(range(rank), window[1], strict=True):
+        length = c.size(x, dim + 2)
+        # with a stride of 1 the pads do not depend on the length
+        lengths.append(1 if isinstance(length, Traced) and stride == 1 else length)
+    if any(isinstance(length, Traced) for length in lengths):
         return None
     return same_pads(lengths, window, mode == "SAME_UPPER")
 
@@ -116,6 +121,7 @@ def conv_transpose(c: Call, x: Value, weight: Value, bias: Value = None) -> Valu
     window = [kernel, strides, dilations, extra]
     if wanted is not None or mode.startswith("SAME"):
         lengths = c.sizes(x)[2:]
+        # output_shape may list batch and channels, too
         target = None if wanted is None else wanted[-rank:]
         if any(isinstance(n, Traced) for n in lengths):
             return c(conv_transpose_to, x, weight, bias, window, group, target, mode == "SAME_UPPER")
@@ -136,7 +142,10 @@ def conv_transpose_cut(
     group: int,
     pads: Sequence[int],
 ) -> torch.Tensor:
-    """Convolve without padding, then crop: for unequal pads and large output paddings, which torch does not accept."""
+    """Convolve without padding, then crop: for unequal pads and large output paddings, which torch does not accept.
+
+    x: [batch, inputs, *lengths]; weight: [inputs, outputs / group, *kernel] -> [batch, outputs, *lengths].
+    """
     _, strides, dilations, extra = window
     rank = len(strides)
     # the bias is added after cropping, because it also counts where output padding extends the result with zeros
@@ -155,6 +164,7 @@ def pads_to(
     extras = []
     for dim, (length, k, s, d, e) in enumerate(zip(lengths, *window, strict=True)):
         target = length * s if wanted is None else wanted[dim]
+        # what has to be cut from the full result; where it is too short, the rest becomes output padding
         total = s * (length - 1) + e + (k - 1) * d + 1 - target
         extras.append(e + max(-total, 0))
         total = max(total, 0)
@@ -173,7 +183,7 @@ def conv_transpose_to(
     wanted: Sequence[int] | None,
     upper: bool,
 ) -> torch.Tensor:
-    """Convolve to the wanted lengths, from lengths that are known when the graph runs."""
+    """Convolve to the wanted lengths, from lengths that are known when the graph runs: see `conv_transpose_cut`."""
     pads, extra = pads_to(x.shape[2:], window, wanted, upper)
     return conv_transpose_cut(x, weight, bias, [*window[:3], extra], group, pads)
 
@@ -192,6 +202,7 @@ def col2im(x: torch.Tensor, image: Sequence[int], window: Sequence[Sequence[int]
     for dim in range(rank):
         inside = torch.arange(block[dim], device=x.device).reshape([-1] + [1] * (2 * rank - 1 - dim)) * dilations[dim]
         blocks = torch.arange(counts[dim], device=x.device).reshape([-1] + [1] * (rank - 1 - dim)) * strides[dim]
+        # each dimension adds its part of the flat index, by broadcasting
         where = where + (inside + blocks) * math.prod(padded[dim + 1 :])
     channels = x.shape[1] // math.prod(block)
     summed = x.new_zeros(x.shape[0], channels, math.prod(padded))
@@ -224,6 +235,7 @@ def deform_conv(
     """
     (strides, dilations, pads), (group, offset_groups) = window, groups
     (batch, channels, height, width), (kh, kw), (rows, columns) = x.shape, weight.shape[2:], offset.shape[-2:]
+    # offset groups take the place of the batch, so that grid_sample moves each by its own offsets
     moved = offset.reshape(batch * offset_groups, kh * kw, 2, rows, columns)
 
     def taps(k: int, count: int, dim: int) -> torch.Tensor:
@@ -242,6 +254,7 @@ def deform_conv(
     if mask is not None:
         read = read * mask.reshape(batch, offset_groups, 1, kh * kw, rows, columns)
     read = read.reshape(batch, group, channels // group * kh * kw, rows * columns)
+    # what was read, [inputs x taps] for each position, times the kernel: a convolution as a product
     y = torch.matmul(weight.reshape(group, weight.shape[0] // group, -1), read)
     y = y.reshape(batch, weight.shape[0], rows, columns)
     return y if bias is None else y + bias.reshape(-1, 1, 1)

@@ -15,6 +15,7 @@ def box_corners(boxes: torch.Tensor, center_point_box: bool) -> torch.Tensor:
     """
     if center_point_box:
         middle = boxes[..., :2].flip(-1)
+        # x before y becomes y before x, as in the corners
         half = boxes[..., 2:].flip(-1) / 2
         return torch.cat([middle - half, middle + half], -1)
     a = boxes[..., :2]
@@ -23,7 +24,7 @@ def box_corners(boxes: torch.Tensor, center_point_box: bool) -> torch.Tensor:
 
 
 def intersection_over_union(box: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return the intersection over union of one box with many; 0 where they do not intersect."""
+    """Return the intersection over union of a box [4] with others [n, 4] -> [n]; 0 where they do not intersect."""
     sides = (torch.minimum(box[2:], others[:, 2:]) - torch.maximum(box[:2], others[:, :2])).clamp_min(0)
     common = sides.prod(-1)
     union = (box[2:] - box[:2]).prod() + (others[:, 2:] - others[:, :2]).prod(-1) - common
@@ -44,7 +45,7 @@ def non_max_suppression(
     boxes: [batch, boxes, 4]; scores: [batch, classes, boxes]. Two boxes overlap if their intersection over union
     exceeds `iou`. A score must exceed `score_threshold`; at most `count` boxes are chosen of each class.
     """
-    found: list[list[int]] = []
+    kept: list[list[int]] = []
     # the result is indices, which have no gradient. On the host: a GPU would wait at each box for how many are left
     device = boxes.device
     boxes = boxes.detach().cpu()
@@ -59,10 +60,11 @@ def non_max_suppression(
             while len(left) and taken < count:
                 best = left[0]
                 left = left[1:]
-                found.append([sample, label, int(best)])
+                kept.append([sample, label, int(best)])
                 taken += 1
+                # what overlaps a chosen box can no longer be chosen itself
                 left = left[intersection_over_union(boxes[sample, best], boxes[sample, left]) <= iou]
-    return torch.tensor(found, dtype=torch.int64, device="cpu").reshape(-1, 3).to(device)
+    return torch.tensor(kept, dtype=torch.int64, device="cpu").reshape(-1, 3).to(device)
 
 
 @lower("NonMaxSuppression", since=(10, 11))
@@ -80,7 +82,10 @@ def non_max_suppression_(
 
 
 def bilinear_taps(at: torch.Tensor, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (index, weight) of the two elements around a coordinate; up to 1 beyond the border it is clamped to it."""
+    """Return (index, weight) of the two elements around each coordinate, all in the shape of `at`.
+
+    A coordinate up to 1 beyond the border is clamped to it.
+    """
     inside = (at >= -1) & (at <= length)
     at = at.clamp(0, length - 1)
     low = torch.floor(at).clamp(max=max(length - 2, 0))
@@ -118,6 +123,7 @@ def roi_align(
         points = torch.full_like(step, ratio) if ratio > 0 else torch.ceil(step).clamp_min(0)
         most = ratio if ratio > 0 else max(int(points.max()) if len(points) else 0, 1)
         k = torch.arange(most, device=x.device)
+        # points in the middle of equal parts of a cell; regions with fewer points than `most` are masked by `used`
         inner = (k + 0.5) * (step / points.clamp_min(1))[:, None]  # [regions, most]
         cell = torch.arange(cells, device=x.device) * step[:, None]
         at = begin[:, None, None] + cell[:, :, None] + inner[:, None]  # [regions, cells, most]

@@ -69,11 +69,13 @@ def as_number(x: Value, other: Value) -> Value:
     # a number needs no buffer in the module, and does not appear as a constant of its own
     if not isinstance(x, torch.Tensor) or not isinstance(other, Traced):
         return x
-    return x.item() if x.numel() == 1 and x.ndim <= other.ndim and x.dtype == other.dtype else x
+    # a constant of more dimensions broadcasts the other operand, one of another type promotes it
+    changes_result = x.ndim > other.ndim or x.dtype != other.dtype
+    return x if x.numel() != 1 or changes_result else x.item()
 
 
 def divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a / b; of integers, rounded towards zero. The least integer by -1 is the least integer again."""
+    """Return a / b, which broadcast; of integers, rounded towards zero: the least one by -1 is the least one again."""
     if a.is_floating_point():
         return torch.div(a, b)
     if not a.dtype.is_signed:
@@ -95,7 +97,7 @@ def refuse_division(c: Call, a: Value, b: Value) -> None:
 
 
 def power(base: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """Return the power in the type of the base; torch would promote it to that of the exponent."""
+    """Return the power of what broadcasts, in the type of the base; torch would promote it to that of the exponent."""
     return torch.pow(base, exponent).to(base.dtype)
 
 
@@ -164,9 +166,10 @@ def bit_shift(c: Call, x: Value, by: Value) -> Value:
 
 
 def cumulative_product(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -> torch.Tensor:
-    """Return the product of the elements up to each one along `axis`, without itself if `exclusive`."""
+    """Return the product of the elements up to each one along `axis`, without itself if `exclusive`: the shape of x."""
     x = x.flip(axis) if reverse else x
     if exclusive:
+        # shifted by one element, behind a 1
         one = torch.ones_like(x.narrow(axis, 0, min(1, x.shape[axis])))
         x = torch.cat((one, x.narrow(axis, 0, max(x.shape[axis] - 1, 0))), axis)
     product = torch.cumprod(x, axis, dtype=x.dtype)

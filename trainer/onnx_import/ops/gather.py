@@ -12,17 +12,20 @@ from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Traced
 
 
 def non_negative_indices(indices: torch.Tensor, length: int) -> torch.Tensor:
-    """Return indices with length added to negative ones, which count from the end in ONNX."""
+    """Return indices [...] with length added to negative ones, which count from the end in ONNX."""
     return torch.where(indices < 0, indices + length, indices).to(torch.int64)
 
 
 def gather_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return table[indices] for a matrix [rows, width], by the embedding kernel, whose backward pass sums rows."""
+    """Return table[indices] for a matrix [rows, width]: indices [...] -> [..., width].
+
+    By the embedding kernel, whose backward pass sums rows.
+    """
     return F.embedding(non_negative_indices(indices, table.shape[0]), table)
 
 
 def gather_along(x: torch.Tensor, axis: int, indices: torch.Tensor) -> torch.Tensor:
-    """Replace dimension `axis` of `x` by the dimensions of `indices`."""
+    """Replace dimension `axis` of `x` by the dimensions of `indices`: [a, n, b] and [i, j] -> [a, i, j, b]."""
     flat = x.index_select(axis, non_negative_indices(indices, x.shape[axis]).reshape(-1))
     return flat.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
 
@@ -41,7 +44,7 @@ def gather(c: Call, x: Value, indices: Value) -> Value:
 
 
 def gather_elements(x: torch.Tensor, axis: int, indices: torch.Tensor) -> torch.Tensor:
-    """Return one element of `x` along `axis` for each index."""
+    """Return one element of `x` along `axis` for each index, in the shape of `indices`."""
     return torch.gather(x, axis, non_negative_indices(indices, x.shape[axis]))
 
 
@@ -57,6 +60,7 @@ def gather_nd(x: torch.Tensor, indices: torch.Tensor, batch_dims: int) -> torch.
     for dim in range(batch_dims):
         shape = [1] * (indices.ndim - 1)
         shape[dim] = x.shape[dim]
+        # along a batch dimension each sample reads its own slice
         where.append(torch.arange(x.shape[dim], device=x.device).reshape(shape))
     where += [non_negative_indices(indices[..., i], x.shape[batch_dims + i]) for i in range(depth)]
     return x[tuple(where)]
@@ -71,13 +75,16 @@ REDUCE = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
 def to_one_type(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both in the wider of their types: under autocast one may be in half precision, which scatter refuses."""
+    """Return both, of any shape, in the wider of their types: scatter refuses two, as they are under autocast."""
     dtype = torch.promote_types(x.dtype, y.dtype)
     return x.to(dtype), y.to(dtype)
 
 
 def scatter(x: torch.Tensor, axis: int, indices: torch.Tensor, updates: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Write one update at each index along `axis`, or combine it with what is there."""
+    """Write one update at each index along `axis`, or combine it with what is there, in a copy of x.
+
+    indices, updates: of one shape, with as many dimensions as x.
+    """
     indices = non_negative_indices(indices, x.shape[axis])
     x, updates = to_one_type(x, updates)
     if reduction == "none":
@@ -95,13 +102,17 @@ def scatter_elements(c: Call, x: Value, indices: Value, updates: Value) -> Value
 
 
 def scatter_nd(x: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Write one slice of `x` at each index tuple (last dimension of `indices`), or combine it with what is there."""
+    """Write one slice of `x` at each index tuple, or combine it with what is there, in a copy of x [*indexed, *slice].
+
+    indices: [..., number of indexed dimensions]; updates: [..., *slice].
+    """
     depth = indices.shape[-1]
     # flat index of each slice, by Horner's rule over the indexed dimensions
     rows = torch.zeros(indices.shape[:-1], dtype=torch.int64, device=x.device)
     for i in range(depth):
         rows = rows * x.shape[i] + non_negative_indices(indices[..., i], x.shape[i])
     tail = x.shape[depth:]
+    # as a matrix of slices, of which whole rows are written
     flat = x.reshape(-1, tail.numel())
     values = updates.reshape(-1, tail.numel())
     where = rows.reshape(-1, 1).expand(-1, tail.numel())
@@ -116,7 +127,10 @@ def scatter_nd_(c: Call, x: Value, indices: Value, updates: Value) -> Value:
 def tensor_scatter(
     cache: torch.Tensor, update: torch.Tensor, starts: torch.Tensor | None, axis: int, circular: bool
 ) -> torch.Tensor:
-    """Write `update` into each sample of `cache` from its start along `axis` on, wrapping around if circular."""
+    """Write `update` into each sample of `cache` from its start along `axis` on, wrapping around if circular.
+
+    cache: [batch, ...]; update: the same but for `axis`, of which it has the new steps; starts: [batch].
+    """
     steps = torch.arange(update.shape[axis], device=cache.device)
     first = steps.new_zeros(cache.shape[0]) if starts is None else starts.to(torch.int64)
     positions = first[:, None] + steps  # [batch, steps]
@@ -135,7 +149,7 @@ def tensor_scatter_(c: Call, cache: Value, update: Value, starts: Value = None) 
 
 
 def compress(x: torch.Tensor, chosen: torch.Tensor, axis: int | None) -> torch.Tensor:
-    """Return the slices along `axis` (or the elements) that are chosen; none beyond the end of `chosen`."""
+    """Return the slices along `axis` (or the elements) that are chosen; none beyond the end of `chosen` [n]."""
     x, dim = (x.reshape(-1), 0) if axis is None else (x, axis)
     return x.index_select(dim, torch.nonzero(chosen).reshape(-1))
 
@@ -149,7 +163,7 @@ def compress_(c: Call, x: Value, chosen: Value) -> Value:
 
 
 def reverse_sequence(x: torch.Tensor, lengths: torch.Tensor, batch_axis: int, time_axis: int) -> torch.Tensor:
-    """Reverse the first `lengths[i]` steps of each sample."""
+    """Reverse the first `lengths[i]` steps of each sample i, in the shape of x. lengths: [batch]."""
     steps = torch.arange(x.shape[time_axis], device=x.device)
     ends = lengths.to(torch.int64)[:, None]
     positions = torch.where(steps < ends, ends - 1 - steps, steps)  # [batch, time]
@@ -167,7 +181,7 @@ def reverse_sequence_(c: Call, x: Value, lengths: Value) -> Value:
 
 
 def strided(x: torch.Tensor, axis: int, start: int, end: int, step: int) -> torch.Tensor:
-    """Return x[start:end:step] along one axis, with ONNX's clamping; the step may be negative."""
+    """Return x[start:end:step] along one axis of [...], with ONNX's clamping; the step may be negative."""
     if step > 0:
         return x[(slice(None),) * axis + (slice(start, end, step),)]
     # torch has no negative steps: the positions are listed
@@ -191,7 +205,7 @@ def slice_(c: Call, x: Value, start: Value = None, end: Value = None, axes: Valu
 
 
 def one_hot(indices: torch.Tensor, depth: int, axis: int, values: torch.Tensor) -> torch.Tensor:
-    """Return values[1] where the new dimension `axis` equals the index, values[0] elsewhere."""
+    """Return values[1] where the new dimension `axis` equals the index, values[0] elsewhere: [..] -> [.., depth ..]."""
     indices = indices.to(torch.int64)
     wrapped = torch.where(indices < 0, indices + depth, indices).unsqueeze(axis)
     shape = [1] * (indices.ndim + 1)

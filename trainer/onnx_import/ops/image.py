@@ -58,22 +58,27 @@ def axis_resizes(shape: Sequence[int], target: ResizeTarget, lengths: Sequence[i
     olds = [shape[axis] for axis in target.axes]
     if target.scales is not None:
         scales = list(target.scales)
+        # scales are fp32 in the file: in fp64, 10 x 0.7 would be a little less than 7
         news = [math.floor(round_to_fp32(old * s)) for old, s in zip(olds, scales, strict=True)]
     else:
         assert lengths is not None
         news = list(lengths)
         scales = [new / old for new, old in zip(lengths, olds, strict=True)]
         if target.policy != "stretch":
+            # one scale for all axes keeps the aspect ratio, and the lengths are rounded again
             scales = [min(scales) if target.policy == "not_larger" else max(scales)] * len(scales)
             news = [math.floor(s * old + 0.5) for s, old in zip(scales, olds, strict=True)]
-    resizes = zip(target.axes, news, scales, strict=True)
-    return [s for s in resizes if s[1] != shape[s[0]] or s[2] != 1 or target.roi is not None]
+    resizes = list(zip(target.axes, news, scales, strict=True))
+    # a region reads other elements even where the length stays
+    if target.roi is not None:
+        return resizes
+    return [(axis, new, scale) for axis, new, scale in resizes if (new, scale) != (shape[axis], 1)]
 
 
 def resize(
     x: torch.Tensor, target: ResizeTarget, lengths: Sequence[int] | None, options: Interpolation
 ) -> torch.Tensor:
-    """Resize by torch's kernel where it computes the same, else one axis after the other."""
+    """Resize x [batch, channels, ...] by torch's kernel where it computes the same, else one axis after the other."""
     resizes = axis_resizes(x.shape, target, lengths)
     if (kernel := torch_mode(x, resizes, options)) is not None:
         news = {axis: new for axis, new, _ in resizes}
@@ -93,11 +98,8 @@ def resize(
         if options.coordinate_mode == "tf_crop_and_resize":
             within = (at >= 0) & (at <= x.shape[axis] - 1)
             inside = inside & within.reshape([-1] + [1] * (x.ndim - 1 - axis))
-        y = (
-            interpolate_nearest(y, axis, at, scale, options)
-            if options.mode == "nearest"
-            else interpolate_weighted(y, axis, at, scale, options)
-        )
+        interpolate = interpolate_nearest if options.mode == "nearest" else interpolate_weighted
+        y = interpolate(y, axis, at, scale, options)
     if options.coordinate_mode == "tf_crop_and_resize":
         y = torch.where(inside, y, options.extrapolation_value)
     return y.to(x.dtype)
@@ -105,20 +107,26 @@ def resize(
 
 def torch_mode(x: torch.Tensor, resizes: Sequence[AxisResize], options: Interpolation) -> str | None:
     """Return the mode of `F.interpolate` that computes the same; None if there is none."""
-    if not x.is_floating_point() or not 3 <= x.ndim <= 5 or options.antialias or options.exclude_outside:
+    if not x.is_floating_point() or not 3 <= x.ndim <= 5:
         return None
-    if not resizes or any(axis < 2 or new != x.shape[axis] * scale for axis, new, scale in resizes):
+    if options.antialias or options.exclude_outside:
         return None
+    # torch computes coordinates from the lengths alone: a scale that a rounded length does not have would be lost
+    exact = all(axis >= 2 and new == x.shape[axis] * scale for axis, new, scale in resizes)
+    if not resizes or not exact:
+        return None
+    coordinates = options.coordinate_mode
     if options.mode == "nearest":
         # torch multiplies by 1 / scale, which is exact for powers of two
         powers = all(scale in (1, 2, 4, 8) for _, _, scale in resizes)
-        return (
-            "nearest" if powers and (options.coordinate_mode, options.nearest_mode) == ("asymmetric", "floor") else None
-        )
-    known = options.coordinate_mode in ("half_pixel", "half_pixel_symmetric", "align_corners") or (
-        options.coordinate_mode == "pytorch_half_pixel" and all(new > 1 for _, new, _ in resizes)
-    )
-    if not known:
+        is_floor = (coordinates, options.nearest_mode) == ("asymmetric", "floor")
+        return "nearest" if powers and is_floor else None
+    if coordinates == "pytorch_half_pixel":
+        # of a single element `source_coordinates` is 0, torch's the middle
+        same = all(new > 1 for _, new, _ in resizes)
+    else:
+        same = coordinates in ("half_pixel", "half_pixel_symmetric", "align_corners")
+    if not same:
         return None
     if options.mode == "cubic":
         # it interpolates both spatial axes; one that does not change is read exactly
@@ -129,7 +137,7 @@ def torch_mode(x: torch.Tensor, resizes: Sequence[AxisResize], options: Interpol
 def source_coordinates(
     old: int, new: int, scale: float, coordinates: str, part: tuple[float, float] | None, device: torch.device
 ) -> torch.Tensor:
-    """Return the old coordinate of each new element, in fp32 as in runtimes, so that ties are rounded alike."""
+    """Return the old coordinate of each new element [new], in fp32 as in runtimes, so that ties are rounded alike."""
     at = torch.arange(new, dtype=torch.float32, device=device)
     step = torch.full_like(at, scale)  # a tensor, because torch multiplies by the inverse of a number
     width = scale * old  # not rounded, by ONNX; onnxruntime uses the new length
@@ -152,7 +160,7 @@ def source_coordinates(
 def interpolate_nearest(
     x: torch.Tensor, axis: int, at: torch.Tensor, scale: float, options: Interpolation
 ) -> torch.Tensor:
-    """Resize one axis by the nearest element."""
+    """Resize one axis by the nearest element. at: [new length], coordinates in the old axis."""
     rounding = options.nearest_mode
     if rounding == "simple":  # version 10 does not define it; runtimes take the later element when they shrink
         rounding = "ceil" if scale < 1 else "floor"
@@ -165,7 +173,10 @@ def interpolate_nearest(
 def interpolate_weighted(
     x: torch.Tensor, axis: int, at: torch.Tensor, scale: float, options: Interpolation
 ) -> torch.Tensor:
-    """Resize one axis by weighted means of neighbours; beyond its ends the last element is repeated."""
+    """Resize one axis by weighted means of neighbours; beyond its ends the last element is repeated.
+
+    at: [new length], coordinates in the old axis.
+    """
     reach = 1 if options.mode == "linear" else 2
     # antialiasing widens the filter when the axis shrinks
     stretch = min(scale, 1.0) if options.antialias else 1.0
@@ -178,6 +189,7 @@ def interpolate_weighted(
         if options.exclude_outside:
             weight = torch.where((place >= 0) & (place <= x.shape[axis] - 1), weight, 0.0)
         weights.append((place, weight))
+    # without exclusion and antialiasing the weights sum to 1 by construction
     total = sum((weight for _, weight in weights), torch.zeros_like(at))
     y = None
     for place, weight in weights:
@@ -191,11 +203,12 @@ def interpolate_weighted(
 
 
 def filter_weight(distance: torch.Tensor, options: Interpolation) -> torch.Tensor:
-    """Return the weight of an element at a distance: a triangle, or the cubic convolution of Keys (1981)."""
+    """Return the weights of elements at distances [n]: a triangle, or the cubic convolution of Keys (1981)."""
     if options.mode == "linear":
         return (1 - distance).clamp_min(0)
     a = options.cubic_coeff_a
     d = distance
+    # Horner's form of the two cubic polynomials, for distances up to 1 and up to 2
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     far = ((d - 5) * d + 8) * d * a - 4 * a
     return torch.where(d <= 1, near, torch.where(d < 2, far, 0.0))
@@ -227,8 +240,10 @@ def resize_11(c: Call, x: Value, region: Value = None, scales: Value = None, siz
     )
     axes = tuple(c.axis(x, axis) for axis in c.attr("axes", range(x.ndim)))
     policy = c.attr("keep_aspect_ratio_policy", "stretch")
+    # other modes ignore the region, which may then be anything
     cropped = options.coordinate_mode == "tf_crop_and_resize"
     part = tuple(c.constant(region).tolist()) if cropped else None
+    # the operand that is not used may be an empty constant in place of a missing one
     if sizes is not None and not (isinstance(sizes, torch.Tensor) and sizes.numel() == 0):
         lengths = kept_lengths(c, x, axes, c.ints(sizes))
         return _resized(c, x, ResizeTarget(axes, None, policy, part), lengths, options)
@@ -277,7 +292,7 @@ def affine_grid(c: Call, theta: Value, size: Value) -> Value:
 
 
 def crop_or_pad(x: torch.Tensor, axes: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """Crop or pad with zeros at both ends; of an odd difference, the larger half at the end."""
+    """Crop or pad axes of x with zeros at both ends to lengths; of an odd difference, the larger half at the end."""
     pads = [0] * 2 * x.ndim
     for axis, length in zip(axes, lengths, strict=True):
         extra = length - x.shape[axis]

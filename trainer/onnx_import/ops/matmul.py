@@ -22,10 +22,13 @@ def gemm(c: Call, a: Value, b: Value, bias: Value = None) -> Value:
     a = c("t", a) if c.attr("transA", 0) else a
     transposed = c.attr("transB", 0)
     # F.linear adds only a bias [outputs]; any other one that broadcasts needs addmm
-    plain = bias is None or (bias.ndim == 1 and c.size(bias, 0) == c.size(b, 0 if transposed else 1))
+    plain = bias is None
+    if bias is not None and bias.ndim == 1:
+        plain = c.size(bias, 0) == c.size(b, 0 if transposed else 1)
     # F.linear is what fused kernels, adapters and tensor parallelism look for in the graph
     if alpha == beta == 1.0 and plain:
         return c(F.linear, a, b if transposed else c("t", b), bias)
+    # addmm and mm have no option for transposed operands
     b = c("t", b) if transposed else b
     if bias is not None:
         return c(torch.addmm, bias, a, b, beta=beta, alpha=alpha)

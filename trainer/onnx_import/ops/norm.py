@@ -68,7 +68,7 @@ def _static(sizes: list[Value]) -> list[Value] | None:
 
 
 def moments(x: torch.Tensor, axis: int, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean and inverse standard deviation over the dimensions from `axis` on."""
+    """Return mean and inverse standard deviation over the dimensions from `axis` on, each of length 1 in both."""
     axes = list(range(axis, x.ndim))
     mean = x.mean(axes, keepdim=True)
     return mean, torch.rsqrt((x - mean).square().mean(axes, keepdim=True) + epsilon)
@@ -86,7 +86,7 @@ def rms_normalization(c: Call, x: Value, scale: Value) -> Value:
 
 
 def rms_norm(x: torch.Tensor, axis: int, epsilon: float) -> torch.Tensor:
-    """Return x / its root mean square over the dimensions from `axis` on."""
+    """Return x / its root mean square over the dimensions from `axis` on, in the shape of x."""
     return F.rms_norm(x, x.shape[axis:], eps=epsilon)
 
 
@@ -96,7 +96,10 @@ def instance_normalization(c: Call, x: Value, scale: Value, bias: Value) -> Valu
 
 
 def instance_norm(x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Normalise each channel of each sample; a plane of one pixel becomes the bias (torch raises an error)."""
+    """Normalise each channel of each sample of x [batch, channels, ...], by scale and bias [channels].
+
+    A plane of one pixel becomes the bias (torch raises an error).
+    """
     if math.prod(x.shape[2:]) > 1:
         # with more axes torch's gradient on the CPU is wrong in some orders in memory (see BatchNorm)
         return F.instance_norm(x.flatten(2), weight=scale, bias=bias, eps=epsilon).reshape(x.shape)
@@ -122,7 +125,7 @@ def lp_normalization(c: Call, x: Value) -> Value:
 
 
 def lp_normalize(x: torch.Tensor, p: int, axis: int) -> torch.Tensor:
-    """Return x / its p-norm along `axis`; zero where the norm is zero."""
+    """Return x / its p-norm along `axis`, in the shape of x; zero where the norm is zero."""
     norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
     return x / torch.where(norm == 0, 1.0, norm)  # never divides by zero, whose gradient would be NaN
 
@@ -134,7 +137,11 @@ def lrn(c: Call, x: Value) -> Value:
 
 
 def local_response(x: torch.Tensor, size: int, alpha: float, beta: float, bias: float) -> torch.Tensor:
-    """Return x / (bias + alpha mean(x^2))^beta, the mean over `size` neighbouring channels; if even, one more above."""
+    """Return x / (bias + alpha mean(x^2))^beta, the mean over `size` neighbouring channels; if even, one more above.
+
+    x: [batch, channels, ...].
+    """
+    # the channels as the rows of an image, over which an average pool of `size` rows runs
     squares = x.square().flatten(2).unsqueeze(1)  # [batch, 1, channels, pixels]
     squares = F.pad(squares, (0, 0, (size - 1) // 2, size - 1 - (size - 1) // 2))
     mean = F.avg_pool2d(squares, (size, 1), stride=1).reshape(x.shape)
@@ -171,6 +178,6 @@ def hardmax(c: Call, x: Value) -> Value:
 
 
 def hard_max(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """Return 1 at the first maximum along `axis`, 0 elsewhere."""
+    """Return 1 at the first maximum along `axis`, 0 elsewhere, in the shape of x."""
     where = x.argmax(axis, keepdim=True)
     return torch.zeros_like(x).scatter(axis, where, 1)

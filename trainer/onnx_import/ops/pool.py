@@ -30,11 +30,9 @@ def _window(c: Call, x: Value) -> tuple[Window, list[int] | None, bool]:
 def _torch_supports(window: Window, pads: Sequence[int] | None) -> bool:
     """Whether torch's pools accept these pads: equal on both sides, at most half the kernel."""
     rank = len(window[0])
-    return (
-        pads is not None
-        and pads[:rank] == pads[rank:]
-        and all(2 * p <= k for p, k in zip(pads, [*window[0]] * 2, strict=True))
-    )
+    if pads is None or pads[:rank] != pads[rank:]:
+        return False
+    return all(2 * pad <= length for pad, length in zip(pads, [*window[0]] * 2, strict=True))
 
 
 def _borders(
@@ -46,6 +44,7 @@ def _borders(
     reach = list(pads)
     for dim, (length, k, s, d) in enumerate(zip(lengths, *window, strict=True)):
         span = length + pads[dim] + pads[dim + rank] - (k - 1) * d - 1
+        # the number of windows, of which the last one may reach beyond the pads
         count = (-(-span // s) if ceil else span // s) + 1
         if ceil and (count - 1) * s >= length + pads[dim]:
             count -= 1  # ONNX omits a window that begins in the padding at the end
@@ -57,7 +56,7 @@ def _borders(
 
 
 def max_pool(x: torch.Tensor, window: Window, pads: Sequence[int] | None, ceil: bool, upper: bool) -> torch.Tensor:
-    """Pool with any pads, and integers, which torch does not support."""
+    """Pool x [batch, channels, *lengths] with any pads, and integers, which torch does not support."""
     reach = _borders(x.shape[2:], window, pads, ceil, upper)[1]
     wide = x if x.is_floating_point() else x.to(torch.float32)  # exact for 8 bits
     y = MAX_POOL[x.ndim - 2](pad_spatial(wide, reach, -math.inf), window[0], window[1], 0, window[2])
@@ -68,7 +67,10 @@ def max_pool(x: torch.Tensor, window: Window, pads: Sequence[int] | None, ceil: 
 def max_pool_with_indices(
     x: torch.Tensor, window: Window, pads: Sequence[int] | None, *, ceil: bool, upper: bool, column_major: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return maxima and their flat indices in `x`; column_major: the first spatial dimension varies fastest."""
+    """Return maxima and their flat indices in `x` [batch, channels, *lengths], both of the pooled shape.
+
+    column_major: the first spatial dimension varies fastest.
+    """
     reach = _borders(x.shape[2:], window, pads, ceil, upper)[1]
     wide = pad_spatial(x if x.is_floating_point() else x.to(torch.float32), reach, -math.inf)
     rank = x.ndim - 2
@@ -76,6 +78,7 @@ def max_pool_with_indices(
     lengths = x.shape[2:]
     flat = torch.zeros_like(index)
     for dim in reversed(range(rank)):
+        # torch's index counts in the padded plane: split into coordinates, from the last dimension on, without the pads
         at = index % wide.shape[dim + 2] - reach[dim]
         index = torch.div(index, wide.shape[dim + 2], rounding_mode="floor")
         flat = flat + at * math.prod(lengths[:dim] if column_major else lengths[dim + 1 :])
@@ -101,7 +104,10 @@ def max_pool_(c: Call, x: Value) -> Value:
 def max_unpool(
     x: torch.Tensor, indices: torch.Tensor, window: Window, pads: Sequence[int], wanted: Sequence[int] | None
 ) -> torch.Tensor:
-    """Put each element at its index in a tensor of zeros, which is padded at the ends to the wanted shape."""
+    """Put each element at its index in a tensor of zeros, which is padded at the ends to the wanted shape.
+
+    x, indices: [batch, channels, *pooled lengths].
+    """
     rank = x.ndim - 2
     lengths = [
         (n - 1) * s - pads[dim] - pads[dim + rank] + k
@@ -127,7 +133,7 @@ def max_unpool_(c: Call, x: Value, indices: Value, shape: Value = None) -> Value
 
 
 def window_sums(x: torch.Tensor, window: Window) -> torch.Tensor:
-    """Return the sum of every window, dilated or not: a convolution of each plane with ones."""
+    """Return the sum of every window of x [batch, channels, *lengths], dilated or not: a convolution with ones."""
     planes = x.reshape(-1, 1, *x.shape[2:])
     ones = x.new_ones(1, 1, *window[0])
     sums: torch.Tensor = CONV[x.ndim - 2](planes, ones, None, window[1], 0, window[2])
@@ -137,7 +143,10 @@ def window_sums(x: torch.Tensor, window: Window) -> torch.Tensor:
 def average_pool(
     x: torch.Tensor, window: Window, pads: Sequence[int] | None, *, ceil: bool, upper: bool, count_pads: bool
 ) -> torch.Tensor:
-    """Pool with any pads and dilations. What a window covers beyond the pads (ceil_mode) is never counted."""
+    """Pool x [batch, channels, *lengths] with any pads and dilations.
+
+    What a window covers beyond the pads (ceil_mode) is never counted.
+    """
     rank = x.ndim - 2
     pads, reach = _borders(x.shape[2:], window, pads, ceil, upper)
     # the number of elements in each window: pads count or not, what lies beyond them never does
@@ -159,13 +168,15 @@ def average_pool_(c: Call, x: Value) -> Value:
     window, pads, ceil = _window(c, x)
     upper = c.attr("auto_pad", "NOTSET") == "SAME_UPPER"
     count_pads = bool(c.attr("count_include_pad", 0))
-    if pads is not None and _torch_supports(window, pads) and all(d == 1 for d in window[2]):
+    # torch has no average over a dilated window
+    dilated = any(dilation != 1 for dilation in window[2])
+    if pads is not None and _torch_supports(window, pads) and not dilated:
         return c(function, x, window[0], window[1], pads[:rank], ceil, count_pads)
     return c(average_pool, x, window, pads, ceil=ceil, upper=upper, count_pads=count_pads)
 
 
 def lp_norm(powers: torch.Tensor, p: float) -> torch.Tensor:
-    """Return the p-th root of sums of p-th powers, with a gradient of zero at zero."""
+    """Return the p-th root of sums [...] of p-th powers, with a gradient of zero at zero."""
     # the root is differentiated only where it is finite: `where` would multiply inf by 0, which is NaN
     some = powers > 0
     return torch.where(some, torch.where(some, powers, 1.0).pow(1.0 / p), 0.0)
@@ -174,7 +185,7 @@ def lp_norm(powers: torch.Tensor, p: float) -> torch.Tensor:
 def lp_pool(
     x: torch.Tensor, p: float, window: Window, pads: Sequence[int] | None, ceil: bool, upper: bool
 ) -> torch.Tensor:
-    """Return the p-norm of every window."""
+    """Return the p-norm of every window of x [batch, channels, *lengths]."""
     reach = _borders(x.shape[2:], window, pads, ceil, upper)[1]
     return lp_norm(window_sums(pad_spatial(x.abs().pow(p), reach), window), p)
 
@@ -201,7 +212,7 @@ def global_max_pool(c: Call, x: Value) -> Value:
 
 
 def global_lp_pool(x: torch.Tensor, p: float) -> torch.Tensor:
-    """Return the p-norm of every plane."""
+    """Return the p-norm of every plane: [batch, channels, *lengths] -> [batch, channels, 1, ...]."""
     return lp_norm(x.abs().pow(p).sum(list(range(2, x.ndim)), keepdim=True), p)
 
 

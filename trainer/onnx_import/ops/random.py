@@ -66,6 +66,7 @@ class RandomNode(nn.Module):
             assert x is not None
             shares = x.detach().double().softmax(-1).cumsum(-1)
             drawn = uniform(keys, (len(x), int(self.arguments[0])), self.axis, self.name)
+            # inverse of the cumulative distribution; its last element is 1 only up to rounding
             return torch.searchsorted(shares, drawn * shares[:, -1:]).clamp(max=x.shape[-1] - 1)
         shape = self.shape if x is None else x.shape
         if self.distribution == "normal":
@@ -92,9 +93,13 @@ def _place(c: Call, like: Value) -> dict[str, Any]:
     batch = c.trial_batch
     if not known or batch is None:
         return {"name": name}
-    one, other = (probe.shape for probe in like.probes)
-    grows = [at for at in range(len(one)) if one[at] * batch[1] == other[at] * batch[0] and one[at] % batch[0] == 0]
-    return {"name": name, "axis": grows[0] if grows else None}
+    first, second = (probe.shape for probe in like.probes)
+    for axis, length in enumerate(first):
+        grows = length * batch[1] == second[axis] * batch[0]
+        # a multiple of the batch, such as batch x heads, grows with it as well
+        if grows and length % batch[0] == 0:
+            return {"name": name, "axis": axis}
+    return {"name": name, "axis": None}
 
 
 @lower("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", since=(1, 22))

@@ -1,4 +1,7 @@
-"""Rules for reductions over axes, CumSum, ArgMax, TopK, NonZero and Unique."""
+"""Rules for reductions over axes, CumSum, ArgMax, TopK, NonZero and Unique.
+
+A reduction has the dimensions of its operand without `axes`, or with length 1 there (keepdims).
+"""
 
 from __future__ import annotations
 
@@ -61,8 +64,11 @@ def highest_value(dtype: torch.dtype) -> float | int | bool:
 
 
 def _reduce_empty(x: torch.Tensor, axes: Sequence[int], keepdims: bool, value: float | int | bool) -> torch.Tensor:
-    kept = [1 if i in axes else n for i, n in enumerate(x.shape) if keepdims or i not in axes]
-    return torch.full(kept, value, dtype=x.dtype, device=x.device)
+    if keepdims:
+        lengths = [1 if axis in axes else length for axis, length in enumerate(x.shape)]
+    else:
+        lengths = [length for axis, length in enumerate(x.shape) if axis not in axes]
+    return torch.full(lengths, value, dtype=x.dtype, device=x.device)
 
 
 def reduce_l1(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
@@ -114,14 +120,13 @@ def _reduction(function: Callable[..., Any]) -> Rule:
         noop = c.attr("noop_with_empty_axes", 0)
         # no axes: the result is x, with what the operator does to one element
         if not axes and noop:
-            axes = []
             if c.op in ("ReduceSum", "ReduceMean", "ReduceProd", "ReduceMax", "ReduceMin", "ReduceLogSumExp"):
                 return x
             if c.op in ("ReduceL1", "ReduceL2"):
                 return c(torch.abs, x)
             return c(torch.mul, x, x) if c.op == "ReduceSumSquare" else c(torch.log, x)
         chosen = [c.axis(x, axis) for axis in axes] if axes else list(range(x.ndim))
-        return c(function, x, chosen, keepdims) if chosen else x if x.ndim else c(function, x, [], keepdims)
+        return c(function, x, chosen, keepdims)
 
     return rule
 
@@ -138,12 +143,12 @@ def arg_reduce(c: Call, x: Value) -> Value:
     if not c.attr("select_last_index", 0):
         return c(function, x, axis, keepdims)
     # the last of equal elements is the first one of the flipped tensor
-    found = c(function, c(torch.flip, x, [axis]), axis, keepdims)
-    return c(torch.sub, c.size(x, axis) - 1, found)
+    from_end = c(function, c(torch.flip, x, [axis]), axis, keepdims)
+    return c(torch.sub, c.size(x, axis) - 1, from_end)
 
 
 def cumulative_sum(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -> torch.Tensor:
-    """Return the sum of the elements up to each one along `axis`, without itself if `exclusive`."""
+    """Return the sum of the elements up to each one along `axis`, without itself if `exclusive`: the shape of x."""
     x = x.flip(axis) if reverse else x
     total = torch.cumsum(x, axis, dtype=x.dtype)
     total = total - x if exclusive else total
@@ -157,7 +162,10 @@ def cumsum(c: Call, x: Value, axis: Value) -> Value:
 
 
 def largest(x: torch.Tensor, count: int, axis: int, descending: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` largest (or smallest) elements in order, and their indices; of equal ones, the first."""
+    """Return the `count` largest (or smallest) elements in order, and their indices; of equal ones, the first.
+
+    Both have the shape of x, but for the length `count` of `axis`.
+    """
     # torch cannot sort these types; with its sign bit flipped, an int64 is ordered as the uint64
     if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
         low = x.to(torch.int64)
@@ -190,7 +198,10 @@ def non_zero(c: Call, x: Value) -> Value:
 def unique(
     x: torch.Tensor, axis: int | None, in_order: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return distinct elements (or slices along `axis`), sorted or as they come; first indices, inverse, counts."""
+    """Return distinct elements (or slices along `axis`), sorted or as they come; first indices, inverse, counts.
+
+    first indices, counts: [distinct]; inverse: [elements], or [slices].
+    """
     dim = 0 if axis is None else axis
     x = x.reshape(-1) if axis is None else x
     values, inverse, counts = torch.unique(x, sorted=True, return_inverse=True, return_counts=True, dim=dim)
@@ -198,6 +209,7 @@ def unique(
     # the first index of each distinct element: the minimum over its occurrences
     first = positions.new_full((len(counts),), len(inverse)).scatter_reduce(0, inverse, positions, "amin")
     if not in_order:
+        # by first occurrence; the inverse permutation renumbers what each element points at
         order = torch.argsort(first)
         values = values.index_select(dim, order)
         first = first[order]

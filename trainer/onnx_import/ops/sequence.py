@@ -73,6 +73,7 @@ def sequence_map(c: Call, sequence: Value, *others: Value) -> Value:
     """Run the body for each member, with the members of other sequences at its index, and with complete tensors."""
     results = []
     for i, item in enumerate(_items(sequence)):
+        # the members of another sequence are taken with those of the first, a tensor is the same for all
         along = [other[i] if isinstance(other, list | tuple) else _never_a_sequence(other) for other in others]
         results.append([c.tracer.to_tensor(value) for value in c.body("body", [item, *along])])
     return tuple([row[k] for row in results] for k in range(c.num_outputs))

@@ -35,8 +35,9 @@ def identity(c: Call, x: Value) -> Value:
 def reshape(c: Call, x: Value, shape: Value) -> Value:
     """Reshape; a length of 0 is copied from the input, -1 is computed from the others."""
     zero_is_zero = c.attr("allowzero", 0)
-    wanted = c.ints(shape)
-    lengths = [c.size(x, i) if n == 0 and not zero_is_zero else n for i, n in enumerate(_plain(n) for n in wanted)]
+    lengths = [_plain(length) for length in c.ints(shape)]
+    if not zero_is_zero:
+        lengths = [c.size(x, i) if length == 0 else length for i, length in enumerate(lengths)]
     return c("reshape", x, reshape_lengths(c, x, lengths))
 
 
@@ -71,8 +72,9 @@ def squeeze(c: Call, x: Value, given: Value = None) -> Value:
     axes = c.axes(given)
     if axes is None:
         lengths = dict(enumerate(c.sizes(x)))
-        axes = [i for i, n in lengths.items() if not isinstance(n, Traced) and n == 1]
-        c.tracer.check_kept({i: n for i, n in lengths.items() if isinstance(n, Traced)}, c.name)
+        axes = [i for i, length in lengths.items() if length == 1]  # a dynamic length equals no number
+        # the file squeezes a dynamic dimension as well if its length is 1 when the graph runs
+        c.tracer.check_kept({i: length for i, length in lengths.items() if isinstance(length, Traced)}, c.name)
     axes = [c.axis(x, axis) for axis in axes]
     for axis in axes:
         # torch.squeeze would silently keep such a dimension
@@ -106,6 +108,7 @@ def split(c: Call, x: Value, sizes: Value = None) -> Value:
         length = c.size(x, axis)
         if isinstance(length, Traced):
             raise NeedsRuntimeValues("it splits a dynamic dimension into equal parts")
+        # parts of equal length, rounded up, of which the last one is shorter
         piece = -(-length // num_outputs)
         lengths = [piece] * (num_outputs - 1) + [length - piece * (num_outputs - 1)]
     return c(torch.split, x, [_plain(n) for n in lengths], axis)
@@ -156,7 +159,7 @@ def constant(c: Call) -> Value:
 
 
 def full(anchor: torch.Tensor, shape: Sequence[int], value: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of one value, on the anchor's device."""
+    """Return a tensor [*shape] of one value, on the anchor's device."""
     return torch.full(tuple(shape), value, dtype=dtype, device=anchor.device)
 
 
@@ -172,7 +175,7 @@ def constant_of_shape(c: Call, shape: Value) -> Value:
 
 
 def arange(anchor: torch.Tensor, start: int, stop: int, step: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return evenly spaced integers, on the anchor's device."""
+    """Return evenly spaced integers [n], on the anchor's device."""
     return torch.arange(start, stop, step, dtype=dtype, device=anchor.device)
 
 
@@ -217,6 +220,7 @@ def pad(c: Call, x: Value, given: Value = None, fill: Value = None, on_axes: Val
     mode = c.attr("mode", "constant")
     pads = c.attr("pads") if given is None else [_plain(n) for n in c.ints(given)]
     value = c.attr("value", 0.0) if fill is None else c.number(fill)
+    # pads list all starts, then all ends, of these axes
     axes = list(range(x.ndim)) if on_axes is None else [c.axis(x, int(axis)) for axis in c.ints(on_axes)]
     borders = {axis: (pads[i], pads[i + len(axes)]) for i, axis in enumerate(axes)}
     if mode == "constant":
@@ -229,7 +233,10 @@ def pad(c: Call, x: Value, given: Value = None, fill: Value = None, on_axes: Val
 
 
 def pad_by_index(x: torch.Tensor, axis: int, border: Sequence[int], mode: str) -> torch.Tensor:
-    """Pad one axis by its own elements: mirrored (reflect), repeated (edge), or from the opposite end (wrap)."""
+    """Pad one axis by its own elements: mirrored (reflect), repeated (edge), or from the opposite end (wrap).
+
+    border: the numbers of elements in front and behind, by which the axis gets longer; the other dimensions of x stay.
+    """
     length = x.shape[axis]
     where = torch.arange(-border[0], length + border[1], device=x.device)
     if mode == "edge":

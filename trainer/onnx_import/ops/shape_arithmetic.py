@@ -69,7 +69,8 @@ def _never_negative(node: object) -> bool:
 
 def truncated_quotient(a: int, b: int) -> int:
     """Return a / b, rounded towards zero."""
-    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+    size = abs(a) // abs(b)
+    return size if (a < 0) == (b < 0) else -size
 
 
 def _integer_division(c: Call, a: Value, b: Value) -> Value:
@@ -145,7 +146,9 @@ def float_product(a: float, b: float) -> float:
 
 def float_quotient(a: float, b: float) -> float:
     """Return a / b in fp32; a division by zero gives an infinity or NaN, as in a tensor."""
-    return float(np.float32(a) / np.float32(b)) if b else math.copysign(math.inf, a) if a else math.nan
+    if b:
+        return float(np.float32(a) / np.float32(b))
+    return math.copysign(math.inf, a) if a else math.nan
 
 
 def float_root(x: float) -> float:
@@ -224,7 +227,9 @@ def max_or_min(c: Call, *arrays: ShapeArray) -> ShapeArray:
 
 @shape_rule("Mod")
 def mod(c: Call, a: ShapeArray, b: ShapeArray) -> Value:
-    if c.attr("fmod", 0) or any(_is_float(value) for array in (a, b) for value in array.reshape(-1)):
+    # Python's % has the sign of the divisor, as ONNX's Mod of integers; fmod has that of the dividend
+    numbers = [*a.reshape(-1), *b.reshape(-1)]
+    if c.attr("fmod", 0) or any(_is_float(number) for number in numbers):
         return NotImplemented
     return _array(np.frompyfunc(lambda x, y: x % y, 2, 1)(a, b))
 
@@ -273,6 +278,7 @@ def slice_(c: Call, x: ShapeArray, *bounds: ShapeArray | None) -> Value:
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         if any(isinstance(bound, Traced) for bound in (start, end, step)):
             return NotImplemented
+        # numpy clamps the bounds of a slice as ONNX does
         x = x[(slice(None),) * (axis % x.ndim) + (_python_slice(start, end, step),)]
     return x
 

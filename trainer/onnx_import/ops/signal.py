@@ -22,7 +22,10 @@ def dft(c: Call, x: Value, length: Value = None, axis: Value = None) -> Value:
 
 
 def transform(x: Tensor, length: int | None, axis: int, inverse: bool, onesided: bool) -> Tensor:
-    """Transform along `axis`, cropped or padded to `length`; onesided: the length // 2 + 1 distinct frequencies."""
+    """Transform along `axis`, cropped or padded to `length`: [..., 1 or 2] -> [..., 2], of a onesided inverse [..., 1].
+
+    onesided: the length // 2 + 1 distinct frequencies.
+    """
     if inverse and onesided:
         return torch.unsqueeze(torch.fft.irfft(as_complex(x), length, axis), -1)
     if onesided:
@@ -89,8 +92,8 @@ def cosine_window(
 @lower("MelWeightMatrix", since=(17,))
 def mel_weight_matrix(c: Call, num_mels: Value, dft_length: Value, rate: Value, low: Value, high: Value) -> Value:
     mels, length, samples = (int(c.number(value)) for value in (num_mels, dft_length, rate))
-    found = mel_triangles(mels, length, samples, (float(c.number(low)), float(c.number(high))))
-    return found.to(c.dtype(c.attr("output_datatype", 1)))
+    matrix = mel_triangles(mels, length, samples, (float(c.number(low)), float(c.number(high))))
+    return matrix.to(c.dtype(c.attr("output_datatype", 1)))
 
 
 def mel_triangles(num_mels: int, dft_length: int, rate: int, ends: tuple[float, float]) -> Tensor:
@@ -98,6 +101,7 @@ def mel_triangles(num_mels: int, dft_length: int, rate: int, ends: tuple[float, 
     first, last = (2595 * math.log10(1 + hertz / 700) for hertz in ends)
     step = (last - first) / (num_mels + 2)
     hertz = (700 * (10 ** ((first + i * step) / 2595) - 1) for i in range(num_mels + 2))
+    # edges are rounded down to bins, as ONNX defines them
     edges = [int((dft_length + 1) * value // rate) for value in hertz]
     matrix = torch.zeros(dft_length // 2 + 1, num_mels)
     for i, (left, peak, right) in enumerate(zip(edges, edges[1:], edges[2:], strict=False)):

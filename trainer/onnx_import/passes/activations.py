@@ -46,23 +46,26 @@ def _gelu(r: Rewriter, node: Any) -> fx.Node:
     require(len(parts) == 2 and r.near(number, 0.5, node))
     for x, sum_ in (parts, parts[::-1]):
         function = _other_summand_of_one(r, sum_)
-        if (
-            is_call(function, torch.erf)
-            and has_one_user(function)
-            and _is_scaled(r, function.args[0], 1 / math.sqrt(2), x)
-        ):
+        # an erf or tanh with another reader is computed anyway, so that nothing would be saved
+        if not has_one_user(function):
+            continue
+        if is_call(function, torch.erf) and _is_scaled(r, function.args[0], 1 / math.sqrt(2), x):
             return r.call(F.gelu, x, approximate="none")
-        if is_call(function, torch.tanh) and has_one_user(function) and _is_tanh_argument(r, function.args[0], x):
+        if is_call(function, torch.tanh) and _is_tanh_argument(r, function.args[0], x):
             return r.call(F.gelu, x, approximate="tanh")
     raise NoMatch
 
 
 def _other_summand_of_one(r: Rewriter, value: Any) -> Any:
     """Return f of a sum f + 1, else None."""
-    if is_call(value, torch.add) and has_one_user(value) and len(value.args) == 2 and not value.kwargs:
-        for function, one in (value.args, value.args[::-1]):
-            if r.number(one) == 1.0:
-                return function
+    if not is_call(value, torch.add) or not has_one_user(value):
+        return None
+    # with a third argument, alpha, the sum is of a multiple
+    if len(value.args) != 2 or value.kwargs:
+        return None
+    for function, one in (value.args, value.args[::-1]):
+        if r.number(one) == 1.0:
+            return function
     return None
 
 
@@ -82,8 +85,8 @@ def _is_tanh_argument(r: Rewriter, value: Any, x: Any) -> bool:
         return square is not None and _is_power(r, square, 2, x)
     if len(parts) != 1 or not is_call(parts[0], torch.add) or parts[0].kwargs:
         return False
-    first, second = parts[0].args
-    return (first is x and _is_power(r, second, 3, x)) or (second is x and _is_power(r, first, 3, x))
+    summands = parts[0].args
+    return any(linear is x and _is_power(r, cubic, 3, x) for linear, cubic in (summands, summands[::-1]))
 
 
 def _is_power(r: Rewriter, value: Any, power: int, x: Any) -> bool:

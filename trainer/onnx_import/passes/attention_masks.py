@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,13 +85,9 @@ def is_causal_mask(r: Rewriter, mask: Any) -> bool:
 def triangular_condition(r: Rewriter, condition: Any) -> bool | None:
     """Return the value of a condition up to the diagonal if it has the opposite value above it, else None."""
     pattern = pattern_of(r, condition)
-    if (
-        not isinstance(pattern, Triangular)
-        or pattern.lower.dtype != torch.bool
-        or bool(pattern.lower) == bool(pattern.upper)
-    ):
+    if not isinstance(pattern, Triangular) or pattern.lower.dtype != torch.bool:
         return None
-    return bool(pattern.lower)
+    return bool(pattern.lower) if bool(pattern.lower) != bool(pattern.upper) else None
 
 
 def pattern_of(r: Rewriter, value: Any) -> Pattern | None:
@@ -108,6 +104,7 @@ def _pattern_of(r: Rewriter, value: Any) -> Pattern | None:
         return Uniform(torch.tensor(value))
     if not isinstance(value, fx.Node):
         return None
+    # patterns count dimensions from the last one, which a value of fewer dimensions does not have
     pattern = _stored_pattern(r, value) if value.op == "get_attr" else _call_pattern(r, value)
     return pattern if pattern is None or _has_pattern_dims(r, value, pattern) else None
 
@@ -131,6 +128,7 @@ def _stored_pattern(r: Rewriter, node: Any) -> Pattern | None:
     columns = tensor.shape[-1]
     values = tensor.reshape(rows, columns)
     if not tensor.is_floating_point() and tensor.dtype != torch.bool and 1 in (rows, columns):
+        # positions that the exporter folded into a constant
         first = int(values[0, 0])
         is_range = torch.equal(values.reshape(-1).long(), torch.arange(first, first + values.numel()))
         return AxisIndex(1 if rows == 1 else 2, first) if is_range else None
@@ -183,9 +181,11 @@ def _reshaped_pattern(r: Rewriter, node: Any) -> Pattern | None:
     if is_call(node, torch.unsqueeze, "unsqueeze"):
         place = int(node.args[1]) % len(after[0])
         behind = len(after[0]) - 1 - place  # number of dimensions after the new one
+        # axes count from the last one, so that a new dimension moves only those in front of it
         if isinstance(pattern, AxisIndex):
             return AxisIndex(pattern.axis + 1, pattern.first) if behind < pattern.axis else pattern
         return pattern if behind >= 2 else None
+    # rows and columns must stay the last two dimensions; a reshape keeps them there only if nothing is in front
     if isinstance(pattern, Triangular):
         same = all(b[-2:] == a[-2:] for b, a in zip(before, after, strict=True))
         flat = all(math.prod(b[:-2]) == 1 for b in before) or is_call(node, expand, "expand")
@@ -193,13 +193,20 @@ def _reshaped_pattern(r: Rewriter, node: Any) -> Pattern | None:
     if is_call(node, expand, "expand"):
         same = all(b[-pattern.axis] == a[-pattern.axis] for b, a in zip(before, after, strict=True))
         return pattern if same else None
+    # a reshaped row of indices is found again as the only dimension of more than one element, at both trial sizes
     if is_call(node, "reshape", "view") and all(math.prod(b) == b[-pattern.axis] > 1 for b in before):
-        axes = [[len(a) - i for i, length in enumerate(a) if length > 1] for a in after]
-        return AxisIndex(axes[0][0], pattern.first) if axes[0] == axes[1] and len(axes[0]) == 1 else None
+        axes, axes_of_second = (_long_axes(lengths) for lengths in after)
+        return AxisIndex(axes[0], pattern.first) if axes == axes_of_second and len(axes) == 1 else None
     return None
 
 
+def _long_axes(shape: Sequence[int]) -> list[int]:
+    """Return the dimensions of more than one element, counted from the last, which is 1."""
+    return [len(shape) - i for i, length in enumerate(shape) if length > 1]
+
+
 def _elementwise(r: Rewriter, node: Any) -> Pattern | None:
+    # the type of a cast is no operand with a pattern of its own
     operands = [arg for arg in node.args if not isinstance(arg, torch.dtype)]
     patterns = [_pattern_of(r, operand) for operand in operands]
     if any(pattern is None for pattern in patterns):
@@ -221,6 +228,7 @@ def _elementwise(r: Rewriter, node: Any) -> Pattern | None:
             result = function(*values, **node.kwargs)
         return torch.as_tensor(result)
 
+    # one element stands for all on and below the diagonal, another one for all above it
     lower = run("lower")
     upper = run("upper")
     return Triangular(lower, upper) if any(isinstance(pattern, Triangular) for pattern in patterns) else Uniform(lower)
@@ -258,6 +266,7 @@ def _index_arithmetic(node: Any, patterns: list[Pattern | None]) -> Pattern | No
     if not isinstance(index, AxisIndex) or not isinstance(number, Uniform) or number.value.is_floating_point():
         return None
     if is_call(node, torch.add) or (is_call(node, torch.sub) and index is one):
+        # a number minus an index runs backwards, and is no index
         shift = int(number.value)
         return AxisIndex(index.axis, index.first + (shift if node.target is torch.add else -shift))
     return None
@@ -278,7 +287,9 @@ def magnitude(r: Rewriter, value: Any) -> float:
     inf means that elements may be infinite, or that nothing is known.
     """
     if (number := r.number(value)) is not None:
-        return math.inf if math.isinf(number) or math.isnan(number) else (MASK_MAGNITUDE if abs(number) > 1e6 else 1.0)
+        if not math.isfinite(number):
+            return math.inf
+        return MASK_MAGNITUDE if abs(number) > 1e6 else 1.0
     if not isinstance(value, fx.Node):
         return math.inf
     if value.op == "get_attr":
@@ -295,5 +306,6 @@ def magnitude(r: Rewriter, value: Any) -> float:
     if is_call(value, torch.mul, torch.add, torch.sub) and not value.kwargs:
         bounds = [magnitude(r, arg) for arg in value.args]
         # the sum or the product of two mask values may overflow to -inf
-        return math.inf if bounds.count(MASK_MAGNITUDE) == 2 or math.inf in bounds else max(bounds)
+        may_overflow = bounds.count(MASK_MAGNITUDE) == 2
+        return math.inf if may_overflow or math.inf in bounds else max(bounds)
     return math.inf

@@ -43,19 +43,19 @@ def add_dropout(module: fx.GraphModule, ratio: float) -> list[str]:
 
 
 def _drop_embeddings(module: fx.GraphModule, ratio: float) -> list[str]:
-    found: dict[fx.Node, list[str]] = {}
+    embeddings: dict[fx.Node, list[str]] = {}
     nodes: list[Any] = list(module.graph.nodes)
     for node in nodes:
         # positions computed from the length alone select rows too, but they are added to an embedding, which is found
         # by itself
         if is_call(node, gather_rows) and _is_weight(module, node.args[0]) and _reads_input(node.args[1]):
-            found.setdefault(_with_positions(module, node), []).append(str(node.args[0].target))
+            embeddings.setdefault(_with_positions(module, node), []).append(str(node.args[0].target))
         # a vision transformer has no embedding of ids: dropout goes where positions are added to the patches
-        elif _adds_positions(module, node) and not found:
-            found[node] = [str(arg.target) for arg in node.args if _is_weight(module, arg)]
+        elif _adds_positions(module, node) and not embeddings:
+            embeddings[node] = [str(arg.target) for arg in node.args if _is_weight(module, arg)]
     return [
         f"the embedding of {', '.join(dict.fromkeys(names))}"
-        for node, names in found.items()
+        for node, names in embeddings.items()
         if _add_after(module, node, ratio)
     ]
 
@@ -65,6 +65,7 @@ def _with_positions(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     # as in GPT-2 and BERT: dropout is on the sum of all embeddings, not on each
     while len(node.users) == 1 and is_call(user := next(iter(node.users)), torch.add) and not _is_residual(user):
         node = user
+    # a norm behind the embeddings is part of them: dropout follows it, as in BERT
     users = list(node.users)
     return users[0] if len(users) == 1 and is_call(users[0], F.layer_norm, F.rms_norm) else node
 
@@ -154,6 +155,7 @@ def _as_module(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     known = {"attn_mask", "is_causal", "scale", "enable_gqa"}
     if len(node.args) != 3 or not set(node.kwargs) <= known or node.kwargs.get("scale") is None:
         return node
+    # not the dropout itself: the caller sets it, as it does for attention that was a module before
     attention = Attention(
         scale=node.kwargs["scale"],  # type: ignore[arg-type]
         causal=bool(node.kwargs.get("is_causal")),

@@ -5,10 +5,10 @@ Each pass keeps results and gradients up to rounding, and changes nothing where 
 
     cse          sharing.py        first, so that equal values are one node
     cut          views.py          several slices of one tensor become one split
-    layer_norm   norms.py          before rms_norm, which would match the inner part of a layer norm
-    rms_norm     norms.py
+    layer_norm   fused_norms.py    before rms_norm, which would match the inner part of a layer norm
+    rms_norm     fused_norms.py
     gelu, silu   activations.py
-    attention    attention.py, attention_masks.py
+    attention    fused_attention.py, attention_masks.py
     linear       sharing.py        after attention, whose products must not become linear layers
     cse          sharing.py        again: the masks of all layers are equal by now
 """

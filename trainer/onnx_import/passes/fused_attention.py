@@ -106,7 +106,9 @@ def _attention(r: Rewriter, node: Any) -> fx.Node:
     weights, dropout = _without_dropout(r, weights)
     weights, nan_guarded = _without_nan_guard(r, weights)
     rank = r.rank(weights)
-    require(is_call(weights, F.softmax) and (has_one_user(weights) or nan_guarded) and rank in (3, 4))
+    require(is_call(weights, F.softmax) and rank in (3, 4))
+    # the guard reads the weights twice: in isnan, and to return them
+    require(has_one_user(weights) or nan_guarded)
     # softmax must be over the keys, the last dimension
     require(set(weights.kwargs) == {"dim"} and weights.kwargs["dim"] in (-1, rank - 1))
     product, masks, scale = _scores(r, weights.args[0])
@@ -120,8 +122,12 @@ def _attention(r: Rewriter, node: Any) -> fx.Node:
     mask, causal, query = _combined_mask(r, masks, query, product, nan_guarded=nan_guarded)
     # only now, because the shapes above are compared with the repeated heads
     key, value, grouped = _without_head_repeat(r, key, value)
+    # a module rather than a call: its dropout follows train() and eval()
     module = Attention(scale=scale, causal=causal, dropout=dropout, grouped=grouped)
-    return r.call_module("attention", module, *(query, key, value), *([] if mask is None else [mask]))
+    operands = [query, key, value]
+    if mask is not None:
+        operands.append(mask)
+    return r.call_module("attention", module, *operands)
 
 
 # -- around softmax
@@ -143,13 +149,10 @@ def _without_nan_guard(r: Rewriter, weights: Any) -> tuple[Any, bool]:
     condition, zero, inner = weights.args
     if is_call(condition, torch.logical_not) and has_one_user(condition):
         condition, zero, inner = condition.args[0], inner, zero
-    fits = (
-        is_call(condition, torch.isnan)
-        and has_one_user(condition)
-        and condition.args[0] is inner
-        and len(inner.users) == 2
-    )
-    require(fits and r.number(zero) == 0.0)
+    is_guard = is_call(condition, torch.isnan) and has_one_user(condition)
+    require(is_guard and condition.args[0] is inner)
+    # the two readers are isnan and where
+    require(len(inner.users) == 2 and r.number(zero) == 0.0)
     return inner, True
 
 
@@ -166,6 +169,7 @@ def _scores(r: Rewriter, value: Any) -> tuple[fx.Node, Masks, float]:
             value = _through_where_mask(r, value, masks)
         else:
             raise NoMatch
+    # a scale directly behind the product: one behind a mask would scale the mask, too
     product, scale = _unscaled(r, value, shared=False)
     require(has_one_user(product))
     return product, masks, scale
@@ -197,19 +201,21 @@ def _leads_to_product(r: Rewriter, value: Any) -> bool:
     value = _unscaled(r, value, shared=False)[0]
     if is_call(value, torch.matmul, torch.bmm):
         return has_one_user(value)
-    inner = value.args if is_call(value, torch.add) else value.args[1:] if is_call(value, torch.where) else ()
-    return has_one_user(value) and any(_leads_to_product(r, part) for part in inner)
+    if is_call(value, torch.add):
+        operands = value.args
+    elif is_call(value, torch.where):
+        operands = value.args[1:]
+    else:
+        return False
+    return has_one_user(value) and any(_leads_to_product(r, operand) for operand in operands)
 
 
 def _unscaled(r: Rewriter, value: Any, *, shared: bool = True) -> tuple[Any, float]:
     """Return (x, number) of a value that is number * x. shared: also where other nodes read the product."""
     scale = 1.0
-    while (
-        (shared or has_one_user(value))
-        and is_call(value, torch.mul, torch.div)
-        and len(value.args) == 2
-        and not value.kwargs
-    ):
+    while shared or has_one_user(value):
+        if not is_call(value, torch.mul, torch.div) or len(value.args) != 2 or value.kwargs:
+            break
         x = value.args[0]
         number = r.number(value.args[1])
         if number is None and value.target is torch.mul:
@@ -218,7 +224,11 @@ def _unscaled(r: Rewriter, value: Any, *, shared: bool = True) -> tuple[Any, flo
         # the rank differs if the number is a tensor that broadcasts x to more dimensions
         if not number or not math.isfinite(number) or r.rank(x) != r.rank(value):
             break
-        value, scale = x, scale * number if is_call(value, torch.mul) else scale / number
+        if is_call(value, torch.mul):
+            scale *= number
+        else:
+            scale /= number
+        value = x
     return value, scale
 
 
@@ -311,14 +321,14 @@ def _combined_mask(
         return None, True, query
     finite = [choice for choice in masks.chosen if math.isfinite(choice[2])]
     # what is done below for rows in which every score is masked holds for a single mask only
-    require(not finite or (len(finite) == 1 and not masks.added and len(masks.chosen) == 1))
+    if finite:
+        require(len(masks.chosen) == 1 and not masks.added)
     total: fx.Node | None = None
     # -inf in a whole row makes its softmax NaN; the fused kernel would return zeros
     may_be_empty = bool(masks.chosen) and not finite
     for condition, kept, otherwise in masks.chosen:
-        part = r.call(
-            additive_mask, condition, kept, max(otherwise, MIN_MASK_VALUE) if finite else otherwise, r.dtype(query)
-        )
+        filler = max(otherwise, MIN_MASK_VALUE) if finite else otherwise
+        part = r.call(additive_mask, condition, kept, filler, r.dtype(query))
         total = part if total is None else r.call(torch.add, total, part)
     for added in masks.added:
         total = added if total is None else r.call(torch.add, total, added)
@@ -350,7 +360,7 @@ def _is_causal(r: Rewriter, masks: Masks) -> bool:
 
 
 def additive_mask(condition: torch.Tensor, kept: bool, otherwise: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 where the condition equals `kept`, and `otherwise` elsewhere.
+    """Return 0 where the condition [..., keys] equals `kept`, and `otherwise` elsewhere.
 
     A row in which nothing is kept gets zeros if `otherwise` is finite: its weights are equal then (see
     `without_empty_rows`), while torch's kernel would return a wrong gradient for it.
@@ -363,11 +373,14 @@ def additive_mask(condition: torch.Tensor, kept: bool, otherwise: float, dtype: 
 
 
 def nan_where_empty(mask: torch.Tensor) -> torch.Tensor:
-    """Return the mask with NaN in the rows that are -inf in all columns, whose softmax is NaN."""
+    """Return the mask [..., queries, keys] with NaN in the rows that are -inf in all columns, whose softmax is NaN."""
     return mask.masked_fill((mask == -math.inf).all(-1, keepdim=True), math.nan)
 
 
 def without_empty_rows(query: torch.Tensor, condition: torch.Tensor, kept: bool) -> torch.Tensor:
-    """Return the query with zeros where no score is kept, so that all scores of the row are equal."""
+    """Return the query [..., queries, width] with zeros where no score is kept: all scores of the row are then equal.
+
+    condition: broadcasts with the scores [..., queries, keys].
+    """
     some = (condition == kept).any(-1, keepdim=True)
     return torch.where(some, query, torch.zeros_like(query[..., :1]))

@@ -60,7 +60,7 @@ def _quotients(r: Rewriter, node: Any) -> list[tuple[Any, Any, float]]:
     else:
         # a multiplication is symmetric, so either operand may be the 1 / sqrt
         pairs = [(x, _inverse_radicand(r, root)) for x, root in (node.args, node.args[::-1])]
-    found = []
+    quotients = []
     for x, sum_ in pairs:
         if not (is_call(sum_, torch.add) and has_one_user(sum_) and isinstance(x, fx.Node)):
             continue
@@ -69,14 +69,11 @@ def _quotients(r: Rewriter, node: Any) -> list[tuple[Any, Any, float]]:
         if epsilon is None:
             mean = sum_.args[1]
             epsilon = r.number(sum_.args[0])
-        if (
-            epsilon is not None
-            and is_call(mean, reduce_mean)
-            and has_one_user(mean)
-            and _square_root(r, mean.args[0]) is x
-        ):
-            found.append((x, mean, epsilon))
-    return found
+        if epsilon is None or not (is_call(mean, reduce_mean) and has_one_user(mean)):
+            continue
+        if _square_root(r, mean.args[0]) is x:
+            quotients.append((x, mean, epsilon))
+    return quotients
 
 
 def _radicand(value: Any) -> Any:
@@ -91,6 +88,7 @@ def _inverse_radicand(r: Rewriter, value: Any) -> Any:
         return None
     if is_call(value, torch.rsqrt) or (is_call(value, torch.pow) and value.args[1] == -0.5):
         return value.args[0]
+    # reciprocal(sqrt(y)) and 1 / sqrt(y) are rsqrt in two steps
     if is_call(value, torch.reciprocal):
         return _radicand(value.args[0])
     return _radicand(value.args[1]) if is_call(value, torch.div) and r.number(value.args[0]) == 1.0 else None
@@ -112,6 +110,7 @@ def _normalised_lengths(r: Rewriter, x: Any, *means: Any) -> list[int]:
     lengths = r.static(x)
     require(rank > 0 and r.dtype(x).is_floating_point)
     axes = [sorted(axis % rank for axis in mean.args[1]) for mean in means]
+    # F.layer_norm normalises the last dimensions only, and every mean must be over all of them
     first = axes[0][0] if axes[0] else rank
     require(
         all(mean.args[2] is True and these == list(range(first, rank)) for mean, these in zip(means, axes, strict=True))
@@ -125,7 +124,8 @@ def _normalised_lengths(r: Rewriter, x: Any, *means: Any) -> list[int]:
 def _with_weight(r: Rewriter, node: Any) -> fx.Node:
     """Rewrite the multiplication of a norm without weight by a weight."""
     for norm, weight in (node.args, node.args[::-1]):
-        if is_call(norm, F.layer_norm, F.rms_norm) and has_one_user(norm) and norm.args[2] is None and not norm.kwargs:
+        is_norm = is_call(norm, F.layer_norm, F.rms_norm) and has_one_user(norm)
+        if is_norm and norm.args[2] is None and not norm.kwargs:
             # (norm + bias) * weight is not norm * weight + bias
             if norm.target is F.layer_norm and norm.args[3] is not None:
                 continue
@@ -138,7 +138,8 @@ def _with_weight(r: Rewriter, node: Any) -> fx.Node:
 def _with_bias(r: Rewriter, node: Any) -> fx.Node:
     """Rewrite the addition of a bias to a layer norm without bias."""
     for norm, bias in (node.args, node.args[::-1]):
-        if is_call(norm, F.layer_norm) and has_one_user(norm) and norm.args[3] is None and not norm.kwargs:
+        is_norm = is_call(norm, F.layer_norm) and has_one_user(norm)
+        if is_norm and norm.args[3] is None and not norm.kwargs:
             _check_weight(r, norm, bias)
             x, lengths, weight, _, epsilon = norm.args
             return r.call(F.layer_norm, x, lengths, weight, bias, epsilon)

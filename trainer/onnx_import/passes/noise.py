@@ -23,10 +23,13 @@ def add_noise_input(module: ImportedGraph) -> None:
     inputs = graph.find_nodes(op="placeholder")
     with graph.inserting_after(inputs[-1]):
         keys = graph.placeholder("onward_noise")
-    probes = next((pair for node in inputs if (pair := node.meta.get("probes")) and pair[0].ndim), None)
+    # as many rows as the samples at each trial size, which the tracer notes of every other input
+    pairs = [pair for node in inputs if (pair := node.meta.get("probes"))]
+    probes = next((pair for pair in pairs if pair[0].ndim), None)
     if probes:
-        keys.meta["probes"] = tuple(torch.empty((len(each), 2), dtype=torch.int64, device="meta") for each in probes)
+        keys.meta["probes"] = tuple(torch.empty((len(rows), 2), dtype=torch.int64, device="meta") for rows in probes)
     for node in random_calls(module):
+        # whatever stood in the place of the keys is replaced; a node without `like` gets None for it
         anchor, like = (*node.args, None)[:2]
         node.args = (anchor, like, keys)
     module.input_names = (*module.input_names, NOISE)
@@ -36,5 +39,5 @@ def add_noise_input(module: ImportedGraph) -> None:
 
 def random_calls(module: ImportedGraph) -> list[fx.Node]:
     """Return the calls of random nodes in a graph."""
-    names = {name for name, each in module.named_modules() if isinstance(each, RandomNode)}
-    return [node for node in module.graph.nodes if node.op == "call_module" and str(node.target) in names]
+    names = {name for name, child in module.named_modules() if isinstance(child, RandomNode)}
+    return [node for node in module.graph.find_nodes(op="call_module") if str(node.target) in names]

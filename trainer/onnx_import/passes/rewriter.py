@@ -68,6 +68,7 @@ class Rewriter:
         return probes
 
     def _probe(self, node: fx.Node) -> tuple[Any, Any]:
+        # a stored tensor is the same at both trial sizes
         if node.op == "get_attr":
             probe = torch.empty_like(self._stored(node), device="meta", requires_grad=False)
             return probe, probe
@@ -157,6 +158,7 @@ class Rewriter:
         require(isinstance(value, fx.Node))
         if not (root or has_one_user(value)) or (product := self._product(value)) is None:
             return 1.0, [value]
+        # nested products are one product, whatever their grouping
         number, operands = product
         nodes: list[fx.Node] = []
         for operand in operands:
@@ -201,6 +203,7 @@ class Rewriter:
     def apply(self, rewrite: Rewrite, *targets: Callable[..., Any] | str) -> int:
         """Try a rewrite at every call of these functions, in the order of the graph; return how many it replaced."""
         nodes = [node for node in self.graph.nodes if is_call(node, *targets)]
+        # listed before: a rewrite erases nodes, and those that it makes are not tried again
         return sum(self._replaced(rewrite, node) for node in nodes if not node._erased)
 
     def _replaced(self, rewrite: Rewrite, node: fx.Node) -> bool:

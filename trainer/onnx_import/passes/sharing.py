@@ -37,8 +37,8 @@ def share_equal_calls(r: Rewriter) -> int:
         if first is not node:
             node.replace_all_uses_with(first)
             r.graph.erase_node(node)
-            # a read of a tensor is not a call
-            count += node.op != "get_attr"
+            if node.op != "get_attr":  # a read of a tensor is not a call
+                count += 1
     return count
 
 
@@ -66,6 +66,7 @@ def _is_pure(r: Rewriter, node: Any) -> bool:
     target: Any = node.target
     if node.op not in ("call_function", "call_method"):
         return False
+    # a method of a tensor is torch's own, whatever its name
     name = str(target) if node.op == "call_method" else target.__name__
     known = node.op == "call_method" or f"{target.__module__}.".startswith(PURE_MODULES)
     # torch's in-place functions end with an underscore
@@ -95,10 +96,13 @@ def _linear(r: Rewriter, node: Any) -> fx.Node:
         if not (is_call(product, torch.matmul) and has_one_user(product) and isinstance(bias, fx.Node)):
             continue
         x, weight = product.args
-        if r.rank(weight) != 2 or r.rank(bias) != 1 or r.rank(x) < 2 or r.static(bias)[0] is None:
+        # a linear layer reads rows x [..., rows, in], one matrix [in, out] and a bias [out]
+        if r.rank(weight) != 2 or r.rank(bias) != 1 or r.rank(x) < 2:
             continue
+        (length,) = r.static(bias)
         # an operand of one element would broadcast in the addition: it is not a bias of a linear layer
-        if r.static(bias)[0] == r.static(weight)[1] and r.dtype(bias) == r.dtype(weight) == r.dtype(x):
+        fits = length is not None and length == r.static(weight)[1]
+        if fits and r.dtype(bias) == r.dtype(weight) == r.dtype(x):
             return r.call(F.linear, x, r.call("t", weight), bias)
     raise NoMatch
 
@@ -107,6 +111,7 @@ def _without_flattening(r: Rewriter, node: Any) -> fx.Node:
     """Rewrite a linear layer whose leading dimensions are merged before it and split again after it."""
     linear = node.args[0]
     require(is_call(linear, F.linear) and has_one_user(linear))
+    # reshape(-1, k) in front and reshape(..., n) behind: F.linear takes any number of leading dimensions
     flat, *rest = linear.args
     require(is_call(flat, "reshape", "view") and r.rank(flat) == 2 and r.rank(flat.args[0]) > 2)
     x = flat.args[0]

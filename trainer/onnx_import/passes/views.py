@@ -28,35 +28,46 @@ def fuse_slices(r: Rewriter) -> int:
     for function, parts_of in ((torch.split, _slice_parts), (torch.unbind, _row_parts)):
         nodes: list[Any] = list(r.graph.nodes)
         for x in nodes:
-            for axis, length in enumerate(r.static(x) if not x._erased and r.rank(x) > 0 else []):
-                parts = [] if length is None else sorted(parts_of(x, axis, length), key=lambda part: part[0])
-                count += _cover_dimension(parts, length) and _split_once(r, x, axis, function, parts)
+            # erased with a part of an earlier split
+            if x._erased or r.rank(x) <= 0:
+                continue
+            for axis, length in enumerate(r.static(x)):
+                if length is None:
+                    continue
+                parts = sorted(parts_of(x, axis, length), key=lambda part: part[0])
+                if _cover_dimension(parts, length) and _split_once(r, x, axis, function, parts):
+                    count += 1
     return count
 
 
 def _slice_parts(x: fx.Node, axis: int, length: int) -> Parts:
     """Return the parts that are slices of step 1."""
-    users: list[Any] = [user for user in x.users if is_call(user, strided) and user.args[1] == axis]
-    if any(not isinstance(n, int) for user in users for n in user.args[2:]) or any(user.args[4] != 1 for user in users):
-        return []
-    return [(*slice(user.args[2], user.args[3]).indices(length)[:2], user) for user in users]
+    slices: list[Any] = [user for user in x.users if is_call(user, strided)]
+    parts = []
+    for user in slices:
+        _, user_axis, start, end, step = user.args
+        if user_axis != axis:
+            continue
+        # one slice with a dynamic bound or a step leaves elements that no part would cover
+        if not (isinstance(start, int) and isinstance(end, int)) or step != 1:
+            return []
+        parts.append((*slice(start, end).indices(length)[:2], user))
+    return parts
 
 
 def _row_parts(x: fx.Node, axis: int, length: int) -> Parts:
     """Return the parts without the dimension: selected, or split into length 1 and squeezed."""
     users: list[Any] = list(x.users)
-    selected = [user for user in users if is_call(user, torch.select) and user.args[1] == axis]
+    selects = [user for user in users if is_call(user, torch.select)]
+    selected = [user for user in selects if user.args[1] == axis]
     if selected:
-        places = [user.args[2] % length for user in selected if isinstance(user.args[2], int)]
-        return (
-            [(i, i + 1, user) for i, user in zip(places, selected, strict=False)]
-            if len(places) == len(selected)
-            else []
-        )
-    cut: list[Any] = [
-        user for user in users if is_call(user, torch.split) and list(user.args[1:]) == [[1] * length, axis]
-    ]
-    pieces: list[Any] = [piece for split in cut[:1] for piece in split.users]
+        if not all(isinstance(user.args[2], int) for user in selected):
+            return []
+        places = [user.args[2] % length for user in selected]
+        return [(place, place + 1, user) for place, user in zip(places, selected, strict=True)]
+    splits = [user for user in users if is_call(user, torch.split)]
+    single: list[Any] = [split for split in splits if list(split.args[1:]) == [[1] * length, axis]]
+    pieces: list[Any] = [piece for split in single[:1] for piece in split.users]
     squeezed: list[Any] = [next(iter(piece.users)) for piece in pieces if len(piece.users) == 1]
     if len(squeezed) != len(pieces) or not all(is_call(node, torch.squeeze) for node in squeezed):
         return []
@@ -65,10 +76,12 @@ def _row_parts(x: fx.Node, axis: int, length: int) -> Parts:
     return [(piece.args[1], piece.args[1] + 1, node) for piece, node in zip(pieces, squeezed, strict=True)]
 
 
-def _cover_dimension(parts: Parts, length: int | None) -> bool:
+def _cover_dimension(parts: Parts, length: int) -> bool:
     """Return whether two or more parts cover the dimension without overlap."""
+    # sorted by their starts: each begins where the one before ends
     ends = [0, *(end for _, end, _ in parts)]
-    return len(parts) > 1 and [start for start, _, _ in parts] == ends[:-1] and ends[-1] == length
+    starts = [start for start, _, _ in parts]
+    return len(parts) > 1 and starts == ends[:-1] and ends[-1] == length
 
 
 def _split_once(r: Rewriter, x: fx.Node, axis: int, function: Any, parts: Parts) -> bool:
@@ -80,6 +93,7 @@ def _split_once(r: Rewriter, x: fx.Node, axis: int, function: Any, parts: Parts)
     with r.graph.inserting_after(_insertion_point(r, x)):
         all_parts = r.graph.call_function(function, (x, *how))
     for i, (_, _, part) in enumerate(parts):
+        # in the place of the part, so that it precedes the readers of the part
         with r.graph.inserting_before(part):
             new = r.graph.call_function(operator.getitem, (all_parts, i))
         new.meta.update(part.meta)

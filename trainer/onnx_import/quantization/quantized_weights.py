@@ -69,20 +69,27 @@ class QuantizedWeight:
         return limits.min, limits.max
 
     def dequantized(self) -> torch.Tensor:
-        """Return scale (q - zero), in fp32."""
+        """Return scale (q - zero), in fp32 and in the shape of the integers."""
         return dequantize(self.integers, self.scale, self.zero, self.layout)
 
     def quantized(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the integers nearest to weight / scale + zero; those of the file where the weight has not changed."""
+        """Return the integers nearest to weight / scale + zero; those of the file where the weight has not changed.
+
+        weight: of the shape of the integers.
+        """
         before = self.dequantized()
         weight = weight.detach().cpu()
         # fp32 represents integers up to 2^24
         wide = torch.float64 if self.integers.dtype == torch.int32 else self.scale.dtype
-        found = quantized_values(weight.to(wide), self.scale.to(wide), self.zero, self.layout, self.bounds)
-        return torch.where(weight == before, self.integers.long(), found.long()).to(self.integers.dtype)
+        # the same function as in training, so that the file holds what the module computed with
+        nearest = quantized_values(weight.to(wide), self.scale.to(wide), self.zero, self.layout, self.bounds)
+        return torch.where(weight == before, self.integers.long(), nearest.long()).to(self.integers.dtype)
 
     def steps_from(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return how far the integers are from a weight in units of the scale, in fp64; none beyond their range."""
+        """Return how far the integers are from a weight in units of the scale, in fp64; none beyond their range.
+
+        Weight and result have the shape of the integers.
+        """
         zero = 0.0 if self.zero is None else broadcast_scale(self.zero, weight, self.layout).double()
         exact = weight.detach().cpu().double() / broadcast_scale(self.scale, weight, self.layout).double() + zero
         return (exact.clamp(*self.bounds) - self.integers.double()).abs()
@@ -114,15 +121,16 @@ def quantized_weights(graph: onnx.GraphProto, stored: Mapping[str, torch.Tensor]
             else:
                 yield _use(node, position, weight, stored, moved=axes != whole(weight))
 
-    found = {}
+    weights = {}
     for name, tensor in stored.items():
         if _is_integer(tensor) and tensor.numel():
+            # one way alone: nodes that disagree on the scale, or read the integers themselves, leave no float to train
             ways = set(uses(name, tensor, whole(tensor)))
             if len(ways) == 1 and (use := ways.pop()) is not None and _can_scale(use, stored):
-                found[name] = _weight(tensor, use, stored)
+                weights[name] = _weight(tensor, use, stored)
     return {
         name: replace(weight, only_scales=frozenset(filter(scaled.only_scales, weight.parameters)))
-        for name, weight in found.items()
+        for name, weight in weights.items()
     }
 
 
@@ -130,9 +138,13 @@ def roles_of_quantized(found: Mapping[str, Role], quantized: Mapping[str, Quanti
     """Return the roles, in which integers whose scale is trained itself (by model.train) are frozen."""
 
     def role_of(name: str, role: Role) -> Role:
-        own = quantized[name].parameters if name in quantized and role.kind == "trained" else ()
-        trained = next((each for each in own if each in found and found[each].kind == "trained"), None)
-        return role if trained is None else Role("frozen", f"stored as integers, whose scale {trained} is trained")
+        if name not in quantized or role.kind != "trained":
+            return role
+        # integers are rounded with a scale that does not change
+        for scale in quantized[name].parameters:
+            if scale in found and found[scale].kind == "trained":
+                return Role("frozen", f"stored as integers, whose scale {scale} is trained")
+        return role
 
     return {name: role_of(name, role) for name, role in found.items()}
 
@@ -161,14 +173,15 @@ def stored_as_integers(
     integers = {name for name in integer_names(graph) & weights.keys() if weights[name].is_floating_point()}
     if not integers:
         return dict(weights)
+    # scales may have been trained or recalibrated: the integers are rounded with the new ones
     others = {name: weight.detach().cpu() for name, weight in weights.items() if name not in integers}
-    found = quantized_weights(graph, stored_tensors(graph, base) | others)
-    if lost := sorted(integers - found.keys()):
+    quantized = quantized_weights(graph, stored_tensors(graph, base) | others)
+    if lost := sorted(integers - quantized.keys()):
         raise ConfigError(
             f"{lost[0]!r} is stored as integers that nodes outside of the trained part read with another scale: it "
             f"cannot be written back; freeze it with model.freeze = [{lost[0]!r}]"
         )
-    return {name: found[name].quantized(w) if name in integers else w for name, w in weights.items()}
+    return {name: quantized[name].quantized(w) if name in integers else w for name, w in weights.items()}
 
 
 def integer_names(graph: onnx.GraphProto) -> set[str]:
@@ -187,31 +200,39 @@ def _use(
     node: onnx.NodeProto, position: int, weight: torch.Tensor, stored: Mapping[str, torch.Tensor], *, moved: bool
 ) -> Use | None:
     """Return how an operand is dequantized; None if it is no weight, or if its scale is computed in the graph."""
+    # absent optional operands at the end are empty names, so that every position can be read
     operands = [*node.input, *[""] * 9]
-    found = next((use for at, use in _weights_of(node, weight.ndim, operands) if at == position), None)
-    if found is None or (found.zero and found.zero not in stored):
+    operand_use = next((use for at, use in _weights_of(node, weight.ndim, operands) if at == position), None)
+    if operand_use is None or (operand_use.zero and operand_use.zero not in stored):
         return None
-    if not _can_scale(found, stored):
+    if not _can_scale(operand_use, stored):
         return None
-    scales = [stored[name] for name in found.scales]
+    scales = [stored[name] for name in operand_use.scales]
+    # a single number belongs to no axis, wherever the axes of the weight are by then
     if all(scale.numel() == 1 for scale in scales):
-        return replace(found, axis=0, block=0)
-    if moved or found.block:
-        return None if moved else found
+        return replace(operand_use, axis=0, block=0)
+    if moved or operand_use.block:
+        return None if moved else operand_use
     # matrices of scales (one for each row of each product of a batch) have no axis
-    fits = found.axis < weight.ndim and all(s.numel() == 1 or s.shape == (weight.shape[found.axis],) for s in scales)
-    return found if fits else None
+    if operand_use.axis >= weight.ndim:
+        return None
+    length = weight.shape[operand_use.axis]
+    fits = all(scale.numel() == 1 or scale.shape == (length,) for scale in scales)
+    return operand_use if fits else None
 
 
 def _can_scale(use: Use, stored: Mapping[str, torch.Tensor]) -> bool:
     """Return whether the scales are stored in fp32 and are nowhere 0, as some tools give channels that are all zero."""
-    scales = [stored[name] for name in use.scales if name in stored]
-    fp32 = [scale for scale in scales if scale.dtype == torch.float32 and bool(scale.all())]
-    return len(fp32) == len(use.scales)
+    for name in use.scales:
+        scale = stored.get(name)
+        if scale is None or scale.dtype != torch.float32 or not bool(scale.all()):
+            return False
+    return True
 
 
 def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tuple[int, Use]]:
     """Yield (position, how it is dequantized) of the operands of a node that may be weights. ndim: of the weight."""
+    # operands in the order of ONNX and of onnxruntime: each weight with its own scale and zero point
     attributes = attributes_of(node)
     operator = node.op_type
     if operator == "DequantizeLinear":
@@ -220,6 +241,7 @@ def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tu
         yield 0, Use((name[1],), name[2], axis, attributes.get("block_size", 0))
     elif operator == "QLinearConv":
         yield 3, Use((name[4],), name[5], 0)
+        # the bias counts in units of the scales of input and weight, with the zero point 0
         yield 8, Use((name[1], name[4]), "", 0)
     elif operator == "QLinearMatMul":
         yield 0, Use((name[1],), name[2], max(ndim - 2, 0))

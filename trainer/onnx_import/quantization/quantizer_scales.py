@@ -87,6 +87,7 @@ class Quantizer:
     @property
     def initial_range(self) -> Tensor:
         """Return the least and the greatest value that the file's scale represents, [2]."""
+        # the inverse of `observed`, so that a range that nothing has moved gives the scale of the file
         ends = torch.tensor(self.bounds, dtype=torch.float32) - self.initial_zero.reshape(())
         return ends * self.initial.reshape(())
 
@@ -104,31 +105,38 @@ class Quantizer:
         if self.kind == "weight":
             assert self.greatest is not None
             return weight_scale(tensors[self.weight].detach(), self.initial, self.greatest, self.layout), zero
-        found = observed(tensors[self.state], self.initial_range, self.initial, zero, self.bounds, self.moves_zero)
-        return found[0].reshape(self.initial.shape), found[1].reshape(zero.shape)
+        scale_and_zero = observed(
+            tensors[self.state], self.initial_range, self.initial, zero, self.bounds, self.moves_zero
+        )
+        return scale_and_zero[0].reshape(self.initial.shape), scale_and_zero[1].reshape(zero.shape)
 
 
 # -- the arithmetic, in fp32
 
 
 def trained_scale(p: Tensor, initial: Tensor, gradient_factor: float = 1.0) -> Tensor:
-    """Return initial exp(p), with the gradient of p multiplied by a factor."""
+    """Return initial exp(p), with the gradient of p multiplied by a factor: all of the shape of the scale."""
     if p.requires_grad and gradient_factor != 1.0:
+        # the value of p stays, since both terms add up to it; the detached one passes no gradient
         p = p * gradient_factor + (p * (1.0 - gradient_factor)).detach()
     return initial * torch.exp(p)
 
 
 def weight_scale(weight: Tensor, initial: Tensor, greatest: Tensor, layout: ScaleLayout) -> Tensor:
-    """Return the scale of the file times the growth of the greatest absolute value that shares it; no gradient."""
+    """Return the scale of the file times the growth of the greatest absolute value that shares it; no gradient.
+
+    initial, greatest and the result: of the shape of the scale.
+    """
+    # relative to the file, whose exporter may have chosen another scale than max|w| / 127
     now = greatest_values(weight.detach(), layout, initial.numel()).reshape(initial.shape)
     growth = now / torch.where(greatest > 0, greatest, 1.0)
     # a channel that was all zero had no scale of its own
-    found = torch.where(greatest > 0, initial * growth, torch.maximum(initial, now / 127.0))
-    return found.clamp(min=LEAST_SCALE).where(growth != 1.0, initial)
+    grown = torch.where(greatest > 0, initial * growth, torch.maximum(initial, now / 127.0))
+    return grown.clamp(min=LEAST_SCALE).where(growth != 1.0, initial)
 
 
 def greatest_values(weight: Tensor, layout: ScaleLayout, count: int) -> Tensor:
-    """Return the greatest absolute value for each of `count` scales: one, or one for each index of an axis."""
+    """Return the greatest absolute value for each of `count` scales: a scalar, or [count] along an axis."""
     if count == 1:
         return weight.abs().amax()
     return weight.abs().transpose(0, layout[0]).flatten(1).amax(1) if weight.ndim > 1 else weight.abs()
@@ -137,35 +145,39 @@ def greatest_values(weight: Tensor, layout: ScaleLayout, count: int) -> Tensor:
 def product_scale(
     first: Tensor, second: Tensor, initial: Tensor, first_before: Tensor, second_before: Tensor
 ) -> Tensor:
-    """Return the product of two scales; that of the file where they are those of the file."""
-    found = (first.reshape(()) * second).expand(initial.shape)
+    """Return the product of two scales in the shape of `initial`; that of the file where they are those of the file.
+
+    first: of one element, the scale of the input; second: of one or of as many as `initial`, that of the weight.
+    """
+    product = (first.reshape(()) * second).expand(initial.shape)
     same = (first.reshape(()) == first_before.reshape(())) & (second == second_before)
-    return torch.where(same.expand(initial.shape), initial, found)
+    return torch.where(same.expand(initial.shape), initial, product)
 
 
 def observed(
     limits: Tensor, before: Tensor, scale: Tensor, zero: Tensor, bounds: tuple[int, int], moves_zero: bool
 ) -> Tensor:
     """Return (scale, zero point) of a range [2], as fp32 [2]; those of the file where the range is that of the file."""
+    # 0 belongs to every range, so that an integer stands for it exactly
     least = limits[0].clamp(max=0.0)
     greatest = limits[1].clamp(min=0.0)
     low, high = bounds
     first = zero.reshape(())
     if moves_zero:
-        found = ((greatest - least) / (high - low)).clamp(min=LEAST_SCALE)
-        middle = torch.round(low - least / found).clamp(low, high)
+        new_scale = ((greatest - least) / (high - low)).clamp(min=LEAST_SCALE)
+        middle = torch.round(low - least / new_scale).clamp(low, high)
     else:
         # an end that the zero point leaves no integers for cannot be represented at any scale
         above = greatest / torch.where(high > first, high - first, torch.inf)
         below = -least / torch.where(first > low, first - low, torch.inf)
-        found = torch.maximum(above, below).clamp(min=LEAST_SCALE)
+        new_scale = torch.maximum(above, below).clamp(min=LEAST_SCALE)
         middle = first
     same = (limits == before).all()
-    return torch.stack([torch.where(same, scale.reshape(()), found), torch.where(same, first, middle)])
+    return torch.stack([torch.where(same, scale.reshape(()), new_scale), torch.where(same, first, middle)])
 
 
 def as_zero_point(found: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the zero point of `observed` in its integer type."""
+    """Return the zero point of `observed`, [2] -> a scalar in its integer type."""
     return found[1].to(dtype)
 
 
@@ -185,6 +197,7 @@ class RangeObserver(nn.Module):
             return limits.clone()
         with torch.no_grad():
             least, greatest = torch.aminmax(x.detach())
+            # in training those of the micro-batch itself, so that nothing of it is clamped
             now = torch.stack([least, greatest]).to(limits.dtype)
             limits.lerp_(now, self.momentum)
         return now
@@ -202,28 +215,30 @@ class FollowScales:
         self.tracer = tracer
         self.names: dict[str, str] = {}
         """Path of a state in the module -> its name in checkpoints."""
-        self._waiting = {each.scale: each for each in quantizers if each.kind != "weight"}
-        self._states = {each.state: self._add(each) for each in quantizers if each.state}
-        self._weights = [each for each in quantizers if each.kind == "weight"]
+        self._waiting = {quantizer.scale: quantizer for quantizer in quantizers if quantizer.kind != "weight"}
+        self._states = {quantizer.state: self._add(quantizer) for quantizer in quantizers if quantizer.state}
+        self._weights = [quantizer for quantizer in quantizers if quantizer.kind == "weight"]
         self._integers = integers
 
-    def _add(self, each: Quantizer) -> Traced:
-        if each.mode == "train":
-            traced = self.tracer.tensor(each.state, nn.Parameter(torch.zeros_like(each.initial)))
+    def _add(self, quantizer: Quantizer) -> Traced:
+        if quantizer.mode == "train":
+            traced = self.tracer.tensor(quantizer.state, nn.Parameter(torch.zeros_like(quantizer.initial)))
         else:
-            traced = self.tracer.tensor(each.state, each.initial_range)
-        self.names[str(traced.node.target)] = each.state
+            traced = self.tracer.tensor(quantizer.state, quantizer.initial_range)
+        self.names[str(traced.node.target)] = quantizer.state
         return traced
 
     def before_all(self, values: dict[str, Value]) -> None:
         """Set the scales of weights, which depend on nothing else; `values` has the weights as floats."""
-        for each in self._weights:
-            weight = values[each.weight]
-            if each.mode == "train":
-                values[each.scale] = self._trained(each, math.prod(weight.probes[0].shape) // each.initial.numel())
+        for quantizer in self._weights:
+            weight = values[quantizer.weight]
+            if quantizer.mode == "train":
+                scale = self._trained(quantizer, math.prod(weight.probes[0].shape) // quantizer.initial.numel())
             else:
-                values[each.scale] = self.tracer.call(weight_scale, weight, each.initial, each.greatest, each.layout)
-            self._quantize(each.weight, values, each.scale)
+                in_file = (quantizer.initial, quantizer.greatest, quantizer.layout)
+                scale = self.tracer.call(weight_scale, weight, *in_file)
+            values[quantizer.scale] = scale
+            self._quantize(quantizer.weight, values, quantizer.scale)
 
     def _quantize(self, name: str, values: dict[str, Value], scale: str) -> None:
         """Replace the float of a weight that the file stores as integers by these, at the scale of now."""
@@ -234,37 +249,41 @@ class FollowScales:
         """Set the scale and the zero point that a QuantizeLinear or DequantizeLinear reads, before its first reader."""
         if node.op_type not in QDQ or len(node.input) < 2 or node.input[1] not in self._waiting:
             return
-        each = self._waiting.pop(node.input[1])
+        quantizer = self._waiting.pop(node.input[1])
         x = values[node.input[0]]
-        if each.kind == "bias":
-            pair = [values[name] for name in each.reads]
-            values[each.scale] = self.tracer.call(product_scale, *pair, each.initial, *each.factors)
-            self._quantize(node.input[0], values, each.scale)
-        elif each.mode == "train":
+        if quantizer.kind == "bias":
+            pair = [values[name] for name in quantizer.reads]
+            values[quantizer.scale] = self.tracer.call(product_scale, *pair, quantizer.initial, *quantizer.factors)
+            self._quantize(node.input[0], values, quantizer.scale)
+        elif quantizer.mode == "train":
+            # the elements of one sample: dynamic lengths, such as the batch, do not count
             fixed = [a for a, b in zip(x.probes[0].shape, x.probes[1].shape, strict=True) if a == b]
-            values[each.scale] = self._trained(each, math.prod(fixed))
+            values[quantizer.scale] = self._trained(quantizer, math.prod(fixed))
         else:
-            limits = self.tracer.call_module(f"{each.scale}_observer".replace(".", "_").replace("/", "_"),
-                                             RangeObserver(), x, self._states[each.state])  # fmt: skip
-            found = self.tracer.call(observed, limits, each.initial_range, each.initial, each.initial_zero,
-                                     each.bounds, each.moves_zero)  # fmt: skip
-            values[each.scale] = self.tracer.call("select", found, 0, 0)
-            if each.moves_zero:
-                dtype = values[each.zero].dtype
-                values[each.zero] = self.tracer.call(as_zero_point, found, dtype)
+            name = f"{quantizer.scale}_observer".replace(".", "_").replace("/", "_")
+            limits = self.tracer.call_module(name, RangeObserver(), x, self._states[quantizer.state])
+            in_file = (quantizer.initial_range, quantizer.initial, quantizer.initial_zero, quantizer.bounds)
+            scale_and_zero = self.tracer.call(observed, limits, *in_file, quantizer.moves_zero)
+            values[quantizer.scale] = self.tracer.call("select", scale_and_zero, 0, 0)
+            if quantizer.moves_zero:
+                dtype = values[quantizer.zero].dtype
+                values[quantizer.zero] = self.tracer.call(as_zero_point, scale_and_zero, dtype)
 
-    def _trained(self, each: Quantizer, count: int) -> Value:
-        factor = 1.0 / math.sqrt(max(count, 1) * max(each.bounds[1], 1))
-        return self.tracer.call(trained_scale, self._states[each.state], each.initial, factor)
+    def _trained(self, quantizer: Quantizer, count: int) -> Value:
+        # the factor of Esser et al., by which the updates of scales and weights have a similar size
+        factor = 1.0 / math.sqrt(max(count, 1) * max(quantizer.bounds[1], 1))
+        return self.tracer.call(trained_scale, self._states[quantizer.state], quantizer.initial, factor)
 
 
 def biases_last(model: onnx.ModelProto, quantizers: Sequence[Quantizer]) -> onnx.ModelProto:
     """Return the model with the nodes that dequantize biases before their first readers: after what they follow."""
-    scales = {each.scale for each in quantizers if each.kind == "bias"}
-    moved = {n.output[0]: n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[1] in scales}
+    scales = {quantizer.scale for quantizer in quantizers if quantizer.kind == "bias"}
+    dequantizing = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    moved = {node.output[0]: node for node in dequantizing if node.input[1] in scales}
     if not moved:
         return model
     result = onnx.ModelProto()
+    # each is put before its first reader, of which there is at least one (quantizer_search.py)
     waiting = dict(moved)
     result.CopyFrom(model)
     del result.graph.node[:]
@@ -277,15 +296,15 @@ def biases_last(model: onnx.ModelProto, quantizers: Sequence[Quantizer]) -> onnx
 
 def final_scales(quantizers: tuple[Quantizer, ...], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the scales and zero points for the file, by initializer name. tensors: what the module stores, by name."""
-    found: dict[str, Tensor] = {}
-    for each in sorted(quantizers, key=lambda each: each.kind == "bias"):
-        if each.state and each.state not in tensors:
+    final: dict[str, Tensor] = {}
+    for quantizer in sorted(quantizers, key=lambda quantizer: quantizer.kind == "bias"):
+        if quantizer.state and quantizer.state not in tensors:
             continue  # nothing reads what it quantizes
-        scale, zero = each.final({**tensors, **found})
-        found[each.scale] = scale.detach()
-        if each.moves_zero:
-            found[each.zero] = zero.to(next(t for t in INTEGER_TYPES if each.bounds == integer_bounds(t)))
-    return found
+        scale, zero = quantizer.final({**tensors, **final})
+        final[quantizer.scale] = scale.detach()
+        if quantizer.moves_zero:
+            final[quantizer.zero] = zero.to(next(t for t in INTEGER_TYPES if quantizer.bounds == integer_bounds(t)))
+    return final
 
 
 def integer_bounds(dtype: torch.dtype) -> tuple[int, int]:

@@ -54,18 +54,20 @@ def find_quantizers(
     """
     if mode == "frozen":
         return ()
-    found, frozen = _Search(graph, stored, floats, mode).run()
+    quantizers, frozen = _Search(graph, stored, floats, mode).run()
     for name in scales_of(quantized):
         of = [weight for weight, each in quantized.items() if each.scale_name == name]
+        # a name without integers is a zero point, which stays
         multiplied = _of_multiplied(name, {weight: quantized[weight] for weight in of}, stored, mode) if of else None
         if isinstance(multiplied, Quantizer):
-            found = (*found, multiplied)
+            quantizers = (*quantizers, multiplied)
         elif multiplied:
             frozen[name] = multiplied
+    # one line for each reason, since files have hundreds of scales
     for why in dict.fromkeys(frozen.values()):
         names = [name for name, reason in frozen.items() if reason == why]
         log.info("%d scales of quantization stay as they are, such as %s: %s", len(names), names[0], why)
-    return found
+    return quantizers
 
 
 def _of_multiplied(
@@ -104,19 +106,20 @@ class _Search:
             for position, name in enumerate(node.input):
                 self.readers.setdefault(name, []).append((node, position))
         self.unknown = {value.name for value in graph.output}
-        self.unknown.update(
-            name for body in inner_graphs(graph.node) for node in body.node for name in names_read(node)
-        )
+        for body in inner_graphs(graph.node):
+            for node in body.node:
+                self.unknown.update(names_read(node))
 
     def run(self) -> tuple[tuple[Quantizer, ...], dict[str, str]]:
         """Return the quantizers, and why the other scales stay as they are, by name."""
-        names = {node.input[1]: None for node in self.nodes if node.op_type in QDQ and len(node.input) > 1}
-        found = {name: self._quantizer(name) for name in names if name in self.stored}
-        plain = {name: each for name, each in found.items() if isinstance(each, Quantizer)}
-        biases = {name: self._bias(name, plain) for name, each in found.items() if each == "bias"}
-        found |= biases
-        quantizers = tuple(each for each in found.values() if isinstance(each, Quantizer))
-        return quantizers, {name: why for name, why in found.items() if isinstance(why, str)}
+        quantizing = [node for node in self.nodes if node.op_type in QDQ]
+        names = dict.fromkeys(node.input[1] for node in quantizing if len(node.input) > 1)
+        results = {name: self._quantizer(name) for name in names if name in self.stored}
+        # biases last: their scales are products of those of an input and a weight, which have to follow
+        plain = {name: result for name, result in results.items() if isinstance(result, Quantizer)}
+        results |= {name: self._bias(name, plain) for name, result in results.items() if result == "bias"}
+        quantizers = tuple(result for result in results.values() if isinstance(result, Quantizer))
+        return quantizers, {name: why for name, why in results.items() if isinstance(why, str)}
 
     def _quantizer(self, name: str) -> Quantizer | str:
         """Return how a scale follows, "bias" for that of an int32 bias, or why it does not follow."""
@@ -124,13 +127,16 @@ class _Search:
         readers = self.readers[name]
         if scale.dtype != torch.float32 or not scale.numel() or not bool((scale > 0).all() & scale.isfinite().all()):
             return NOT_POSITIVE
-        if name in self.unknown or any(node.op_type not in QDQ or position != 1 for node, position in readers):
+        read_as_scale = all(node.op_type in QDQ and position == 1 for node, position in readers)
+        if name in self.unknown or not read_as_scale:
             return "other operators than QuantizeLinear and DequantizeLinear read it"
         nodes = [node for node, _ in readers]
         zeros = {node.input[2] if len(node.input) > 2 else "" for node in nodes}
-        if len(zeros) > 1 or not all(zero == "" or zero in self.stored for zero in zeros):
+        computed = zeros - self.stored.keys() - {""}
+        if len(zeros) > 1 or computed:
             return "its nodes have several zero points, or a computed one"
         zero = zeros.pop()
+        # a scale that a stored tensor is read with belongs to that tensor, else to what the graph computes
         weights = {node.input[0] for node in nodes if node.input[0] in self.stored}
         dtype = self._type(zero, nodes, weights)
         if weights and all(self.stored[weight].dtype == torch.int32 for weight in weights):
@@ -148,8 +154,11 @@ class _Search:
         if zero:
             return self.stored[zero].dtype
         integers = [self.stored[weight].dtype for weight in weights if not self.stored[weight].is_floating_point()]
+        if integers:
+            return integers[0]
+        # uint8 is ONNX's default; with `output_dtype` the nodes have no integers that are known here
         plain = all(not attributes_of(node).get("output_dtype", 0) for node in nodes)
-        return integers[0] if integers else torch.uint8 if plain else torch.float32
+        return torch.uint8 if plain else torch.float32
 
     def _of_weight(
         self, name: str, weights: set[str], nodes: list[onnx.NodeProto], common: dict[str, Any]
@@ -157,15 +166,18 @@ class _Search:
         if len(weights) > 1:
             return f"it is that of {len(weights)} stored tensors"
         weight = weights.pop()
-        others = [node for node in nodes if node.input[0] != weight and self._source(node.input[0]) != weight]
+        # QuantizeLinear reads the weight itself, DequantizeLinear often what QuantizeLinear made of it
+        computed = [node.input[0] for node in nodes if node.input[0] != weight]
+        others = [value for value in computed if self._source(value) != weight]
         if others or weight not in self.floats or not self.floats[weight].is_floating_point():
             return "it is that of a weight and of a computed value"
         ndim = self.floats[weight].ndim
         attributes = [attributes_of(node) for node in nodes]
-        axes = {each.get("axis", 1) for each in attributes}
-        if len(axes) > 1 or any(each.get("block_size", 0) for each in attributes):
+        axes = {values.get("axis", 1) for values in attributes}
+        if len(axes) > 1 or any(values.get("block_size", 0) for values in attributes):
             return "it is that of blocks, or of several axes"
         axis = axes.pop()
+        # for a single scale the axis has no meaning, and may be outside of the tensor
         layout = (axis % ndim if ndim and -ndim <= axis < ndim else 0, 0)
         count = self.stored[name].numel()
         value = self.floats[weight]
@@ -193,7 +205,8 @@ class _Search:
         shared = any(node.input[1] != name for node, _ in self.readers.get(zero, ()))
         symmetric = first.dtype in (torch.int8, torch.int16) and not first.any()
         cuts = float(first) == common["bounds"][0]
-        moves = bool(zero) and not (shared or symmetric or cuts) and self.mode == "recalibrate"
+        stays = shared or symmetric or cuts
+        moves = bool(zero) and not stays and self.mode == "recalibrate"
         state = f"{name}{LOG_FACTOR if self.mode == 'train' else RANGE}"
         return Quantizer(kind="activation", state=state, moves_zero=moves, layout=(0, 0), **common)
 
@@ -213,21 +226,23 @@ class _Search:
     def _bias(self, name: str, plain: Mapping[str, Quantizer]) -> Quantizer | str:
         """Return how the scale of an int32 bias follows those of the product it is added to."""
         scale = self.stored[name]
-        found = set[tuple[str, str]]()
+        pairs = set[tuple[str, str]]()
         for node, _ in self.readers[name]:
             for reader, position in self.readers.get(node.output[0], ()):
+                # operand 2 of Conv and Gemm is the bias, operands 0 and 1 are input and weight
                 pair = self._scales_of(reader) if position == 2 else ("", "")
                 if not set(pair) & plain.keys():
                     return "neither that of its input nor that of its weight follows"
-                first, second = (self.stored.get(each, torch.zeros(())) for each in pair)
+                first, second = (self.stored.get(scale_name, torch.zeros(())) for scale_name in pair)
                 if first.numel() != 1 or second.numel() not in (1, scale.numel()):
                     return "it is not the product of the scales of input and weight"
+                # some tools round the product; any other number would not follow the two
                 if not torch.allclose(first.reshape(()) * second.reshape(-1), scale.reshape(-1), rtol=1e-4, atol=0):
                     return "it is not the product of the scales of input and weight"
-                found.add(pair)
-        if len(found) != 1 or len({node.input[0] for node, _ in self.readers[name]}) != 1:
+                pairs.add(pair)
+        if len(pairs) != 1 or len({node.input[0] for node, _ in self.readers[name]}) != 1:
             return "it is that of several products, or of none"
-        pair = found.pop()
+        pair = pairs.pop()
         zero = next((node.input[2] for node, _ in self.readers[name] if len(node.input) > 2), "")
         first_zero = self.stored[zero].float() if zero in self.stored else torch.zeros(())
         return Quantizer(

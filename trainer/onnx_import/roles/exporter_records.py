@@ -84,7 +84,8 @@ def read_records(model: onnx.ModelProto, inner: Sequence[InnerTensor] = ()) -> E
     inner: what was lifted into a lifted model (inner_tensors.py); Constant nodes stay what they were.
     """
     graph = model.graph
-    own_names_inside = {tensor.name: tensor.own_name for tensor in inner if tensor.may_train and tensor.is_constant}
+    trainable = [tensor for tensor in inner if tensor.may_train]
+    own_names_inside = {tensor.name: tensor.own_name for tensor in trainable if tensor.is_constant}
     constant_nodes = [node.output[0] for node in graph.node if node.op_type == "Constant"]
     constant_nodes += own_names_inside
     stored = dict.fromkeys([*(tensor.name for tensor in graph.initializer), *constant_nodes])
@@ -93,6 +94,7 @@ def read_records(model: onnx.ModelProto, inner: Sequence[InnerTensor] = ()) -> E
     for name, written in of_values.items():
         if kind := TORCH_KINDS.get(written.get(INPUT_KIND, "")):
             weights[name] = kind
+    # kinds that are written come first; what names alone show is added below
     kinds = {name: weights[name] for name in stored if name in weights}
     folded = {}
     for name in stored:
@@ -110,18 +112,21 @@ def read_records(model: onnx.ModelProto, inner: Sequence[InnerTensor] = ()) -> E
         made_up = [n for n in constant_nodes if TORCHSCRIPT_CONSTANT.fullmatch(own_names_inside.get(n, n))]
         kinds |= dict.fromkeys(made_up, "constant")
     if model.producer_name == TENSORFLOW:
-        kinds |= {name: "constant" for name in stored if TF_CONSTANT.fullmatch(name) and name not in variables}
+        others = [name for name in stored if name not in variables]
+        kinds |= {name: "constant" for name in others if TF_CONSTANT.fullmatch(name)}
     if model.producer_name == "skl2onnx":
-        kinds |= {name: kind for pattern, kind in SKLEARN_KINDS for name in stored if pattern.fullmatch(name)}
+        for pattern, kind in SKLEARN_KINDS:
+            kinds |= {name: kind for name in stored if pattern.fullmatch(name)}
     readers = _modules_of_readers(graph, stored)
     # when BatchNormalization is folded into a convolution, the new bias has no record, but the convolution is in the
     # module of the BatchNormalization: computed from buffers alone if that module has nothing else
     own_kinds: dict[str, set[str]] = {}
     for name, kind in weights.items():
         own_kinds.setdefault(name.rpartition(".")[0], set()).add(kind)
-    unknown = [name for name in stored if name not in kinds and name in readers]
+    unknown = [name for name in readers if name not in kinds]
     kinds |= {name: "buffer" for name in unknown if own_kinds.get(readers[name]) == {"buffer"}}
     originals = _originals(folded, weights)
+    # a folded tensor belongs to the module of the weight that it was computed from
     own_names = {name: originals.get(name, name) for name in stored}
     owners = {name: own.rpartition(".")[0] for name, own in own_names.items() if own in weights}
     return ExporterRecords(
@@ -140,12 +145,17 @@ def _variables(model: onnx.ModelProto, stored: Iterable[str], constant_nodes: Co
         # the TorchScript exporter keeps the names of the state dict, and makes up all other names; the dynamo exporter,
         # whose records other tools remove, names folded tensors after torch's operations (mul_8)
         dynamo = any(node.name.startswith("node_") for node in model.graph.node)
-        own = [name for name in stored if name not in constant_nodes and not is_exporter_name(name)]
-        own = [name for name in own if not (dynamo and hasattr(torch.ops.aten, re.sub(r"(_\d+)+$", "", name)))]
-        return {name: name.rpartition(".")[0] for name in own}
+        modules = {}
+        for name in stored:
+            if name in constant_nodes or is_exporter_name(name):
+                continue
+            operation = re.sub(r"(_\d+)+$", "", name)
+            if not (dynamo and hasattr(torch.ops.aten, operation)):
+                modules[name] = name.rpartition(".")[0]
+        return modules
     pattern = TF_VARIABLE if model.producer_name == TENSORFLOW else PADDLE_VARIABLE
-    found = {name: pattern.fullmatch(name) for name in stored}
-    return {name: match[1].replace("/", ".") for name, match in found.items() if match}
+    matches = {name: pattern.fullmatch(name) for name in stored}
+    return {name: match[1].replace("/", ".") for name, match in matches.items() if match}
 
 
 def _signature(text: str) -> dict[str, RecordedKind]:
@@ -162,8 +172,10 @@ def _kind_of_folded(origins: Iterable[RecordedKind]) -> RecordedKind:
 
     A tensor that was computed from no weight was written in the module's code.
     """
-    found = set(origins)
-    return "parameter" if "parameter" in found else "buffer" if "buffer" in found else "constant"
+    kinds = set(origins)
+    if "parameter" in kinds:
+        return "parameter"
+    return "buffer" if "buffer" in kinds else "constant"
 
 
 def _originals(folded: Mapping[str, tuple[str, ...]], weights: Mapping[str, RecordedKind]) -> dict[str, str]:

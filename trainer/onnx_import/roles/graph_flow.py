@@ -80,10 +80,14 @@ class Flow:
 
 def _merged(flows: Iterable[Flow]) -> Flow:
     """Return the flow of a value that is one of several, such as the result of an If."""
-    found = list(flows)
-    origins = {flow.origin for flow in found}
-    origin: Origin = "data" if "data" in origins else "integers" if "integers" in origins else "stored"
-    return Flow(origin, frozenset[str]().union(*(flow.carried for flow in found)))
+    merged = list(flows)
+    origins = {flow.origin for flow in merged}
+    origin: Origin = "stored"
+    if "data" in origins:
+        origin = "data"
+    elif "integers" in origins:
+        origin = "integers"
+    return Flow(origin, frozenset[str]().union(*(flow.carried for flow in merged)))
 
 
 def _selected_by_input(flow: Flow) -> Flow:
@@ -163,7 +167,8 @@ class GraphFlow:
         # `raw` lasts as long as the value is still pixels: mean and standard deviation are subtracted from these alone,
         # while the same nodes later in the network are biases and scales
         raw = node.op_type in KEEPS_INPUT and any(flow.raw for flow in operands)
-        raw = raw and all(flow.raw or flow.origin == "stored" for flow in operands)
+        if not all(flow.raw or flow.origin == "stored" for flow in operands):
+            raw = False
         # a weight combined with data has its role; what follows is a feature of the network
         if origin == "data" or (origin == "integers" and node.op_type not in KEEPS_WEIGHT):
             carried = frozenset()
@@ -183,7 +188,8 @@ class GraphFlow:
         if len(operands) == 2 and node.op_type in ("MatMul", "Gemm") and operands[0].raw:
             return replace(flow, projected=operands[1].carried)
         projected = frozenset[str]().union(*(operand.projected for operand in operands))
-        if projected and all(operand.projected or self._is_number(operand) for operand in operands):
+        only_numbers_join = all(operand.projected or self._is_number(operand) for operand in operands)
+        if projected and only_numbers_join:
             flow = replace(flow, projected=projected)
         data = next((operand for operand in operands if operand.raw), None)
         if data is None or not flow.raw:
@@ -195,7 +201,9 @@ class GraphFlow:
             return flow
         factor = node.op_type == "Mul" and data.scale is None
         factor = factor and all(_is_vector(self.weights[name]) for name in other.carried)
-        if (node.op_type in ("Sub", "Div") and operands[0] is data) or (factor and data.shifted == "Sub"):
+        takes_off = node.op_type in ("Sub", "Div") and operands[0] is data
+        # behind a subtraction, a factor is one over a deviation
+        if takes_off or (factor and data.shifted == "Sub"):
             self.normalises |= other.carried
         elif factor:
             self.rescales.update(dict.fromkeys(other.carried, ""))
@@ -234,21 +242,23 @@ class GraphFlow:
         """Return the stored tensor that the node returns unchanged: by Identity, or by a Cast to its own type."""
         alias = operands[0].alias if node.op_type in ("Identity", "Cast") and operands else ""
         to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), None)
-        return alias if to is None or (alias and DTYPES.get(to) == self.weights[alias].dtype) else ""
+        if to is None or not alias:
+            return alias
+        return alias if DTYPES.get(to) == self.weights[alias].dtype else ""
 
     def _record_operand_meanings(self, node: onnx.NodeProto, operands: Sequence[Flow], chosen: Sequence[int]) -> None:
         """Record what the position of an operand says about the stored tensors in it."""
         if node.op_type == "BatchNormalization":
             # behind arithmetic there is no tensor that an update could be written to, and updating one of the two
             # without the other would make them statistics of different data
-            if mark := next((each.i for each in node.attribute if each.name == BATCH_STATISTICS), 0):
+            if mark := next((attribute.i for attribute in node.attribute if attribute.name == BATCH_STATISTICS), 0):
                 self._freeze((name for flow in operands[3:5] for name in flow.carried), PLACEHOLDER_STATISTIC)
                 if mark == BY_ROW:
                     self.by_row.update(*(flow.carried for flow in operands[1:3]))
             elif all(flow.alias for flow in operands[3:5]):
                 self.statistics.update(flow.alias for flow in operands[3:5])
-                own = operands[1].carried | operands[2].carried
-                self.norm_weights.update({flow.alias: own for flow in operands[3:5]})
+                scale_and_bias = operands[1].carried | operands[2].carried
+                self.norm_weights.update({flow.alias: scale_and_bias for flow in operands[3:5]})
             else:
                 self._freeze((name for flow in operands[3:5] for name in flow.carried), COMPUTED_STATISTIC)
         if node.op_type in ("Conv", "ConvTranspose"):
@@ -264,7 +274,8 @@ class GraphFlow:
             self.states.update(*(flow.carried for flow in operands[i : i + 1]))
         if why := PARAMETER_MEANING.get(node.op_type):
             # only the other operands: the data operand of a Clip may well be a weight
-            self._freeze((name for i, flow in enumerate(operands) if i not in chosen for name in flow.carried), why)
+            not_chosen = [flow for i, flow in enumerate(operands) if i not in chosen]
+            self._freeze((name for flow in not_chosen for name in flow.carried), why)
         if node.op_type in QUANTIZERS or node.op_type in QUANTIZED_WEIGHTS:
             places = ZERO_POINTS.get(node.op_type, ())
             others = (name for place, name in enumerate(node.input) if place not in places)
@@ -370,17 +381,17 @@ def _is_integer(tensor: torch.Tensor | None) -> bool:
 
 def flow_of(graph: onnx.GraphProto, weights: Mapping[str, torch.Tensor]) -> GraphFlow:
     """Return the analysis of a graph with the stored tensors `weights`."""
-    found = GraphFlow(weights)
+    flow = GraphFlow(weights)
     for value in graph.input:
         if value.name not in weights:
             # a sequence or optional may hold floats
             floats = value.type.tensor_type.elem_type in FLOAT_TYPES or not value.type.HasField("tensor_type")
-            found.flows[value.name] = Flow("data" if floats else "integers", raw=True)
+            flow.flows[value.name] = Flow("data" if floats else "integers", raw=True)
     for name, tensor in weights.items():
         carried = frozenset([name]) if tensor.is_floating_point() else frozenset[str]()
         codes = frozenset([name]) if tensor.numel() > 1 and is_code(tensor) else frozenset[str]()
-        found.flows[name] = Flow("stored", carried, alias=name, codes=codes)
-    found.visit_all(graph.node)
+        flow.flows[name] = Flow("stored", carried, alias=name, codes=codes)
+    flow.visit_all(graph.node)
     for value in graph.output:
-        found.followed |= found.flows.get(value.name, Flow("stored")).carried
-    return found
+        flow.followed |= flow.flows.get(value.name, Flow("stored")).carried
+    return flow

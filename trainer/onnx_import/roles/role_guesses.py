@@ -110,13 +110,15 @@ def _fixed_kernel(name: str, *, of_module: bool) -> str:
     """Return the part of a name that says that the tensor is a fixed kernel; "" if there is none."""
     parts = re.split(r"[./]", name)
     if of_module:
-        modules = [part for part in parts if TRANSFORM_MODULE.fullmatch(part)]
-        return modules[-1] if modules else parts[-1] if KERNEL_WORD.fullmatch(parts[-1]) else ""
-    if found := TRANSFORM_WORD.search(name):
-        return found[0]
+        if modules := [part for part in parts if TRANSFORM_MODULE.fullmatch(part)]:
+            return modules[-1]
+        return parts[-1] if KERNEL_WORD.fullmatch(parts[-1]) else ""
+    if word := TRANSFORM_WORD.search(name):
+        return word[0]
+    # without the numbers that exporters append to equal names, as in weight_3 and weight:0
     is_parameter = PARAMETER_NAMES.fullmatch(re.sub(r"(_\d+)?(:\d+)?$", "", parts[-1]))
-    found = None if is_parameter else KERNEL_WORD.search(name)
-    return found[0] if found else ""
+    word = None if is_parameter else KERNEL_WORD.search(name)
+    return word[0] if word else ""
 
 
 def _has_frozen_norm(module: str, flow: GraphFlow, names: Collection[str]) -> bool:
@@ -139,7 +141,9 @@ def _number_because(name: str, tensor: torch.Tensor, flow: GraphFlow, *, of_modu
         # the bias of one output; exporters also add the 0 of a mask that is computed in the graph to a product, and
         # jax2onnx any number of the code
         made_up = is_exporter_name(name) or re.fullmatch(r"const_\d+", name)
-        return "a single number" if made_up and (tensor.ndim == 0 or not tensor.any()) else ""
+        if made_up and (tensor.ndim == 0 or not tensor.any()):
+            return "a single number"
+        return ""
     # without knowing that names come from a module, only what looks like a parameter of one
     path = "." in name and PARAMETER_NAMES.fullmatch(last)
     return "" if path or last in ("logit_scale", "logit_bias") else "a single number"
@@ -147,15 +151,17 @@ def _number_because(name: str, tensor: torch.Tensor, flow: GraphFlow, *, of_modu
 
 def _by_contents(name: str, tensor: torch.Tensor, flow: GraphFlow, *, of_module: bool) -> str:
     operator = flow.first_operator[name]
-    weighted = name in flow.layer_operands
     product = operator in ("MatMul", "Gemm") and tensor.ndim == 2
     conv = operator in ("Conv", "ConvTranspose") and tensor.ndim >= 3
+    layer = product or conv
+    looked_up = operator.startswith("Gather")
     if name in flow.masks:
         return "a mask"
-    if (product or conv or operator.startswith("Gather")) and is_large_and_empty(tensor):
+    # a file that is made of shapes alone stores zeros where its weights would be
+    if (layer or looked_up) and is_large_and_empty(tensor):
         return ""
     # layers may begin as the identity; beside data in other operators it is a mask
-    if is_mask(tensor) and not ((product or conv) and is_identity(tensor)):
+    if is_mask(tensor) and not (layer and is_identity(tensor)):
         return "a mask"
     if name in flow.states and not of_module and not tensor.any():
         return ZERO_STATE
@@ -167,12 +173,15 @@ def _by_contents(name: str, tensor: torch.Tensor, flow: GraphFlow, *, of_module:
     # have
     if name in flow.conv_biases and re.fullmatch(r"val_\d+", name) and not tensor.any():
         return "zeros an exporter gave convolutions that have no bias"
-    if not weighted and (operator in ELEMENTWISE or operator.startswith("Gather")) and is_sinusoidal_table(tensor):
-        return "a table of sines, cosines or positions"
-    if not weighted and operator in ELEMENTWISE and is_integer_table(tensor):
-        return "a table of whole numbers: a grid, strides or distances"
-    if not weighted and operator in ELEMENTWISE and is_distance_table(tensor):
-        return "a table of distances or of evenly spaced numbers"
+    # an operand of a layer, the bias after a MatMul included, is a weight whatever numbers it holds
+    elementwise = operator in ELEMENTWISE
+    if name not in flow.layer_operands:
+        if (elementwise or looked_up) and is_sinusoidal_table(tensor):
+            return "a table of sines, cosines or positions"
+        if elementwise and is_integer_table(tensor):
+            return "a table of whole numbers: a grid, strides or distances"
+        if elementwise and is_distance_table(tensor):
+            return "a table of distances or of evenly spaced numbers"
     # the learned filters of a ConvTranspose often begin as those of bilinear interpolation
     if operator == "Conv" and conv and is_fixed_filter(tensor):
         return "a filter that is symmetric or made of whole numbers: blur, edges, a Fourier transform"

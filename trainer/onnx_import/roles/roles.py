@@ -62,36 +62,39 @@ def find_roles(
     (inner_tensors.py) these are also the tensors of inner graphs and functions.
     """
     # with the names that inner graphs read, and the outputs: a stored tensor may itself be an output
-    read = {name for node in graph.node for name in names_read(node)} | {value.name for value in graph.output}
+    read = {name for node in graph.node for name in names_read(node)}
+    read |= {value.name for value in graph.output}
     evidence = _Evidence(flow_of(graph, weights), records or ExporterRecords(), read, weights.keys())
-    found = {}
+    roles = {}
     sparse = sparse_names(graph)
     for name, tensor in weights.items():
         if name in sparse:
-            found[name] = Role("frozen", SPARSE, written=True)
+            roles[name] = Role("frozen", SPARSE, written=True)
         elif scales and name in scales:
-            found[name] = Role("frozen", f"a scale or zero point of {scales[name]}, stored as integers", written=True)
+            roles[name] = Role("frozen", f"a scale or zero point of {scales[name]}, stored as integers", written=True)
         elif tensor.is_floating_point():
-            found[name] = evidence.role(name, tensor)
+            roles[name] = evidence.role(name, tensor)
         # listed although they are integers, so that the report says why a quantized model has nothing to train; a zero
         # point of one element is not a weight
         elif name in evidence.flow.quantized and tensor.numel() > 1:
             why = f"{INTEGERS}; train the model it was quantized from"
-            found[name] = Role("frozen", why, written=True)
-    return found
+            roles[name] = Role("frozen", why, written=True)
+    return roles
 
 
 def promote_to_trained(
     found: Mapping[str, Role], weights: Mapping[str, torch.Tensor], names: Iterable[str]
 ) -> dict[str, Role]:
     """Return the roles with the named frozen tensors as trained ones; running statistics stay what they are."""
-    chosen = {
-        name
-        for name in names
-        if name in found and found[name].kind == "frozen" and found[name].reason != SPARSE
-        if name in weights and weights[name].dtype in TRAINED_TYPES
-    }
-    return {name: Role("trained", "named in model.train") if name in chosen else role for name, role in found.items()}
+    roles = dict(found)
+    for name in names:
+        if name not in found or name not in weights:
+            continue
+        # a sparse tensor is written back as it is, so that its training would be lost
+        may_train = found[name].kind == "frozen" and found[name].reason != SPARSE
+        if may_train and weights[name].dtype in TRAINED_TYPES:
+            roles[name] = Role("trained", "named in model.train")
+    return roles
 
 
 def inner_roles(model: onnx.ModelProto) -> dict[str, Role]:
@@ -99,13 +102,13 @@ def inner_roles(model: onnx.ModelProto) -> dict[str, Role]:
 
     model: as it was before lifting. They are frozen, and counted.
     """
-    found = {}
+    roles = {}
     for tensor in inner_tensors(model):
         if tensor.may_be_weight and not tensor.may_train:
             integers = tensor.proto.data_type not in FLOAT_TYPES
             why = f"stored as integers inside {tensor.where}" if integers else f"a result of {tensor.where}"
-            found[tensor.name] = Role("frozen", f"{why}; move it to the main graph to train it", written=True)
-    return found
+            roles[tensor.name] = Role("frozen", f"{why}; move it to the main graph to train it", written=True)
+    return roles
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ class _Evidence:
             return Role(
                 "frozen", "one number for each place in the batch, which would make results depend on the place"
             )
+        # what the exporter wrote has precedence over every guess below
         if recorded == "parameter" and (operator := self._operator(name)):
             return Role("trained", f"weight of {operator}", operator, written=True)
         if recorded == "buffer":

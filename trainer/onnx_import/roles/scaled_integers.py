@@ -75,15 +75,17 @@ class Readers:
         self.nodes = list(graph.node)
         self.places: dict[str, list[tuple[int, int]]] = {}
         """Value -> (place of the node in the graph, position of the operand) of all that read it."""
+        self.makers: dict[str, int] = {}
+        """Value -> place of the node that computes it."""
         for place, node in enumerate(self.nodes):
             for position, name in enumerate(node.input):
                 self.places.setdefault(name, []).append((place, position))
-        self.makers = {name: place for place, node in enumerate(self.nodes) for name in node.output if name}
+            self.makers |= dict.fromkeys(filter(None, node.output), place)
         self.unknown = {value.name for value in graph.output}
         """Values that are returned, or read by inner graphs."""
-        self.unknown.update(
-            name for body in inner_graphs(graph.node) for node in body.node for name in names_read(node)
-        )
+        for body in inner_graphs(graph.node):
+            for node in body.node:
+                self.unknown.update(names_read(node))
 
     def of(self, value: str) -> Iterator[tuple[int, onnx.NodeProto, int]]:
         """Yield (place, node, position of the operand) of all that read a value."""
@@ -130,8 +132,9 @@ class ScaledIntegers:
         if value in self.readers.unknown:
             yield None
         for place, node, position in self.readers.of(value):
+            moves = node.op_type in MOVES and position == 0 and len(node.output) == 1
             # a zero point that was subtracted has the axes of before
-            if node.op_type in MOVES and position == 0 and len(node.output) == 1 and not zero:
+            if moves and not zero:
                 yield from self.uses(node.output[0], weight, axes.after(node))
             elif node.op_type == "Sub" and position == 0 and not zero:
                 yield from self.uses(node.output[0], weight, axes, node.input[1], place)
@@ -147,13 +150,15 @@ class ScaledIntegers:
         if factor is None or (zero and shift is None):
             return None
         name, layout, between = factor
+        # noted only where the whole chain fits: a scale that another node reads, too, is not only a scale
         nodes = {place, *between}
         first = ""
         if shift is not None:
             first, of_zero, between = shift
             nodes |= {seen, *between}
-            if layout is not None and of_zero is not None and layout != of_zero:
+            if None not in (layout, of_zero) and layout != of_zero:
                 return None
+            # a single number goes with every layout
             layout = of_zero if layout is None else layout
             # a fraction has no integer that stands for 0, and the rounding would not be that of the file
             if not bool((self.stored[first].float() == self.stored[first].float().round()).all()):
@@ -174,7 +179,9 @@ class ScaledIntegers:
         while value not in self.stored:
             place = self.readers.makers.get(value, -1)
             node = self.readers.nodes[place] if place >= 0 else onnx.NodeProto()
-            if node.op_type == "Gather" and not gathered and axes.rows and node.input[1] == axes.rows:
+            is_gather = node.op_type == "Gather" and not gathered
+            # only by the indices that selected rows of the weight does each row meet its own scale
+            if is_gather and axes.rows and node.input[1] == axes.rows:
                 gathered = node.input[1]
             elif not makes_floats(node):
                 return None
@@ -193,6 +200,7 @@ class ScaledIntegers:
 def _layout(scale: Sequence[int], weight: Sequence[int], axes: Axes) -> ScaleLayout | None:
     """Return along which axis of the weight several scales differ, or which axis is divided into blocks."""
     differing = []
+    # from the last axis, by which a scale broadcasts with the value
     for place, length in enumerate(reversed(scale), start=1):
         if length == 1:
             continue
@@ -201,6 +209,10 @@ def _layout(scale: Sequence[int], weight: Sequence[int], axes: Axes) -> ScaleLay
         differing.append(axes.last[-place])
     if len(differing) == 1:
         return differing[0], 0
-    shared = [axis for axis, length in enumerate(weight) if length > 1 and axis not in differing]
+    # several axes differ: blocks, if all the elements along one further axis share a scale
+    long = [axis for axis, length in enumerate(weight) if length > 1]
+    shared = [axis for axis in long if axis not in differing]
     in_place = axes == Axes(tuple(range(len(weight)))) and len(scale) == len(weight)
-    return (shared[0], weight[shared[0]]) if in_place and len(shared) == 1 else None
+    if not in_place or len(shared) != 1:
+        return None
+    return shared[0], weight[shared[0]]

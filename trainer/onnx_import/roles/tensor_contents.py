@@ -20,7 +20,7 @@ MASKED_BELOW = -50
 
 
 def is_mask(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds only zeros and large negative numbers, or is a matrix of zeros and ones."""
+    """Return whether a tensor has only zeros and large negative numbers, or is a matrix [..., n, m] of 0 and 1."""
 
     def only_mask_values(values: torch.Tensor, matrix: bool) -> bool:
         allowed = (values == 0) | (values <= MASKED_BELOW)
@@ -31,7 +31,10 @@ def is_mask(tensor: torch.Tensor) -> bool:
     # the first values rule out most weights, without reading all of a mapped file
     if not only_mask_values(flat[:64], matrix) or not only_mask_values(flat, matrix):
         return False
-    return bool((flat <= MASKED_BELOW).any()) or (matrix and bool((flat == 0).any() and (flat == 1).any()))
+    if bool((flat <= MASKED_BELOW).any()):
+        return True
+    # zeros alone are a bias at its start, ones alone a scale
+    return matrix and bool((flat == 0).any() and (flat == 1).any())
 
 
 def without_repetition(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -50,6 +53,7 @@ def is_sinusoidal_table(tensor: torch.Tensor) -> bool:
     if tensor.ndim < 2 or tensor.shape[-2] < MIN_ROWS or not tensor.numel():
         return False
     rows = tensor.reshape(-1, *tensor.shape[-2:])[0][:MAX_ROWS].double()
+    # x[n + 1] + x[n - 1] and x[n], for every n but the first and the last
     sums = rows[2:] + rows[:-2]
     middle = rows[1:-1]
     # least squares for 2 cos(w) in each column, then the residual relative to the column's greatest value
@@ -61,7 +65,7 @@ def is_sinusoidal_table(tensor: torch.Tensor) -> bool:
 
 
 def is_fourier_matrix(tensor: torch.Tensor) -> bool:
-    """Return whether the columns or the rows of a matrix are sines and cosines."""
+    """Return whether the columns or the rows of a matrix [n, m] are sines and cosines."""
     # a corner rules out most weights, without reading all of a mapped file
     return any(
         is_sinusoidal_table(matrix[:MAX_ROWS, :MIN_ROWS]) and is_sinusoidal_table(matrix)
@@ -101,6 +105,7 @@ def is_distance_table(tensor: torch.Tensor) -> bool:
     if tensor.ndim < 2 or length < MIN_ROWS or not bool(torch.isfinite(tensor).all()):
         return False
     rows = tensor.reshape(-1, length)[: MAX_ROWS * MAX_ROWS].double()
+    # evenly spaced: all steps of a row are equal
     steps = rows[:, 1:] - rows[:, :-1]
     largest = rows.abs().amax(1, keepdim=True)
     if bool(((steps - steps[:, :1]).abs() <= 1e-5 * largest).all()):
@@ -108,6 +113,7 @@ def is_distance_table(tensor: torch.Tensor) -> bool:
     if tensor.shape[-2] != length:
         return False
     places = torch.arange(length, dtype=torch.float64)
+    # the element [1, 0] of each matrix is its slope, since the distance there is 1
     distances = (places[:, None] - places).abs()
     matrices = tensor.reshape(-1, length, length).double()
     return bool(matrices.any()) and bool(torch.isclose(matrices, matrices[:, 1:2, :1] * distances, rtol=1e-5).all())
@@ -135,7 +141,12 @@ def _all_fixed(tensor: torch.Tensor, kernels: torch.Tensor) -> bool:
     flat = kernels.reshape(len(kernels), -1)
     if bool((((flat != 0).sum(1) <= 1) | (flat == flat[:, :1]).all(1)).all()):
         return _is_box(tensor, flat)
-    return _symmetric(kernels) or (kernels.ndim == 2 and _symmetric(kernels[:, 1:])) or is_integer_table(kernels)
+    if _symmetric(kernels):
+        return True
+    # a Fourier basis: its first element stands alone
+    if kernels.ndim == 2 and _symmetric(kernels[:, 1:]):
+        return True
+    return is_integer_table(kernels)
 
 
 def _is_box(tensor: torch.Tensor, flat: torch.Tensor) -> bool:
@@ -155,8 +166,12 @@ def _symmetric(kernels: torch.Tensor) -> bool:
 def is_filter_bank(tensor: torch.Tensor) -> bool:
     """Return whether each column of [bins, filters] is a band: zero, then rising, then falling, then zero."""
     bins, filters = tensor.shape
-    if bins < MIN_ROWS or filters < 2 or any(bool((part < 0).any()) for part in (tensor[:8, :8], tensor)):
+    if bins < MIN_ROWS or filters < 2:
         return False
+    # a corner rules out most weights, without reading all of a mapped file
+    if bool((tensor[:8, :8] < 0).any()) or bool((tensor < 0).any()):
+        return False
+    # a band covers few of the bins
     if int((tensor == 0).sum()) * 2 < tensor.numel():
         return False
     steps = tensor[1:] - tensor[:-1]
@@ -183,5 +198,6 @@ def is_large_and_empty(tensor: torch.Tensor) -> bool:
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
+    # a few blocks from all over the tensor, without reading all of a mapped file
     starts = torch.linspace(0, max(flat.numel() - BLOCK, 0), NUM_BLOCKS, dtype=torch.float64).long().tolist()
     return torch.cat([flat[start : start + BLOCK] for start in starts])

@@ -46,23 +46,23 @@ def find_copies(
     alike, and must not be tied.
     """
     origins = originals or {}
-    trained = [
-        name
-        for name, role in roles.items()
-        if role.kind == "trained"
-        and (weights[name].ndim >= 2 or name in origins)
-        and UNTIED not in name  # model.untie separated these
-    ]
+    trained = []
+    for name, role in roles.items():
+        if role.kind != "trained" or UNTIED in name:  # model.untie separated these
+            continue
+        # a vector is a copy only where the exporter wrote that both were folded from one weight
+        if weights[name].ndim >= 2 or name in origins:
+            trained.append(name)
     embeddings = {name for name in trained if roles[name].operator.startswith("Gather")}
     seen: dict[tuple[object, ...], list[tuple[str, bool]]] = {}
     copies: Copies = {}
     for name in sorted(trained, key=lambda name: name not in embeddings):  # so that the embedding is the original
         tensor = weights[name]
         candidates = seen.get(_sample_key(tensor), ())
-        found = next((of for of in candidates if _is_copy(name, of, weights, embeddings, origins)), None)
+        original = next((of for of in candidates if _is_copy(name, of, weights, embeddings, origins)), None)
         # a copy does not become a candidate itself, so all copies point at one original and never at each other
-        if found is not None:
-            copies[name] = found
+        if original is not None:
+            copies[name] = original
             continue
         # tensors of zeros or ones are equal by initialisation, not because they are one weight
         if is_distinctive(tensor):
@@ -115,6 +115,7 @@ def tie_copies(graph: fx.Graph, root: nn.Module, paths: Mapping[str, str], copie
             # after both nodes: the original must be read before it is transposed, and the copy's readers come later
             with graph.inserting_after(max(copy, read, key=order.__getitem__)):
                 read = graph.call_function(torch.t, (read,))
+            # passes read it, and the tracer has not seen this node
             read.meta["rank"] = 2
         copy.replace_all_uses_with(read)
         graph.erase_node(copy)
@@ -129,10 +130,7 @@ def roles_of_copies(roles: Mapping[str, Role], copies: Copies) -> dict[str, Role
         if name not in copies:
             return role
         original, transposed = copies[name]
-        return Role(
-            "trained",
-            f"a {'transposed ' if transposed else ''}copy of {original}, trained as one with it",
-            written=role.written,
-        )
+        how = "transposed copy" if transposed else "copy"
+        return Role("trained", f"a {how} of {original}, trained as one with it", written=role.written)
 
     return {name: role_of(name, role) for name, role in roles.items()}

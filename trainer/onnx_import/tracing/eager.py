@@ -30,6 +30,7 @@ class EagerTracer(Tracer):
         return as_function(function)(*args, **kwargs)
 
     def call_module(self, name: str, module: nn.Module, *args: Any) -> Value:
+        # operands 1 and 2 are scale and bias; the module was made just now, long after model.freeze was applied
         own = [arg for arg in args[1:3] if isinstance(arg, nn.Parameter)]
         if hasattr(module, "frozen"):  # a BatchNorm keeps its statistics if its scale and bias are frozen
             vars(module)["frozen"] = bool(own) and not any(parameter.requires_grad for parameter in own)

@@ -33,18 +33,18 @@ def exact_key(value: Any, of_leaf: Callable[[Any], Any] = lambda leaf: None) -> 
     kind = type(value)
     # the type is part of the key, because 1 == 1.0 == True; 0.0 == -0.0, but they do not compute the same, and NaN
     # would not equal itself
-    if value is None or kind is int or kind is bool or kind is str:
+    if value is None or kind in (int, bool, str):
         return kind, value
     if kind is float:
         return kind, value.hex()
     if (key := of_leaf(value)) is not None:
         return key
     if isinstance(value, tuple | list):
-        return kind, tuple([exact_key(each, of_leaf) for each in value])
+        return kind, tuple([exact_key(item, of_leaf) for item in value])
     if isinstance(value, dict):
-        return kind, tuple([(name, exact_key(each, of_leaf)) for name, each in value.items()])
+        return kind, tuple([(name, exact_key(item, of_leaf)) for name, item in value.items()])
     if kind is slice:
-        return kind, tuple([exact_key(each, of_leaf) for each in (value.start, value.stop, value.step)])
+        return kind, tuple([exact_key(item, of_leaf) for item in (value.start, value.stop, value.step)])
     try:
         hash(value)
     except TypeError as error:
@@ -81,6 +81,7 @@ def module_key(module: nn.Module) -> Any:
     kind = type(module)
     if not kind.__module__.startswith("onward.trainer.onnx_import.") or module._parameters or module._buffers:
         return None
+    # children and hooks may hold anything that a key does not see
     if module._modules or module._forward_hooks or module._forward_pre_hooks:
         return None
     try:
@@ -104,6 +105,7 @@ class ProbedCalls:
         """
         if key is not None:
             try:
+                # the default type is part of it, in which torch makes tensors of Python numbers
                 key = (key, torch.get_default_dtype(), exact_key(args, meta_key), exact_key(kwargs, meta_key))
             except CannotCompareError:
                 key = None

@@ -74,6 +74,7 @@ def _works_at_some_size(run: Callable[..., Any], args: Any, kwargs: Any) -> bool
     A file may take only multiples of 7, for example. Then the real lengths decide when the graph runs.
     """
     traced = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Traced)]
+    # with static operands alone there is no other size to try
     if not any(leaf.is_dynamic for leaf in traced):
         return False
 
@@ -82,6 +83,7 @@ def _works_at_some_size(run: Callable[..., Any], args: Any, kwargs: Any) -> bool
             if not isinstance(leaf, Traced):
                 return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
             first, second = leaf.probes
+            # a number computed from a dynamic length takes part with the length itself
             if not isinstance(first, torch.Tensor):
                 return first if first == second else length
             shape = [a if a == b else length for a, b in zip(first.shape, second.shape, strict=True)]

@@ -103,7 +103,7 @@ def lengths_equal_by_chance(
     Of tensors that are computed from each other, only the first is returned. runtime: nodes whose results depend on
     values. known: what equal calls gave.
     """
-    found: dict[tuple[fx.Node, int], int] = {}
+    equal_by_chance: dict[tuple[fx.Node, int], int] = {}
     for further in FURTHER:
         differing: dict[fx.Node, set[tuple[int, int]]] = {}
         for node, shape in _shapes(graph, root, further, runtime, known):
@@ -111,10 +111,11 @@ def lengths_equal_by_chance(
             other = {
                 dim: (first, length) for dim, (first, second, length) in enumerate(trial) if first == second != length
             }
+            # a length that an operand has already is checked there; one check is enough
             inherited = set().union(*(differing.get(operand, ()) for operand in node.all_input_nodes))
             differing[node] = set(other.values())
-            found |= {(node, dim): pair[0] for dim, pair in other.items() if pair not in inherited}
-    return [(node, dim, length) for (node, dim), length in found.items()]
+            equal_by_chance |= {(node, dim): pair[0] for dim, pair in other.items() if pair not in inherited}
+    return [(node, dim, length) for (node, dim), length in equal_by_chance.items()]
 
 
 def _shapes(
@@ -148,6 +149,7 @@ def _result(
         first, second = node.meta.get("probes") or (None, None)
         if not isinstance(first, torch.Tensor) or second is None:
             return _Unknown
+        # static lengths stay, dynamic ones become longer or shorter
         shape = [a if a == b else further(a, b) for a, b in zip(first.shape, second.shape, strict=True)]
         return torch.empty(shape, dtype=first.dtype, device="meta")
     if node.op == "get_attr":
@@ -185,6 +187,7 @@ def can_differ(node: fx.Node, value: float) -> bool:
     # a dimension is identified by its two trial lengths; unrelated dimensions have different ones
     pairs = list(dict.fromkeys(_lengths_read(node)))
     for shift in range(2):  # first all dimensions of one length, then each of another length
+        # in the second round a dimension is 7 places further in the list than the one before it
         for start in range(len(LENGTHS)):
             lengths = {pair: LENGTHS[(start + 7 * i * shift) % len(LENGTHS)] for i, pair in enumerate(pairs)}
             try:

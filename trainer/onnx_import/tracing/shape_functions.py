@@ -49,7 +49,9 @@ def _wrapped() -> Iterator[Callable[..., Any]]:
     code = _compile._disable_dynamo(lambda: None).__code__
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch._refs")]
     tables = [vars(module) for module in modules] + list(_decomp.global_decomposition_table.values())
-    waiting = {each for table in tables for each in table.values() if isinstance(each, FunctionType)}
+    waiting = set[FunctionType]()
+    for table in tables:
+        waiting |= {entry for entry in table.values() if isinstance(entry, FunctionType)}
     seen = set(waiting)
     while waiting:
         function = waiting.pop()
@@ -57,9 +59,10 @@ def _wrapped() -> Iterator[Callable[..., Any]]:
         variables = _variables(function)
         if function.__code__ is code:
             yield variables["fn"]
-        found = {each for each in variables.values() if isinstance(each, FunctionType)} - seen
-        seen |= found
-        waiting |= found
+        # a wrapper may be inside of other wrappers, each in the variables of the next one
+        inside = {value for value in variables.values() if isinstance(value, FunctionType)} - seen
+        seen |= inside
+        waiting |= inside
 
 
 def _variables(function: FunctionType) -> dict[str, Any]:

@@ -105,6 +105,7 @@ class Tracer:
         if not any(isinstance(leaf, Traced) for leaf in leaves):
             with torch.no_grad():
                 return as_function(function)(*args, **kwargs)
+        # probed before it is recorded: a call that torch refuses must leave no node
         probes = probe(function, args, kwargs, self._known_calls)
         record = self.graph.call_method if isinstance(function, str) else self.graph.call_function
         node = record(function, *self._nodes((args, kwargs)))  # type: ignore[arg-type]
@@ -128,6 +129,7 @@ class Tracer:
         """
         node = self.graph.call_module(self.attach(name, module.train()), *self._nodes((tuple(args),)))
         self.runtime_nodes.append(node)
+        # the module returns a tuple for several outputs, and the tensor itself for one
         parts = [node]
         if len(results) > 1:
             parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(results))]
@@ -145,7 +147,8 @@ class Tracer:
 
     def check_kept(self, lengths: Mapping[int, Traced], node: str) -> None:
         """Let the graph check the dynamic lengths of what a Squeeze without axes reads, by their dimension."""
-        shapes = [each.meta["probes"] for each in self.graph.nodes if each.op == "placeholder"]
+        shapes = [placeholder.meta["probes"] for placeholder in self.graph.nodes if placeholder.op == "placeholder"]
+        # the batch is known by its two trial lengths, which no other dynamic dimension has (trial_sizes.py)
         batches = {(first.shape[0], second.shape[0]) for first, second in filter(None, shapes) if first.ndim}
         for dim, length in lengths.items():
             # one that is freed is compared with the file's own by fixed_batch.py
@@ -187,6 +190,7 @@ class Tracer:
         """
         owner = self.root
         path = []
+        # dots of initializer names become submodules, so that paths of parameters read as in the original module
         *containers, attribute = [_identifier(part) for part in name.split(".")]
         for part in containers:
             # "conv" and "conv.weight" may both be initializers: a tensor cannot contain another one
@@ -232,6 +236,7 @@ class Tracer:
         shape = list(value.shape)
         dynamic = any(isinstance(number, Traced) for number in numbers)
         if any(isinstance(n.probes[0] if isinstance(n, Traced) else n, float) for n in numbers):
+            # constants alone need no node
             if not dynamic:
                 return floats_to_tensor(torch.empty(0), numbers, shape)
             traced = self.call(floats_to_tensor, self.anchor, numbers, shape)
@@ -250,8 +255,8 @@ class Tracer:
         runtime = set(self.runtime_nodes)
         for node, dim, length in lengths_equal_by_chance(self.graph, self.root, runtime, self._known_calls):
             with self.graph.inserting_after(node):
-                found = self.graph.call_method("size", (node, dim))
-            self._check(found, length)
+                size = self.graph.call_method("size", (node, dim))
+            self._check(size, length)
 
     # -- recording
 
@@ -293,17 +298,17 @@ class Tracer:
 
 
 def floats_to_tensor(anchor: torch.Tensor, values: list[float], shape: list[int]) -> torch.Tensor:
-    """Return an fp32 tensor of the given numbers, on the anchor's device."""
+    """Return an fp32 tensor [*shape] of the given numbers, on the anchor's device."""
     return filled(anchor, values, torch.float32).reshape(shape)
 
 
 def ints_to_tensor(anchor: torch.Tensor, values: list[int], shape: list[int]) -> torch.Tensor:
-    """Return an int64 tensor of the given numbers, on the anchor's device."""
+    """Return an int64 tensor [*shape] of the given numbers, on the anchor's device."""
     return filled(anchor, values, torch.int64).reshape(shape)
 
 
 def filled(anchor: torch.Tensor, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of the given numbers, one dimension, on the anchor's device.
+    """Return a tensor [numbers] of the given ones, on the anchor's device.
 
     It is filled there: a copy from the host would make a GPU wait, and cannot be captured in a CUDA graph.
     """

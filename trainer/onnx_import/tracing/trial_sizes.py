@@ -65,14 +65,23 @@ def trial_sizes(
     batch = declared_batch(graph, stored)
     # SMALL suits most models; the others are for lengths that a network halves, divides or looks up
     tables = [SMALL, LARGE, MIXED, SHORT]
+    # made to measure where the graph divides its lengths so often that those of SMALL would end at 1 or 0
     need = lengths_needed(graph)
     if need.divisor > MOST_HALVED or need.shortest > SMALL[1][0]:
         tables = [need.scale(SMALL), need.scale(MIXED), *tables]
-    # a dynamic batch first: a model traced at any batch size is more useful than one of fixed size
-    for free in [batch, None] if batch and widen is None else [batch if batch and widen else None]:
+    batches: list[int | None] = [None]
+    if batch and widen:
+        batches = [batch]
+    elif batch and widen is None:
+        # a dynamic batch first: a model traced at any batch size is more useful than one of fixed size
+        batches = [batch, None]
+    for free in batches:
         for table in tables:
             yield _lengths(inputs, table, free_batch=free is not None), free
-    if not (batch and widen) and any(_is_empty(dim) for value in inputs for dim in value.type.tensor_type.shape.dim):
+    if batch and widen:
+        return
+    # last, since a length of 0 is hardly ever meant
+    if any(_is_empty(dim) for value in inputs for dim in value.type.tensor_type.shape.dim):
         yield _lengths(inputs, SMALL, free_batch=False, empty=True), None
 
 
@@ -110,26 +119,28 @@ def lengths_needed(graph: onnx.GraphProto) -> Need:
 
 def _window(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[int, int]:
     """Return (length of the longest window of an operator without its padding, what it divides lengths by)."""
-    found = attributes_of(node)
+    attributes = attributes_of(node)
     if node.op_type in FACTORS:
         operand = stored.get(node.input[FACTORS[node.op_type]]) if len(node.input) > FACTORS[node.op_type] else None
         if operand is None or is_external(operand):
             return 1, 1
         factors = abs(numpy_helper.to_array(operand).astype(np.float64))
+        # a step divides a length, a scale below 1 does too
         by = factors if node.op_type == "Slice" else 1 / factors[factors > 0]
         return 1, round(min(MOST, by.max(initial=1)))
     if node.op_type == "SpaceToDepth":
-        return int(found["blocksize"]), int(found["blocksize"])
+        return int(attributes["blocksize"]), int(attributes["blocksize"])
     if node.op_type not in WINDOWS:
         return 1, 1
     weight = stored.get(node.input[WINDOWS[node.op_type]]) if WINDOWS[node.op_type] else None
-    kernel = found.get("kernel_shape") or (list(weight.dims[2:]) if weight is not None else [1])
-    dilations = found.get("dilations") or [1] * len(kernel)
-    pads = found.get("pads") or [0] * 2 * len(kernel)
-    is_padded = found.get("auto_pad") in ("SAME_UPPER", "SAME_LOWER")
+    kernel = attributes.get("kernel_shape") or (list(weight.dims[2:]) if weight is not None else [1])
+    dilations = attributes.get("dilations") or [1] * len(kernel)
+    pads = attributes.get("pads") or [0] * 2 * len(kernel)
+    is_padded = attributes.get("auto_pad") in ("SAME_UPPER", "SAME_LOWER")
     sides = zip(kernel, dilations, pads, pads[len(kernel) :], strict=False)
+    # without its padding, which makes a shorter input fit
     spans = [(length - 1) * dilation + 1 - before - after for length, dilation, before, after in sides]
-    return 1 if is_padded else max([1, *spans]), max([1, *found.get("strides", ())])
+    return 1 if is_padded else max([1, *spans]), max([1, *attributes.get("strides", ())])
 
 
 def _is_empty(dim: onnx.TensorShapeProto.Dimension) -> bool:
@@ -155,6 +166,7 @@ def _lengths(
             unnamed = "" if position == 0 else f"{value.name}[{position}]"
             if position == 0 and dim.dim_param:
                 rows.setdefault(dim.dim_param, 0)
+            # equal symbols are one length, in all inputs; each new one takes the next row
             number = rows.setdefault(dim.dim_param or unnamed, len(set(rows.values())))
             first, second = table[number % len(table)]
             further = number // len(table)  # more symbols than rows: use the table again, shifted

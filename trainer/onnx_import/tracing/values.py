@@ -144,8 +144,10 @@ def element_type(value: Value) -> int:
     One torch type may hold several ONNX types (fp32 also holds FLOAT16). The first in DTYPES is returned, unless the
     value carries its type of less than a byte as `packed`.
     """
-    packed = getattr(value, "packed", None)
-    return packed or next((element for element, dtype in DTYPES.items() if dtype == value.dtype), TensorProto.INT64)
+    packed: int | None = getattr(value, "packed", None)
+    if packed:
+        return packed
+    return next((element for element, dtype in DTYPES.items() if dtype == value.dtype), TensorProto.INT64)
 
 
 def shape_array(tensor: torch.Tensor) -> ShapeArray:

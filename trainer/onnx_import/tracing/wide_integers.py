@@ -69,6 +69,7 @@ def call_in_int64(tracer: Tracer, function: Callable[..., Any] | str, args: Any,
         expected = as_function(function)(*picked, **named)
     except TORCH_ERRORS as error:
         raise UnsupportedNode(f"torch refuses it: {str(error).splitlines()[0]}") from error
+    # the types of the results come from torch itself, the numbers from int64
     widened, widened_named = pytree.tree_map(widen, (args, kwargs))
     result = tracer.call_as_is(function, widened, widened_named)
     if isinstance(expected, list | tuple):
@@ -77,7 +78,7 @@ def call_in_int64(tracer: Tracer, function: Callable[..., Any] | str, args: Any,
 
 
 def to_int64_if_it_fits(x: torch.Tensor) -> torch.Tensor:
-    """Cast uint64 to int64. Raises RuntimeError for values of 2^63 and more."""
+    """Cast uint64 [...] to int64. Raises RuntimeError for values of 2^63 and more."""
     cast = x.to(torch.int64)
     # without reading it on the host, which would wait for the device
     if cast.device.type != "meta":

@@ -50,12 +50,13 @@ def normalizer(c: Call, x: Value) -> Value:
 
 
 def normalized(x: Tensor, norm: str) -> Tensor:
-    """Divide the last axis by its greatest element (MAX, with its sign), its L1 or its L2 norm; zeros stay zeros."""
+    """Divide rows [..., features] by their greatest element (MAX, with its sign), L1 or L2 norm; zeros stay zeros."""
     if norm == "MAX":
         length = x.amax(-1, keepdim=True)
     else:
         # not torch's norms, whose gradient at zero is NaN
         length = x.abs().sum(-1, keepdim=True) if norm == "L1" else x.square().sum(-1, keepdim=True)
+    # before the root, whose gradient at zero would be infinite
     length = torch.where(length == 0, torch.ones_like(length), length)
     return x / (length.sqrt() if norm == "L2" else length)
 
@@ -78,7 +79,7 @@ def imputer(c: Call, x: Value) -> Value:
 
 
 def imputed(x: Tensor, values: Tensor, replaced: float) -> Tensor:
-    """Replace what equals `replaced` (which may be NaN) by the feature's value, or by the only one."""
+    """Replace what equals `replaced` (may be NaN) in x [..., features] by the feature's value, or by the only one."""
     return torch.where(x.isnan() if math.isnan(replaced) else x == replaced, values.to(x.dtype), x)
 
 
@@ -94,7 +95,10 @@ def feature_vectorizer(c: Call, *parts: Value) -> Value:
 
 
 def beside(parts: list[Tensor], widths: list[int]) -> Tensor:
-    """Concatenate columns, each part cut or padded with zeros to its width; one dimension is one row."""
+    """Concatenate columns to [rows, sum of widths], each part cut or padded with zeros to its width.
+
+    parts: [rows, columns]; one dimension is one row.
+    """
     rows = [part if part.ndim == 2 else part.reshape(1, -1) for part in parts]
     return torch.cat([F.pad(part, (0, width - part.shape[1])) for part, width in zip(rows, widths, strict=True)], 1)
 
@@ -105,7 +109,7 @@ def array_feature_extractor(c: Call, x: Value, indices: Value) -> Value:
 
 
 def selected_columns(x: Tensor, indices: Tensor) -> Tensor:
-    """Return the columns of these numbers; a vector gives one row."""
+    """Return the columns of these numbers: [..., columns] -> [..., numbers]; a vector gives one row."""
     found = x.index_select(-1, indices.flatten())
     return found if x.ndim > 1 else found[None]
 
@@ -125,10 +129,10 @@ def one_hot(x: Tensor, categories: Tensor, zeros: bool) -> Tensor:
 
     Raises RuntimeError for an integer without a category, unless `zeros`.
     """
-    found = x.to(torch.int64)[..., None] == categories
+    is_category = x.to(torch.int64)[..., None] == categories
     if not zeros:
-        torch._assert_async(found.any(-1).all(), "OneHotEncoder: a value has no category, and zeros is 0")
-    return found.float()
+        torch._assert_async(is_category.any(-1).all(), "OneHotEncoder: a value has no category, and zeros is 0")
+    return is_category.float()
 
 
 @lower("ai.onnx.ml.LabelEncoder", since=(1, 2, 4))
@@ -166,10 +170,14 @@ def _codes(c: Call, what: str) -> Tensor | None:
 
 
 def looked_up(x: Tensor, keys: Tensor, values: Tensor, default: Tensor, of_nan: Tensor) -> Tensor:
-    """Return the value of each element's key (`keys` are sorted), `of_nan` for NaN, or the default."""
+    """Return the value of each element's key, `of_nan` for NaN, or the default: x [...] -> [...].
+
+    keys: [keys], sorted; values: [keys], of the same order.
+    """
     other = torch.where(x.isnan(), of_nan, default)
     if not len(keys):
         return other
+    # the first key that is not less; another key there means that the element has none
     place = torch.searchsorted(keys, x.contiguous()).clamp(max=len(keys) - 1)
     return torch.where(keys[place] == x, values[place], other)
 
@@ -211,8 +219,8 @@ def linear_classifier(c: Call, x: Value, coefficients: Value = None, intercepts:
         return _two_classes(c, scores, labels, transform)
     if rows != len(labels):
         raise UnsupportedNode(f"it has {len(labels)} class labels for {rows} scores")
-    found = c(label_of, c(torch.argmax, scores, -1), labels) if c.wants(0) else None
-    return found, post_transform(c, scores, transform)
+    chosen_labels = c(label_of, c(torch.argmax, scores, -1), labels) if c.wants(0) else None
+    return chosen_labels, post_transform(c, scores, transform)
 
 
 def _two_classes(c: Call, score: Value, labels: Tensor, transform: str) -> Value:
@@ -221,10 +229,10 @@ def _two_classes(c: Call, score: Value, labels: Tensor, transform: str) -> Value
         raise UnsupportedNode("post_transform PROBIT of a single score has no meaning that runtimes agree on")
     if len(labels) not in (0, 2):
         raise UnsupportedNode(f"it has {len(labels)} class labels for a single score")
-    found = c(label_of, c("long", c(torch.gt, c(torch.squeeze, score, -1), 0)), labels) if c.wants(0) else None
+    chosen_labels = c(label_of, c("long", c(torch.gt, c(torch.squeeze, score, -1), 0)), labels) if c.wants(0) else None
     if not len(labels):
-        return found, score
-    return found, c(both_scores, score, transform == "LOGISTIC")
+        return chosen_labels, score
+    return chosen_labels, c(both_scores, score, transform == "LOGISTIC")
 
 
 def both_scores(score: Tensor, logistic: bool) -> Tensor:
@@ -233,16 +241,16 @@ def both_scores(score: Tensor, logistic: bool) -> Tensor:
 
 
 def class_labels(c: Call) -> Tensor:
-    """Return the class labels as int64. Raises UnsupportedNode for strings, if the labels are read at all."""
+    """Return the class labels, int64 [classes]. Raises UnsupportedNode for strings, if the labels are read at all."""
     strings = c.attr("classlabels_strings")
-    found = c.attr("classlabels_ints")
+    integers = c.attr("classlabels_ints")
     if strings and c.wants(0):
         raise UnsupportedNode("its class labels are strings")
-    return torch.tensor(found or list(range(len(strings or ()))), dtype=torch.int64)
+    return torch.tensor(integers or list(range(len(strings or ()))), dtype=torch.int64)
 
 
 def label_of(position: Tensor, labels: Tensor) -> Tensor:
-    """Return the label of each class; the position itself if there are no labels."""
+    """Return the label of each class, position [...] -> [...]; the position itself if there are no labels."""
     return labels[position] if len(labels) else position
 
 
@@ -263,7 +271,7 @@ def post_transform(c: Call, scores: Value, transform: str) -> Value:
 
 
 def softmax_zero(scores: Tensor) -> Tensor:
-    """Return the softmax over the scores of a row that are not zero; zeros stay zero."""
+    """Return the softmax over the scores of a row [..., classes] that are not zero; zeros stay zero."""
     weights = torch.where(scores.abs() > 1e-7, (scores - scores.amax(-1, keepdim=True)).exp(), 0)
     return weights / weights.sum(-1, keepdim=True)
 

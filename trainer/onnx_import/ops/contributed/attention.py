@@ -35,21 +35,22 @@ def window_mask(
 
 
 def combine_masks(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Combine two masks: booleans (True: attend) or numbers that are added to the scores."""
+    """Combine two masks that broadcast: booleans (True: attend) or numbers that are added to the scores [..., keys]."""
     if one.dtype == other.dtype == torch.bool:
         return one & other
     return as_bias(one) + as_bias(other)
 
 
 def as_bias(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask as numbers that are added to the scores."""
+    """Return a mask [..., queries, keys] as numbers that are added to the scores."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
 
 
 def fit_mask(mask: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Extend a mask that is shorter than the keys: the rest is masked."""
+    """Extend a mask [..., fewer] to [..., keys], the rest masked; [keys] alone becomes [1, keys]."""
+    # ONNX lets a mask end before the keys
     rest = keys.shape[-2] - mask.shape[-1]
     nothing: Any = False if mask.dtype == torch.bool else -math.inf
     mask = F.pad(mask, (0, rest), value=nothing) if rest > 0 else mask
@@ -83,6 +84,7 @@ def grouped_attention(
         efficient     any type      any mask             needs a key head for each query head
         math          any type      any mask             stores scores [batch, query heads, sequence, sequence]
     """
+    # under autocast the kernel computes in half precision whatever the type of its operands
     half = query.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cuda")
     if enable_gqa and repeats_heads(query.device.type, masked=attn_mask is not None, half=half):
         # copies of keys and values are smaller than the scores
@@ -118,7 +120,11 @@ def explicit_attention(
     softcap: float,
     score_output: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention with soft-capped scores; returns also the scores: 0 raw, 1 capped, 2 masked, 3 softmax."""
+    """Compute attention with soft-capped scores; returns also the scores: 0 raw, 1 capped, 2 masked, 3 softmax.
+
+    query: [batch, heads, queries, width]; key, value: [batch, key heads, keys, width]; mask: broadcasts with the scores
+    [batch, heads, queries, keys]. Returns [batch, heads, queries, width] and the scores.
+    """
     # grouped-query attention: each head of key and value serves `groups` heads of the query
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -172,7 +178,9 @@ def attention(
         mask = c(fit_mask, mask, key)
     window = left >= 0 or right >= 0
     # torch aligns its causal mask with the first key; that is right only without a cache
-    plain = causal and mask is None and past_key is None and lengths is None and not window
+    plain = causal and mask is None and not window
+    if past_key is not None or lengths is not None:
+        plain = False
     if window or (causal and not plain):
         first = 0 if past_key is None else c.size(past_key, 2)
         if lengths is not None and past_key is None:

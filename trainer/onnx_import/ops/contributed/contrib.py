@@ -100,7 +100,10 @@ def activate(c: Call, x: Value, name: str, numbers: Sequence[float]) -> Value:
 
 
 def fused_matmul(a: torch.Tensor, b: torch.Tensor, alpha: float, transposed: Sequence[bool]) -> torch.Tensor:
-    """Return alpha a b. transposed: the last two dimensions of a, of b; the batch and row dimensions of a, of b."""
+    """Return alpha a b, [..., rows, inner] x [..., inner, columns] -> [..., rows, columns].
+
+    transposed: the last two dimensions of a, of b; the batch and row dimensions of a, of b.
+    """
     turn_a, turn_b, batch_a, batch_b = transposed
     a, b = (x.movedim(0, -2) if batch else x for x, batch in ((a, batch_a), (b, batch_b)))
     a = a.transpose(-2, -1) if turn_a and a.ndim > 1 else a
@@ -152,7 +155,7 @@ def simplified_layer_normalization(c: Call, x: Value, scale: Value) -> Value:
 
 
 def inverse_rms(x: torch.Tensor, axis: int, epsilon: float) -> torch.Tensor:
-    """Return 1 / the root mean square over the dimensions from `axis` on."""
+    """Return 1 / the root mean square over the dimensions from `axis` on, each of length 1 in the result."""
     return torch.rsqrt(x.square().mean(list(range(axis, x.ndim)), keepdim=True) + epsilon)
 
 
@@ -198,6 +201,7 @@ def embed_layer_norm(
     counts = None
     c.attr("mask_index_type")
     if c.wants(1):
+        # without a mask onnxruntime returns zeros; the sum has their shape
         counts = c(torch.sum, ids if mask is None else mask, 1, dtype=torch.int32)
         counts = c(torch.zeros_like, counts) if mask is None else counts
     total = c(
@@ -217,7 +221,9 @@ def embed_layer_norm(
 def padding_bias(mask: torch.Tensor, keys: torch.Tensor, filler: float) -> torch.Tensor:
     """Return what is added to scores, [batch, 1, 1 or queries, keys]: `filler` where `mask` [batch, .., keys] is 0."""
     bias = torch.zeros_like(mask, dtype=keys.dtype).masked_fill(mask == 0, filler)
-    return bias[:, None, None] if bias.ndim == 2 else bias[:, None] if bias.ndim == 3 else bias
+    if bias.ndim == 2:
+        return bias[:, None, None]
+    return bias[:, None] if bias.ndim == 3 else bias
 
 
 def length_bias(lengths: torch.Tensor, keys: torch.Tensor, filler: float) -> torch.Tensor:
@@ -300,6 +306,7 @@ def multi_head_attention(
     elif key.ndim == 5:
         key, value = (c("flatten", part, 2) for part in c(torch.unbind, key, 3))
     if bias is not None:
+        # one bias for the three projections, side by side; keys by heads have been projected, and need none
         widths = [c.size(query, 2), c.size(query, 2) if key.ndim == 4 else c.size(key, 2)]
         parts = c(torch.split, bias, [*widths, c.size(bias, 0) - sum(widths)], 0)
         query = c(torch.add, query, parts[0])

@@ -40,6 +40,7 @@ def unblocked(weight: torch.Tensor, block: int, few_inputs: bool) -> torch.Tenso
         blocks = weight.reshape(outputs // block, inputs, *kernel, block)
         return blocks.movedim(-1, 1).reshape(weight.shape)
     blocks = weight.reshape(outputs // block, inputs // block, *kernel, block, block)
+    # [O, I, *kernel, i, o] -> [O, o, I, i, *kernel]: blocks in front of what is in them
     order = [0, size + 3, 1, size + 2, *range(2, size + 2)]
     return blocks.permute(order).reshape(weight.shape)
 
@@ -48,6 +49,7 @@ def unblocked(weight: torch.Tensor, block: int, few_inputs: bool) -> torch.Tenso
 def blocked_conv(c: Call, x: Value, weight: Value, bias: Value = None, added: Value = None) -> Value:
     block, (outputs, inputs) = _block(c), (c.size(weight, 0), c.size(weight, 1))
     group = c.attr("group", 1)
+    # such a weight has no whole block of inputs, and is stored in blocks of outputs alone
     depthwise = group > 1 and inputs == 1 and outputs == group
     few = depthwise or (group == 1 and inputs < block)
     if outputs % block or (not few and inputs % block):

@@ -50,6 +50,7 @@ def dequantize_blocks(
     columns, block, bits = layout
     integers = unpack(packed, bits).to(scales.dtype)[..., :columns]
     if zero is None:
+        # the integers are unsigned: without zero points the middle of their range stands for 0
         start: Tensor | float = float(2 ** (bits - 1))
     else:
         start = zero if zero.is_floating_point() else unpack(zero, bits)[..., : scales.shape[-1]].to(scales.dtype)
@@ -100,6 +101,7 @@ def packed_linear(
     layout: Sequence[int],
 ) -> Tensor:
     """Return x W' + bias, x: [..., columns], W [rows, columns]: see `dequantize_blocks`."""
+    # _PackedLinear has no gradient for them; torch's own backward pass keeps the weights in fp32
     if scales.requires_grad or (zero is not None and zero.requires_grad):
         return F.linear(x, dequantize_blocks(packed, scales, zero, groups, layout), bias)
     y: Tensor = _PackedLinear.apply(x, layout, packed, scales, zero, groups)  # type: ignore[no-untyped-call]
@@ -123,9 +125,8 @@ def matmul_nbits(
 ) -> Value:
     c.require("bits", *BITS)
     c.require("weight_prepacked", 0)
-    c.attr(
-        "accuracy_level"
-    )  # how far onnxruntime may round x; here x is not rounded (export/measuring/kernel_rounding.py)
+    # how far onnxruntime may round x; here x is not rounded (export/measuring/kernel_rounding.py)
+    c.attr("accuracy_level")
     rows = c.attr("N")
     layout = (c.attr("K"), c.attr("block_size"), c.attr("bits", BITS[0]))
     blocks = -(-layout[0] // layout[1])
@@ -135,7 +136,8 @@ def matmul_nbits(
             f"its weight B is {packed.dtype} {list(packed.shape)}; N={rows}, K={layout[0]}, block_size={layout[1]} and "
             f"{layout[2]} bits need uint8 of {needed} elements"
         )
-    if groups is not None and (layout[2] != 4 or (zero is not None and not zero.dtype.is_floating_point)):
+    packed_zero = zero is not None and not zero.dtype.is_floating_point
+    if groups is not None and (layout[2] != 4 or packed_zero):
         raise UnsupportedNode(
             f"it has g_idx with {layout[2]} bits{'' if zero is None else ' and packed zero points'}: onnxruntime runs "
             "g_idx with 4 bits and without packed zero points only, and computes other numbers else"

@@ -54,7 +54,7 @@ class Mixture:
         return (shares / shares.sum(-1, keepdim=True) if self.normalizes else shares), chosen
 
     def activate(self, x: Tensor) -> Tensor:
-        """Apply the activation; of swiglu, x has gates and linear parts by turns."""
+        """Apply the activation to x [tokens, features]; of swiglu, x has gates and linear parts by turns."""
         if self.activation == "swiglu":
             gate = x[..., 0::2]
             linear = x[..., 1::2]
@@ -67,8 +67,8 @@ class Mixture:
         return {"relu": torch.relu, "silu": F.silu, "identity": torch.clone}[self.activation](x)
 
     def project(self, x: Tensor, expert: int, of: Projection, bits: int) -> Tensor:
-        """Multiply the tokens of an expert by one of its matrices."""
-        weight, scales, zero, bias = (None if each is None else each[expert] for each in of)
+        """Multiply the tokens of an expert by one of its matrices: [tokens, inputs] -> [tokens, outputs]."""
+        weight, scales, zero, bias = (None if tensor is None else tensor[expert] for tensor in of)
         assert weight is not None
         if scales is None:
             return F.linear(x, weight, bias)
@@ -85,15 +85,18 @@ def mix_experts(
     x: Tensor, scores: Tensor, mixing: Tensor | None, first: Projection, second: Projection, mixture: Mixture
 ) -> Tensor:
     """x: [..., features]; scores, mixing: [tokens, experts]. An expert computes its own tokens only."""
+    # how many tokens an expert has depends on values, which tensors without data do not have
     if x.is_meta:
         return torch.empty_like(x)
     tokens = x.reshape(-1, x.shape[-1])
     shares, chosen = mixture.shares(scores, mixing)
     total = torch.zeros_like(tokens)
     for expert in range(scores.shape[-1]):
+        # the tokens that chose this expert, and as which of their k choices
         token, place = (chosen == expert).nonzero(as_tuple=True)
         hidden = mixture.activate(mixture.project(tokens[token], expert, first, mixture.bits[0]))
         y = mixture.project(hidden, expert, second, mixture.bits[1])
+        # a token occurs at most once in an expert, so that the order of the additions is that of the experts
         total = total.index_add(0, token, (y * shares[token, place, None]).to(total.dtype))
     return total.reshape(x.shape)
 
@@ -132,7 +135,7 @@ def _mixture(c: Call, **own: Any) -> Mixture:
 
 
 def _refuse_third(operands: Sequence[Value]) -> None:
-    if any(each is not None for each in operands):
+    if any(operand is not None for operand in operands):
         raise UnsupportedNode("it has a third matrix (FC3), which onnxruntime's CPU kernels do not run")
 
 
@@ -168,6 +171,7 @@ def quantized_mixture_of_experts(
     c.require("weights_prepacked", -1, 0)
     c.attr("accuracy_level")  # how far onnxruntime may round x (export/measuring/kernel_rounding.py)
     _refuse_third((w3, scales3, b3, zero3))
+    # one number of bits for all matrices, unless a matrix has its own
     shared = c.attr("expert_weight_bits", BITS[0])
     bits = (c.attr("fc1_expert_weight_bits", shared), c.attr("fc2_expert_weight_bits", shared))
     c.attr("fc3_expert_weight_bits")

@@ -168,10 +168,12 @@ def qgemm(
     y_zero: Value = None,
 ) -> Value:
     """Return alpha a b + bias; bias: int32 in units of alpha a_scale b_scale. Without y_scale the result is a float."""
+    # scales of b differ along its outputs
     columns = 0 if c.attr("transB", 0) else 1
     real_a = _real(c, a, a_scale, a_zero)
     real_b = _real(c, b, b_scale, b_zero, columns)
     if bias is not None:
+        # the bias is added to the product of the integers, and counts in units of both scales
         unit = c(torch.mul, c(torch.mul, a_scale, b_scale), c.attr("alpha", 1.0))
         bias = c(torch.mul, c("to", value_before_storage(c, bias), real_a.dtype), unit)
     y = gemm(c, real_a, real_b, bias)
@@ -189,6 +191,7 @@ def matmul_integer_to_float(
     b_zero: Value = None,
     bias: Value = None,
 ) -> Value:
+    # several scales of a are one for each row, several of b one for each column
     rows = max(a.ndim - 2, 0)
     y = c(torch.matmul, _real(c, a, a_scale, a_zero, rows), _real(c, b, b_scale, b_zero, b.ndim - 1))
     return y if bias is None else c(torch.add, y, bias)

@@ -41,11 +41,11 @@ def quantize_linear(c: Call, x: Value, scale: Value, zero: Value = None) -> Valu
     target = c.attr("output_dtype", 0) or (TensorProto.UINT8 if zero is None else c.element_type(zero))
     layout = _scale_layout(c, x)
     if target in SMALL_FLOATS:
-        found = c(float_quantized_values, x, scale, zero, layout, c.dtype(target), bool(c.attr("saturate", 1)))
+        levels = c(float_quantized_values, x, scale, zero, layout, c.dtype(target), bool(c.attr("saturate", 1)))
     else:
         c.attr("saturate")  # integers always do
-        found = c(quantized_values, x, scale, zero, layout, integer_range(target))
-    return store_integers(c, found, target)
+        levels = c(quantized_values, x, scale, zero, layout, integer_range(target))
+    return store_integers(c, levels, target)
 
 
 SMALL_FLOATS = (
@@ -92,25 +92,27 @@ def broadcast_scale(of: Tensor, x: Tensor, layout: ScaleLayout) -> Tensor:
 
 
 def straight_through(rounded: Tensor, x: Tensor) -> Tensor:
-    """Return `rounded` with the gradient of x (straight-through estimator)."""
+    """Return `rounded` with the gradient of x (straight-through estimator), both of one shape."""
     return rounded.detach() + (x - x.detach()) if x.requires_grad else rounded
 
 
 def round_and_clamp(x: Tensor, zero: Tensor | float, bounds: tuple[int, int]) -> Tensor:
-    """Round x to the nearest integer (halves to even), add zero and clamp. The gradient is 1, and 0 where it clamps."""
-    least, greatest = (
-        end.to(x.dtype) if isinstance(end, Tensor) else x.new_full((), end) for end in (b - zero for b in bounds)
-    )
+    """Round x [...] to the nearest integer (halves to even), add zero and clamp: gradient 1, and 0 where it clamps."""
+    limits = []
+    for bound in bounds:
+        limit = bound - zero
+        limits.append(limit.to(x.dtype) if isinstance(limit, Tensor) else x.new_full((), limit))
+    least, greatest = limits
     # clamped before zero is added, so that a comparison with `nearest` finds what was clamped
     nearest = torch.round(x)
-    found = torch.clamp(nearest, least, greatest)
-    return straight_through(found, torch.where(found == nearest, x, x.detach())) + zero
+    clamped = torch.clamp(nearest, least, greatest)
+    return straight_through(clamped, torch.where(clamped == nearest, x, x.detach())) + zero
 
 
 def quantized_values(
     x: Tensor, scale: Tensor, zero: Tensor | None, layout: ScaleLayout, bounds: tuple[int, int]
 ) -> Tensor:
-    """Return x / scale + zero, rounded and clamped."""
+    """Return x / scale + zero, rounded and clamped, in the shape of x. scale, zero: see `broadcast_scale`."""
     start = 0.0 if zero is None else broadcast_scale(zero, x, layout).to(scale.dtype)
     return round_and_clamp(x.to(scale.dtype) / broadcast_scale(scale, x, layout), start, bounds)
 
@@ -118,13 +120,14 @@ def quantized_values(
 def float_quantized_values(
     x: Tensor, scale: Tensor, zero: Tensor | None, layout: ScaleLayout, dtype: torch.dtype, saturate: bool
 ) -> Tensor:
-    """Return x / scale, rounded to a floating-point type of 8 or 4 bits."""
+    """Return x / scale, rounded to a floating-point type of 8 or 4 bits, in the shape of x."""
     x = x.to(scale.dtype) / broadcast_scale(scale, x, layout)
     if zero is not None:
         x = x + broadcast_scale(zero.to(scale.dtype), x, layout)
     rounded = to_float8(x, dtype, saturate).to(x.dtype) if is_float8(dtype) else to_float4(x).to(x.dtype)
     if not x.requires_grad:
         return rounded
+    # clamped for its gradient, which is 0 beyond the greatest value
     greatest = torch.finfo(dtype).max if is_float8(dtype) else 6.0
     return straight_through(rounded, torch.clamp(x, -greatest, greatest))
 
@@ -136,7 +139,7 @@ def dynamic_quantize_linear(c: Call, x: Value) -> Value:
 
 
 def dynamic_quantized_values(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x quantized to 0..255 over the range of x and 0, the scale, and the zero point."""
+    """Return x [...] quantized to 0..255 over the range of x and 0, the scale, and the zero point: both scalars."""
     # the range is data, not a function to differentiate
     with torch.no_grad():
         least = x.amin().clamp(max=0)
@@ -158,7 +161,7 @@ def dequantize_linear(c: Call, x: Value, scale: Value, zero: Value = None) -> Va
 
 
 def dequantize(x: Tensor, scale: Tensor, zero: Tensor | None, layout: ScaleLayout) -> Tensor:
-    """Return (x - zero) scale; x is an integer tensor, or its value before storage."""
+    """Return (x - zero) scale, in the shape of x; x is an integer tensor, or its value before storage."""
     # integers are subtracted as integers, wide enough not to wrap around
     if zero is not None:
         computed_in = x.dtype if x.dtype.is_floating_point and x.dtype.itemsize > 1 else scale.dtype
@@ -181,7 +184,7 @@ def exact_dtype(num_terms: Value) -> torch.dtype:
 
 
 def subtract_zero_point(x: Tensor, zero: Tensor | None, dtype: torch.dtype, axis: int) -> Tensor:
-    """Return x - zero; several zero points are one for each index of an axis."""
+    """Return x - zero, in the shape of x; several zero points are one for each index of an axis."""
     return x.to(dtype) if zero is None else x.to(dtype) - broadcast_along(zero, x, axis).to(dtype)
 
 
@@ -189,7 +192,9 @@ def broadcast_along(of: Tensor, x: Tensor, axis: int) -> Tensor:
     """Reshape one scale or zero point for each index of an axis to broadcast with x."""
     if of.numel() == 1:
         return of.reshape(())
-    return of if of.ndim > 1 else of.reshape([-1 if dim == axis % x.ndim else 1 for dim in range(x.ndim)])
+    if of.ndim > 1:  # it broadcasts as it is
+        return of
+    return of.reshape([-1 if dim == axis % x.ndim else 1 for dim in range(x.ndim)])
 
 
 @lower("MatMulInteger", since=(10,))
@@ -260,10 +265,10 @@ def qlinear_conv(
     y_zero: Value,
     bias: Value = None,
 ) -> Value:
-    found = _convolved(c, (x, x_zero), (w, w_zero), bias)
+    products = _convolved(c, (x, x_zero), (w, w_zero), bias)
     target = c.element_type(y_zero)
     return store_integers(
-        c, c(requantize, found, (x_scale, 1), (w_scale, 1), (y_scale, y_zero), integer_range(target)), target
+        c, c(requantize, products, (x_scale, 1), (w_scale, 1), (y_scale, y_zero), integer_range(target)), target
     )
 
 
@@ -272,7 +277,7 @@ Scale = tuple[Tensor, int]
 
 
 def rescale(x: Tensor, left: Scale, right: Scale, scale: Tensor) -> Tensor:
-    """Multiply a product of integers by the scales of both factors, and divide it by that of the result."""
+    """Multiply a product of integers [...] by the scales of both factors, and divide it by that of the result."""
     factor = (
         broadcast_along(left[0], x, left[1]) * broadcast_along(right[0], x, right[1]) / broadcast_along(scale, x, -2)
     )
@@ -280,6 +285,6 @@ def rescale(x: Tensor, left: Scale, right: Scale, scale: Tensor) -> Tensor:
 
 
 def requantize(x: Tensor, left: Scale, right: Scale, result: tuple[Tensor, Tensor], bounds: tuple[int, int]) -> Tensor:
-    """Rescale a product of integers, and round and clamp it to the result's type."""
+    """Rescale a product of integers [...], and round and clamp it to the result's type."""
     scale, zero = result
     return round_and_clamp(rescale(x, left, right, scale), broadcast_along(zero, x, -2).to(scale.dtype), bounds)

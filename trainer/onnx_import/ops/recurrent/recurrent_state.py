@@ -29,6 +29,7 @@ def convolve_after(
 
     x: [batch, channels, steps]; weight: [channels, 1, k]; past and returned state: [batch, channels, k - 1].
     """
+    # a kernel of k steps reads k - 1 steps before the first; without a past these are zeros
     kept = weight.shape[2] - 1
     x = F.pad(x, (kept, 0)) if past is None else torch.cat((past.to(x.dtype), x), 2)
     y = F.conv1d(x, weight, bias, groups=weight.shape[0])
@@ -50,7 +51,9 @@ def linear_attention(
     c.attr("chunk_size")  # a hint
     if rule not in ("linear", "gated", "delta", "gated_delta"):
         raise UnsupportedNode(f"update_rule={rule!r} is not among ONNX's")
-    if ("gated" in rule and decay is None) or ("delta" in rule and beta is None):
+    lacks_decay = "gated" in rule and decay is None
+    lacks_beta = "delta" in rule and beta is None
+    if lacks_decay or lacks_beta:
         raise UnsupportedNode(f"update_rule={rule!r} needs {'decay' if decay is None else 'beta'}")
     gates = (decay if "gated" in rule else None, beta if "delta" in rule else None)
     heads = (c.attr("q_num_heads"), c.attr("kv_num_heads"))
@@ -86,6 +89,7 @@ def attend_linearly(
         if kept is not None:
             state = state * kept[t]
         if rates is not None:
+            # the delta rule stores what the state does not yet return for this key
             v = rates[t] * (v - torch.matmul(k.unsqueeze(2), state).squeeze(2))
         state = state + k.unsqueeze(3) * v.unsqueeze(2)
         outputs.append(torch.matmul(q, state).flatten(1))

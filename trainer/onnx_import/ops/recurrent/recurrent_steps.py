@@ -54,10 +54,13 @@ class Layer:
     @property
     def is_standard(self) -> bool:
         """Whether torch has a kernel for it; peepholes, an operand, are checked when it runs."""
-        names = {tuple(name for name, _, _ in each) for each in self.activations}
+        names = {tuple(name for name, _, _ in gates) for gates in self.activations}
         usual = names == {STANDARD[self.kind]} or (self.kind == "RNN" and names == {("relu",)})
         plain = self.clip is None and not self.input_forget
-        return usual and plain and (self.kind != "GRU" or self.linear_before_reset)
+        # torch's GRU applies the reset gate after the product with R
+        if self.kind == "GRU" and not self.linear_before_reset:
+            return False
+        return usual and plain
 
 
 def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -80,11 +83,12 @@ def run_step_by_step(
     last = []
     for d, backward in enumerate(layer.directions):
         ordered = reverse(x, lengths) if backward else x
+        # the reversed direction runs forward over reversed sequences, and its outputs are reversed back
         mine = [None if weight is None else weight[d] for weight in weights]
         y, ended = _one_direction(layer, d, ordered, mine, lengths, [state[d] for state in states])
         outputs.append(reverse(y, lengths) if backward else y)
         last.append(ended)
-    return torch.stack(outputs, 2), [torch.stack(each) for each in zip(*last, strict=True)]
+    return torch.stack(outputs, 2), [torch.stack(state) for state in zip(*last, strict=True)]
 
 
 def _one_direction(
@@ -108,6 +112,7 @@ def _one_direction(
             states = new
             outputs.append(states[0])
         else:
+            # a sequence that has ended keeps its last state, while the others of the batch run on
             goes_on = (t < lengths)[:, None]
             states = [torch.where(goes_on, one, old) for one, old in zip(new, states, strict=True)]
             outputs.append(torch.where(goes_on, states[0], blank))
@@ -137,8 +142,10 @@ def _lstm_step(layer: Layer, activations: Sequence[Activation], r: Tensor, b: Te
     def step(now: Tensor, h: Tensor, c: Tensor) -> list[Tensor]:
         i, o, forget, new = (now + F.linear(h, r, b)).chunk(4, -1)
         i = f(peep(i, p_i, c))
+        # coupled gates: what is forgotten is what is not taken in
         forget = 1 - i if layer.input_forget else f(peep(forget, p_f, c))
         c = forget * c + i * g(new)
+        # the peephole of the output gate sees the new cell, those of the others the old one
         return [f(peep(o, p_o, c)) * ACTIVATIONS[name](c, alpha, beta), c]
 
     return step

@@ -126,6 +126,7 @@ def check_operands(layer: Layer, x: Tensor, w: Tensor, r: Tensor, **others: Tens
         if operand is None:
             continue
         if tuple(operand.shape) != needed[name]:
+            # a state of another batch is the most likely mistake: that of the exporter's example
             stored = operand.shape[1] if name in STATES and operand.ndim == 3 else batch
             remedy = f"; it fits batches of {stored}: feed these, or export the file with a dynamic batch"
             raise ValueError(
@@ -169,11 +170,11 @@ def run_kernel(
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _on_host(lengths: Tensor, steps: int) -> Tensor:
     """Return the lengths of sequences on the host. Raises ValueError if one does not fit the number of steps."""
-    found = lengths.to("cpu", torch.int64)
+    on_host = lengths.to("cpu", torch.int64)
     # torch packs sequences that are longer than the input without an error, and its kernels then read beyond it
-    if found.numel() and not 0 <= int(found.min()) <= int(found.max()) <= steps:
-        raise ValueError(f"sequence_lens holds {found.tolist()}, but the input has {steps} steps")
-    return found
+    if on_host.numel() and not 0 <= int(on_host.min()) <= int(on_host.max()) <= steps:
+        raise ValueError(f"sequence_lens holds {on_host.tolist()}, but the input has {steps} steps")
+    return on_host
 
 
 # torch.compile cannot trace it: the number of running sequences in each step depends on data
@@ -191,6 +192,7 @@ def _packed(
     assert back is not None
     sorted_states = [state.index_select(1, order) for state in states]
     hidden = sorted_states if len(states) == 2 else sorted_states[0]
+    # packing sorts the sequences by length; states go in and come out in that order
     data, *last = kernel(packed.data, packed.batch_sizes, hidden, *rest)
     y, _ = nn.utils.rnn.pad_packed_sequence(packed._replace(data=data), total_length=x.shape[0])
     last = [state.index_select(1, back) for state in last]
@@ -201,8 +203,13 @@ def _packed(
 
 
 def flat_weights(layer: Layer, w: Tensor, r: Tensor, b: Tensor | None) -> list[Tensor]:
-    """Return w, r and both biases of each direction, with the gates in torch's order."""
+    """Return w, r and both biases of each direction, with the gates in torch's order.
+
+    w: [directions, gates x hidden, features]; r: [.., hidden]; b: [directions, 2 x gates x hidden]. Returns for each
+    direction w, r and, with b, two biases [gates x hidden].
+    """
     hidden = r.shape[2]
+    # ONNX orders the gates i, o, f, c (LSTM) and z, r, h (GRU); torch i, f, g, o and r, z, n
     parts: list[Sequence[Tensor]] = [_reordered(layer.kind, weight, hidden).unbind(0) for weight in (w, r)]
     if b is not None:
         parts += [_reordered(layer.kind, half, hidden).unbind(0) for half in b.chunk(2, 1)]
@@ -213,14 +220,19 @@ def flat_weights(layer: Layer, w: Tensor, r: Tensor, b: Tensor | None) -> list[T
 
 def _views_of_one_block(*groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
     """Copy tensors into one block of memory and return views of it: by group, then by direction."""
-    order = [one for group in groups for direction in zip(*group, strict=True) for one in direction]
-    memory = torch.split(torch.cat([one.reshape(-1) for one in order]), [one.numel() for one in order])
-    views = iter(part.view(one.shape) for part, one in zip(memory, order, strict=True))
-    found: list[Sequence[Tensor]] = []
+    order: list[Tensor] = []
     for group in groups:
-        directions = [[next(views) for _ in group] for _ in (group[0] if group else ())]
-        found += [list(each) for each in zip(*directions, strict=True)]
-    return found
+        for direction in zip(*group, strict=True):
+            order += direction
+    memory = torch.split(torch.cat([tensor.reshape(-1) for tensor in order]), [tensor.numel() for tensor in order])
+    views = iter(part.view(tensor.shape) for part, tensor in zip(memory, order, strict=True))
+    # taken from the block in the order in which they were laid there, and grouped as they came
+    parts: list[Sequence[Tensor]] = []
+    for group in groups:
+        num_directions = len(group[0]) if group else 0
+        directions = [[next(views) for _ in group] for _ in range(num_directions)]
+        parts += [list(part) for part in zip(*directions, strict=True)]
+    return parts
 
 
 def _reordered(kind: str, weight: Tensor, hidden: int) -> Tensor:
@@ -291,9 +303,13 @@ def _of_any_batch(c: Call, layer: Layer, x: Value, state: Value) -> Value:
     as it is, and holds only for its own batch size (`check_operands`).
     """
     batch_dim = 0 if layer.batch_first else 1
-    stored = isinstance(state, Tensor) or (c.batch is not None and isinstance(state, Traced) and state.known)
-    if c.eager or not stored or state.ndim != 3 or not isinstance(size := c.size(x, batch_dim), Traced):
+    # a weight that is trained is traced as well; it is expanded where the file's batch is treated as dynamic
+    is_known = c.batch is not None and isinstance(state, Traced) and state.known
+    if c.eager or not (isinstance(state, Tensor) or is_known):
         return state
+    if state.ndim != 3 or not isinstance(size := c.size(x, batch_dim), Traced):
+        return state
+    # of a trained state, `one_row` returns a row that collects the gradients of all rows
     row = one_row(c, state, batch_dim)
     if c.size(row, batch_dim) != 1:
         return state
@@ -304,14 +320,15 @@ def _activations(c: Call, kind: str, directions: int) -> tuple[tuple[Activation,
     """Return (name, alpha, beta) of each gate; alphas and betas are listed only for activations that take one."""
     usual = STANDARD[kind]
     names = [name.lower() for name in c.attr("activations") or usual * directions]
+    # one list for all gates of all directions, from which each activation takes what it needs, in order
     alphas = iter(c.attr("activation_alpha") or ())
     betas = iter(c.attr("activation_beta") or ())
     if unknown := sorted(set(names) - set(ACTIVATIONS)):
         raise UnsupportedNode(f"activation {', '.join(unknown)} is not among ONNX's")
     if len(names) != len(usual) * directions:
         raise UnsupportedNode(f"it has {len(names)} activations, and needs {len(usual) * directions}")
-    found = tuple((name, _given(name, alphas, ALPHA), _given(name, betas, BETA)) for name in names)
-    return tuple(found[len(usual) * d : len(usual) * (d + 1)] for d in range(directions))
+    activations = tuple((name, _given(name, alphas, ALPHA), _given(name, betas, BETA)) for name in names)
+    return tuple(activations[len(usual) * d : len(usual) * (d + 1)] for d in range(directions))
 
 
 def _given(name: str, values: Iterator[float], defaults: Mapping[str, float | None]) -> float:

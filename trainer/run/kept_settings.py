@@ -60,9 +60,8 @@ def edited_settings(run: RunDir) -> list[str]:
     """
     if not run.accepted.exists():
         return []
-    kept, found = (
-        flat_settings(each) for each in (read_record(run.accepted, KeptSettings).settings, read_config(run, "given"))
-    )
+    found = flat_settings(read_config(run, "given"))  # first: its problems are said more clearly
+    kept = flat_settings(read_record(run.accepted, KeptSettings).settings)
     return [
         f"{key} was {kept.get(key)!r}, and is {found.get(key)!r}"
         for key in kept | found

@@ -82,6 +82,7 @@ from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.home import onward_home as onward_home  # from here for whoever reads run directories
 from onward.trainer.run.records import RankError, read_record
 from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
+from onward.trainer.run.validation import first_problem
 
 _CLOSED: set[Path] = set()
 """Runs whose log this process has closed: the tasks that wait for that are its threads, and the disk may be full."""
@@ -386,7 +387,9 @@ def read_config(run: RunDir, state: State = "configured", *, given: RunConfig | 
     except FileNotFoundError:
         raise ConfigError(f"{run.root} is not a run directory: it has no config.json") from None
     except ValidationError as error:
-        raise ConfigError(f"{run.config} is not a valid configuration: {error}") from None
+        more = f" (the first of {error.error_count()} problems)" if error.error_count() > 1 else ""
+        problem = first_problem(error).removeprefix("Value error, ")
+        raise ConfigError(f"{run.config} cannot be used: {problem}{more}") from None
     if state == "given":
         return config
     config = adjusted(config, run.adjusted) if run.adjusted.exists() else config

@@ -61,9 +61,8 @@ def edited_settings(run: RunDir, config: RunConfig | None = None) -> list[str]:
     """
     if not run.accepted.exists():
         return []
-    accepted = read_record(run.accepted, KeptSettings).settings
-    kept = flat_settings(accepted)
-    present = flat_settings(config or read_config(run, "given"))
+    present = flat_settings(config or read_config(run, "given"))  # first: its problems are said more clearly
+    kept = flat_settings(read_record(run.accepted, KeptSettings).settings)
     edited = []
     for key in kept | present:
         # the limits of [stop] may change: a resume raises them

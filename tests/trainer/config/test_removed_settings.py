@@ -14,7 +14,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section, table_type
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.kept_settings import edited_settings, write_settings
+from onward.trainer.run.kept_settings import edited_settings, refuse_edited, write_settings
 
 GOOD: dict[str, Any] = {
     "model": {"path": "/m.onnx"},
@@ -105,9 +105,17 @@ OTHERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("key", OTHERS)
 def test_an_older_run_that_set_one_is_refused_with_the_value_and_what_to_do(tmp_path: Path, key: str) -> None:
-    run = run_with(tmp_path / "run", with_setting(saved(), key, OTHERS[key]))
+    older = with_setting(saved(), key, OTHERS[key])
+    run = run_with(tmp_path / "run", older)
+    write_settings(run, build_config(GOOD))
+    kept = json.loads(run.accepted.read_text())
+    run.accepted.write_text(json.dumps(kept | {"settings": older}))
+    run.config.write_text(json.dumps(older))
     with pytest.raises(ConfigError) as refused:
         read_config(run)
+    with pytest.raises(ConfigError) as when_resumed:
+        refuse_edited(run)
+    assert str(when_resumed.value) == str(refused.value)
     said = key.replace("optimizer.weights.", "optimizer.weights.0.")
     assert f"{said} was {OTHERS[key]!r} in this run of an earlier version" in str(refused.value)
     assert f"{REMOVED[key].instead}; go on with the version that began the run" in str(refused.value)

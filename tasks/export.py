@@ -50,8 +50,9 @@ from onward.trainer.errors import (
     RuntimeUnavailable,
     StorageUnavailable,
 )
-from onward.trainer.run.directory import RunDir, changes_in, example_in, read_config, samples_in, variant_in
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import durable_file, remove_partials
+from onward.trainer.run.export_folder import changes_in, example_in, samples_in, variant_in
 from onward.trainer.run.history import RunHistory
 from onward.trainer.run.outcomes.refusals import refusal_in, refusal_of
 from onward.trainer.run.outcomes.storage import says_storage, storage_error

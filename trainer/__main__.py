@@ -52,7 +52,8 @@ with quick_imports():
     from onward.trainer.errors import ExportRefused, Stopped
     from onward.trainer.events import Heartbeat
     from onward.trainer.run.allowed_code import allow_code_of
-    from onward.trainer.run.directory import RunDir, comparison_in, read_config, variant_in
+    from onward.trainer.run.directory import RunDir, read_config
+    from onward.trainer.run.export_folder import comparison_in, variant_in
     from onward.trainer.run.kept_settings import refuse_edited
     from onward.trainer.run.machine.node_usage import recorded_usage
     from onward.trainer.run.records import ExportedModel, read_record, write_record

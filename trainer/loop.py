@@ -62,8 +62,8 @@ def train(
 ) -> AttemptResult:
     """Train until the configured end, until [stop] ends the run, or until any rank is asked to stop.
 
-    given: what `read_config` has read, None = it is read here. Collective: every rank. Raises Diverged when the loss
-    or a gradient is not finite at every allowed loss scale. Checkpoints that were saved stay, at other errors as well.
+    given: what `read_config` has read. Collective: every rank. Raises Diverged when the loss or the gradient is finite
+    at no allowed loss scale.
     """
     clock = StepClock(began_at=time.monotonic(), compiled_s=compiled_s)
     beat = heartbeat.beat
@@ -205,8 +205,7 @@ def train(
         if evaluates or ending:
             with clock("evaluation"):
                 state = state.evaluated(evaluate(step), config.checkpoint)
-        if evaluates:
-            state = state.counted(config)
+                state = state.counted(config) if evaluates else state
         reason = reason_to_end(state.stop, config)
         last = agreed.stop or ending or bool(reason)
         is_best = state.is_best and config.export.checkpoint == "best"

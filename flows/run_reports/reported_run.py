@@ -20,7 +20,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.diagnostics.difference import Difference
 from onward.trainer.errors import OnwardError
-from onward.trainer.run.directory import RunDir, changes_in, read_config, samples_in
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.export_folder import changes_in, samples_in
 from onward.trainer.run.history import RunHistory, Series
 from onward.trainer.run.outcomes.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.outcomes.refusals import Refusal, refusal_in

@@ -34,7 +34,8 @@ from onward.tasks.shown.prefect_server import prefect_answers
 from onward.tasks.shown.task_logger import IN_RESULT
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
-from onward.trainer.run.directory import RunDir, comparison_in, onward_home, read_config
+from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.export_folder import comparison_in
 from onward.trainer.run.records import Comparison, ExportedModel, Promotion, RunIdentity, read_record, write_record
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.node_builder import GraphWriter
-from onward.trainer.run.directory import RunDir, example_in, read_config
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.export_folder import example_in
 from onward.trainer.run.records import ExportedModel
 from tests.support import runs
 

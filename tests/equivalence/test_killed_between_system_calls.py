@@ -36,7 +36,8 @@ from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import ShardManifest, damaged_files
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.run.directory import RunDir, example_in, read_config
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.export_folder import example_in
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
 from tests.support.checkpoint_parts import held
 from tests.support.exported_runs import exported_run

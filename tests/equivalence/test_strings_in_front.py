@@ -21,7 +21,8 @@ from onward.trainer.export.file_verification import Expected, verify
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.imported_graph import stored_weights
-from onward.trainer.run.directory import RunDir, example_in, read_config
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.export_folder import example_in
 from tests.support import runs
 from tests.trainer.onnx_graph.surgery.test_preprocessing_nodes import HEAD, TREE
 

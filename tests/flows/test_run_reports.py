@@ -19,7 +19,8 @@ from onward.flows.run_reports.summary import markdown
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import ConfigError
 from onward.trainer.events import Evaluated, EventWriter, Scalars
-from onward.trainer.run.directory import RunDir, samples_in
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.export_folder import samples_in
 from onward.trainer.run.history import Series
 from onward.trainer.run.outcomes.refusals import Refusal, refusal_in
 from onward.trainer.run.outcomes.run_ending import RunEnding

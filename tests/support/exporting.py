@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.trainer.run.directory import RunDir, example_in
+from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import sha256
+from onward.trainer.run.export_folder import example_in
 from onward.trainer.run.outcomes.refusals import Refusal, refusal_in
 from onward.trainer.run.records import ExportedModel, write_record
 from tests.support.graphs import tiny_mlp

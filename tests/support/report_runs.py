@@ -11,7 +11,8 @@ from onward.tasks.shown.class_tables import ClassRow, ClassTable
 from onward.trainer.config.loading import build_config
 from onward.trainer.diagnostics.difference import Difference, TensorChange
 from onward.trainer.events import CheckpointSaved, Ended, Evaluated, EventWriter, Started, Times, read_events
-from onward.trainer.run.directory import RunDir, changes_in, samples_in
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.export_folder import changes_in, samples_in
 from onward.trainer.run.outcomes.attempt_endings import AttemptEnding
 from onward.trainer.run.outcomes.run_ending import RunEnding
 from onward.trainer.run.recorded.sample_records import Sample, Samples

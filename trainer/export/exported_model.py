@@ -61,8 +61,9 @@ from onward.trainer.onnx_graph.surgery.strip_training import TrainingForm, strip
 from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph, trains_subgraph
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
 from onward.trainer.onnx_import.write_back import write_model
-from onward.trainer.run.directory import RunDir, changes_in, example_in, read_config, samples_in
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import fsync, write_durably
+from onward.trainer.run.export_folder import changes_in, example_in, samples_in
 from onward.trainer.run.records import ExportedModel, write_record
 
 log = logging.getLogger(__name__)

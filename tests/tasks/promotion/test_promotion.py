@@ -21,7 +21,8 @@ from onward.tasks.promotion.promotion import judge, promote, promote_by_hand
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
-from onward.trainer.run.directory import RunDir, comparison_in, example_in
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.export_folder import comparison_in, example_in
 from onward.trainer.run.records import Comparison, ExportedModel, RunIdentity, read_record, write_record
 from tests.support.graphs import tiny_mlp
 from tests.support.runs import make_run

@@ -37,8 +37,9 @@ from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights, stored_weights
 from onward.trainer.onnx_import.write_back import write_model
-from onward.trainer.run.directory import RunDir, example_in
+from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import sha256 as digest
+from onward.trainer.run.export_folder import example_in
 from onward.trainer.run.outcomes.refusals import Refusal, exit_with_refusal, refusal_in
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record
 from tests.support import graphs

@@ -165,7 +165,9 @@ def _by_glob(source: str, names: Sequence[str], data: DataConfig) -> list[str]:
     """Return the files of text that a glob names; none of a directory, which may have notes beside its data."""
     if Path(source).is_dir():
         return []
-    return [name for name in names if data.format == "text" or _suffix(Path(name)) in TEXT_SUFFIXES]
+    if data.format == "text":
+        return [*names]
+    return [name for name in names if _suffix(Path(name)) in TEXT_SUFFIXES]
 
 
 def _nothing_to_read(source: str, found: Mapping[str, Path], wanted: str, data: DataConfig) -> str:

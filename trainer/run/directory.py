@@ -378,18 +378,14 @@ State = Literal["given", "local", "configured"]
 
 
 def read_config(run: RunDir, state: State = "configured") -> RunConfig:
-    """Read the configuration of a run, which `trainer/data/resolve.py` completes from the data.
-
-    Raises ConfigError if it is absent or invalid, RecordError for damaged records beside it.
-    """
+    """Read the configuration of a run, which `trainer/data/resolve.py` completes from the data. Raises ConfigError if it
+    is absent or invalid, RecordError for damaged records beside it."""
     try:
         config = RunConfig.model_validate_json(read_bounded(run.config, RECORD_BYTES))
     except FileNotFoundError:
         raise ConfigError(f"{run.root} is not a run directory: it has no config.json") from None
     except ValidationError as error:
-        more = f" (the first of {error.error_count()} problems)" if error.error_count() > 1 else ""
-        problem = first_problem(error).removeprefix("Value error, ")
-        raise ConfigError(f"{run.config} cannot be used: {problem}{more}") from None
+        raise ConfigError(f"{run.config} cannot be used: {first_problem(error)}") from None
     if state == "given":
         return config
     config = adjusted(config, run.adjusted) if run.adjusted.exists() else config

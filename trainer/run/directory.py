@@ -378,7 +378,7 @@ State = Literal["given", "local", "configured"]
 
 
 def read_config(run: RunDir, state: State = "configured") -> RunConfig:
-    """Read the configuration of a run, which `trainer/data/resolve.py` completes from the data. Raises ConfigError if it
+    """Read the configuration of a run, which trainer/data/resolve.py completes from the data. Raises ConfigError if it
     is absent or invalid, RecordError for damaged records beside it."""
     try:
         config = RunConfig.model_validate_json(read_bounded(run.config, RECORD_BYTES))

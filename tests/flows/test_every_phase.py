@@ -186,7 +186,7 @@ def run_on_a_full_disk(home: Path) -> None:
     """A run whose disk is full from a phase on; then room is made, and it goes on."""
     workshop, phase, expected = Workshop(home.parent), os.environ["PHASE"], os.environ["EXPECTED"]
     action, where = os.environ["ACTION"], os.environ["WHERE"]
-    more = ("launch.retries=0", *(LONGER if phase == "monitor" else ()))
+    more = LONGER if phase == "monitor" else ()
     disk = home / where
     if where:
         disk.mkdir()

@@ -107,11 +107,9 @@ def test_the_defaults_evaluate_each_epoch_and_save_by_time_and_neither_changes_a
     found, expected = final_tensors(often), final_tensors(plain)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    peaks = [events(run, "start")[0].peak_flops_per_s for run in (plain, often)]
-    assert peaks[0] is None
-    assert peaks[1] > 1e8
-    assert all("train/mfu" in event.values for event in events(often, "scalars"))
-    assert not any("train/mfu" in event.values for event in events(plain, "scalars"))
+    for run in (plain, often):
+        assert events(run, "start")[0].peak_flops_per_s > 1e8
+        assert all("train/mfu" in event.values for event in events(run, "scalars"))
 
 
 @pytest.mark.parametrize(

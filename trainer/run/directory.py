@@ -362,9 +362,7 @@ def read_config(run: RunDir, state: State = "configured", *, given: RunConfig | 
     except FileNotFoundError:
         raise ConfigError(f"{run.root} is not a run directory: it has no config.json") from None
     except ValidationError as error:
-        more = f" (the first of {error.error_count()} problems)" if error.error_count() > 1 else ""
-        problem = first_problem(error).removeprefix("Value error, ")
-        raise ConfigError(f"{run.config} cannot be used: {problem}{more}") from None
+        raise ConfigError(f"{run.config} cannot be used: {first_problem(error)}") from None
     if state == "given":
         return config
     config = adjusted(config, run.adjusted) if run.adjusted.exists() else config

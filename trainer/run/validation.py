@@ -11,4 +11,5 @@ def first_problem(error: ValidationError) -> str:
     """Return where a record is wrong first, and how."""
     found = error.errors()[0]
     where = shown(".".join(map(str, found["loc"])))
-    return printable(f"{where}: {found['msg']}" if where else found["msg"])
+    what = found["msg"].removeprefix("Value error, ")  # before what a validator says
+    return printable(f"{where}: {what}" if where else what)

@@ -35,6 +35,13 @@ def _text(event: str, arguments: tuple[Any, ...]) -> str:
     return " ".join([event, *map(str, arguments[:2])])
 
 
+def _wait_shortly() -> None:
+    """Let a retry wait 3 s for a disk, and not 10 minutes."""
+    waiting = sys.modules.get("onward.tasks.attempts.wait_before_retry")
+    if waiting is not None and hasattr(waiting, "STORAGE_WAIT_S"):
+        waiting.STORAGE_WAIT_S = 3.0
+
+
 def _report_events() -> None:
     """Let the event log announce each of its lines."""
     global _patched
@@ -56,6 +63,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         return
     _busy = True
     try:
+        _wait_shortly()
         _report_events()
         if re.search(SETTINGS["phase"], _text(event, arguments)):
             if SETTINGS["once"]:

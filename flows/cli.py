@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import inspect
 import shlex
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from onward.flows.commands import collection, inspection, models, proposal, repo
 from onward.flows.commands import deployment_commands as deployments
 from onward.flows.commands import prediction_commands as predictions
 from onward.flows.commands import training_commands as training
-from onward.flows.commands.common import print_json
+from onward.flows.commands.common import SettingsCommand, print_json
 from onward.flows.shown.terminal import escaped_output
 from onward.trainer.errors import OnwardError, printed
 from onward.trainer.run.outcomes.ending_kinds import EXIT_STATUSES
@@ -138,7 +139,8 @@ app = typer.Typer(
 # Registered here and not by decorators, so that the order and the groups of the help are in one place.
 for group, commands in COMMANDS.items():
     for command, end in commands:
-        app.command(rich_help_panel=group, help=help_text(command), epilog=end)(command)
+        kind = SettingsCommand if "overrides" in inspect.signature(command).parameters else None
+        app.command(cls=kind, rich_help_panel=group, help=help_text(command), epilog=end)(command)
 
 reference = typer.Typer(help="Write an untrained reference model as an ONNX file.", no_args_is_help=True)
 app.add_typer(reference, name="reference", rich_help_panel="Models")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from onward.flows.examples import MODELS
 from onward.trainer.errors import ConfigError, shown
@@ -52,6 +55,38 @@ StopOverrides = Annotated[
 ]
 ModelFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="The ONNX file to inspect.", show_default=False)]
 All = Annotated[bool, typer.Option("--all", help="Print every row; long tables are shortened otherwise.")]
+
+
+class SettingsCommand(TyperCommand):
+    """A command that takes SECTION.KEY=VALUE: an option that it does not have is answered with the setting it means."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words of the command line. Raises the errors of Typer, which prints them."""
+        words = [*args]  # Typer takes them away one by one
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            option = getattr(error, "option_name", "")
+            if type(error).__name__ == "NoSuchOption" and hasattr(error, "message"):
+                error.message += _as_setting(option, words)
+            raise
+
+
+def _as_setting(option: str, words: Sequence[str]) -> str:
+    """Return a clause with the setting that an option such as --epochs was meant to be, and its value; "" for none."""
+    from onward.trainer.config.run_config import RunConfig
+    from onward.trainer.config.unknown_settings import meant_settings
+
+    meant = meant_settings(option.lstrip("-"), RunConfig)
+    if not meant:
+        return ""
+    value = "VALUE"
+    for word, following in pairwise([*words, "-"]):
+        if word.startswith(f"{option}="):
+            value = word.removeprefix(f"{option}=")
+        elif word == option and not following.startswith("-"):
+            value = following
+    return f". Settings are written without dashes: {' or '.join(f'{setting}={value}' for setting in meant)}"
 
 
 def names_of_runs(incomplete: str) -> list[str]:

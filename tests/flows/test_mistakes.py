@@ -251,6 +251,14 @@ MISTAKES: dict[str, Mistake] = {
         ("input island takes int64", 'data.table.categories = ["island"]'),
         both(UNSEEN["categories"], edited(SECTIONS, ISLANDS)),
     ),
+    "a setting as an option": Mistake(
+        classes,
+        ("No such option: --epochs. Settings are written without", "train.num_epochs=3"),
+        words=(*RUN, "--epochs", "3"),
+    ),
+    "a setting as an option with its value": Mistake(
+        classes, ("optimizer.learning_rate=3e-4",), words=(*RUN, "--lr=3e-4")
+    ),
     "missing cells": Mistake(classes, ("line 2: bill is missing", 'data.table.missing = "mean"'), gaps("bill")),
     "missing labels": Mistake(numbers, ("line 2: price is missing", "data.bad_rows = 'skip'"), gaps("price")),
     "sounds without a table": Mistake(

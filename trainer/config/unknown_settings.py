@@ -162,16 +162,26 @@ def unknown(key: str, known: Iterable[str], kind: str, root: type[Section]) -> s
     # the same word but for case, dashes or underscores
     if word in by_word:
         meant = [names[by_word[word]]]
-    elif named := [setting for setting, words in SYNONYMS.items() if word in words]:
+    elif named := _synonyms(word):
         meant = named
     elif near := difflib.get_close_matches(word, by_word, n=1):
         meant = [names[by_word[near[0]]]]
     else:
-        # a setting of this name in another table; a name that many tables have says nothing
-        elsewhere = [setting for setting in _settings(root, "") if setting.rpartition(".")[2] == word]
-        meant = elsewhere if len(elsewhere) <= MOST_SUGGESTED else []
+        meant = meant_settings(word, root)
     hint = f"did you mean {' or '.join(meant)}?" if meant else f"known: {', '.join(names.values())}"
     return f"unknown {kind} {key}; {hint}"
+
+
+def meant_settings(word: str, root: type[Section]) -> list[str]:
+    """Return the settings, in whichever table, that a word such as epochs, batch-size or num_steps may mean."""
+    word = plain_word(word)[:MAX_SHOWN]
+    elsewhere = [setting for setting in _settings(root, "") if setting.rpartition(".")[2] == word]
+    # a name that many tables have says nothing
+    return _synonyms(word) or (elsewhere if len(elsewhere) <= MOST_SUGGESTED else [])
+
+
+def _synonyms(word: str) -> list[str]:
+    return [setting for setting, words in SYNONYMS.items() if word in words]
 
 
 MOST_SUGGESTED = 3

@@ -171,7 +171,7 @@ def _places(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if not source or source in BUNDLED_SOURCES:
                 continue
             if not url_of(source):
-                yield "data.image.mask_folder", str(folder_of(source) / folder)
+                yield "data.image.mask_folder", str(data.image.masks_of(folder_of(source)))
             elif Path(folder).is_absolute() or ".." in Path(folder).parts:  # out of the copy that is fetched
                 yield "data.image.mask_folder", str(Path("/") / folder)
 

@@ -65,8 +65,9 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
     if takes_images and not draft.is_given("data.label") and (boxes := _boxes(path)):
         raise DataError(f"{given}: {boxes}; data.label=... leaves the boxes aside")
     if path.is_dir():
-        splits = {entry.stem.lower(): entry for entry in sorted(path.iterdir()) if not entry.name.startswith(".")}
-        training, evaluation, test = (_first_of(splits, names) for names in (TRAINING, EVALUATION, TEST))
+        training, evaluation, test = _splits(path)
+        if takes_images and not training:  # images/train and images/val, beside masks/train and masks/val
+            training, evaluation, test = _splits(_images_in(path))
         # a folder train/ alone is no sign of a split
         if training and (evaluation or test):
             if takes_images:
@@ -86,6 +87,12 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
         _propose_images(draft, source)
     elif Path(source).is_dir() and not _format(source) and (suffix := _text_suffix(Path(source))):
         draft.set("data.source", f"{source}/**/*{suffix}", "the files of text")
+
+
+def _splits(folder: Path) -> list[Path | None]:
+    """Return what a folder has for training, for evaluation and for a test."""
+    entries = {entry.stem.lower(): entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")}
+    return [_first_of(entries, names) for names in (TRAINING, EVALUATION, TEST)]
 
 
 def _first_of(paths: Mapping[str, Path], names: Iterable[str]) -> Path | None:
@@ -144,16 +151,24 @@ def _propose_images(draft: Draft, source: str) -> None:
 
 
 def _mask_folder(folder: Path) -> str:
-    """Return the folder beside `folder` that has a mask for each of its images, relative to it; "" if there is none."""
-    if not folder.is_dir():
+    """Return the folder that has a mask for each image of `folder`, relative to it; "" if there is none.
+
+    It is beside `folder`, or in a folder that is beside that of all splits: masks/train for images/train.
+    """
+    names = _image_stems(folder) if folder.is_dir() else set()
+    if not names:
         return ""
-    names = _image_stems(folder)
-    if names:
-        for other in sorted(folder.parent.iterdir()):
-            is_mask_folder = other.is_dir() and other.name.lower() in MASK_FOLDERS
-            if is_mask_folder and names <= _image_stems(other):
-                return f"../{other.name}"
+    for other in _mask_folders(folder.parent):
+        if names <= _image_stems(other):
+            return f"../{other.name}"
+    for other in _mask_folders(folder.parent.parent):
+        if (other / folder.name).is_dir() and names <= _image_stems(other / folder.name):
+            return f"../../{other.name}/{{source}}"
     return ""
+
+
+def _mask_folders(folder: Path) -> list[Path]:
+    return [inner for inner in sorted(folder.iterdir()) if inner.is_dir() and inner.name.lower() in MASK_FOLDERS]
 
 
 def _image_stems(folder: Path) -> set[str]:

@@ -397,25 +397,30 @@ def test_masks_of_255_mean_the_second_class_or_no_label(tmp_path: Path) -> None:
         assert config.model.num_classes == (3 if classes == 2 and len(values) == 3 else 0)
 
 
-def test_masks_beside_their_images_in_folders_of_splits_are_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "mask_folder"),
+    [("scans/{part}/{name}", "../masks"), ("scans/{name}/{part}", "../../masks/{source}")],
+    ids=["train/images", "images/train"],
+)
+def test_masks_and_images_in_folders_of_splits_are_found(folder: str, mask_folder: str, tmp_path: Path) -> None:
     from onward.trainer.onnx_graph.examples.small_models import build_unet
 
     onnx.save(build_unet(num_classes=2, image_size=8, width=2), tmp_path / "model.onnx")
     for part in ("train", "val"):
-        for name in ("images", "masks"):
-            (tmp_path / "scans" / part / name).mkdir(parents=True)
+        images = tmp_path / folder.format(part=part, name="images")
+        masks = tmp_path / folder.format(part=part, name="masks")
+        images.mkdir(parents=True)
+        masks.mkdir(parents=True)
         for at in range(12):
-            scan = tmp_path / "scans" / part
-            (scan / "images" / f"{at}.png").write_bytes(encoded(picture(at, 8, 8), "PNG"))
+            (images / f"{at}.png").write_bytes(encoded(picture(at, 8, 8), "PNG"))
             mask = Random(at).integers(0, 2, (8, 8)).astype(np.uint8)
-            (scan / "masks" / f"{at}.png").write_bytes(encoded(Image.fromarray(mask), "PNG"))
+            (masks / f"{at}.png").write_bytes(encoded(Image.fromarray(mask), "PNG"))
     config = _config(tmp_path, tmp_path / "scans")
-    assert (config.data.label, config.data.image.mask_folder) == ("mask", "../masks")
+    assert config.data.image
+    assert (config.data.label, config.data.image.mask_folder) == ("mask", mask_folder)
     sources = config.data.source, config.data.evaluation_source
-    assert [Path(each).relative_to(tmp_path) for each in sources] == [
-        Path("scans/train/images"),
-        Path("scans/val/images"),
-    ]
+    wanted = [Path(folder.format(part=part, name="images")) for part in ("train", "val")]
+    assert [Path(each).relative_to(tmp_path) for each in sources] == wanted
 
 
 def test_a_range_test_chooses_the_rate_and_says_from_what(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
@@ -92,8 +93,9 @@ class ImageConfig(Section):
     bits), or the indices of a palette. They are resized, cropped and flipped with the image; borders that augmentation
     adds get the loss's `ignore_index`."""
     mask_folder: str = ""
-    """Segmentation with a folder of images: the folder of masks, relative to each source, such as `../masks`. A mask
-    has the name of its image, with any suffix, and becomes the column `mask`: set `data.label = "mask"`."""
+    """Segmentation with a folder of images: the folder of masks, relative to each source, such as `../masks`, or
+    `../../masks/{source}` with the name of the source's own folder: masks/train for images/train. A mask has the name
+    of its image, with any suffix, and becomes the column `mask`: set `data.label = "mask"`."""
     mask_values: tuple[NonNegativeInt, ...] = ()
     """The values in mask images, in the order of the classes: [0, 255] makes 255 class 1. Empty = the values are the
     classes."""
@@ -117,6 +119,10 @@ class ImageConfig(Section):
     def antialias(self) -> bool:
         """Whether a smaller image averages over all pixels."""
         return self.interpolation == self.resampling
+
+    def masks_of(self, folder: Path) -> Path:
+        """Return the folder of masks of a source, which is a folder of images."""
+        return folder / self.mask_folder.replace("{source}", folder.name)
 
     @property
     def mask_columns(self) -> tuple[str, ...]:

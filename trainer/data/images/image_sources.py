@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.bounds import CONTENT_BYTES, TAR_HEADER_BYTES, check_regular
+from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES
 from onward.trainer.data.schema.columns import PART_ROWS, Array, Block, Cells
 from onward.trainer.data.schema.permutation import hash_key
@@ -71,7 +72,8 @@ def mask_files(files: Files, mask_folder: str, *, skips_rows: bool = False) -> l
     masks, for images with several, and for those without one.
     """
     name, path = files[0]
-    folder = (Path(str(path).removesuffix(name)) / mask_folder).resolve()
+    source = Path(str(path).removesuffix(name))
+    folder = ImageConfig(mask_folder=mask_folder).masks_of(source).resolve()
     if not folder.is_dir():
         raise DataError(f"data.image.mask_folder: there is no folder {folder}")
     found: dict[PurePosixPath, list[Path]] = {}

@@ -65,7 +65,7 @@ class AllowedFiles:
 def allowed_files(source: str, data: DataConfig) -> AllowedFiles:
     """Return which files may be read for a source of `data`."""
     folder = folder_of(source)
-    masks = [folder / data.image.mask_folder] if data.image and data.image.mask_folder else []
+    masks = [data.image.masks_of(folder)] if data.image and data.image.mask_folder else []
     return AllowedFiles([folder, *masks, *map(Path, data.files_from)])
 
 

@@ -103,6 +103,14 @@ def test_tables_and_folders_and_both_caches_give_the_same_masks(tmp_path: Path) 
     assert set(labels.unique().tolist()) == {-100, 0, 1, 2}  # borders of crops are ignored
     folder = taken(batches(tmp_path, images, mask_folder="../masks"))
     assert {0, 1, 2} == set(torch.cat([each.labels[0] for each in folder]).unique().tolist())
+    # folders of splits inside of those of images and masks
+    for name in ("images", "masks"):
+        (tmp_path / "split" / name).mkdir(parents=True)
+        (tmp_path / name).rename(tmp_path / "split" / name / "train")
+    inside = taken(batches(tmp_path, tmp_path / "split/images/train", mask_folder="../../masks/{source}"))
+    for one, other in zip(folder, inside, strict=True):
+        assert torch.equal(one.inputs[0], other.inputs[0])
+        assert torch.equal(one.labels[0], other.labels[0])
 
 
 @pytest.mark.parametrize("augment", [AUGMENT, {"random_resized_crop": 0.3, "flip": 0.5}])

@@ -6,8 +6,8 @@ import ctypes
 import os
 import signal
 
-RANK_VARIABLES = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-"""Where launchers say which rank a process is: Open MPI 5 and `srun --mpi=pmix`, Open MPI 4, MPICH, Slurm."""
+RANK_VARIABLES = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
+"""Where launchers say which rank a process is: Open MPI 5 and `srun --mpi=pmix`, Open MPI 4, MPICH, torchrun, Slurm."""
 JOB_TAG = "ONWARD_RUN_TAG"
 """Set in the environment of each process of a job that a flow has started."""
 

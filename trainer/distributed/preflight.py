@@ -8,10 +8,9 @@ import platform
 import torch
 import torch.distributed as dist
 
-from onward.trainer.distributed import mpi_world
 from onward.trainer.distributed.failures import install_excepthook
 from onward.trainer.distributed.mesh import backend_of
-from onward.trainer.distributed.processes import MPIContext, connect, disconnect
+from onward.trainer.distributed.processes import MPIContext, connect, disconnect, launcher_versions
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.machine.this_machine import free_host_memory
 from onward.trainer.run.records import RankReport, write_record
@@ -47,7 +46,7 @@ def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
     world = dist.group.WORLD
     assert world is not None
     on_gpu = mpi.device.type == "cuda"
-    versions = {"torch": torch.__version__, **mpi_world.versions(), "Python": platform.python_version()}
+    versions = {"torch": torch.__version__, **launcher_versions(), "Python": platform.python_version()}
     if on_gpu:
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl))}

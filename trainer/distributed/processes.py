@@ -3,12 +3,12 @@
 A rank calls `failures.StopSignal()` and `failures.install_excepthook()`, then `connect()`, works, and calls
 `disconnect()`.
 
-    launcher --> World: rank, world size, which ranks share a host (mpi_world.py)
-             --> a store that connects all ranks (mpi_world.py)
+    launcher --> World: rank, world size, which ranks share a host (mpi_world.py; env_world.py under torchrun)
+             --> a store that connects all ranks (the same modules)
              --> torch.distributed process group over that store (gloo on CPUs, gloo and NCCL on GPUs; gloo alone on
                  GPUs that ranks share)
 
-MPI only starts the job; tensors are sent by torch.distributed, whose calls have time-outs.
+The launcher only starts the job; tensors are sent by torch.distributed, whose calls have time-outs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from onward.trainer.distributed import mpi_world
+from onward.trainer.distributed import env_world
 from onward.trainer.distributed.launched import die_with_parent, launched_rank
 from onward.trainer.distributed.world import Place, World
 from onward.trainer.errors import RuntimeUnavailable
@@ -63,12 +65,13 @@ def connect(
     num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
     # ranks exchange integers when they join: a checksum says whether two see the same GPUs
     visible = zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "").encode())
-    world = mpi_world.join(expected_world_size=expected_world_size, num_gpus=num_gpus, visible=visible)
+    started = _started_by()
+    world = started.join(expected_world_size=expected_world_size, num_gpus=num_gpus, visible=visible)
     chosen = _choose_device(world, device, ranks_per_gpu=ranks_per_gpu)
     place = world.place
     torch.set_num_threads(threads_of_rank(place.local_size, threads))
     timeout = datetime.timedelta(seconds=timeout_s)
-    store = mpi_world.open_store(timeout, single_host=place.local_size == world.size)
+    store = started.open_store(timeout, single_host=place.local_size == world.size)
     nccl = chosen.type == "cuda" and ranks_per_gpu == 1
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -103,7 +106,28 @@ def disconnect() -> None:
     """Leave the job. Collective: if a rank exits without this call, mpirun ends all others."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    mpi_world.leave()
+    _started_by().leave()
+
+
+def launcher_versions() -> dict[str, str]:
+    """Return the versions of the libraries through which the ranks were started."""
+    return _started_by().versions()
+
+
+class _StartedBy(Protocol):
+    def join(self, *, expected_world_size: int, num_gpus: int, visible: int) -> World: ...
+    def open_store(self, timeout: datetime.timedelta, *, single_host: bool) -> Store: ...
+    def leave(self) -> None: ...
+    def versions(self) -> dict[str, str]: ...
+
+
+def _started_by() -> _StartedBy:
+    """Return how the ranks of this job find each other; under torchrun and its like mpi4py need not be installed."""
+    if env_world.is_given():
+        return env_world.EnvironmentWorld()
+    from onward.trainer.distributed import mpi_world
+
+    return mpi_world
 
 
 # -- the device of a rank

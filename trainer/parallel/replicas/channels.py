@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onward.trainer.distributed import env_world
 from onward.trainer.distributed.mesh import message_device, new_group
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 
@@ -61,6 +62,11 @@ def open_channel(transport: str, groups: Sequence[Sequence[int]], *, timeout_s: 
     """
     mine = next((group for group in groups if dist.get_rank() in group), None)
     if transport == "mpi":
+        if env_world.is_given():
+            raise RuntimeUnavailable(
+                "parallel.transport = 'mpi' needs ranks that mpirun or `srun --mpi=pmix` has started, and these were "
+                "started without MPI: use parallel.transport = 'torch'"
+            )
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:  # a thread of its own sends while the main thread computes

@@ -168,7 +168,8 @@ def _mask_folder(folder: Path) -> str:
 
 
 def _mask_folders(folder: Path) -> list[Path]:
-    return [inner for inner in sorted(folder.iterdir()) if inner.is_dir() and inner.name.lower() in MASK_FOLDERS]
+    named = [inner for inner in sorted(folder.iterdir()) if inner.name.lower() in MASK_FOLDERS]
+    return [inner for inner in named if inner.is_dir()]
 
 
 def _image_stems(folder: Path) -> set[str]:

@@ -133,6 +133,7 @@ def problems(report: RuntimeReport, config: RunConfig, needs: Needs) -> Iterable
             yield f"{where} has world size {rank.world_size}, but the job needs {config.world_size} ranks"
         if rank.all_reduce != rank.all_reduce_expected:
             yield f"{where}: all-reduce returned {rank.all_reduce:g}, expected {rank.all_reduce_expected:g}"
+    yield from _different_versions(ranks)
     for place in places(ranks):
         if place.free_bytes < (needed := place.num_ranks * needs.rank_bytes):
             yield (
@@ -140,6 +141,20 @@ def problems(report: RuntimeReport, config: RunConfig, needs: Needs) -> Iterable
                 f"state of {place.of_ranks} need {mb(needed)}, {mb(needs.rank_bytes)} per rank, without activations; "
                 f"free some, or start fewer ranks per host. {memory_advice(config)}"
             )
+
+
+def _different_versions(ranks: Sequence[RankReport]) -> Iterable[str]:
+    """Yield a sentence for each library, or for Onward itself, of which hosts have different versions.
+
+    Ranks with other code compute other numbers, or wait for each other in other collectives.
+    """
+    for name in sorted({name for rank in ranks for name in rank.versions} - {"Python"}):
+        hosts: dict[str, set[str]] = {}
+        for rank in ranks:
+            hosts.setdefault(rank.versions.get(name, "none"), set()).add(rank.host)
+        if len(hosts) > 1:
+            found = "; ".join(f"{version} on {', '.join(sorted(names))}" for version, names in hosts.items())
+            yield f"the hosts have different versions of {name}: {found}. Install the same one on all hosts"
 
 
 def memory_warnings(ranks: Sequence[RankReport], config: RunConfig, needs: Needs) -> Iterable[str]:

@@ -161,6 +161,16 @@ NEEDS = Needs(rank_bytes=6_000_000, activation_bytes=5_000_000, checkpoint_bytes
         (reported({}, {}), []),
         (reported({}), ["the job needs 2 ranks; no report came from rank 1"]),
         (
+            reported(
+                {"versions": {"torch": "2.13.0", "Python": "3.11.7"}},
+                {"versions": {"torch": "2.12.1", "Python": "3.11.9"}, "host": "h1"},
+            ),
+            [
+                "the hosts have different versions of torch: 2.13.0 on h0; 2.12.1 on h1. Install the same one on all "
+                "hosts"
+            ],
+        ),
+        (
             reported({}, {"world_size": 1, "all_reduce": 1.0}),
             [
                 "rank 1 on h0 has world size 1, but the job needs 2 ranks",

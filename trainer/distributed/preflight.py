@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,6 +49,7 @@ def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
     assert world is not None
     on_gpu = mpi.device.type == "cuda"
     versions = {"torch": torch.__version__, **launcher_versions(), "Python": platform.python_version()}
+    versions["Onward (digest of its source)"] = source_digest()
     if on_gpu:
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl))}
@@ -64,6 +67,15 @@ def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
         all_reduce=float(total),
         all_reduce_expected=expected_world_size * (expected_world_size + 1) / 2,
     )
+
+
+def source_digest() -> str:
+    """Return a digest of the source files of this package, which the hosts of a job may have in different versions."""
+    folder = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def free_memory(device: torch.device) -> int:

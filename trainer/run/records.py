@@ -58,7 +58,7 @@ class RankReport(Record):
     backend: str = "gloo"
     """What sends tensors of the device: "nccl" or "gloo"."""
     versions: dict[str, str]
-    """torch, mpi4py, MPI library, Python; CUDA and NCCL on a GPU."""
+    """torch, mpi4py, MPI library, Python, a digest of Onward's source; CUDA and NCCL on a GPU."""
     memory_bytes: int
     """Memory free on the device (RAM for CPU)."""
     all_reduce: float

@@ -11,7 +11,8 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -71,23 +72,21 @@ def run(
     the other errors of `onward.OnwardError` for a run that ended without an exported file.
     """
     require_flow("onward.run")
+    given = partial(Given.of, config, overrides, sections, profile=profile)
     if not run_name:
         if continue_run:
             raise ConfigError("--continue needs the run that it means: --name NAME")
-        return _begin(Given.of(config, overrides, sections, profile=profile))
-    from onward.flows.configuration import no_run_yet
+        return _begin(given)
     from onward.flows.running.named_run import limits_to_resume, named_run
 
-    with no_run_yet():
-        given = Given.of(config, overrides, sections, profile=profile)
     with named_run(run_name, may_continue=continue_run) as named:
         if named.to_resume is None:
             return _begin(given, named)
-        limits = limits_to_resume(named.to_resume, run_name, given.load())
+        limits = limits_to_resume(named.to_resume, run_name, given().load())
         return resume(named.to_resume.root.name, dict(limits))
 
 
-def _begin(given: Given, named: NamedRun | None = None) -> RunOutcome:
+def _begin(layers: Callable[[], Given], named: NamedRun | None = None) -> RunOutcome:
     from onward.flows.configuration import check_all_rows, no_run_yet
     from onward.flows.live_view.view import live_view
 
@@ -95,7 +94,11 @@ def _begin(given: Given, named: NamedRun | None = None) -> RunOutcome:
     with live_view() as view:
         print("onward: checking the configuration, the model and the data", file=sys.stderr, flush=True)
         with no_run_yet():
+            given = layers()
             resolved, where = given.checked_here(), given.layered().origins
+            if named and named.name == resolved.name:
+                also = f"--name {named.name} is also the configuration's, by which commands find its newest run"
+                raise ConfigError(f"{also}; choose another")
             with exit_on_sigterm():  # which says that only the main thread can be interrupted
                 check_all_rows(resolved)
         return _train(resolved, view, named=named, origins=where, asked_ms=asked_ms)

@@ -28,7 +28,7 @@ from onward.trainer.errors import (
     OnwardError,
 )
 from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config
-from onward.trainer.run.names import name_given_to, run_named, short_id
+from onward.trainer.run.names import name_given_to, owner_of, short_id
 from onward.trainer.run.recorded.sweep_records import SweepDir, membership
 from onward.trainer.run.records import RunIdentity, read_record
 from onward.trainer.run.remote.download_cleaning import Cleaned, clean
@@ -218,7 +218,7 @@ def find_run(text: str) -> RunDir:
     runs = onward_home() / "runs"
     known = [Named(RunDir(runs / key), key, status["name"], status["config_name"]) for key, status in listed_runs()]
     # one that was killed before it had settings is not listed, but its name and its directory were printed
-    printed = run_named(text) or Path(text).name
+    printed = owner_of(text) or Path(text).name
     if not {text, printed} & {name for each in known for name in (each.run_id, each.name)}:
         with contextlib.suppress(OSError, ValueError):
             if printed.strip(".") and (runs / printed / "phases.jsonl").is_file():

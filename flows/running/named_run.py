@@ -14,9 +14,11 @@ the lock HOME/named/X from before it looks for the run until its end.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from onward.flows.run_state.run_index import listed_runs
 from onward.flows.run_state.runs import sign
@@ -25,7 +27,10 @@ from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, shown
 from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.names import owner_of
+from onward.trainer.run.recorded.setting_sources import Origins
+from onward.trainer.run.records import read_record
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """The names of configurations, too."""
@@ -50,8 +55,9 @@ def named_run(name: str, *, may_continue: bool) -> Iterator[NamedRun]:
             f"--name {shown(repr(name))}: a name has up to 100 letters, digits, dots, hyphens and underscores, begins "
             "with a letter or a digit, and is not 'last'"
         )
+    make_private(onward_home())
     folder = onward_home() / "named"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     with (folder / name).open("ab") as lock:
         if not try_lock(lock):
             raise ConfigError(
@@ -77,23 +83,19 @@ def _meaning_of(name: str, *, may_continue: bool) -> NamedRun:
     return NamedRun(name, to_resume=run)
 
 
-def limits_to_resume(run: RunDir, name: str, given: RunConfig) -> list[tuple[str, object]]:
+def limits_to_resume(run: RunDir, name: str, now: RunConfig) -> list[tuple[str, object]]:
     """Return the settings of [stop] in which a configuration differs from that of the run.
 
     Raises ConfigError, with every difference, when others differ: a run keeps the settings that it began with.
     """
-    kept = flat_settings(read_config(run, "given"))
-    wanted = flat_settings(given)
-    different = [key for key in kept | wanted if kept.get(key) != wanted.get(key)]
-    limits = [key for key in different if key.startswith("stop.")]
-    if fixed := [key for key in different if key not in limits]:
-        raise ConfigError(
-            [
-                *(
-                    f"the run {name} began with {key} = {kept.get(key)!r}, and now it is {wanted.get(key)!r}"
-                    for key in fixed
-                ),
-                f"a run keeps the settings that it began with: put them back, or choose another --name than {name}",
-            ]
-        )
-    return [(key, getattr(given.stop, key.removeprefix("stop."))) for key in limits]
+    saved = read_config(run, "given")
+    # config.json has what the run has chosen since: for "auto", for the inputs, for what its losses read
+    began = read_record(run.origins, Origins).given if run.origins.exists() else {}
+    began = began or flat_settings(saved)
+    wanted: dict[str, Any] = json.loads(json.dumps(flat_settings(now)))
+    keys = [key for key in began | wanted if not key.startswith("stop.")]
+    if fixed := [key for key in keys if began.get(key) != wanted.get(key)]:
+        changes = [f"{name} began with {key} = {began.get(key)!r}, and now it is {wanted.get(key)!r}" for key in fixed]
+        to_do = "a run keeps the settings that it began with: put them back, or choose another --name"
+        raise ConfigError([*changes, to_do])
+    return [(f"stop.{key}", value) for key, value in now.stop if value != getattr(saved.stop, key)]

@@ -141,7 +141,7 @@ def _add_text(space: Space, key: str, text: str) -> None:
             space.ranges[key] = ranges[0]
         else:
             space.fixed.append(f"{key}={text}")
-    # a range is continuous, so that a grid cannot have it beside single values
+    # a setting is drawn from one range, or tried at each of several values
     elif any(ranges):
         raise ConfigError(f"{key}={text}: give one range, or several values, but not both")
     else:

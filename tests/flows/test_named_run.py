@@ -16,7 +16,10 @@ from onward.trainer.run.names import take_name
 from onward.trainer.run.records import RunIdentity, read_record
 from tests.support.workshop import Workshop, reached, until
 
-WORDS = ("config.toml", "parallel.data=1", "train.num_steps=300", "train.evaluation_period=100")
+WORDS = (
+    *("config.toml", "parallel.data=1", "train.num_steps=300", "train.evaluation_period=100"),
+    "precision.compute=auto",  # which the run replaces by what it chooses
+)
 NIGHTLY = ("--name", "nightly", "--continue")
 
 
@@ -109,6 +112,7 @@ def test_a_run_that_ended_before_it_had_settings_gives_up_its_name(
         (("--continue",), "--continue needs the run that it means: --name NAME"),
         (("--name", "a/b"), "--name 'a/b': a name has up to 100 letters"),
         (("--name", "last"), "and is not 'last'"),
+        (("--name", "config"), "--name config is also the configuration's"),
     ],
 )
 def test_a_wrong_name_is_refused(workshop: Workshop, words: tuple[str, ...], message: str) -> None:

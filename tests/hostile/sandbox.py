@@ -266,7 +266,9 @@ def _stop_at_the_launch() -> None:
     from onward.trainer.run.directory import RunDir, onward_home
     from onward.trainer.run.outcomes.attempt_endings import endings
 
-    def train(config: Any, view: Any, *, resume: str = "", origins: Any = None, asked_ms: int = 0) -> Any:
+    def train(
+        config: Any, view: Any, *, resume: str = "", named: Any = None, origins: Any = None, asked_ms: int = 0
+    ) -> Any:
         make_training_shards(config, Path("shards"))
         if resume:  # what a flow and its ranks read of the run that they go on with
             run = RunDir(onward_home() / "runs" / resume)

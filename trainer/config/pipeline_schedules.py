@@ -56,8 +56,8 @@ def depth_ahead(size: PipelineSize, rank: int) -> int:
     # one pass of its own, and one for each rank behind it
     if size.stages_per_rank == 1:
         return size.ranks - rank
-    # all rounds of the earlier stages, then two passes for each rank behind this one (Narayanan et al. 2021,
-    # interleaved schedule)
+    # a round through each stage of the rank but its last, two passes for each rank behind this one, and the pass that
+    # the first backward pass follows (Narayanan et al. 2021, interleaved schedule)
     return (size.stages_per_rank - 1) * size.round_size + 2 * (size.ranks - 1 - rank) + 1
 
 

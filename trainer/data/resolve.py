@@ -90,7 +90,7 @@ def resolved_for(run: RunDir, config: RunConfig, splits: Sequence[Split]) -> dic
         return dict.fromkeys(splits, config)
     manifest = read_record(run.shards / "manifest.json", ShardManifest)
     settings = read_record(run.resolved, ResolvedSettings) if run.resolved.exists() else None
-    # absent or stale: the same numbers are computed here, for the asked split alone
+    # absent or stale: the same numbers are computed here, for the asked splits
     if settings is None or settings.made_from != _digest(config, manifest):
         settings = _resolved(run, config, manifest, splits)
     return {

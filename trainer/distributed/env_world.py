@@ -28,14 +28,16 @@ SLURM_PORTS = range(20_000, 32_000)
 
 
 class EnvironmentWorld:
-    """The world of one process that was started with these variables. Made once, by `processes.connect`."""
+    """The world of one process that was started with these variables."""
 
     def __init__(self) -> None:
         self._rank = _number("RANK", "SLURM_PROCID")
-        self._size = _number("WORLD_SIZE", "SLURM_NTASKS")
-        self._address = os.environ.get("MASTER_ADDR") or _first_host_of_slurm()
-        self._port = int(os.environ.get("MASTER_PORT") or _port_of_slurm())
+        self._size = _number("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+        self._address = ""
+        self._port = 0
         self._store: Store | None = None
+        self._hosts: list[str] = []
+        """The name of the host of each rank."""
 
     def join(self, *, expected_world_size: int, num_gpus: int, visible: int) -> World:
         """Join the job. Collective: the first call of every rank. num_gpus, visible: as of `Place`.
@@ -47,6 +49,8 @@ class EnvironmentWorld:
                 f"the job needs {expected_world_size} ranks, but the launcher has started {self._size}; start it with "
                 f"`torchrun --nproc-per-node {expected_world_size}`, or change launch.num_ranks and [parallel]"
             )
+        self._address = os.environ.get("MASTER_ADDR") or _first_host_of_slurm()
+        self._port = int(os.environ.get("MASTER_PORT") or _port_of_slurm())
         self._store = store = self._opened(datetime.timedelta(seconds=JOIN_TIMEOUT_S))
         # a boot id tells hosts of one name apart, the network namespace containers on one kernel
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -54,6 +58,7 @@ class EnvironmentWorld:
         store.set(f"place-{self._rank}", json.dumps([host, num_gpus, visible]))
         told = [json.loads(store.get(f"place-{rank}")) for rank in range(self._size)]
         hosts = [place[0] for place in told]
+        self._hosts = [name for name, *_ in hosts]
         places = [
             Place(hosts[:rank].count(host), hosts.count(host), hosts.index(host), gpus, seen)
             for rank, (host, gpus, seen) in enumerate(told)
@@ -64,8 +69,13 @@ class EnvironmentWorld:
         """Return the store that connects all ranks. Call after `join`."""
         assert self._store is not None
         self._store.set_timeout(timeout)
-        address = self._address if single_host else own_address_towards(self._address)
-        use_interface_of(socket.gethostbyname(address))
+        if single_host:
+            use_interface_of(socket.gethostbyname(self._address))
+            return self._store
+        # towards another host: many machines resolve their own name to 127.0.1.1
+        own = self._hosts[self._rank]
+        others = [host for host in self._hosts if host != own]
+        use_interface_of(own_address_towards(others[0] if others else self._address))
         return self._store
 
     def leave(self) -> None:
@@ -112,7 +122,8 @@ def is_given() -> bool:
     """Return whether a launcher without MPI has started this process: torchrun and its like, or srun without PMI."""
     by_mpi = any(name in os.environ for name in ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"))
     by_name = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    by_slurm = "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS") or 1) > 1
+    # of a step, which srun has started: the script of a job has SLURM_PROCID and SLURM_NTASKS, too, and is one process
+    by_slurm = "SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1
     return not by_mpi and (by_name or by_slurm)
 
 

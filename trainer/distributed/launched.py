@@ -14,7 +14,11 @@ JOB_TAG = "ONWARD_RUN_TAG"
 
 def launched_rank() -> int | None:
     """Return the rank that the launcher has set in the environment; None without a launcher. Needs no MPI."""
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
+    for name in RANK_VARIABLES:
+        # RANK alone may be anybody's variable
+        if name in os.environ and (name != "RANK" or "WORLD_SIZE" in os.environ):
+            return int(os.environ[name])
+    return None
 
 
 def die_with_parent() -> None:

@@ -63,7 +63,7 @@ def connect(
     if launched_rank() is not None:
         die_with_parent()
     num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    # ranks exchange integers when they join: a checksum says whether two see the same GPUs
+    # ranks exchange numbers when they join: a checksum says whether two see the same GPUs
     visible = zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "").encode())
     started = _started_by()
     world = started.join(expected_world_size=expected_world_size, num_gpus=num_gpus, visible=visible)

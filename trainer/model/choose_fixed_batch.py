@@ -78,7 +78,7 @@ def batch_size_problems(config: RunConfig, use: BatchUse) -> Iterator[str]:
     share = config.parallel.data * declared
     # sizes that the planner chooses fit the declared batch (planner.py)
     if config.parallel.sizes == "given" and config.micro_batch_size != declared:
-        # the greatest batch size up to the given one that replicas and declared batches divide
+        # the greatest batch size up to the given one, else the least, that replicas and declared batches divide
         near = max(rows // share, 1) * share
         sizes = f"train.global_batch_size = {near} and " if near != rows else ""
         yield (

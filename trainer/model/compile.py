@@ -58,8 +58,8 @@ class CompileChoice:
 def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device, *, rows: int = 1) -> nn.Module:
     """Return one imported graph in channels-last format and compiled, as configured; its weights are the same tensors.
 
-    rows: samples of a micro-batch. `auto` of the compiler is dynamic shapes and one graph. Raises ConfigError where
-    there is no compiler.
+    rows: samples of a micro-batch. The compiled graph takes any shapes, and is one unless its blocks repeat. Raises
+    ConfigError where there is no compiler.
     """
     use_channels_last(module, config, device, rows=rows)
     relu_in_place(module)

@@ -77,16 +77,20 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
             evaluation = test = None
             source = str(_images_in(path)) if takes_images else source
     draft.set("data.source", source, "")
+    # of texts of several kinds the most frequent ones, in every split
+    texts = ""
+    if not takes_images and Path(source).is_dir() and not _format(source) and not set("*?[") & set(given):
+        suffix = _text_suffix(Path(source))
+        texts = f"/**/*{suffix}" if suffix else ""
+    if texts:
+        draft.set("data.source", f"{source}{texts}", "the files of text")
     if evaluation:
-        draft.set(
-            "data.evaluation_source", str(evaluation), f"{evaluation.relative_to(path)} is beside the training data"
-        )
+        where = f"{evaluation.relative_to(path)} is beside the training data"
+        draft.set("data.evaluation_source", f"{evaluation}{texts if evaluation.is_dir() else ''}", where)
     if test:
-        draft.set("data.test_source", str(test), "measured once, at the end")
+        draft.set("data.test_source", f"{test}{texts if test.is_dir() else ''}", "measured once, at the end")
     if takes_images:
         _propose_images(draft, source)
-    elif Path(source).is_dir() and not _format(source) and (suffix := _text_suffix(Path(source))):
-        draft.set("data.source", f"{source}/**/*{suffix}", "the files of text")
 
 
 def _splits(folder: Path) -> list[Path | None]:
@@ -155,6 +159,7 @@ def _mask_folder(folder: Path) -> str:
 
     It is beside `folder`, or in a folder that is beside that of all splits: masks/train for images/train.
     """
+    folder = folder.absolute()  # of a relative one the folder of all splits would be the folder itself
     names = _image_stems(folder) if folder.is_dir() else set()
     if not names:
         return ""
@@ -168,7 +173,10 @@ def _mask_folder(folder: Path) -> str:
 
 
 def _mask_folders(folder: Path) -> list[Path]:
-    named = [inner for inner in sorted(folder.iterdir()) if inner.name.lower() in MASK_FOLDERS]
+    try:
+        named = [inner for inner in sorted(folder.iterdir()) if inner.name.lower() in MASK_FOLDERS]
+    except OSError:  # a folder that may not be listed, such as that of all users
+        return []
     return [inner for inner in named if inner.is_dir()]
 
 

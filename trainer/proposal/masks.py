@@ -74,6 +74,8 @@ def _propose_values(draft: Draft, target: Target, facts: Facts, column: str) -> 
     if classes is None or values[-1] < classes:
         return
     labels = [value for value in values if value != VOID]
+    if not labels:
+        raise ConfigError(f"the masks of column {column!r} hold nothing but {VOID}, by which pixels are not labelled")
     # two values for two classes are black and white, as of a binary mask: neither is void
     is_binary = classes == len(values) == 2
     has_void = values[-1] == VOID and not is_binary

@@ -47,7 +47,7 @@ def family_of(graph: onnx.GraphProto) -> Family:
 def trained_before(model: onnx.ModelProto, base: Path) -> tuple[bool | None, str]:
     """Return whether the weights were trained before, None if they do not say it, and how that was found."""
     floats = {name: value for name, value in stored_tensors(model.graph, base).items() if value.is_floating_point()}
-    # numpy has no bfloat16, which `numpy()` refuses
+    # floats of 8 bits have no numbers in numpy
     tensors = {name: value.numpy() for name, value in floats.items() if value.dtype.itemsize > 2}
     vectors = {name: value for name, value in tensors.items() if value.size > 1}
     biases = [value for name, value in vectors.items() if _is_bias(model.graph, name)]

@@ -2,7 +2,8 @@
 
     HOME/names.db     one row for each name: the run that has it, the configuration's name, the number
 
-A row is never removed, so that a name means one run for ever, also after its directory was deleted. The database gives
+A name means one run for ever, also after its directory was deleted. A row is removed only if its run was ended before
+it had settings, and another one begins under the name that was asked for (`onward run --name`). The database gives
 two runs that begin at the same time different numbers, and has each name on the disk before a run uses it.
 """
 
@@ -76,14 +77,8 @@ def name_given_to(run_id: str) -> tuple[str, str] | None:
     return _looked_up("select name, config from names where run_id = ?", run_id)
 
 
-def run_named(name: str) -> str | None:
-    """Return the id of the run that has a name with a number; None if none has, or if the database is damaged."""
-    found = _looked_up("select run_id, '' from names where name = ? and number > 0", name)
-    return found[0] if found else None
-
-
 def owner_of(name: str) -> str | None:
-    """Return the id of the run or the trial that has a name, whoever gave it; None as in `run_named`."""
+    """Return the id of the run or the trial that has a name; None if none has, or if the database is damaged."""
     found = _looked_up("select run_id, '' from names where name = ?", name)
     return found[0] if found else None
 

@@ -17,6 +17,7 @@ from PIL import Image
 
 import onward
 from onward.trainer.config.loading import load_config
+from onward.trainer.data.reading.sources import locate
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.proposal.initialise import Proposed
@@ -359,7 +360,24 @@ def test_texts_for_an_embedding_of_256_rows_are_bytes_in_windows_that_the_positi
     assert found.proof is not None, found.refused
     config = load_config(tmp_path / "config.toml")
     assert (config.data.format, config.data.sequence_length) == ("text", 16)
-    assert config.data.source.endswith("notes/**/*.md")
+    assert config.data.source.endswith("/notes")
+
+
+def test_of_texts_of_several_kinds_the_most_frequent_are_named_by_a_glob_in_every_split(tmp_path: Path) -> None:
+    onnx.save(graphs.tiny_transformer(vocab_size=256), tmp_path / "model.onnx")
+    for part in ("train", "val"):
+        folder = tmp_path / "notes" / part
+        folder.mkdir(parents=True)
+        for name in ("a.md", "b.md", "c.rst", ".hidden.md"):
+            (folder / name).write_text(f"hello {name} " * 200)
+    found = initialised(tmp_path, tmp_path / "notes", steps=5)
+    assert found.proof is not None, found.refused
+    config = load_config(tmp_path / "config.toml")
+    assert config.data.source.endswith("notes/train/**/*.md")
+    assert config.data.evaluation_source.endswith("notes/val/**/*.md")
+    assert [name for name, _ in locate(config.data.source, config.data).files] == ["a.md", "b.md"]
+    with pytest.raises(DataError, match=r"holds texts of several kinds \(2 \.md, 1 \.rst\); name one by a glob"):
+        locate(str(tmp_path / "notes" / "train"), config.data)
 
 
 def test_a_batch_that_the_file_declares_and_needs_is_the_batch(tmp_path: Path) -> None:
@@ -380,7 +398,6 @@ def test_masks_of_255_mean_the_second_class_or_no_label(tmp_path: Path) -> None:
     for classes, values, wanted in (
         (2, (0, 255), ((0, 255), -100)),
         (3, (0, 1, 2, 255), ((), 255)),
-        (3, (255,), ((), 255)),
         (2, (0, 1, 2), ((), -100)),
     ):
         folder = tmp_path / f"{classes}-{len(values)}"
@@ -395,6 +412,10 @@ def test_masks_of_255_mean_the_second_class_or_no_label(tmp_path: Path) -> None:
         assert config.data.image.mask_folder == "../masks"
         assert (config.data.image.mask_values, config.model.ignore_index) == wanted
         assert config.model.num_classes == (3 if classes == 2 and len(values) == 3 else 0)
+    for file in (tmp_path / "3-4" / "masks").iterdir():
+        file.write_bytes(encoded(Image.fromarray(np.full((8, 8), 255, np.uint8)), "PNG"))
+    with pytest.raises(ConfigError, match="hold nothing but 255, by which pixels are not labelled"):
+        _config(tmp_path / "3-4", tmp_path / "3-4" / "images")
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def _quoted(
     index = []
     bad = dict[int, str]()
     line = 0
-    # an error of csv ends the piece: where the next row begins is not known
+    # after an error of csv the next line is taken for the beginning of a row
     for row in _rows_until_error(reader, bad):
         if row and len(row) == len(header):
             rows.append(row)
@@ -292,7 +292,7 @@ def _quoted(
 
 
 def _rows_until_error(reader: Any, bad: dict[int, str]) -> Iterator[list[str]]:
-    """Yield the rows of a block, and note in `bad` why one of them ends the block."""
+    """Yield the rows of a block, and note in `bad` why one of them cannot be read."""
     while True:
         line = reader.line_num
         try:

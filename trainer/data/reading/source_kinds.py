@@ -97,7 +97,7 @@ def kinds_found(files: Mapping[str, Path]) -> str:
             kind = by_suffix[suffix]
             texts.append(f"{shown}: {kind.name}; {kind.remedy.format(suffix=suffix)}")
         else:
-            texts.append(f"{shown}: no format that Onward knows; set data.format")
+            texts.append(f"{shown}: no format that Onward knows; set data.format, for text with a glob in data.source")
     if more := len(ranked) - MOST_NAMED:
         texts += [f"{more} more endings"] * (more > 0)
     return ". ".join(texts)

@@ -7,6 +7,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import filter as fnmatch_filter
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -83,6 +84,8 @@ def locate(source: str, data: DataConfig) -> Source:
         except ValueError as error:  # such as ** beside other letters
             raise DataError(f"{source} is not a pattern of files: {error}") from None
         found = {str(match.relative_to(base)): match for match in matches}
+        if "/." not in f"/{pattern}":  # a pattern that names no hidden file means none, as in a shell
+            found = {name: match for name, match in found.items() if "/." not in f"/{name}"}
     if len(found) > SOURCE_FILES.most:
         raise DataError(f"{source} has {SOURCE_FILES.exceeded(len(found))}")
     if wrong := next((name for name in found if not _is_unicode(name)), None):
@@ -143,15 +146,10 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
         wanted = "text" if not known else next(iter(known))
         formats = {name: of_file for name, of_file in formats.items() if of_file == wanted}
     names = sorted(formats)
-    texts = [name for name in names if name.endswith(".txt")]
     # a single file is read whatever its name, once its format is certain
-    is_text_file = len(found) == 1 and (data.format == "text" or bool(texts))
+    is_text_file = len(found) == 1 and (data.format == "text" or bool(fnmatch_filter(names, "*.txt")))
     if wanted == "text" and not is_text_file:
-        names = [name for name in names if fnmatch(Path(name).name, CODE)]
-        # texts to tokenize usually end in .txt
-        if not names and data.text:
-            names = texts
-        names = names or _by_glob(source, sorted(formats), data)
+        names = _texts(source, names, data)
     if not names:
         raise DataError(_nothing_to_read(source, found, wanted, data))
     files = tuple((name, found[name]) for name in names)
@@ -161,13 +159,26 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
     return Source(wanted, files, source)
 
 
-def _by_glob(source: str, names: Sequence[str], data: DataConfig) -> list[str]:
-    """Return the files of text that a glob names; none of a directory, which may have notes beside its data."""
-    if Path(source).is_dir():
-        return []
-    if data.format == "text":
-        return [*names]
-    return [name for name in names if _suffix(Path(name)) in TEXT_SUFFIXES]
+def _texts(source: str, names: Sequence[str], data: DataConfig) -> list[str]:
+    """Return which files are read as texts: all that a glob names; of a directory code, else those of one kind.
+
+    Raises DataError for a directory with texts of several kinds, of which some would be left out silently.
+    """
+    texts = [name for name in names if _suffix(Path(name)) in TEXT_SUFFIXES]
+    if not Path(source).is_dir():
+        return [*names] if data.format == "text" else texts
+    # texts to tokenize usually end in .txt
+    for pattern in (CODE, *(["*.txt"] if data.text else [])):
+        if named := fnmatch_filter(names, pattern):
+            return named
+    kinds = Counter(_suffix(Path(name)) for name in texts)
+    if len(kinds) > 1:
+        counts = ", ".join(f"{count} {suffix}" for suffix, count in kinds.most_common())
+        most = kinds.most_common(1)[0][0]
+        raise DataError(
+            f"{source} holds texts of several kinds ({counts}); name one by a glob, such as {source}/**/*{most}"
+        )
+    return texts
 
 
 def _nothing_to_read(source: str, found: Mapping[str, Path], wanted: str, data: DataConfig) -> str:

@@ -125,7 +125,7 @@ def soft_axis(loss: LossConfig, rank: int) -> int:
 
 
 def label_range(labels: Tensor | None, loss: LossConfig) -> tuple[int, int]:
-    """Return the least and the greatest class among the labels [B, ...] of a loss; both 0 if it has no classes."""
+    """Return the least and the greatest class among the labels [B, ...] of a loss; both 0 if none counts."""
     if not loss.has_classes or labels is None or labels.is_floating_point():
         return NO_LABELS
     labels, _ = without_lengths(labels, loss)

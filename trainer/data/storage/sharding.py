@@ -154,9 +154,9 @@ def cache_key(recipe: Recipe) -> str:
     # contents and not modification times: a copied or touched file gives the same shards
     files = [[source.format, *((name, sha256(path)) for name, path in source.files)] for source in located]
     settings = counted_settings(data, {source.format for source in located})
-    # what follows is added only where it is set, so that the keys of earlier versions stay as they are
     content = [SHARD_VERSION, settings, files, [column.model_dump() for column in recipe.columns]]
     content += [computer.digest for computer in recipe.computers]
+    # what follows is added only where it is set, so that the keys of earlier versions stay as they are
     # how a CSV file is written decides its rows
     if reading := data.table.reading_settings():
         content.append(reading)

@@ -206,7 +206,7 @@ class TokenizedRows(FittedComputer, RowDivider):
         rows, _ = self._encoded(values)
         # one more than the encoding: `_ended` may put an end token behind it
         longest = max((len(encoding) + 1 for encoding in rows), default=1)
-        # packed rows have their final length already; others are cut at the most that is allowed
+        # packed rows are not cut here; others are cut at the most that is allowed
         most = longest if self._of.is_packed else self._max_length or longest
         length = self._length or most
         self.columns = (

@@ -66,7 +66,6 @@ def latency_ratio(sessions: Sequence[Any], feeds: Sequence[Mapping[str, Any]], d
     while len(ratios) < LEAST_ROUNDS or (len(ratios) < MOST_ROUNDS and time.monotonic() < until):
         ours, theirs = (timed(session, feed, times) for session, feed in pairs)
         ratios.append(theirs / max(ours, 1e-9))
-    # the quartiles
     low, middle, high = statistics.quantiles(ratios, n=4)
     if high - low > SPREAD * middle:
         log.info(

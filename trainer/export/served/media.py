@@ -110,7 +110,7 @@ def geometry(height: int, width: int, how: How) -> tuple[tuple[int, int], tuple[
 
 
 def audio(content: bytes, how: How) -> Array:
-    """Return the input of one encoded audio file: [samples] or log-mel [mels, frames], with a channel axis [1, ...].
+    """Return the input of one encoded audio file: [samples] or log-mel, in the order of its axes.
 
     Raises ValueError with what is wrong with it.
     """

@@ -26,7 +26,7 @@ from onward.trainer.optim.weight_settings import WeightSettings
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration; chosen by Keller Jordan so that small singular values grow fastest."""
 ITERATIONS = 5
-"""Enough for singular values between 0.7 and 1.2; more take time and change no result of training."""
+"""Enough for singular values between 0.7 and 1.2; more take time and gain nothing."""
 SMALLEST_NORM = 1e-7
 
 

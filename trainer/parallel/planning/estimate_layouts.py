@@ -118,7 +118,7 @@ class Estimator:
 
 
 def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return inputs and labels of each loss, [B, ...] each: a micro-batch of zeros, as long as the first rows."""
+    """Return inputs and labels of each loss, [B, ...] or None: zeros, as long as the longest first row."""
     signature = read_training_signature(config.model)
     schema = try_first_rows(config, signature)[0]
     text = text_columns(config, signature)

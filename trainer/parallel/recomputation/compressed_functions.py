@@ -40,7 +40,7 @@ ONE_BIT_EACH = 0x8040201008040201 - 2**64
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Return a boolean tensor [...] without gaps in memory as uint8 [elements / 8]: its bits in the order of memory."""
+    """Return a boolean tensor [...] without gaps in memory as uint8 [elements / 8, rounded up]: its bits in order."""
     flat = mask.as_strided((mask.numel(),), (1,)).view(torch.uint8)
     # the last byte is filled up, as eight bytes are read as one integer
     if missing := -mask.numel() % 8:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from onward.trainer.config.flat_settings import origins_of
+from pydantic import Field
+
+from onward.trainer.config.flat_settings import flat_settings, origins_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import Record, write_record
@@ -16,6 +19,9 @@ class Origins(Record):
     settings: dict[str, str]
     """`section.key` -> the file and its table, the profile or the override that has set it. A setting that is absent
     has its default, or follows from others."""
+    given: dict[str, Any] = Field(default_factory=dict)
+    """All settings before the run has completed them from its model and data, as `flat_settings`; {} in runs of earlier
+    versions."""
 
 
 def record_origins(run: RunDir, config: RunConfig, given: Mapping[str, str]) -> None:
@@ -23,4 +29,4 @@ def record_origins(run: RunDir, config: RunConfig, given: Mapping[str, str]) -> 
     known = ("default", "follows from other settings")
     settings = {key: where for key, where in origins_of(config, given).items() if where not in known}
     run.root.mkdir(parents=True, exist_ok=True)
-    write_record(run.origins, Origins(settings=settings))
+    write_record(run.origins, Origins(settings=settings, given=flat_settings(config)))

@@ -21,6 +21,7 @@ from onward.trainer.checkpoint.verification import VerifiedCheckpoint, verify
 from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.errors import CheckpointError, ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.kept_settings import refuse_left_out
 from onward.trainer.run.records import Record, RunIdentity, read_record, write_record
 
 
@@ -80,6 +81,7 @@ def scratch_run(run: RunDir, start: int) -> Iterator[RunDir]:
         scratch = RunDir(Path(name) / run.root.name)
         scratch.checkpoints.mkdir(parents=True)
         settings = read_config(run, "given")
+        refuse_left_out(settings)
         saving = settings.checkpoint.model_copy(update={"period": 0})  # only at the step to reach
         unprofiled = settings.monitor.model_copy(update={"profile_steps": ()})
         write_record(scratch.config, settings.model_copy(update={"checkpoint": saving, "monitor": unprofiled}))

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 
 from onward.trainer.config.distillation import SoftLoss, soft_losses
 from onward.trainer.config.losses import LossConfig, filled, with_outputs
 from onward.trainer.config.metric_names import is_greatest
-from onward.trainer.config.removed_settings import without_removed
+from onward.trainer.config.removed_settings import as_of_now
 from onward.trainer.config.rules import check_cross_section_rules
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections.data import DataConfig
@@ -61,11 +61,18 @@ class RunConfig(Section):
     monitor: MonitorConfig = MonitorConfig()
     export: ExportConfig = ExportConfig()
 
-    @model_validator(mode="before")
+    _left_out = PrivateAttr(default_factory=dict[str, Any])
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _leaves_out_what_is_gone(cls, settings: Any) -> Any:
+    def _is_of_now(cls, settings: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
         """Read run directories of earlier versions; build_config refuses such settings in a configuration."""
-        return without_removed(settings) if isinstance(settings, Mapping) else settings
+        if not isinstance(settings, Mapping):
+            return handler(settings)
+        settings, left_out = as_of_now(settings)
+        config = handler(settings)
+        config._left_out = left_out
+        return config
 
     @model_validator(mode="after")
     def _follows_the_cross_section_rules(self) -> RunConfig:
@@ -79,6 +86,11 @@ class RunConfig(Section):
     @classmethod
     def _is_one_loss_or_several(cls, given: Any) -> Any:
         return (given,) if isinstance(given, Mapping | LossConfig) else given
+
+    @property
+    def left_out(self) -> dict[str, Any]:
+        """What only the earlier version that began the run computes, by `section.key`: the run must not go on."""
+        return self._left_out
 
     @property
     def losses(self) -> tuple[LossConfig, ...]:

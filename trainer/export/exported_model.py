@@ -64,6 +64,7 @@ from onward.trainer.onnx_import.write_back import write_model
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import fsync, write_durably
 from onward.trainer.run.export_folder import changes_in, example_in, samples_in
+from onward.trainer.run.kept_settings import refuse_left_out
 from onward.trainer.run.records import ExportedModel, write_record
 
 log = logging.getLogger(__name__)
@@ -269,10 +270,11 @@ def examine(
 def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path, opened: RunAsRead | None = None) -> None:
     """Write the files that continue training without torch into `folder`: the graph in its training form.
 
-    opened: as in `export`. Raises UnsupportedModel or ExportRefused; no file is written then.
+    opened: as in `export`. Raises UnsupportedModel, ExportRefused or ConfigError; no file is written then.
     """
     from onward.trainer.export.training.files import write_artifacts
 
+    refuse_left_out(read_config(run, "given"), "optimizer.")  # optimizer.onnx would make other steps
     opened = opened or RunAsRead.of(run)
     config, source = opened.config, opened.source.path
     trainable = open_trainable(config, source=opened.source)

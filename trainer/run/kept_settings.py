@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 
 from onward.trainer.config.flat_settings import flat_settings
+from onward.trainer.config.removed_settings import refusals
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RecordError
 from onward.trainer.run.directory import RunDir, read_config
@@ -61,8 +62,10 @@ def edited_settings(run: RunDir, config: RunConfig | None = None) -> list[str]:
     """
     if not run.accepted.exists():
         return []
-    present = flat_settings(config or read_config(run, "given"))  # first: its problems are said more clearly
-    kept = flat_settings(read_record(run.accepted, KeptSettings).settings)
+    config = config or read_config(run, "given")  # first: its problems are said more clearly
+    present = flat_settings(config) | config.left_out
+    accepted = read_record(run.accepted, KeptSettings).settings
+    kept = flat_settings(accepted) | accepted.left_out
     edited = []
     for key in kept | present:
         # the limits of [stop] may change: a resume raises them
@@ -71,11 +74,18 @@ def edited_settings(run: RunDir, config: RunConfig | None = None) -> list[str]:
     return edited
 
 
+def refuse_left_out(config: RunConfig, within: str = "") -> None:
+    """Raise ConfigError when only the earlier version that began a run computes its settings, those `within` one."""
+    if problems := refusals({key: value for key, value in config.left_out.items() if key.startswith(within)}):
+        raise ConfigError(problems)
+
+
 def refuse_edited(run: RunDir, command: str = "", *, config: RunConfig | None = None) -> None:
-    """Raise ConfigError when config.json was edited.
+    """Raise ConfigError when config.json was edited, or cannot be computed any more: all that goes on calls this.
 
     command: the one that resumes the run. config: as in `edited_settings`.
     """
+    refuse_left_out(config or read_config(run, "given"))
     accept = f"accept it with `{command or f'onward resume {run.root.name}'} --accept-config`"
     further = f"start a new run, or {accept}, which the report will say"
     if membership(run):  # its trials are compared by the settings that the sweep has given them
@@ -97,6 +107,7 @@ def refuse_edited(run: RunDir, command: str = "", *, config: RunConfig | None = 
 
 def accept_edited(run: RunDir, step: int) -> AcceptedChange | None:
     """Accept config.json as it is, and record what was changed; None if nothing was. step: the newest checkpoint's."""
+    refuse_left_out(read_config(run, "given"))
     try:
         changes = tuple(edited_settings(run))
     except RecordError:

@@ -160,7 +160,9 @@ def cache_key(recipe: Recipe) -> str:
     # how a CSV file is written decides its rows
     if reading := data.table.reading_settings():
         content.append(reading)
-    if data.split != "random" and not data.evaluation_source:
+        if data.split == "series":  # a setting of windows before
+            reading["window"]["split"] = data.split
+    if data.split == "stratified" and not data.evaluation_source:
         content.append([data.split, data.label])
     if data.sources or data.test_source:
         content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])

@@ -179,6 +179,8 @@ def test_categories_are_numbered_by_the_training_rows_and_others_are_unknown(tmp
 
 def test_a_vocabulary_that_is_given_has_its_order_and_refuses_others(tmp_path: Path) -> None:
     table = frame(gaps=False)
+    with pytest.raises(ConfigError, match=r"'cit\*' is a pattern, and texts are of one column"):
+        config_of(tmp_path, table, table={"categories": {"cit*": ["rome", "oslo"]}})
     settings = {"categories": {"city": ["rome", "oslo"]}}
     config = config_of(tmp_path, table, table=settings)
     with pytest.raises(DataError, match=r"city is 'bonn', which data\.table\.categories does not have"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import field_validator, model_validator
 
@@ -16,6 +16,9 @@ Missing = Literal["fail", "skip", "mean", "median"] | float
 
 OF_COLUMNS = frozenset({"standardise", "missing", "indicators", "log1p", "categories"})
 """Settings of [data.table] that decide what is computed of the columns; a new setting decides what is read."""
+
+
+Categories: TypeAlias = tuple[str, ...] | dict[str, Literal["sorted"] | tuple[str, ...]]
 
 
 class WindowConfig(Section):
@@ -63,7 +66,7 @@ class TableConfig(Section):
     """Patterns of columns of which a further column NAME_missing is computed: 1 where NAME is missing, else 0."""
     log1p: tuple[str, ...] = ()
     """Patterns of columns of which log(1 + x) is taken, before they are standardised."""
-    categories: tuple[str, ...] | dict[str, Literal["sorted"] | tuple[str, ...]] = ()
+    categories: Categories = ()
     """Patterns of columns whose values are categories, and become ids for an input of integers: 0 = unknown, 1, 2, ...
     = the texts of the training rows, sorted. A table gives a column's texts in the order of the ids, from 0 on, for a
     model that has an order already: { city = ["", "Oslo", "Roma"], "s*" = "sorted" }. The entry "" is the id of unknown
@@ -80,6 +83,15 @@ class TableConfig(Section):
     def reading_settings(self) -> dict[str, Any]:
         """Return the settings that decide what rows are read from a file, as far as they are not the defaults."""
         return self.model_dump(mode="json", exclude=set(OF_COLUMNS), exclude_defaults=True)
+
+    @field_validator("categories")
+    @classmethod
+    def _has_texts_of_single_columns(cls, categories: Categories) -> Categories:
+        given = categories if isinstance(categories, dict) else {}
+        texts = [name for name in given if given[name] != "sorted"]
+        if patterns := [name for name in texts if set("*?[") & set(name)]:
+            raise ValueError(f"{patterns[0]!r} is a pattern, and texts are of one column; give each column its texts")
+        return categories
 
     @field_validator("encoding")
     @classmethod

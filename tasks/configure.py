@@ -35,6 +35,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.named_files import named_files
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.data.completed_settings import with_inputs
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.scores_read import scores_said, with_scores
@@ -209,7 +210,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     # the sweep has named its trials, such as trial 2 of `mlp-15`: `mlp-15-2`
     trial = membership(run)
     name = name_of(run, config.name, wanted=config.name if trial else "")
-    identity = known or _new_identity(run, config, is_trial=trial is not None)
+    identity = known or _new_identity(run, config.name, config.monitor, is_trial=trial is not None)
     current = {"run_id": run.root.name, "name": name, "prefect_url": _prefect_url()}
     identity = identity.model_copy(update=current | {"model_sha256": digest, "code_sha256": code})
     try:
@@ -236,16 +237,16 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     return identity.model_copy(update={"mlflow_run_id": mlflow_run_id, "mlflow_url": mlflow_url})
 
 
-def _new_identity(run: RunDir, config: RunConfig, *, is_trial: bool) -> RunIdentity:
+def _new_identity(run: RunDir, name: str, monitor: MonitorConfig, *, is_trial: bool) -> RunIdentity:
     """Return what a run keeps from its beginning: the configuration's name, the time, the store and the commit."""
     return RunIdentity(
         run_id=run.root.name,
-        name=config.name,
+        name=name,
         # the name of a trial is the sweep's, with its number behind it
-        config_name=config.name.rpartition("-")[0] if is_trial else config.name,
+        config_name=name.rpartition("-")[0] if is_trial else name,
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         model_sha256="",
-        tracking_uri=store_of(config.monitor),
+        tracking_uri=store_of(monitor),
         git_commit=commit_of(Path.cwd()),
     )
 

@@ -21,6 +21,8 @@ from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempts.jobs import job_of
 from onward.tasks.checks.disk_space import shares, space_problems
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.quantities import mb
@@ -56,13 +58,13 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     for old in run.errors.glob("000-rank-*.json"):
         old.unlink()
     # The same launcher, hostfile and number of ranks as the training: what fails there fails here first.
-    launch_s = _launch(run, config, log=folder / "preflight.log")
+    launch_s = _launch(run, config.launch, config.world_size, log=folder / "preflight.log")
     report = RuntimeReport(
         ranks=tuple(read_record(path, RankReport) for path in sorted(folder.glob("rank-*.json"))),
         launch_s=launch_s,
         disk_free_bytes=shutil.disk_usage(run.root).free,
     )
-    needs = needs_of(run, config)
+    needs = needs_of(run, config.model, config.parallel)
     tracking_uri = read_record(run.identity, RunIdentity).tracking_uri if run.identity.exists() else ""
     written = space_problems(shares(run, config, needs, tracking_uri=tracking_uri))
     # all at once: memory, devices and disk are independent of each other
@@ -77,21 +79,20 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     return report
 
 
-def needs_of(run: RunDir, config: RunConfig) -> Needs:
+def needs_of(run: RunDir, model: ModelConfig, parallel: ParallelConfig) -> Needs:
     """Return what the rehearsal has computed; of a run that was not rehearsed, the weights alone."""
     known = read_record(run.rehearsal, Rehearsal).needs if run.rehearsal.exists() else None
     if known is not None:
         return known
-    parallel = config.parallel
-    size = model_bytes(config.model.path)
+    size = model_bytes(model.path)
     divided = parallel.tensor * parallel.pipeline * ((parallel.shard or parallel.data) if parallel.zero == 3 else 1)
     return Needs(rank_bytes=size // divided, checkpoint_bytes=size, model_bytes=size)
 
 
-def _launch(run: RunDir, config: RunConfig, *, log: Path) -> float:
+def _launch(run: RunDir, launch: LaunchConfig, world_size: int, *, log: Path) -> float:
     """Run the preflight on all ranks; return the seconds it took."""
     module = ("onward.trainer", "preflight", str(run.root))
-    job = job_of(config.launch, module, num_ranks=config.world_size, run_dir=run.root, log=log)
+    job = job_of(launch, module, num_ranks=world_size, run_dir=run.root, log=log)
     try:
         outcome = job.run()
     except LaunchError as error:
@@ -104,10 +105,10 @@ def _launch(run: RunDir, config: RunConfig, *, log: Path) -> float:
             [line if re.search(r"\brank \d", line) else where + line for line in sentence.splitlines()]
         )
     if outcome.returncode != 0:
-        limit = f" within {config.launch.start_timeout_s:g} s" if outcome.reason == "start_timeout" else ""
+        limit = f" within {launch.start_timeout_s:g} s" if outcome.reason == "start_timeout" else ""
         tail = "\n  | ".join(log.read_text(errors="replace").splitlines()[-20:])
         raise RuntimeUnavailable(
-            f"{config.world_size} ranks did not start{limit}: {job.launcher.name} ended with status "
+            f"{world_size} ranks did not start{limit}: {job.launcher.name} ended with status "
             f"{outcome.returncode}; the end of {log}:\n  | {tail}"
         )
     return outcome.elapsed_s

@@ -23,7 +23,9 @@ from onward.tasks.attempts.attempt import Attempt, result_of
 from onward.tasks.attempts.attempt_failure import describe, failure
 from onward.tasks.attempts.jobs import job_of
 from onward.tasks.attempts.wait_before_retry import wait_until_ready
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.metrics import StopConfig
+from onward.trainer.config.sections.ranks import LaunchConfig
+from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import refuse_edited
@@ -62,7 +64,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     config = read_config(run)
     # A retry of the flow after training was done repeats this task.
     before = result_of(run, run.current_attempt)
-    if before is not None and before.status == "done" and not may_go_on(before, config):
+    if before is not None and before.status == "done" and not may_go_on(before, config.stop, config.checkpoint):
         return _write_record(run, before)
     try:
         # Before an attempt begins, which would take the run directory away from a job that is still running.
@@ -74,7 +76,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
         log.info("attempt %d: %s, log: %s", attempt.number, ranks, run.log(attempt.number))
         with attempt.recorded_if_interrupted(config):
-            outcome = job_of_attempt(run, config, attempt.number).run()
+            outcome = job_of_attempt(run, config.launch, config.world_size, attempt.number).run()
     except LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
     except TerminationSignal:
@@ -95,17 +97,17 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     raise failure(run, ending, describe(outcome, config) if result is None else ending.sentence)
 
 
-def may_go_on(result: AttemptResult, config: RunConfig) -> bool:
+def may_go_on(result: AttemptResult, stop: StopConfig, checkpoint: CheckpointConfig) -> bool:
     """Return whether a run that had ended early goes on now, because [stop] was changed since."""
-    return bool(result.ended_early) and not reason_to_end(result.stop, config)
+    return bool(result.ended_early) and not reason_to_end(result.stop, stop, checkpoint)
 
 
-def job_of_attempt(run: RunDir, config: RunConfig, attempt: int, *options: str) -> Job:
+def job_of_attempt(run: RunDir, launch: LaunchConfig, world_size: int, attempt: int, *options: str) -> Job:
     """Return the job of an attempt. options: further words for the command `train` of the trainer."""
     return job_of(
-        config.launch,
+        launch,
         (*RANK, str(run.root), *options),
-        num_ranks=config.world_size,
+        num_ranks=world_size,
         run_dir=run.root,
         log=run.log(attempt),
         heartbeat=run.heartbeat,
@@ -120,7 +122,7 @@ def train_once(run: RunDir, *arguments: str, if_stopped: str) -> None:
     config = read_config(run)
     attempt = Attempt.begin(run, config)
     try:
-        outcome = job_of_attempt(run, config, attempt.number, *arguments).run()
+        outcome = job_of_attempt(run, config.launch, config.world_size, attempt.number, *arguments).run()
     except LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
     if outcome.reason == "stopped":

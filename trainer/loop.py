@@ -100,15 +100,17 @@ def train(
     restored = restore(trained, run, config, num_rows=batches.num_rows, mpi=mpi, heartbeat=heartbeat)
     state = restored.state
     parts = trained.parts()
-    checkpoints = CheckpointWriter(run, config, attempt=attempt, mpi=mpi, events=events)
+    checkpoints = CheckpointWriter(run, config.collective_timeout_s, attempt=attempt, mpi=mpi, events=events)
     checkpoints.compare_copies(parts, step=state.step, beat=beat)
 
     # -- 5. What watches the training
-    profiler = StepProfiler(config, run, model, pipeline, mpi, attempt=attempt, num_steps=num_steps, beat=beat)
+    profiler = StepProfiler(
+        config.monitor, config.parallel, run, model, pipeline, mpi, attempt=attempt, num_steps=num_steps, beat=beat
+    )
     bad_values = BadValues(config, signature, model, pipeline, rows, batches, mpi, beat, state.step)
     explain = bad_values.explain_evaluation
     evaluate = Evaluation(held_out, config, signature, trained, pipeline, explain, events, heartbeat, mpi)
-    peak = peak_of_ranks(config, mpi)
+    peak = peak_of_ranks(config.launch, config.precision, mpi)
     started = Started(
         step=state.step,
         num_steps=num_steps,
@@ -127,13 +129,15 @@ def train(
     clock.emit(events, state.step)
     if state.step == 0:
         with clock("evaluation"):
-            state = state.evaluated(evaluate(0), config.checkpoint).counted(config)
+            state = state.evaluated(evaluate(0), config.checkpoint).counted(config.stop, config.checkpoint)
         clock.emit(events, 0)
     counts_work = here.tensor == here.pipeline == 0  # one rank of each replica
     pace = Throughput(flops, peak, mpi, clock, counts=counts_work, is_text=batches.counts.is_text, step=state.step)
 
     # -- 6. One iteration is one weight update; after an fp16 overflow the same step is tried at half the scale
-    reason = reason_to_end(state.stop, config)  # an attempt may have ended before it could say so
+    reason = reason_to_end(
+        state.stop, config.stop, config.checkpoint
+    )  # an attempt may have ended before it could say so
     while state.step < num_steps and not reason:
         step = state.step + 1
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)  # the last step may be smaller
@@ -190,7 +194,7 @@ def train(
                 continue
 
         state = state.advance(size, scaler.state(), trained_s=agreed.trained_s)
-        ending = is_out_of_time(state.stop, config) or step == num_steps
+        ending = is_out_of_time(state.stop, config.stop) or step == num_steps
         if every(DESYNC_CHECK_STEPS, step):
             checkpoints.compare_copies(parts, step=step, beat=beat)
             bad_values.remember_weights(step)
@@ -205,8 +209,8 @@ def train(
         if evaluates or ending:
             with clock("evaluation"):
                 state = state.evaluated(evaluate(step), config.checkpoint)
-                state = state.counted(config) if evaluates else state
-        reason = reason_to_end(state.stop, config)
+                state = state.counted(config.stop, config.checkpoint) if evaluates else state
+        reason = reason_to_end(state.stop, config.stop, config.checkpoint)
         last = agreed.stop or ending or bool(reason)
         is_best = state.is_best and config.export.checkpoint == "best"
         saves = every(config.checkpoint.period, step) or agreed.save

@@ -17,6 +17,10 @@ from typing import Literal
 
 from onward.flows.run_state.runs import all_runs, identity_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.metrics import StopConfig
+from onward.trainer.config.sections.ranks import LaunchConfig
+from onward.trainer.config.sections.results import CheckpointConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.row_counts import RowCount
 from onward.trainer.data.storage.shards import ShardManifest
@@ -64,13 +68,13 @@ class TimeNeeded(Record):
 
 def key_of_run(config: RunConfig) -> str:
     """Return the key under which the pace of this run is stored."""
-    return key_of(structure_digest(config.model.path), config, machine_of(config))
+    return key_of(structure_digest(config.model.path), config, machine_of(config.launch))
 
 
-def machine_of(config: RunConfig) -> str:
+def machine_of(launch: LaunchConfig) -> str:
     """Return what decides the speed of the machine, or of the hosts of the hostfile."""
-    hosts = Path(config.launch.hostfile)
-    return machine_text() + (f", hosts {hosts.read_text()}" if config.launch.hostfile and hosts.is_file() else "")
+    hosts = Path(launch.hostfile)
+    return machine_text() + (f", hosts {hosts.read_text()}" if launch.hostfile and hosts.is_file() else "")
 
 
 def known_pace(config: RunConfig) -> Pace | None:
@@ -144,7 +148,7 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
     batch = config.train.global_batch_size
     steps = number_of_steps(config, rows)
     # each thing that is not counted is named, so that the total is not taken for more than it is
-    guessed = [*_left_out(config, rows)]
+    guessed = [*_left_out(config.stop, config.train, rows)]
     if pace is None:
         # without a measurement: the FLOPs of a step over the usual rate of the device
         per_second = batch / plan.step_s if plan.step_s else 0.0
@@ -182,7 +186,7 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
     if steps_s is not None:
         # checkpoints by time are counted over training and evaluations together, because both pass on the clock
         evaluated_s = (evaluations or 0) * (evaluation_s or 0.0)
-        checkpoints = number_of_checkpoints(config, steps or 0, steps_s + evaluated_s)
+        checkpoints = number_of_checkpoints(config.checkpoint, steps or 0, steps_s + evaluated_s)
         total_s = setup_s + steps_s + evaluated_s + checkpoints * pace.checkpoint_s
     return TimeNeeded(
         source="run" if pace.run else "measured",
@@ -208,12 +212,12 @@ def _said(pace: Pace) -> str:
     return f"measured at {pace.measured_at} on {pace.host}: {number}"
 
 
-def _left_out(config: RunConfig, rows: RowCount) -> Iterator[str]:
-    if config.train.num_epochs and not config.train.num_steps and not rows.train:
+def _left_out(stop: StopConfig, train: TrainConfig, rows: RowCount) -> Iterator[str]:
+    if train.num_epochs and not train.num_steps and not rows.train:
         yield f"the number of rows is {rows.source}; so is the number of steps"
-    if config.stop.max_hours:
-        yield f"stop.max_hours ends the training after {config.stop.max_hours:g} h at the latest"
-    if config.stop.patience or config.stop.target is not None:
+    if stop.max_hours:
+        yield f"stop.max_hours ends the training after {stop.max_hours:g} h at the latest"
+    if stop.patience or stop.target is not None:
         yield "[stop] may end the training earlier"
     yield "checks, sharding and launching before the training, and the export behind it, are not in the total"
 
@@ -236,9 +240,9 @@ def number_of_evaluations(config: RunConfig, rows: RowCount) -> int | None:
     return 1 + (math.ceil(steps / period) if period else 1)
 
 
-def number_of_checkpoints(config: RunConfig, steps: int, trained_s: float) -> int:
+def number_of_checkpoints(checkpoint: CheckpointConfig, steps: int, trained_s: float) -> int:
     """Return how many checkpoints the run saves in all."""
-    saving = config.checkpoint
+    saving = checkpoint
     # saving by time counts only where saving by step does not happen
     by_step = steps // saving.period if saving.period else 0
     by_time = int(trained_s / (60 * saving.minutes)) if saving.minutes and not by_step else 0

@@ -18,6 +18,7 @@ from onward.tasks.attempts.jobs import launcher_of
 from onward.tasks.attempts.retry_policy import newest_checkpoint, plan_next
 from onward.tasks.attempts.wait_before_retry import wait_for_storage
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir
@@ -86,7 +87,7 @@ class Attempt:
         if result is None:
             with contextlib.suppress(OSError):  # of a full disk
                 # a hang first: its error record names the cause, where the others name consequences
-                if not record_hang(self.run, self.number, config, outcome, output):
+                if not record_hang(self.run, self.number, config.launch, config.world_size, outcome, output):
                     record_first_ending(self.run, self.number, config, output, oom_kills=oom_kills)
             error = self.run.first_error(self.number)
         disk = silent = ""
@@ -94,7 +95,7 @@ class Attempt:
         if result is None:
             disk = storage_problem(self.run.root)
             if outcome.reason != "stopped":
-                silent = _silent_hosts(config, error)
+                silent = _silent_hosts(config.launch, error)
         evidence = Evidence(
             result=result,
             outcome=outcome,
@@ -174,12 +175,12 @@ class Attempt:
         return ending
 
 
-def _silent_hosts(config: RunConfig, error: RankError | None) -> str:
+def _silent_hosts(launch: LaunchConfig, error: RankError | None) -> str:
     """Return which hosts do not answer, if a lost host may explain what the ranks say."""
     explained = error is not None and not error.secondary and not error.cause.startswith(("SIG", "Hang"))
-    if not config.launch.hostfile or explained:
+    if not launch.hostfile or explained:
         return ""
-    silent = silent_hosts(list(read_hostfile(Path(config.launch.hostfile))))
+    silent = silent_hosts(list(read_hostfile(Path(launch.hostfile))))
     return silence(silent) if silent else ""
 
 

@@ -9,6 +9,7 @@ from onward.infra.job.job import Outcome, now_ms
 from onward.infra.job.launcher import RankEnding
 from onward.tasks.attempts.jobs import launcher_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.errors import OnwardError, OutOfMemory, TrainingFailed
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir, read_config
@@ -73,7 +74,7 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
     """
     ending = launcher_of(config.launch).read_ending(output).first_rank
     if ending is None or not ending.signal:
-        _record_printed(run, attempt, config, output)
+        _record_printed(run, attempt, config.launch, output)
     if ending is None or run.rank_error(attempt, ending.rank).exists():
         return
     dump = run.traceback(attempt, ending.rank)
@@ -83,10 +84,10 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
     if not ending.signal and cause is None:
         return  # it printed what happened, and the log's end shows it
     sentence = _sentence(ending, cause, config, traceback, oom_kills=oom_kills)
-    write_error(run, attempt, ending.rank, config, cause=sentence, traceback=traceback, host=ending.host)
+    write_error(run, attempt, ending.rank, config.launch, cause=sentence, traceback=traceback, host=ending.host)
 
 
-def _record_printed(run: RunDir, attempt: int, config: RunConfig, output: str) -> None:
+def _record_printed(run: RunDir, attempt: int, launch: LaunchConfig, output: str) -> None:
     """Write the error record of the first rank that has printed an error of its own, but could not write it."""
     printed = list(PRINTED_ERROR.finditer(output))
     # an error about a lost peer follows from the error of that peer
@@ -97,14 +98,14 @@ def _record_printed(run: RunDir, attempt: int, config: RunConfig, output: str) -
     first = (causes or printed)[0]
     if not run.rank_error(attempt, rank := int(first["rank"])).exists():
         texts = {"cause": first["cause"], "traceback": first["text"]}
-        write_error(run, attempt, rank, config, **texts, secondary=not causes)
+        write_error(run, attempt, rank, launch, **texts, secondary=not causes)
 
 
 def write_error(
     run: RunDir,
     attempt: int,
     rank: int,
-    config: RunConfig,
+    launch: LaunchConfig,
     *,
     cause: str,
     traceback: str,
@@ -115,7 +116,7 @@ def write_error(
     error = RankError(
         attempt=attempt,
         rank=rank,
-        host=host or host_of(run, rank, config),
+        host=host or host_of(run, rank, launch),
         step=last_beat(run.heartbeat).step,
         cause=cause,
         traceback=traceback,
@@ -157,11 +158,11 @@ def _lines_of(rank: int, output: str) -> str:
     return "\n".join(kept)
 
 
-def host_of(run: RunDir, rank: int, config: RunConfig) -> str:
+def host_of(run: RunDir, rank: int, launch: LaunchConfig) -> str:
     """Return the host of a rank: over several hosts, as the preflight of the same hostfile found it."""
-    if not config.launch.hostfile:
+    if not launch.hostfile:
         return socket.gethostname()
-    if config.launch.hostfile == read_config(run, "given").launch.hostfile and run.runtime.exists():
+    if launch.hostfile == read_config(run, "given").launch.hostfile and run.runtime.exists():
         hosts = {each.rank: each.host for each in read_record(run.runtime, RuntimeReport).ranks}
         return hosts.get(rank, "unknown host")
     return "unknown host"  # hosts were lost since, and the ranks are others

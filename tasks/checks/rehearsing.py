@@ -137,7 +137,7 @@ def _with_output_units(config: RunConfig, chosen: Sequence[str]) -> RunConfig:
 
 def _planned(config: RunConfig, copies: LocalCopies, quantized: Path | None, code: Code) -> RunConfig:
     """Return the configuration, with the sizes that the planner chose; sizes that are given are tried on the graph."""
-    if not needs_plan(config):
+    if not needs_plan(config.parallel, config.recompute):
         return config
     try:
         return with_plan(config, plan(config, copies, quantized, code))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.audio.audio_clips import AudioClips, open_audio
 from onward.trainer.data.empty_targets import open_empty_targets
 from onward.trainer.data.images.image_computer import ImageComputer
@@ -20,14 +24,14 @@ from onward.trainer.data.text.text_checks import open_tokenized_rows
 
 
 def open_fitted(
-    config: RunConfig, signature: Signature, schema: Schema
+    data: DataConfig, losses: Sequence[LossConfig], signature: Signature, schema: Schema
 ) -> list[ClassNames | NumberColumns | Categories | AudioClips]:
     """Return what computes columns in the place of columns of the source, which `schema` describes.
 
     Raises ConfigError as `open_class_names`, `open_table_columns` and `open_audio`.
     """
-    in_place = open_class_names(config.data, config.losses, schema), open_table_columns(config, signature, schema)
-    return [*in_place[0], *in_place[1], *open_audio(config.data, schema)]
+    in_place = open_class_names(data, losses, schema), open_table_columns(data, losses, signature, schema)
+    return [*in_place[0], *in_place[1], *open_audio(data, schema)]
 
 
 def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> list[ColumnComputer]:
@@ -36,21 +40,25 @@ def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> l
     Raises UnsupportedModel as Preprocessor, ConfigError as TokenizedRows, `image_inputs` and `open_fitted`.
     """
     opened = (
-        open_images(config, signature),
+        open_images(config.data, config.losses, signature),
         open_preprocessor(config, signature),
         open_tokenized_rows(config, signature),
     )
     checks: list[ColumnComputer] = [*open_sequence_lengths(config.losses, signature)]
     checks += open_empty_targets(config.losses, schema)
-    return [*open_fitted(config, signature, schema), *checks, *(computer for computer in opened if computer)]
+    return [
+        *open_fitted(config.data, config.losses, signature, schema),
+        *checks,
+        *(computer for computer in opened if computer),
+    ]
 
 
-def open_images(config: RunConfig, signature: Signature) -> ImageComputer | None:
+def open_images(data: DataConfig, losses: Sequence[LossConfig], signature: Signature) -> ImageComputer | None:
     """Return what decodes images; None without [data.image]. Raises ConfigError as `image_inputs`."""
-    images = image_inputs(config.data, signature)
-    if not images or config.data.image is None:
+    images = image_inputs(data, signature)
+    if not images or data.image is None:
         return None
-    return ImageComputer(images, config.data.image, masks(config, signature))
+    return ImageComputer(images, data.image, masks(data, losses, signature))
 
 
 def read_and_computed(

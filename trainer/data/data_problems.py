@@ -55,9 +55,9 @@ def data_problems(
     except ConfigError as error:  # the graph does not allow the surgery, so its inputs and outputs are unknown
         return list(error.problems)
     try:
-        masks(config, signature)
+        masks(config.data, config.losses, signature)
         image_inputs(config.data, signature)
-        mixed_labels(config, signature)
+        mixed_labels(config.data, config.losses, signature)
     except ConfigError as error:  # which columns are read depends on it
         return list(error.problems)
     problems = [*_unknown_names(config, signature), *_without_rows(signature)]

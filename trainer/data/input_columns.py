@@ -113,7 +113,7 @@ def _columns_of(info: TensorInfo, data: DataConfig, images: Mapping[str, ImageIn
 
 def labels(config: RunConfig, signature: Signature) -> Iterator[Feed]:
     """Yield the feeds of the labels of each loss that takes labels."""
-    sizes = {mask.column: mask.size for mask in masks(config, signature)}
+    sizes = {mask.column: mask.size for mask in masks(config.data, config.losses, signature)}
     for feed in label_feeds(config, signature):
         yield replace(feed, mask=sizes.get(feed.columns[0]))
 

@@ -47,7 +47,7 @@ def resolve(
     """
     completed = config
     if take_from_data(config.losses):
-        completed = completed.model_copy(update={"loss": losses_from_data(config, rows, signature)})
+        completed = completed.model_copy(update={"loss": losses_from_data(config.data, config.losses, rows, signature)})
     if counts_bytes(config.data, config.metrics):
         metrics = metrics_from_data(config, rows if evaluated is None else evaluated, signature)
         completed = completed.model_copy(update={"metrics": metrics})

@@ -99,7 +99,9 @@ def _misfits(config: RunConfig) -> list[str]:
     computed = computed_columns(config, signature)
     # columns that are computed have their final type and shape only behind the computation
     own = {name: column for name, column in schema.items() if name not in computed}
-    made = frozenset[str]().union(*(fitted.makes for fitted in open_fitted(config, signature, schema)))
+    made = frozenset[str]().union(
+        *(fitted.makes for fitted in open_fitted(config.data, config.losses, signature, schema))
+    )
     # everything that needs no row of the data, so that all of it is reported at once
     misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
     misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]

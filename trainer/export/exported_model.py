@@ -118,7 +118,7 @@ def export(
         store_integers(original)
     with _staging_directory(folder) as staging:
         untrained = OnnxRunner(trained_part(original, source, staging / "before", config.model), data)
-        baselines = Baselines(config, data, untrained.outputs)
+        baselines = Baselines(config.data, data, untrained.outputs)
         before = untrained.evaluate(baselines.count)  # which counts the labels in the same pass
         load_weights(trainable.module, checkpoint.weights)
         merged = merged_module(trainable)

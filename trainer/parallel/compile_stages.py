@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, fx
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.model import CompileMode
+from onward.trainer.config.sections.model import CompileMode, GraphConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.model.compile import CompileChoice, Compiler, runtime_nodes
 from onward.trainer.parallel.cost import Autocast, estimate_costs
@@ -102,7 +103,7 @@ def _mode(
 ) -> tuple[CompileMode, str]:
     """Return the mode of torch.compile, and the reason in brackets where it was chosen here."""
     wanted = config.graph.compile_mode
-    obstacles = list(_cuda_graph_obstacles(graph, config, device, is_static=is_static))
+    obstacles = list(_cuda_graph_obstacles(graph, config.graph, config.parallel, device, is_static=is_static))
     if wanted == "reduce-overhead" and obstacles:
         raise ConfigError(
             "graph.compile 'reduce-overhead' captures CUDA graphs, which is impossible "
@@ -129,18 +130,18 @@ def _mode(
 
 
 def _cuda_graph_obstacles(
-    graph: fx.GraphModule, config: RunConfig, device: torch.device, *, is_static: bool
+    graph: fx.GraphModule, config: GraphConfig, parallel: ParallelConfig, device: torch.device, *, is_static: bool
 ) -> Iterable[str]:
     """Yield what forbids CUDA graphs. The rules of the configuration refuse some of it before a job starts."""
     if device.type != "cuda":
         yield "on a CPU"
     if not is_static:
         yield "with dynamic shapes"
-    if config.parallel.pipeline > 1:
-        yield f"with parallel.pipeline {config.parallel.pipeline}, which keeps results of several micro-batches"
-    if config.parallel.zero:
-        yield f"with parallel.zero {config.parallel.zero}, which gathers weights at other addresses"
-    if config.graph.compile == "repeated":
+    if parallel.pipeline > 1:
+        yield f"with parallel.pipeline {parallel.pipeline}, which keeps results of several micro-batches"
+    if parallel.zero:
+        yield f"with parallel.zero {parallel.zero}, which gathers weights at other addresses"
+    if config.compile == "repeated":
         yield "with graph.compile 'repeated', where one graph reads the weights of several layers"
     if breaks := runtime_nodes(graph):
         yield f"with {len(breaks)} nodes that are computed by Python"

@@ -144,11 +144,11 @@ def build_layout(
     module_of_last = module if rank == last else _copy_without_data(module)
     divided = divide(module_of_last, config, rank=last, group=group, device=device)
     cuts = find_cuts(divided.module, config.parallel, config.recompute, example, autocast, with_costs=with_costs)
-    largest = cut(divided, cuts, config, device)
+    largest = cut(divided, cuts, config.parallel, device)
     if rank == last:
         return largest
     own = divide(module, config, rank=rank, group=group, device=device)
-    return replace(cut(own, cuts, config, device), largest=largest)
+    return replace(cut(own, cuts, config.parallel, device), largest=largest)
 
 
 # -- tensor parallelism
@@ -250,7 +250,7 @@ def find_cuts(
     return Cuts(stage_cuts, unit_cuts, node_costs)
 
 
-def cut(divided: DividedGraph, cuts: Cuts, config: RunConfig, device: Device) -> Layout:
+def cut(divided: DividedGraph, cuts: Cuts, parallel: ParallelConfig, device: Device) -> Layout:
     """Split the divided graph into stages of units. The graph itself is not changed, and may be cut again."""
     module = divided.module
     units = iter(split(module, sorted({*cuts.stages, *cuts.units}, key=lambda point: point.position)))
@@ -258,7 +258,7 @@ def cut(divided: DividedGraph, cuts: Cuts, config: RunConfig, device: Device) ->
     # parts of each stage: one more than the cuts inside it
     sizes = [1 + sum(begin < point.position < end for point in cuts.units) for begin, end in itertools.pairwise(ends)]
     stages = build_stages(module, [[*itertools.islice(units, size)] for size in sizes], cuts.node_costs)
-    shared = _shared_weights(stages, config.parallel.pipeline)
+    shared = _shared_weights(stages, parallel.pipeline)
     return Layout(
         tuple(stages),
         cuts,

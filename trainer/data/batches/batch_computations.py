@@ -47,8 +47,8 @@ def open_image_batches(config: RunConfig, signature: Signature) -> ImageBatches 
         config.data.image,
         images,
         seed=config.train.seed,
-        masks=masks(config, signature),
-        mixed=mixed_labels(config, signature),
+        masks=masks(config.data, config.losses, signature),
+        mixed=mixed_labels(config.data, config.losses, signature),
     )
 
 

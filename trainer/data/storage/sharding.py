@@ -72,7 +72,7 @@ def make_training_shards(
     signature = read_training_signature(config.model)
     labels = {name for loss in config.losses for name in loss.columns}
     directory, manifest, cached = shard(recipe_of(config, signature), cache, labels, report)
-    return directory, with_label_statistics(directory, manifest, config, signature), cached
+    return directory, with_label_statistics(directory, manifest, config.data, config.losses, signature), cached
 
 
 def try_first_rows(

@@ -64,7 +64,8 @@ def with_teacher(
     if cached:
         merged = _with_soft_labels(module, soft)
     else:
-        merged = _merged(module, _imported(part, config, by_parts=by_parts), outputs, config)
+        teacher = _imported(part, Path(config.teacher.path), fuse=config.graph.fuse, by_parts=by_parts)
+        merged = _merged(module, teacher, outputs, config)
     kept = {merged.output_names[0], *(output for loss in config.losses for output in loss.outputs)}
     kept |= {loss.student for loss in soft if not loss.matched}
     _add_outputs(merged, soft, [shapes[output] for output in outputs], kept=kept, seed=config.train.seed)
@@ -97,16 +98,15 @@ def _teacher_part(
         ) from error
 
 
-def _imported(part: onnx.ModelProto, config: RunConfig, *, by_parts: bool) -> ImportedGraph:
+def _imported(part: onnx.ModelProto, path: Path, *, fuse: bool, by_parts: bool) -> ImportedGraph:
     """Import the teacher, untrained and in inference form."""
-    path = Path(config.teacher.path)
     names = [value.name for value in part.graph.output]
     if declared_batch(part.graph) and (use := batch_use(part, path.parent, outputs=names)).kind != "any":
         raise ConfigError(
             f"teacher.path {path} declares a batch of {use.declared}, and no other is proved right ({use.reason}); "
             "export the teacher with a dynamic batch"
         )
-    teacher = to_module(part, base=path.parent, fuse=config.graph.fuse, by_parts=by_parts)
+    teacher = to_module(part, base=path.parent, fuse=fuse, by_parts=by_parts)
     for parameter in teacher.parameters():
         parameter.requires_grad_(False)
     for child in teacher.modules():

@@ -74,7 +74,7 @@ class Estimator:
         )
         self._costs[parallel.tensor, rows] = cuts.node_costs
         # as training does; `describe` knows this machine's GPU, which may not be that of every rank
-        layout = cut(divided, cuts, config, typical(device.type, config.precision.compute))
+        layout = cut(divided, cuts, config.parallel, typical(device.type, config.precision.compute))
         # the weights of "balanced" are known from the whole data only, and need no memory
         plain = [
             each.model_copy(update={"class_weights": ()}) if each.class_weights == "balanced" else each

@@ -20,7 +20,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from onward.trainer.checkpoint.exchange import gather_bytes
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError
@@ -57,7 +58,8 @@ class StepProfiler:
 
     def __init__(
         self,
-        config: RunConfig,
+        monitor: MonitorConfig,
+        parallel: ParallelConfig,
         run: RunDir,
         model: RankModel,
         pipeline: Pipeline,
@@ -67,14 +69,14 @@ class StepProfiler:
         num_steps: int,
         beat: Callable[[], None],
     ) -> None:
-        self._config = config
+        self._parallel = parallel
         self._run = run
         self._model = model
         self._pipeline = pipeline
         self._mpi = mpi
         self._attempt = attempt
         self._beat = beat
-        first, last = config.monitor.profile_steps or (1, 0)
+        first, last = monitor.profile_steps or (1, 0)
         if last > num_steps:
             raise ConfigError(
                 f"monitor.profile_steps [{first}, {last}]: the run has {num_steps} steps; choose some of these"
@@ -140,7 +142,7 @@ class StepProfiler:
         rank = self._mpi.rank
         timeline = timeline_of(recorded, self._ranges)
         times = account(timeline, otherwise=Label("other"), idle=Label("idle"))
-        place = ParallelDims.of(self._config.parallel).coordinate(rank)
+        place = ParallelDims.of(self._parallel).coordinate(rank)
         # the trace first: the record says how large it is
         trace = trace_of(self._run, rank)
         write_trace(recorded, trace, self._ranges)

@@ -100,7 +100,7 @@ def train(
     restored = restore(trained, run, config, num_rows=batches.num_rows, mpi=mpi, heartbeat=heartbeat)
     state = restored.state
     parts = trained.parts()
-    checkpoints = CheckpointWriter(run, config.collective_timeout_s, attempt=attempt, mpi=mpi, events=events)
+    checkpoints = CheckpointWriter(run, config, attempt=attempt, mpi=mpi, events=events)
     checkpoints.compare_copies(parts, step=state.step, beat=beat)
 
     # -- 5. What watches the training

@@ -11,7 +11,7 @@ from onward.trainer.data.audio.audio_clips import AudioClips, open_audio
 from onward.trainer.data.empty_targets import open_empty_targets
 from onward.trainer.data.images.image_computer import ImageComputer
 from onward.trainer.data.images.image_inputs import image_inputs, masks
-from onward.trainer.data.input_columns import columns_to_read
+from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.preprocessing import open_preprocessor
 from onward.trainer.data.schema.column_computers import ColumnComputer
 from onward.trainer.data.schema.columns import ColumnType, Schema
@@ -41,7 +41,7 @@ def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> l
     """
     opened = (
         open_images(config.data, config.losses, signature),
-        open_preprocessor(config, signature),
+        open_preprocessor(config.model, config.data, InputColumns(config, signature), signature),
         open_tokenized_rows(config, signature),
     )
     checks: list[ColumnComputer] = [*open_sequence_lengths(config.losses, signature)]
@@ -65,7 +65,7 @@ def read_and_computed(
     config: RunConfig, signature: Signature, schema: Schema
 ) -> tuple[dict[str, ColumnType], list[ColumnComputer]]:
     """Return the columns of the source to read, and what computes further ones. Raises as `open_computers`."""
-    columns = columns_to_read(config, signature)
+    columns = InputColumns(config, signature).to_read()
     computers = open_computers(config, signature, schema)
     fitted = [computer for computer in computers if isinstance(computer, FittedComputer)]
     # a fitted computer may replace a column under its own name, and then reads it in a type of its own

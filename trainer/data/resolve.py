@@ -21,6 +21,7 @@ from onward.trainer.data.schema.fitted import LabelledRows
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.shards import ShardManifest, Split, open_evaluated, open_shards
 from onward.trainer.data.text.byte_counts import counts_bytes, metrics_from_data
+from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import Record, read_record, write_record
@@ -49,7 +50,9 @@ def resolve(
     if take_from_data(config.losses):
         completed = completed.model_copy(update={"loss": losses_from_data(config.data, config.losses, rows, signature)})
     if counts_bytes(config.data, config.metrics):
-        metrics = metrics_from_data(config, rows if evaluated is None else evaluated, signature)
+        text = text_columns(config, signature)
+        assert text is not None
+        metrics = metrics_from_data(config.metrics, text, rows if evaluated is None else evaluated)
         completed = completed.model_copy(update={"metrics": metrics})
         # a sample may have no such rows, the evaluated rows must
         if evaluated is not None and counts_bytes(completed.data, completed.metrics):

@@ -25,7 +25,7 @@ from onward.trainer.config.urls import url_of
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.computations import open_fitted
 from onward.trainer.data.data_problems import data_problems
-from onward.trainer.data.input_columns import computed_columns
+from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.reading.sources import locate
@@ -96,7 +96,7 @@ def check_local_files(sections: Sections) -> list[str]:
 def _misfits(config: RunConfig) -> list[str]:
     """Return where model, data and settings do not fit together. Raises Refused where reading goes no further."""
     signature, schema = read_training_signature(config.model), infer_schema(config.data)
-    computed = computed_columns(config, signature)
+    computed = InputColumns(config, signature).computed
     # columns that are computed have their final type and shape only behind the computation
     own = {name: column for name, column in schema.items() if name not in computed}
     made = frozenset[str]().union(

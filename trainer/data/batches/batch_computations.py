@@ -11,11 +11,13 @@ So they are the same on any number of ranks and after a resume (onnx_import/keye
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.images.image_batches import ImageBatches
 from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
 from onward.trainer.data.schema.batch_transforms import BatchTransform, Samples
@@ -24,31 +26,36 @@ from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.text.block_masks import open_block_masks
 from onward.trainer.data.text.masking import open_masking
+from onward.trainer.data.text.text_columns import text_columns
 
 
 def open_batch_transforms(
     config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]
 ) -> list[BatchTransform]:
     """Return what computes batches from stored columns, in order. fitted: what was found on the data, by column."""
+    seed = config.train.seed
+    text = text_columns(config, signature)
     opened = (
-        open_image_batches(config, signature),
-        open_masking(config, signature, fitted),
-        open_block_masks(config, signature),
+        open_image_batches(config.data, config.losses, signature, seed=seed),
+        open_masking(text, fitted, seed=seed),
+        open_block_masks(text),
     )
     return [transform for transform in opened if transform]
 
 
-def open_image_batches(config: RunConfig, signature: Signature) -> ImageBatches | None:
+def open_image_batches(
+    data: DataConfig, losses: Sequence[LossConfig], signature: Signature, *, seed: int
+) -> ImageBatches | None:
     """Return what makes tensors of images; None without [data.image]."""
-    images = image_inputs(config.data, signature)
-    if not images or config.data.image is None:
+    images = image_inputs(data, signature)
+    if not images or data.image is None:
         return None
     return ImageBatches(
-        config.data.image,
+        data.image,
         images,
-        seed=config.train.seed,
-        masks=masks(config.data, config.losses, signature),
-        mixed=mixed_labels(config.data, config.losses, signature),
+        seed=seed,
+        masks=masks(data, losses, signature),
+        mixed=mixed_labels(data, losses, signature),
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.input_columns import Feed, feeds
+from onward.trainer.data.input_columns import Feed, InputColumns
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.schema.target_counts import counted_targets, labels_of
 from onward.trainer.data.storage.sharding import try_first_rows
@@ -131,7 +131,7 @@ def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]
             row = (*(1,) * (len(text.block_mask.shape or ()) - 3), *row, *row)
         return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))
 
-    tensors = [zeros(feed) for feed in feeds(config, signature)]
+    tensors = [zeros(feed) for feed in InputColumns(config, signature).feeds()]
     num_inputs = len(signature.inputs)
     inputs = tensors[:num_inputs]
     labels = labels_of(config.losses, iter(tensors[num_inputs:]))

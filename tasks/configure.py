@@ -26,7 +26,7 @@ from onward.tasks.attempts.log_damage import damage_of_log
 from onward.tasks.checks.file_check import CheckedFiles, check_files
 from onward.tasks.checks.machine_check import machine_problems
 from onward.tasks.checks.registered_models import store_of
-from onward.tasks.checks.rehearsing import quantize, rehearse
+from onward.tasks.checks.rehearsing import Preparation
 from onward.tasks.shown.mlflow_tags import first_tags, parameters
 from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.checkpoint.retention import list_checkpoints
@@ -106,9 +106,9 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
         if missing := machine_problems(dict(config)):
             raise RuntimeUnavailable(missing)
         if config.quantize.aware:
-            quantize(run, config, copies, code=code)
+            Preparation(config, copies, code=code).quantize(run)
         said = list(scores_said(config, reads_scores, local))
-        config, found = rehearse(reads_scores, copies, quantized=run.quantized, code=code)
+        config, found = Preparation(reads_scores, copies, run.quantized, code).rehearse()
         _write_copies(run, copies)
         write_record(run.code, AllowedCode(files=code))  # as it was before the rehearsal executed it
         write_record(run.rehearsal, found)  # before config.json, with which a run has begun and is not rehearsed again

@@ -20,7 +20,6 @@ from prefect.cache_policies import NO_CACHE
 from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempts.jobs import job_of
 from onward.tasks.checks.disk_space import shares, space_problems
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.data.schema.signature import model_bytes
@@ -67,14 +66,15 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     needs = needs_of(run, config.model, config.parallel)
     tracking_uri = read_record(run.identity, RunIdentity).tracking_uri if run.identity.exists() else ""
     written = space_problems(shares(run, config, needs, tracking_uri=tracking_uri))
+    advice = memory_advice(config)
     # all at once: memory, devices and disk are independent of each other
-    if found := [*problems(report, config, needs), *written]:
+    if found := [*problems(report, config.world_size, needs, advice), *written]:
         raise RuntimeUnavailable(found)
     write_durably(run.packages, packages().encode())
     write_record(run.runtime, report)
     for line in devices(report.ranks):
         log.info(line)
-    for line in memory_warnings(report.ranks, config, needs):
+    for line in memory_warnings(report.ranks, needs, advice):
         log.warning(line)
     return report
 
@@ -123,15 +123,15 @@ def devices(ranks: Sequence[RankReport]) -> Iterable[str]:
         yield f"{count} rank{'s' * (count > 1)} on {host}, {what}; tensors are sent by {backend}{shared}"
 
 
-def problems(report: RuntimeReport, config: RunConfig, needs: Needs) -> Iterable[str]:
+def problems(report: RuntimeReport, world_size: int, needs: Needs, advice: str) -> Iterable[str]:
     """Yield one sentence for each problem of the machine, with the numbers."""
     ranks = report.ranks
-    if missing := sorted(set(range(config.world_size)) - {rank.rank for rank in ranks}):
-        yield f"the job needs {config.world_size} ranks; no report came from rank {', '.join(map(str, missing))}"
+    if missing := sorted(set(range(world_size)) - {rank.rank for rank in ranks}):
+        yield f"the job needs {world_size} ranks; no report came from rank {', '.join(map(str, missing))}"
     for rank in ranks:
         where = f"rank {rank.rank} on {rank.host}"
-        if rank.world_size != config.world_size:
-            yield f"{where} has world size {rank.world_size}, but the job needs {config.world_size} ranks"
+        if rank.world_size != world_size:
+            yield f"{where} has world size {rank.world_size}, but the job needs {world_size} ranks"
         if rank.all_reduce != rank.all_reduce_expected:
             yield f"{where}: all-reduce returned {rank.all_reduce:g}, expected {rank.all_reduce_expected:g}"
     for place in places(ranks):
@@ -139,11 +139,11 @@ def problems(report: RuntimeReport, config: RunConfig, needs: Needs) -> Iterable
             yield (
                 f"{mb(place.free_bytes)} of memory are free on {place.name}, but the weights, gradients and optimizer "
                 f"state of {place.of_ranks} need {mb(needed)}, {mb(needs.rank_bytes)} per rank, without activations; "
-                f"free some, or start fewer ranks per host. {memory_advice(config)}"
+                f"free some, or start fewer ranks per host. {advice}"
             )
 
 
-def memory_warnings(ranks: Sequence[RankReport], config: RunConfig, needs: Needs) -> Iterable[str]:
+def memory_warnings(ranks: Sequence[RankReport], needs: Needs, advice: str) -> Iterable[str]:
     """Yield a sentence for each place where the weights fit, but perhaps not with the activations."""
     each = needs.rank_bytes + needs.activation_bytes
     for place in places(ranks):
@@ -151,7 +151,7 @@ def memory_warnings(ranks: Sequence[RankReport], config: RunConfig, needs: Needs
             yield (
                 f"{mb(place.free_bytes)} of memory are free on {place.name}, but {place.of_ranks} may need "
                 f"{mb(needed)}: {mb(needs.rank_bytes)} per rank, and {mb(needs.activation_bytes)} for the "
-                f"activations of a micro-batch. {memory_advice(config)}"
+                f"activations of a micro-batch. {advice}"
             )
 
 

@@ -69,20 +69,20 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     try:
         # Before an attempt begins, which would take the run directory away from a job that is still running.
         wait_until_free(run.root)
-        wait_until_ready(run, config)
+        wait_until_ready(run)
         refuse_edited(run)
         config = read_config(run)  # a retry may have changed it
         attempt = Attempt.begin(run, config)
         ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
         log.info("attempt %d: %s, log: %s", attempt.number, ranks, run.log(attempt.number))
-        with attempt.recorded_if_interrupted(config):
+        with attempt.recorded_if_interrupted():
             outcome = job_of_attempt(run, config.launch, config.world_size, attempt.number).run()
     except LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
     except TerminationSignal:
         # Prefect would take it for a crash of the task; the flow raises it again
         return Cancelled(message=BY_SIGTERM)
-    ending = attempt.end(outcome, config)
+    ending = attempt.end(outcome)
     # Only the result file counts: mpirun exits with 0 when a remote host has failed.
     result = result_of(run, attempt.number)
     record = _write_record(run, result) if result is not None else None
@@ -94,7 +94,10 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     if ending.kind == "stopped" and outcome.reason == "stopped":
         limit = f"{config.launch.stop_grace_s:g} s (launch.stop_grace_s)"
         return Cancelled(message=f"stopped, but it did not save within {limit}; earlier checkpoints are kept")
-    raise failure(run, ending, describe(outcome, config) if result is None else ending.sentence)
+    described = ending.sentence
+    if result is None:
+        described = describe(outcome, config.launch, config.compile_timeout_s)
+    raise failure(run, ending, described)
 
 
 def may_go_on(result: AttemptResult, stop: StopConfig, checkpoint: CheckpointConfig) -> bool:
@@ -128,7 +131,8 @@ def train_once(run: RunDir, *arguments: str, if_stopped: str) -> None:
     if outcome.reason == "stopped":
         raise Stopped(if_stopped)
     if not run.result(attempt.number).exists():
-        raise failure(run, attempt.end(outcome, config), describe(outcome, config))
+        described = describe(outcome, config.launch, config.compile_timeout_s)
+        raise failure(run, attempt.end(outcome), described)
 
 
 def _write_record(run: RunDir, last: AttemptResult) -> TrainResult:

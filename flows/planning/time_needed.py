@@ -68,7 +68,7 @@ class TimeNeeded(Record):
 
 def key_of_run(config: RunConfig) -> str:
     """Return the key under which the pace of this run is stored."""
-    return key_of(structure_digest(config.model.path), config, machine_of(config.launch))
+    return key_of(structure_digest(config.model.path), settings_of_pace(config), machine_of(config.launch))
 
 
 def machine_of(launch: LaunchConfig) -> str:

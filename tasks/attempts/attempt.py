@@ -36,6 +36,7 @@ class Attempt:
     """An attempt that has begun, and the state of the run directory at that time."""
 
     run: RunDir
+    config: RunConfig
     number: int
     began_ms: int
     events_at: int
@@ -51,35 +52,36 @@ class Attempt:
         # an attempt without a record had a flow that was killed: its end is recorded before the next begins
         if last and not run.ending(last).exists():
             began_ms = int(run.fence.stat().st_mtime * 1000)
-            cls(run, last, began_ms, 0, 0, 0).end_of_killed_flow(config)
+            cls(run, config, last, began_ms, 0, 0, 0).end_of_killed_flow()
         number = run.begin_attempt()
         # now, because the record must be written also when the disk is full at the end
         reserve(run.reserved_for(number))
         run.heartbeat.unlink(missing_ok=True)  # its step is that of the attempt before
         events_at = run.events.stat().st_size if run.events.exists() else 0
-        return cls(run, number, now_ms(), events_at, newest_checkpoint(run), num_oom_kills())
+        return cls(run, config, number, now_ms(), events_at, newest_checkpoint(run), num_oom_kills())
 
     @contextlib.contextmanager
-    def recorded_if_interrupted(self, config: RunConfig) -> Iterator[None]:
+    def recorded_if_interrupted(self) -> Iterator[None]:
         """Write the record of an attempt that an exception ends: Ctrl-C, a cancellation, a job that cannot start."""
         try:
             yield
         except LaunchError as error:
             now = now_ms()
-            self._write("user_error", str(error), config, detected_ms=now)
+            self._write("user_error", str(error), detected_ms=now)
             raise
         except OSError as error:
             storage = storage_error(error, self.run.root)
             # no rank has run, so only the disk of this process can say why
             kind: EndingKind = "storage" if storage else "unknown"
-            self._write(kind, f"the job could not be started: {storage or error}", config, by_itself=False)
+            self._write(kind, f"the job could not be started: {storage or error}", by_itself=False)
             raise
         except BaseException:
-            self.end(Outcome(None, "stopped", 0.0, now_ms()), config)
+            self.end(Outcome(None, "stopped", 0.0, now_ms()))
             raise
 
-    def end(self, outcome: Outcome, config: RunConfig) -> AttemptEnding:
+    def end(self, outcome: Outcome) -> AttemptEnding:
         """Find out how the attempt ended and what follows; write its record, and log it in one line."""
+        config = self.config
         oom_kills = num_oom_kills() - self.oom_kills
         result = result_of(self.run, self.number)
         output = log_tail(self.run, self.number)
@@ -102,20 +104,19 @@ class Attempt:
             error=error,
             oom_kills=oom_kills,
             said=launcher_of(config.launch).read_ending(output, outcome.returncode),
-            ending=describe(outcome, config),
+            ending=describe(outcome, config.launch, config.compile_timeout_s),
             disk=disk,
             hosts=silent,
         )
         return self._write(
             classify(evidence),
             sentence_of(evidence),
-            config,
             result=result,
             error=error,
             detected_ms=min(error.at_ms, outcome.detected_ms) if error else outcome.detected_ms,
         )
 
-    def end_of_killed_flow(self, config: RunConfig) -> None:
+    def end_of_killed_flow(self) -> None:
         """Write the record of an attempt whose flow was killed before it could."""
         result = result_of(self.run, self.number)
         kind: EndingKind = "rank_lost"
@@ -123,13 +124,12 @@ class Attempt:
         if result:
             kind = "done" if result.status == "done" else "preempted"
             saved = "but the ranks saved"
-        self._write(kind, f"the flow's process was killed, {saved}", config, result=result, by_itself=False)
+        self._write(kind, f"the flow's process was killed, {saved}", result=result, by_itself=False)
 
     def _write(
         self,
         kind: EndingKind,
         sentence: str,
-        config: RunConfig,
         *,
         result: AttemptResult | None = None,
         error: RankError | None = None,
@@ -162,7 +162,7 @@ class Attempt:
             ended_ms=now_ms(),
         )
         if by_itself:
-            ending = plan_next(self.run, ending, config)
+            ending = plan_next(self.run, ending, self.config)
         reserved = self.run.reserved_for(self.number)
         try:
             write_reserved(self.run.ending(self.number), ending, reserved)

@@ -31,15 +31,15 @@ _SIGNALS = {
 }
 
 
-def describe(outcome: Outcome, config: RunConfig) -> str:
+def describe(outcome: Outcome, launch: LaunchConfig, compile_timeout_s: float) -> str:
     """Describe how the job ended, for a failure without an error record of a rank."""
-    start = config.launch.start_timeout_s
-    silence = config.launch.heartbeat_timeout_s
-    compiling = f"; while compiling {config.compile_timeout_s:g} s" * config.graph.compiles
+    start = launch.start_timeout_s
+    silence = launch.heartbeat_timeout_s
+    compiling = f"; while compiling {compile_timeout_s:g} s" if compile_timeout_s else ""
     if start > silence:
         compiling = f"; until the first step is complete {start:g} s, launch.start_timeout_s{compiling}"
     return {
-        "exited": f"{launcher_of(config.launch).name} ended with status {outcome.returncode} without a result",
+        "exited": f"{launcher_of(launch).name} ended with status {outcome.returncode} without a result",
         "stopped": "it was stopped",
         "silent": f"killed after {silence:g} s without a heartbeat (launch.heartbeat_timeout_s{compiling})",
         "start_timeout": f"killed after {start:g} s without a first heartbeat (launch.start_timeout_s)",
@@ -83,7 +83,7 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
     cause = explain(traceback + _lines_of(ending.rank, output)) if ending.signal != "SIGKILL" else None
     if not ending.signal and cause is None:
         return  # it printed what happened, and the log's end shows it
-    sentence = _sentence(ending, cause, config, traceback, oom_kills=oom_kills)
+    sentence = _sentence(ending, cause, memory_advice(config), traceback, oom_kills=oom_kills)
     write_error(run, attempt, ending.rank, config.launch, cause=sentence, traceback=traceback, host=ending.host)
 
 
@@ -126,13 +126,12 @@ def write_error(
     write_record(run.rank_error(attempt, rank), error)
 
 
-def _sentence(ending: RankEnding, cause: Cause | None, config: RunConfig, traceback: str, *, oom_kills: int) -> str:
+def _sentence(ending: RankEnding, cause: Cause | None, advice: str, traceback: str, *, oom_kills: int) -> str:
     how = ending.signal or f"status {ending.status}"
     if cause is not None:
-        advice = f". {memory_advice(config)}" if cause.kind is OutOfMemory else ""
         # the class name first, if it decides about a retry
         decided = f"{cause.kind.__name__}: " if cause.kind is not TrainingFailed else ""
-        return f"{decided}{how}: {cause.sentence}{advice}"
+        return f"{decided}{how}: {cause.sentence}" + f". {advice}" * (cause.kind is OutOfMemory)
     if ending.signal == "SIGKILL":
         return f"{how}: " + (
             f"the kernel's out-of-memory killer ended {oom_kills} process{'es' * (oom_kills > 1)} on this host "

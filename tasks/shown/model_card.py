@@ -15,7 +15,6 @@ from onward.tasks.shown.markdown import code, table
 from onward.tasks.shown.mlflow_tags import data_digests, parameters, trained_from
 from onward.tasks.shown.prefect_results import metric_rows
 from onward.tasks.shown.raw_prediction import raw_prediction_of
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
@@ -68,7 +67,7 @@ def model_card(run: RunDir, exported: ExportedModel) -> str:
         "Model": _model(run, config.model, config.exports_average, exported, identity),
         "Data": _data(run, config.data, manifest, recipe),
         "Results": _results(config.promote_metric, exported, manifest),
-        "Training": _training(config),
+        "Training": _training(parameters(config)),
         "Preprocessing": _preprocessing(recipe, exported),
         "Predict": _predict(exported),
         "Limits": _limits(config.export, exported, manifest),
@@ -174,10 +173,10 @@ def _metrics(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{code(name.removeprefix('evaluation/'))} {value:.4g}" for name, value in metrics.items())
 
 
-def _training(config: RunConfig) -> list[str]:
+def _training(settings: Mapping[str, str]) -> list[str]:
     # the parameters of the run's page in MLflow, without those that say nothing about the weights
-    settings = {key: value for key, value in parameters(config).items() if not key.startswith(NOT_SHOWN)}
-    return table(("setting", "value"), [(f"`{key}`", _place(value)) for key, value in settings.items()])
+    shown = {key: value for key, value in settings.items() if not key.startswith(NOT_SHOWN)}
+    return table(("setting", "value"), [(f"`{key}`", _place(value)) for key, value in shown.items()])
 
 
 def _preprocessing(recipe: Preprocessing | None, exported: ExportedModel) -> list[str]:

@@ -183,12 +183,12 @@ NEEDS = Needs(rank_bytes=6_000_000, activation_bytes=5_000_000, checkpoint_bytes
 def test_all_problems_are_reported_with_their_numbers(report: RuntimeReport, sentences: list[str]) -> None:
     advice = memory_advice(config(Path("model.onnx")))
     expected = [sentence + advice if sentence.endswith(" ") else sentence for sentence in sentences]
-    assert [*problems(report, config(Path("model.onnx")), NEEDS)] == expected
+    assert [*problems(report, 2, NEEDS, advice)] == expected
 
 
 def test_ranks_whose_activations_may_not_fit_are_warned_of() -> None:
     ranks = reported({"memory_bytes": 13_000_000, "host": "h1"}, {"memory_bytes": 10_000_000}).ranks
-    found = [*memory_warnings(ranks, config(Path("model.onnx")), NEEDS)]
+    found = [*memory_warnings(ranks, NEEDS, memory_advice(config(Path("model.onnx"))))]
     assert len(found) == 1
     assert found[0].startswith(
         "10 MB of memory are free on h0 (cpu), but its rank may need 11 MB: 6 MB per rank, and 5 MB for the "

@@ -12,6 +12,7 @@ import numpy as np
 
 from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data import misfits
@@ -54,7 +55,7 @@ def data_problems(
     except ConfigError as error:  # which columns are read depends on it
         return list(error.problems)
     columns = InputColumns(config, signature)
-    problems = [*_unknown_names(config, columns, signature), *_without_rows(signature)]
+    problems = [*_unknown_names(config.data, config.model, columns, signature), *_without_rows(signature)]
     constant = {f"input {info.name}" for info in signature.fed if not _has_rows(info, signature)}
     computed = columns.computed
     fed = file_feeds(config.data, signature)
@@ -93,18 +94,18 @@ def data_problems(
     return list(dict.fromkeys(problems))
 
 
-def _unknown_names(config: RunConfig, columns: InputColumns, signature: Signature) -> Iterator[str]:
+def _unknown_names(data: DataConfig, model: ModelConfig, columns: InputColumns, signature: Signature) -> Iterator[str]:
     inputs = [info.name for info in signature.fed]
-    for name in config.data.inputs:
-        if name in config.model.bind:
+    for name in data.inputs:
+        if name in model.bind:
             yield f"input {name} has a value in model.bind and a column in data.inputs; remove one of them"
         elif name not in inputs:
             yield f"data.inputs names {name!r}, which is not an input of the model{_nearest(name, inputs)}"
     known = [*columns.to_read(), *columns.computed]
-    for name in config.data.pad_values:
+    for name in data.pad_values:
         if name not in known:
             yield f"data.pad_values names {name!r}, which is not a column that is read{_nearest(name, known)}"
-    if not config.data.evaluation_fraction and not config.data.evaluation_source:
+    if not data.evaluation_fraction and not data.evaluation_source:
         yield "data.evaluation_fraction is 0 and there is no data.evaluation_source: nothing to evaluate on"
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.images.geometry import fitted_mask
 from onward.trainer.data.images.image_decoding import decode_mask
@@ -52,13 +51,13 @@ def take_from_data(losses: Sequence[LossConfig]) -> bool:
     return any(loss.class_weights == "balanced" for loss in losses) or bool(standardised_columns(losses))
 
 
-def with_class_axes(config: RunConfig, columns: Schema, signature: Signature) -> RunConfig:
-    """Return the configuration with `loss.class_axis` as the shapes of output and labels say, for the exported loss.
+def with_class_axes(losses: Sequence[LossConfig], columns: Schema, signature: Signature) -> tuple[LossConfig, ...]:
+    """Return the losses with `loss.class_axis` as the shapes of output and labels say, for the exported loss.
 
     columns: those of the shards. Raises ConfigError where several axes fit, or none.
     """
     found = []
-    for loss in config.losses:
+    for loss in losses:
         output = signature.output(loss.outputs[0])
         is_open = loss.has_class_axis and loss.class_axis is None
         column = columns.get(loss.columns[0]) if is_open else None
@@ -69,7 +68,7 @@ def with_class_axes(config: RunConfig, columns: Schema, signature: Signature) ->
             axis = find_class_axis(output.shape, labels, declared=output.shape, name=output.name)
             loss = loss.model_copy(update={"class_axis": axis})
         found.append(loss)
-    return config.model_copy(update={"loss": tuple(found)})
+    return tuple(found)
 
 
 def counted_columns(losses: Sequence[LossConfig]) -> tuple[str, ...]:

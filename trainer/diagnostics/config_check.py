@@ -30,6 +30,7 @@ from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.schema.signature import Signature, model_bytes, read_training_signature
+from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.sharding import check_held_out, check_named_files, try_first_rows
 from onward.trainer.data.text.text_checks import text_problems
 from onward.trainer.diagnostics.export_conflicts import export_conflicts, files_in_the_way, is_writable, url_conflicts
@@ -111,12 +112,13 @@ def _misfits(config: RunConfig) -> list[str]:
         misfits += _selected(config.model)
         return misfits
     # from here on rows are read, which takes time and fails at the first bad one
-    check_named_files(config, signature, schema)
+    recipe = recipe_of(config, signature, schema)
+    check_named_files(recipe)
     if computed or made or config.data.image:  # what is computed is tried on the first rows
         columns, fitted_columns = try_first_rows(config, signature, schema)
         misfits = data_problems(config, columns, signature, fitted=fitted_columns)
     if not misfits:
-        check_held_out(config, signature, schema)
+        check_held_out(recipe)
     return misfits
 
 

@@ -40,7 +40,7 @@ from onward.trainer.parallel.pipeline.rematerialise import partitioned_nodes
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.planning.device_model import CPU, Device
-from onward.trainer.parallel.planning.stage_memory import activation_budget
+from onward.trainer.parallel.planning.stage_memory import RankMemory
 from onward.trainer.parallel.recomputation.compressed_activations import compress_stages
 from onward.trainer.parallel.recomputation.recompute import Mode, recompute
 from onward.trainer.parallel.recomputation.recompute_choice import choose_by_budget, choose_by_name, unit_costs
@@ -372,9 +372,8 @@ def _fewest_units(
     units = [unit for stage in stages for unit in unit_costs(stage.chain.parts, layout.cuts.node_costs)]
     batch_bytes = sum(value.nbytes for value in inputs)
     # what the weights, gradients and buffers leave of the limit
-    left_bytes, in_flight = activation_budget(
-        stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes, device_type=layout.device.type
-    )
+    memory = RankMemory(stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
+    left_bytes, in_flight = memory.left_for_activations(layout.device.type)
     _, picked = choose_by_budget(units, in_flight=in_flight, budget_bytes=left_bytes, modes=("none", mode))
     # `picked` numbers the units of all stages one after the other
     ends = [0, *itertools.accumulate(len(stage.chain.parts) for stage in stages)]

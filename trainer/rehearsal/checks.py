@@ -110,8 +110,10 @@ def checks(
         except ConfigError as error:
             findings.errors.append(error)
 
+    batch_of = partial(one_batch, rows, config, signature)
+
     def batch(number: int, kind: Kind = "evaluation") -> Batch:
-        return one_batch(rows, config, signature, np.arange(number), training=kind != "evaluation")
+        return batch_of(np.arange(number), training=kind != "evaluation")
 
     kept_bytes = graph.kept_bytes_per_row(batch(1))
     # the CPU may compute in another type than the run, which then keeps other numbers
@@ -149,7 +151,7 @@ def checks(
     if any(loss.is_own for loss in config.losses):
         found += [
             ("that a loss of a file is a sum over rows", lambda: _check_sums(graph, compared, findings)),
-            ("rows without labels", lambda: check_empty_labels(graph, rows, config, signature, findings)),
+            ("rows without labels", lambda: check_empty_labels(graph, rows, batch_of, findings)),
         ]
     found += [
         ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),

@@ -100,20 +100,19 @@ def try_first_rows(
     return schema, {}
 
 
-def check_named_files(config: RunConfig, signature: Signature, schema: Schema) -> None:
+def check_named_files(recipe: Recipe) -> None:
     """Raise DataError with the cells of all rows that name files which must not be read."""
-    if problems := outside_files(config.data, recipe_of(config, signature, schema).columns):
+    if problems := outside_files(recipe.data, recipe.columns):
         raise DataError(problems)
 
 
-def check_held_out(config: RunConfig, signature: Signature, schema: Schema) -> None:
+def check_held_out(recipe: Recipe) -> None:
     """Read the first rows of the evaluation and test data. Raises DataError where none can be read as the others."""
-    recipe = recipe_of(config, signature, schema)
-    held_out = [rows for rows in sources.source_ranges(config.data) if not rows.is_trained]
+    held_out = [rows for rows in sources.source_ranges(recipe.data) if not rows.is_trained]
     for rows in held_out:
         for block, _ in islice(sources.read_range(rows, recipe.request), 1):
             _, good, bad = fit_block(block, recipe.columns)
-            if len(good) and not good.any() and config.data.bad_rows == "fail":
+            if len(good) and not good.any() and recipe.data.bad_rows == "fail":
                 raise DataError(f"{block.where(row)}: {bad[row]}" for row in sorted(bad)[:MAX_NAMED_ROWS])
 
 

@@ -65,7 +65,7 @@ def with_teacher(
         merged = _with_soft_labels(module, soft)
     else:
         teacher = _imported(part, Path(config.teacher.path), fuse=config.graph.fuse, by_parts=by_parts)
-        merged = _merged(module, teacher, outputs, config)
+        merged = _merged(module, teacher, outputs, config.teacher, soft)
     kept = {merged.output_names[0], *(output for loss in config.losses for output in loss.outputs)}
     kept |= {loss.student for loss in soft if not loss.matched}
     _add_outputs(merged, soft, [shapes[output] for output in outputs], kept=kept, seed=config.train.seed)
@@ -129,7 +129,13 @@ def _with_soft_labels(module: ImportedGraph, soft: Sequence[SoftLoss]) -> Import
     return merged
 
 
-def _merged(module: ImportedGraph, teacher: ImportedGraph, outputs: Sequence[str], config: RunConfig) -> ImportedGraph:
+def _merged(
+    module: ImportedGraph,
+    teacher: ImportedGraph,
+    outputs: Sequence[str],
+    config: TeacherConfig,
+    soft: Sequence[SoftLoss],
+) -> ImportedGraph:
     """Return a module of both graphs on the same inputs; it shares all tensors with the two.
 
     outputs: the teacher's for each soft loss.
@@ -139,7 +145,7 @@ def _merged(module: ImportedGraph, teacher: ImportedGraph, outputs: Sequence[str
             f"the weight {taken[0]!r} of the model has the name of a teacher's; rename it to train with one"
         )
     # inputs of the same name are the same, unless [teacher.inputs] says otherwise
-    sources = {name: config.teacher.inputs.get(name, name) for name in teacher.input_names}
+    sources = {name: config.inputs.get(name, name) for name in teacher.input_names}
     if missing := [name for name, source in sources.items() if source not in module.input_names]:
         raise ConfigError(
             f"teacher: the model has no input {', '.join(map(repr, missing))}, which the teacher reads; the model's "
@@ -161,7 +167,7 @@ def _merged(module: ImportedGraph, teacher: ImportedGraph, outputs: Sequence[str
     module.add_module(TEACHER_MODULE, teacher)
     merged = _like(module, graph)
     delattr(module, TEACHER_MODULE)
-    merged.output_names = (*module.output_names, *(loss.teacher_output for loss in config.soft_losses))
+    merged.output_names = (*module.output_names, *(loss.teacher_output for loss in soft))
     # both files may have a weight of one name: the teacher's get a prefix
     paths = {f"{TEACHER_MODULE}.{path}": TEACHER + name for path, name in teacher.onnx_names.items()}
     merged.onnx_names = {**module.onnx_names, **paths}

@@ -35,7 +35,7 @@ from onward.trainer.parallel.planning.device_model import describe, typical
 from onward.trainer.parallel.planning.dry_run import DryRun, dry_run
 from onward.trainer.parallel.planning.layout_estimate import Estimate, RankEstimate
 from onward.trainer.parallel.planning.stage_key import stage_key
-from onward.trainer.parallel.planning.stage_memory import estimate_memory
+from onward.trainer.parallel.planning.stage_memory import RankMemory
 
 
 class Estimator:
@@ -103,8 +103,8 @@ class Estimator:
             weights = layout.weights(stages, Coordinate(pipeline, 0, 0))
             recomputed = recompute_units(layout, stages, config, inputs, pipeline=pipeline)
             dry_runs = [run(stage) for stage in stages]
-            memory = estimate_memory(dry_runs, stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
-            ranks.append(RankEstimate(stages, weights, recomputed, dry_runs, memory))
+            memory = RankMemory(stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
+            ranks.append(RankEstimate(stages, weights, recomputed, dry_runs, memory.at_peak(dry_runs)))
         return Estimate(config, layout, ranks, batch_bytes, describe(device, config.precision.compute))
 
     def _divide(self, config: RunConfig) -> DividedGraph:

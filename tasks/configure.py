@@ -189,7 +189,9 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     # The checkpoints of the run fit only the file that it began with.
     local = read_config(run)
     digest = model_digest(local.model.path)
-    code = _code_digests(local)
+    # of each loss file (of an ONNX loss with its external data), converter, and the teacher
+    files = [file.location for setting, file in named_files(local) if setting in DIGESTED]
+    code = {path: model_digest(Path(path)) for path in files}
     known = record_if_written(run.identity, RunIdentity)
     if known is None and run.current_attempt:
         log.warning("%s is gone, and is written again", run.identity)
@@ -258,12 +260,6 @@ def _model_of_checkpoint(run: RunDir) -> str:
             if digest := read_manifest(path).model_sha256:
                 return digest
     return ""
-
-
-def _code_digests(config: RunConfig) -> dict[str, str]:
-    """Return path -> SHA-256 of each loss file (of an ONNX loss with its external data), converter, and the teacher."""
-    paths = [file.location for setting, file in named_files(config) if setting in DIGESTED]
-    return {path: model_digest(Path(path)) for path in paths}
 
 
 def _prefect_url() -> str:

@@ -20,7 +20,6 @@ from prefect.cache_policies import NO_CACHE
 from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempts.jobs import job_of
 from onward.tasks.checks.disk_space import shares, space_problems
-from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
@@ -63,7 +62,7 @@ def init_runtime(run: RunDir) -> RuntimeReport:
         launch_s=launch_s,
         disk_free_bytes=shutil.disk_usage(run.root).free,
     )
-    needs = needs_of(run, config.model, config.parallel)
+    needs = needs_of(run, config.model.path, config.parallel)
     tracking_uri = read_record(run.identity, RunIdentity).tracking_uri if run.identity.exists() else ""
     written = space_problems(shares(run, config, needs, tracking_uri=tracking_uri))
     advice = memory_advice(config)
@@ -79,12 +78,12 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     return report
 
 
-def needs_of(run: RunDir, model: ModelConfig, parallel: ParallelConfig) -> Needs:
+def needs_of(run: RunDir, model: Path, parallel: ParallelConfig) -> Needs:
     """Return what the rehearsal has computed; of a run that was not rehearsed, the weights alone."""
     known = read_record(run.rehearsal, Rehearsal).needs if run.rehearsal.exists() else None
     if known is not None:
         return known
-    size = model_bytes(model.path)
+    size = model_bytes(model)
     divided = parallel.tensor * parallel.pipeline * ((parallel.shard or parallel.data) if parallel.zero == 3 else 1)
     return Needs(rank_bytes=size // divided, checkpoint_bytes=size, model_bytes=size)
 

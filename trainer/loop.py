@@ -23,7 +23,7 @@ from onward.trainer.checkpoint.background import CheckpointWriter
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
-from onward.trainer.data.resolve import read_resolved
+from onward.trainer.data.resolve import resolved_for
 from onward.trainer.data.schema.signature import read_source, training_signature
 from onward.trainer.data.storage.shards import open_evaluated, open_shards
 from onward.trainer.distributed.arithmetic import set_arithmetic
@@ -43,7 +43,7 @@ from onward.trainer.parallel.planning.peak_flops import peak_of_ranks
 from onward.trainer.parallel.planning.sample_flops import count_sample_flops
 from onward.trainer.parallel.profiling.step_profiler import StepProfiler
 from onward.trainer.parallel.rank_model import build_pipeline, build_rank_model
-from onward.trainer.run.directory import RunDir
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.outcomes.stopping import is_out_of_time, reason_to_end
 from onward.trainer.run.records import AttemptResult
 
@@ -69,7 +69,8 @@ def train(
     beat = heartbeat.beat
 
     # -- 1. Ranks: who computes what, and in which arithmetic
-    config = set_arithmetic(read_resolved(run, config=given), mpi)
+    config = resolved_for(run, given or read_config(run), ["evaluation"])["evaluation"]
+    config = set_arithmetic(config, mpi)
     dims = ParallelDims.of(config.parallel)
     mesh = make_mesh(mpi, dims, timeout_s=config.collective_timeout_s)
     here = dims.coordinate(mpi.rank)
@@ -104,13 +105,12 @@ def train(
     checkpoints.compare_copies(parts, step=state.step, beat=beat)
 
     # -- 5. What watches the training
-    profiler = StepProfiler(
-        config.monitor, config.parallel, run, model, pipeline, mpi, attempt=attempt, num_steps=num_steps, beat=beat
-    )
+    wanted = config.monitor.profile_steps
+    profiler = StepProfiler(wanted, run, model, pipeline, dims, mpi, attempt=attempt, num_steps=num_steps, beat=beat)
     bad_values = BadValues(config, signature, model, pipeline, rows, batches, mpi, beat, state.step)
     explain = bad_values.explain_evaluation
     evaluate = Evaluation(held_out, config, signature, trained, pipeline, explain, events, heartbeat, mpi)
-    peak = peak_of_ranks(config.launch, config.precision, mpi)
+    peak = peak_of_ranks(config.precision.compute, config.launch.ranks_per_gpu, mpi)
     started = Started(
         step=state.step,
         num_steps=num_steps,
@@ -135,9 +135,8 @@ def train(
     pace = Throughput(flops, peak, mpi, clock, counts=counts_work, is_text=batches.counts.is_text, step=state.step)
 
     # -- 6. One iteration is one weight update; after an fp16 overflow the same step is tried at half the scale
-    reason = reason_to_end(
-        state.stop, config.stop, config.checkpoint
-    )  # an attempt may have ended before it could say so
+    # an attempt may have ended before it could say so
+    reason = reason_to_end(state.stop, config.stop, config.checkpoint)
     while state.step < num_steps and not reason:
         step = state.step + 1
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)  # the last step may be smaller

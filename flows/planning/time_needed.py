@@ -18,7 +18,6 @@ from typing import Literal
 from onward.flows.run_state.runs import all_runs, identity_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import StopConfig
-from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.schema.signature import model_digest
@@ -68,13 +67,13 @@ class TimeNeeded(Record):
 
 def key_of_run(config: RunConfig) -> str:
     """Return the key under which the pace of this run is stored."""
-    return key_of(structure_digest(config.model.path), settings_of_pace(config), machine_of(config.launch))
+    return key_of(structure_digest(config.model.path), settings_of_pace(config), machine_of(config.launch.hostfile))
 
 
-def machine_of(launch: LaunchConfig) -> str:
+def machine_of(hostfile: str) -> str:
     """Return what decides the speed of the machine, or of the hosts of the hostfile."""
-    hosts = Path(launch.hostfile)
-    return machine_text() + (f", hosts {hosts.read_text()}" if launch.hostfile and hosts.is_file() else "")
+    hosts = Path(hostfile)
+    return machine_text() + (f", hosts {hosts.read_text()}" if hostfile and hosts.is_file() else "")
 
 
 def known_pace(config: RunConfig) -> Pace | None:
@@ -85,19 +84,16 @@ def known_pace(config: RunConfig) -> Pace | None:
             return read_record(path, Pace)
         except OnwardError:
             path.unlink(missing_ok=True)  # of another version: it is measured again when somebody asks
-    return next(_paces_of_runs(config), None)
-
-
-def _paces_of_runs(config: RunConfig) -> Iterator[Pace]:
     settings = settings_of_pace(config)
     structure = structure_digest(config.model.path)
     # newest first, so that the first match is the newest measurement
     for run in all_runs()[:TRIED_RUNS]:
         try:
             if run.train.exists() and _is_alike(run, config, settings, structure) and (pace := _pace(run)):
-                yield pace
+                return pace
         except (OnwardError, OSError):
             continue  # a run with a damaged record says nothing
+    return None
 
 
 def _is_alike(run: RunDir, config: RunConfig, settings: object, structure: str) -> bool:

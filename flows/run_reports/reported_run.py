@@ -15,7 +15,6 @@ from onward.flows.run_state.run_index import State
 from onward.flows.run_state.run_status import ended_state, remarks_of
 from onward.flows.run_state.runs import is_running
 from onward.tasks.shown.class_tables import ClassTable
-from onward.trainer.config.flat_settings import changed_settings, flat_settings
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.diagnostics.difference import Difference
@@ -212,10 +211,9 @@ def _tokens_per_sample(run: RunDir, manifest: ShardManifest | None, left_out: li
 # -- settings
 
 
-def settings_as_text(config: RunConfig, *, only_changed: bool = False) -> dict[str, str]:
-    """Return `section.key` -> value as text. only_changed: those that differ from the defaults."""
-    found = changed_settings(config) if only_changed else flat_settings(config)
-    return {key: _text(value) for key, value in found.items()}
+def settings_as_text(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return `section.key` -> value as text, of such a table."""
+    return {key: _text(value) for key, value in settings.items()}
 
 
 def _text(value: Any) -> str:

@@ -18,7 +18,6 @@ from onward.tasks.shown.class_tables import class_table
 from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.checkpoint.retention import announced, describe_exported
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.data.label_units import describe_label_units
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.storage.shards import ShardManifest, open_evaluated
@@ -158,7 +157,11 @@ def describe(run: RunDir) -> RunStatus:
     to_go_on = ""
     if config and newest and ended_early:
         to_go_on = command_to_go_on(newest.stop, config.stop, config.checkpoint, reference_to(run))
-    layout = _layout(config.parallel) if config else ""
+    layout = ""
+    if config:
+        parallel = config.parallel
+        zero = f" zero {parallel.zero}" * bool(parallel.zero)
+        layout = f"{parallel.data}x{parallel.tensor}x{parallel.pipeline}{zero}"
     elapsed_s = sum(result.elapsed_s for result in _results(run))
     return RunStatus(
         run_id=identity.run_id,
@@ -330,10 +333,6 @@ def _is_sent(run: RunDir) -> bool:
         return bool(cursor["offset"] == run.events.stat().st_size and cursor["file"] in (file, ""))
     except (OnwardError, OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
-
-
-def _layout(parallel: ParallelConfig) -> str:
-    return f"{parallel.data}x{parallel.tensor}x{parallel.pipeline}" + f" zero {parallel.zero}" * bool(parallel.zero)
 
 
 def _results(run: RunDir) -> Iterator[AttemptResult]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from onward.infra.job.hosts import read_hostfile, silence, silent_hosts
 from onward.infra.job.job import Outcome, now_ms, num_oom_kills
 from onward.infra.job.launcher import LaunchError
-from onward.tasks.attempts.attempt_failure import describe, log_tail, record_first_ending
+from onward.tasks.attempts.attempt_failure import log_tail, record_first_ending
 from onward.tasks.attempts.attempt_kind import Evidence, classify, sentence_of
 from onward.tasks.attempts.hang import record_hang
 from onward.tasks.attempts.jobs import launcher_of
@@ -104,7 +104,7 @@ class Attempt:
             error=error,
             oom_kills=oom_kills,
             said=launcher_of(config.launch).read_ending(output, outcome.returncode),
-            ending=describe(outcome, config.launch, config.compile_timeout_s),
+            ending=self.described(outcome),
             disk=disk,
             hosts=silent,
         )
@@ -115,6 +115,21 @@ class Attempt:
             error=error,
             detected_ms=min(error.at_ms, outcome.detected_ms) if error else outcome.detected_ms,
         )
+
+    def described(self, outcome: Outcome) -> str:
+        """Describe how the job ended, for a failure without an error record of a rank."""
+        launch = self.config.launch
+        start = launch.start_timeout_s
+        silence = launch.heartbeat_timeout_s
+        compiling = f"; while compiling {self.config.compile_timeout_s:g} s" * self.config.graph.compiles
+        if start > silence:
+            compiling = f"; until the first step is complete {start:g} s, launch.start_timeout_s{compiling}"
+        return {
+            "exited": f"{launcher_of(launch).name} ended with status {outcome.returncode} without a result",
+            "stopped": "it was stopped",
+            "silent": f"killed after {silence:g} s without a heartbeat (launch.heartbeat_timeout_s{compiling})",
+            "start_timeout": f"killed after {start:g} s without a first heartbeat (launch.start_timeout_s)",
+        }[outcome.reason]
 
     def end_of_killed_flow(self) -> None:
         """Write the record of an attempt whose flow was killed before it could."""

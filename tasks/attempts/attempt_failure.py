@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 
-from onward.infra.job.job import Outcome, now_ms
+from onward.infra.job.job import now_ms
 from onward.infra.job.launcher import RankEnding
 from onward.tasks.attempts.jobs import launcher_of
 from onward.trainer.config.run_config import RunConfig
@@ -31,25 +31,10 @@ _SIGNALS = {
 }
 
 
-def describe(outcome: Outcome, launch: LaunchConfig, compile_timeout_s: float) -> str:
-    """Describe how the job ended, for a failure without an error record of a rank."""
-    start = launch.start_timeout_s
-    silence = launch.heartbeat_timeout_s
-    compiling = f"; while compiling {compile_timeout_s:g} s" if compile_timeout_s else ""
-    if start > silence:
-        compiling = f"; until the first step is complete {start:g} s, launch.start_timeout_s{compiling}"
-    return {
-        "exited": f"{launcher_of(launch).name} ended with status {outcome.returncode} without a result",
-        "stopped": "it was stopped",
-        "silent": f"killed after {silence:g} s without a heartbeat (launch.heartbeat_timeout_s{compiling})",
-        "start_timeout": f"killed after {start:g} s without a first heartbeat (launch.start_timeout_s)",
-    }[outcome.reason]
-
-
 def failure(run: RunDir, ending: AttemptEnding, described: str) -> OnwardError:
     """Return the error to raise for a failed attempt: the first rank's own, or TrainingFailed with the log's end.
 
-    described: how the job ended, from `describe`.
+    described: how the job ended, from `Attempt.described`.
     """
     first = run.first_error(ending.attempt)
     if first is not None:

@@ -203,8 +203,10 @@ def test_a_run_without_a_rehearsal_needs_memory_for_its_weights_in_external_file
     whole = config(tmp_path / "model.onnx")
     divided = whole.model_copy(update={"parallel": whole.parallel.model_copy(update={"tensor": 2, "zero": 3})})
     assert size > 2 * (tmp_path / "model.onnx").stat().st_size
-    assert needs_of(run, whole.model, whole.parallel) == Needs(rank_bytes=size, checkpoint_bytes=size, model_bytes=size)
-    assert needs_of(run, divided.model, divided.parallel).rank_bytes == size // 4
+    assert needs_of(run, whole.model.path, whole.parallel) == Needs(
+        rank_bytes=size, checkpoint_bytes=size, model_bytes=size
+    )
+    assert needs_of(run, divided.model.path, divided.parallel).rank_bytes == size // 4
 
 
 def test_the_log_says_which_ranks_share_a_gpu_and_how_their_tensors_are_sent() -> None:

@@ -34,39 +34,29 @@ def open_fitted(
     return [*in_place[0], *in_place[1], *open_audio(data, schema)]
 
 
-def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> list[ColumnComputer]:
-    """Return what computes columns from those that are read, in order. `schema` describes the columns of the source.
+def read_and_computed(
+    config: RunConfig, signature: Signature, schema: Schema
+) -> tuple[dict[str, ColumnType], list[ColumnComputer]]:
+    """Return the columns of the source to read, and what computes further ones from them, in order.
 
-    Raises UnsupportedModel as Preprocessor, ConfigError as TokenizedRows, `image_inputs` and `open_fitted`.
+    schema: the columns of the source. Raises UnsupportedModel as Preprocessor, ConfigError as TokenizedRows,
+    `image_inputs` and `open_fitted`.
     """
+    feeds = InputColumns(config, signature)
+    columns = feeds.to_read()
+    decoder = None
+    images = image_inputs(config.data, signature)
+    if images and config.data.image:
+        decoder = ImageComputer(images, config.data.image, masks(config.data, config.losses, signature))
     opened = (
-        open_images(config.data, config.losses, signature),
-        open_preprocessor(config.model, config.data, InputColumns(config, signature), signature),
+        decoder,
+        open_preprocessor(config.model, feeds, signature),
         open_tokenized_rows(config, signature),
     )
     checks: list[ColumnComputer] = [*open_sequence_lengths(config.losses, signature)]
     checks += open_empty_targets(config.losses, schema)
-    return [
-        *open_fitted(config.data, config.losses, signature, schema),
-        *checks,
-        *(computer for computer in opened if computer),
-    ]
-
-
-def open_images(data: DataConfig, losses: Sequence[LossConfig], signature: Signature) -> ImageComputer | None:
-    """Return what decodes images; None without [data.image]. Raises ConfigError as `image_inputs`."""
-    images = image_inputs(data, signature)
-    if not images or data.image is None:
-        return None
-    return ImageComputer(images, data.image, masks(data, losses, signature))
-
-
-def read_and_computed(
-    config: RunConfig, signature: Signature, schema: Schema
-) -> tuple[dict[str, ColumnType], list[ColumnComputer]]:
-    """Return the columns of the source to read, and what computes further ones. Raises as `open_computers`."""
-    columns = InputColumns(config, signature).to_read()
-    computers = open_computers(config, signature, schema)
+    in_place = open_fitted(config.data, config.losses, signature, schema)
+    computers = [*in_place, *checks, *(computer for computer in opened if computer)]
     fitted = [computer for computer in computers if isinstance(computer, FittedComputer)]
     # a fitted computer may replace a column under its own name, and then reads it in a type of its own
     for computer in fitted:

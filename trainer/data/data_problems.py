@@ -14,12 +14,11 @@ from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data import misfits
 from onward.trainer.data.feed_problems import NUMERIC, image_problems, shown_sample, text_problems, type_problems
 from onward.trainer.data.images.image_decoding import MASK_TYPE
 from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
-from onward.trainer.data.input_columns import Feed, InputColumns, file_feeds
+from onward.trainer.data.input_columns import Feed, InputColumns
 from onward.trainer.data.schema.class_axis import find_class_axis
 from onward.trainer.data.schema.columns import TEXT, Column, Schema
 from onward.trainer.data.schema.fitted import Fitted
@@ -58,7 +57,7 @@ def data_problems(
     problems = [*_unknown_names(config.data, config.model, columns, signature), *_without_rows(signature)]
     constant = {f"input {info.name}" for info in signature.fed if not _has_rows(info, signature)}
     computed = columns.computed
-    fed = file_feeds(config.data, signature)
+    fed = columns.of_file()
     for feed in (*fed.values(), *columns.labels()):
         if columns.made_of_text.issuperset(feed.columns) or (
             computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns)
@@ -81,7 +80,8 @@ def data_problems(
     problems += _doubly_read(columns, signature)
     targets = {name for feed in columns.labels() for name in feed.columns}
     problems += misfits.label_as_input(fed.values(), targets)
-    problems += _balance_problems(config.train, columns, schema)
+    if config.train.shuffle == "length":
+        problems += _balance_problems(columns, schema)
     problems += _vocabulary_problems(config.model, fed, fitted)
     mask_names = config.data.image.mask_columns if config.data.image else ()
     # files of masks have no classes yet: their pixels are read while the data is sharded
@@ -184,11 +184,11 @@ def _doubly_read(columns: InputColumns, signature: Signature) -> Iterator[str]:
             yield f"column {name!r} has the name of a tensor that the pre-processing computes; rename the column"
 
 
-def _balance_problems(train: TrainConfig, columns: InputColumns, schema: Schema) -> Iterator[str]:
+def _balance_problems(columns: InputColumns, schema: Schema) -> Iterator[str]:
     inputs = [feed for feed in columns.feeds() if not feed.is_label]
     names = [name for feed in inputs for name in feed.columns]
     # the lengths of columns that are computed later are not known yet
-    if train.shuffle != "length" or any(name not in schema for name in names):
+    if any(name not in schema for name in names):
         return
     if not any(schema[name].variable for name in names):
         kinds = ", ".join(f"{name} {schema[name].kind}" for name in names[:5])

@@ -139,9 +139,13 @@ class InputColumns:
                 mask = sizes.get(loss.input_lengths)
                 yield Feed(key, (loss.input_lengths,), False, "int64", (), is_label=True, mask=mask)
 
+    def of_file(self) -> dict[str, Feed]:
+        """Return input of the file -> its feed."""
+        return file_feeds(self._data, self._signature)
+
     def of_source(self) -> Iterator[Feed]:
         """Yield the feeds of inputs of the file, and of labels, whose columns the data has itself."""
-        for feed in (*file_feeds(self._data, self._signature).values(), *self.labels()):
+        for feed in (*self.of_file().values(), *self.labels()):
             if not self.made_of_text.issuperset(feed.columns):
                 yield feed
 

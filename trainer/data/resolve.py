@@ -51,7 +51,6 @@ def resolve(
         completed = completed.model_copy(update={"loss": losses_from_data(config.data, config.losses, rows, signature)})
     if counts_bytes(config.data, config.metrics):
         text = text_columns(config, signature)
-        assert text is not None
         metrics = metrics_from_data(config.metrics, text, rows if evaluated is None else evaluated)
         completed = completed.model_copy(update={"metrics": metrics})
         # a sample may have no such rows, the evaluated rows must
@@ -74,13 +73,12 @@ def write_resolved(run: RunDir) -> None:
         write_record(run.resolved, _resolved(run, config, manifest, splits))
 
 
-def read_resolved(run: RunDir, split: Split = "evaluation", *, config: RunConfig | None = None) -> RunConfig:
+def read_resolved(run: RunDir, split: Split = "evaluation") -> RunConfig:
     """Return the configuration of a run, completed from its shards. split: the rows on which metrics are evaluated.
 
-    config: what `read_config` has read, None = it is read here. Not collective. Raises the errors of `read_config` and
-    of `resolved_for`.
+    Not collective. Raises the errors of `read_config` and of `resolved_for`.
     """
-    return resolved_for(run, config or read_config(run), [split])[split]
+    return resolved_for(run, read_config(run), [split])[split]
 
 
 def resolved_for(run: RunDir, config: RunConfig, splits: Sequence[Split]) -> dict[Split, RunConfig]:

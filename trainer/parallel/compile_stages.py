@@ -82,7 +82,17 @@ def choose(
 ) -> CompileChoice:
     """Return how to compile, and log it; the same on every rank. Arguments and errors as of `compile_stages`."""
     is_static = one_shape and config.graph.compile != "dynamic"
-    mode, reason = _mode(graph, config, example, device=device, is_static=is_static, autocast=autocast)
+    wanted = config.graph.compile_mode
+    mode, reason = wanted or "default", ""
+    obstacles = list(_cuda_graph_obstacles(graph, config.graph, config.parallel, device, is_static=is_static))
+    if wanted == "reduce-overhead" and obstacles:
+        raise ConfigError(
+            "graph.compile 'reduce-overhead' captures CUDA graphs, which is impossible "
+            f"{' and '.join(obstacles)}; use 'default'"
+        )
+    # tensor parallelism would put collectives into the graph, which nothing here has tried
+    if not (wanted or obstacles) and config.parallel.tensor == 1:
+        mode, reason = _estimated_mode(graph, example, config.precision.compute, autocast)
     choice = CompileChoice(
         shapes="static" if is_static else "dynamic",
         mode=mode,
@@ -92,28 +102,10 @@ def choose(
     return choice
 
 
-def _mode(
-    graph: fx.GraphModule,
-    config: RunConfig,
-    example: Sequence[Tensor],
-    *,
-    device: torch.device,
-    is_static: bool,
-    autocast: Autocast,
+def _estimated_mode(
+    graph: fx.GraphModule, example: Sequence[Tensor], compute: str, autocast: Autocast
 ) -> tuple[CompileMode, str]:
-    """Return the mode of torch.compile, and the reason in brackets where it was chosen here."""
-    wanted = config.graph.compile_mode
-    obstacles = list(_cuda_graph_obstacles(graph, config.graph, config.parallel, device, is_static=is_static))
-    if wanted == "reduce-overhead" and obstacles:
-        raise ConfigError(
-            "graph.compile 'reduce-overhead' captures CUDA graphs, which is impossible "
-            f"{' and '.join(obstacles)}; use 'default'"
-        )
-    if wanted is not None:
-        return wanted, ""
-    # tensor parallelism would put collectives into the graph, which nothing here has tried
-    if obstacles or config.parallel.tensor > 1:
-        return "default", ""
+    """Return the mode of torch.compile on a GPU, and the reason in brackets."""
     nodes = {node.name: node for node in graph.graph.nodes}
     try:
         costs = estimate_costs(graph, example, autocast=autocast)
@@ -124,7 +116,7 @@ def _mode(
     flops, num_bytes = (sum(each) for each in zip(*((c.flops, c.output_bytes) for c in costs.values()), strict=True))
     launch_ms = 1e3 * LAUNCH_S * calls
     # 3: the backward pass takes twice as long as the forward pass
-    computing_ms = 3e3 * (flops / typical("cuda", config.precision.compute).flops_per_s + num_bytes / BYTES_PER_S)
+    computing_ms = 3e3 * (flops / typical("cuda", compute).flops_per_s + num_bytes / BYTES_PER_S)
     reason = f" (estimated for a micro-batch: {launch_ms:.3f} ms of launches, {computing_ms:.3f} ms of computing)"
     return "reduce-overhead" if launch_ms > computing_ms else "default", reason
 

@@ -246,7 +246,7 @@ def test_auto_copies_where_memory_is_free_and_says_why_not(monkeypatch: pytest.M
     two = MPIContext(0, 2, 0, 2, "here", torch.device("cpu"))
 
     def refusal(settings: RunConfig, num_bytes: int) -> str:
-        return background_refusal(settings.checkpoint, settings.parallel, two, num_bytes)
+        return background_refusal(settings.checkpoint.background, settings.parallel.memory_gib, two, num_bytes)
 
     assert refusal(config("auto"), 250) == ""
     assert "takes 251 bytes, and 500 are free" in refusal(config("auto"), 251)

@@ -11,13 +11,11 @@ So they are the same on any number of ranks and after a resume (onnx_import/keye
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.images.image_batches import ImageBatches
 from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
 from onward.trainer.data.schema.batch_transforms import BatchTransform, Samples
@@ -33,30 +31,18 @@ def open_batch_transforms(
     config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]
 ) -> list[BatchTransform]:
     """Return what computes batches from stored columns, in order. fitted: what was found on the data, by column."""
+    data = config.data
     seed = config.train.seed
     text = text_columns(config, signature)
-    opened = (
-        open_image_batches(config.data, config.losses, signature, seed=seed),
-        open_masking(text, fitted, seed=seed),
-        open_block_masks(text),
-    )
-    return [transform for transform in opened if transform]
-
-
-def open_image_batches(
-    data: DataConfig, losses: Sequence[LossConfig], signature: Signature, *, seed: int
-) -> ImageBatches | None:
-    """Return what makes tensors of images; None without [data.image]."""
+    transforms: list[BatchTransform] = []
     images = image_inputs(data, signature)
-    if not images or data.image is None:
-        return None
-    return ImageBatches(
-        data.image,
-        images,
-        seed=seed,
-        masks=masks(data, losses, signature),
-        mixed=mixed_labels(data, losses, signature),
-    )
+    if images and data.image is not None:
+        mixed = mixed_labels(data, config.losses, signature)
+        transforms.append(
+            ImageBatches(data.image, images, seed=seed, masks=masks(data, config.losses, signature), mixed=mixed)
+        )
+    of_text = (open_masking(text, fitted, seed=seed), open_block_masks(text))
+    return [*transforms, *(transform for transform in of_text if transform)]
 
 
 def noise_keys(samples: Samples, seed: int) -> Array:

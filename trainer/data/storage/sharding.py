@@ -67,7 +67,7 @@ def make_training_shards(
 ) -> tuple[Path, ShardManifest, bool]:
     """Shard the data that a configuration trains on, with the columns that are computed; else as `shard`.
 
-    Raises the errors of `shard`, `read_training_signature` and `open_computers`.
+    Raises the errors of `shard`, `read_training_signature` and `read_and_computed`.
     """
     signature = read_training_signature(config.model)
     labels = {name for loss in config.losses for name in loss.columns}
@@ -81,7 +81,7 @@ def try_first_rows(
     """Return the columns of the source with those that are computed, and what is fitted, both of the first rows.
 
     schema: the columns of the source, if they are known. Raises DataError, also for results that cannot be stored, and
-    the errors of `open_computers`.
+    the errors of `read_and_computed`.
     """
     schema = schema or infer_schema(config.data)
     read, computers = read_and_computed(config, signature, schema)

@@ -52,13 +52,14 @@ def bytes_of_tokens(text: str, encoding: Any, length: int) -> Array:
 
 
 def metrics_from_data(
-    metrics: Sequence[MetricConfig], columns: TextColumns, rows: LabelledRows
+    metrics: Sequence[MetricConfig], columns: TextColumns | None, rows: LabelledRows
 ) -> tuple[MetricConfig, ...]:
     """Return the metrics with `bytes_per_target` of bits_per_byte as in these rows, unchanged if these have no text.
 
     metrics: `counts_bytes` holds for them. rows: the evaluated ones, all of which are read. So the metric is the exact
     quotient of the bits of all targets and the bytes of their text, because an evaluation counts each row once.
     """
+    assert columns is not None
     name = columns.inputs["input_ids"].name + TEXT_BYTES
     num_bytes = 0
     num_targets = 0

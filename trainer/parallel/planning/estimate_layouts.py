@@ -65,16 +65,20 @@ class Estimator:
         device = self._device
         parallel = config.parallel
         autocast = partial(precision.autocast, config.precision, device)
-        check_replicas(self._module, config.parallel)
-        # where shards are unequal, the last rank has the largest
-        divided = self._divide(config)
-        known = self._costs.get((parallel.tensor, rows))
-        cuts = find_cuts(
-            divided.module, config.parallel, config.recompute, inputs, autocast, with_costs=True, known=known
-        )
-        self._costs[parallel.tensor, rows] = cuts.node_costs
+        check_replicas(self._module, parallel)
+        size = parallel.tensor
         # as training does; `describe` knows this machine's GPU, which may not be that of every rank
-        layout = cut(divided, cuts, config.parallel, typical(device.type, config.precision.compute))
+        usual = typical(device.type, config.precision.compute)
+        if size not in self._divided:
+            # in place, and other sizes begin with the whole graph
+            whole = copy.deepcopy(self._module)
+            # where shards are unequal, the last rank has the largest
+            self._divided[size] = divide(whole, config, rank=size - 1, group="tensor", device=usual)
+        divided = self._divided[size]
+        known = self._costs.get((parallel.tensor, rows))
+        cuts = find_cuts(divided.module, parallel, config.recompute, inputs, autocast, with_costs=True, known=known)
+        self._costs[parallel.tensor, rows] = cuts.node_costs
+        layout = cut(divided, cuts, parallel, usual)
         # the weights of "balanced" are known from the whole data only, and need no memory
         plain = [
             each.model_copy(update={"class_weights": ()}) if each.class_weights == "balanced" else each
@@ -106,15 +110,6 @@ class Estimator:
             memory = RankMemory(stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
             ranks.append(RankEstimate(stages, weights, recomputed, dry_runs, memory.at_peak(dry_runs)))
         return Estimate(config, layout, ranks, batch_bytes, describe(device, config.precision.compute))
-
-    def _divide(self, config: RunConfig) -> DividedGraph:
-        size = config.parallel.tensor
-        if size not in self._divided:
-            device = typical(self._device.type, config.precision.compute)
-            # in place, and other sizes begin with the whole graph
-            module = copy.deepcopy(self._module)
-            self._divided[size] = divide(module, config, rank=size - 1, group="tensor", device=device)
-        return self._divided[size]
 
 
 def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]:

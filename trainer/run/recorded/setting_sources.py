@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from onward.trainer.config.flat_settings import origins_of
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import Record, write_record
 
@@ -18,9 +16,9 @@ class Origins(Record):
     has its default, or follows from others."""
 
 
-def record_origins(run: RunDir, config: RunConfig, given: Mapping[str, str]) -> None:
-    """Write the record of a new run. given: what layers.py has noted."""
+def record_origins(run: RunDir, origins: Mapping[str, str]) -> None:
+    """Write the record of a new run. origins: of all settings."""
     known = ("default", "follows from other settings")
-    settings = {key: where for key, where in origins_of(config, given).items() if where not in known}
+    settings = {key: where for key, where in origins.items() if where not in known}
     run.root.mkdir(parents=True, exist_ok=True)
     write_record(run.origins, Origins(settings=settings))

@@ -31,7 +31,7 @@ def configured(compute: str = "fp32", **sections: dict[str, object]) -> RunConfi
 
 
 def peak_of(config: RunConfig, mpi: MPIContext) -> float | None:
-    return peak_of_ranks(config.launch, config.precision, mpi)
+    return peak_of_ranks(config.precision.compute, config.launch.ranks_per_gpu, mpi)
 
 
 # -- the scalars of a line

@@ -69,8 +69,7 @@ def train(
     beat = heartbeat.beat
 
     # -- 1. Ranks: who computes what, and in which arithmetic
-    config = resolved_for(run, given or read_config(run), ["evaluation"])["evaluation"]
-    config = set_arithmetic(config, mpi)
+    config = set_arithmetic(resolved_for(run, given or read_config(run), ["evaluation"])["evaluation"], mpi)
     dims = ParallelDims.of(config.parallel)
     mesh = make_mesh(mpi, dims, timeout_s=config.collective_timeout_s)
     here = dims.coordinate(mpi.rank)
@@ -105,8 +104,7 @@ def train(
     checkpoints.compare_copies(parts, step=state.step, beat=beat)
 
     # -- 5. What watches the training
-    wanted = config.monitor.profile_steps
-    profiler = StepProfiler(wanted, run, model, pipeline, dims, mpi, attempt=attempt, num_steps=num_steps, beat=beat)
+    profiler = StepProfiler(config.monitor.profile_steps, run, model, pipeline, here, mpi, attempt, num_steps, beat)
     bad_values = BadValues(config, signature, model, pipeline, rows, batches, mpi, beat, state.step)
     explain = bad_values.explain_evaluation
     evaluate = Evaluation(held_out, config, signature, trained, pipeline, explain, events, heartbeat, mpi)
@@ -135,8 +133,7 @@ def train(
     pace = Throughput(flops, peak, mpi, clock, counts=counts_work, is_text=batches.counts.is_text, step=state.step)
 
     # -- 6. One iteration is one weight update; after an fp16 overflow the same step is tried at half the scale
-    # an attempt may have ended before it could say so
-    reason = reason_to_end(state.stop, config.stop, config.checkpoint)
+    reason = reason_to_end(state.stop, config.stop, config.checkpoint)  # an attempt may have ended without saying so
     while state.step < num_steps and not reason:
         step = state.step + 1
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)  # the last step may be smaller

@@ -19,7 +19,6 @@ from onward.flows.run_state.runs import all_runs, identity_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import StopConfig
 from onward.trainer.config.sections.results import CheckpointConfig
-from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.row_counts import RowCount
 from onward.trainer.data.storage.shards import ShardManifest
@@ -144,7 +143,7 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
     batch = config.train.global_batch_size
     steps = number_of_steps(config, rows)
     # each thing that is not counted is named, so that the total is not taken for more than it is
-    guessed = [*_left_out(config.stop, config.train, rows)]
+    guessed = [*_left_out(config.stop, rows, steps)]
     if pace is None:
         # without a measurement: the FLOPs of a step over the usual rate of the device
         per_second = batch / plan.step_s if plan.step_s else 0.0
@@ -208,8 +207,8 @@ def _said(pace: Pace) -> str:
     return f"measured at {pace.measured_at} on {pace.host}: {number}"
 
 
-def _left_out(stop: StopConfig, train: TrainConfig, rows: RowCount) -> Iterator[str]:
-    if train.num_epochs and not train.num_steps and not rows.train:
+def _left_out(stop: StopConfig, rows: RowCount, steps: int | None) -> Iterator[str]:
+    if steps is None:
         yield f"the number of rows is {rows.source}; so is the number of steps"
     if stop.max_hours:
         yield f"stop.max_hours ends the training after {stop.max_hours:g} h at the latest"

@@ -182,15 +182,15 @@ def read_facts(run: RunDir) -> RunFacts:
         samples=read(samples_in(run.export), Samples),
         changes=read(changes_in(run.export), Difference),
         profiles=known("the profile", lambda: read_profiles(run), []),
-        tokens_per_sample=_tokens_per_sample(run, manifest, left_out) if config and config.data.text else 0.0,
+        tokens_per_sample=_tokens_per_sample(run, manifest, left_out, is_text=bool(config and config.data.text)),
         remarks=known("remarks on its records", lambda: remarks_of(run), ()),
         left_out=left_out,
     )
 
 
-def _tokens_per_sample(run: RunDir, manifest: ShardManifest | None, left_out: list[str]) -> float:
-    """Return the mean number of tokens of a training sample; 0 if it is not known."""
-    if manifest is None:
+def _tokens_per_sample(run: RunDir, manifest: ShardManifest | None, left_out: list[str], *, is_text: bool) -> float:
+    """Return the mean number of tokens of a training sample; 0 for data that is not tokenized text."""
+    if manifest is None or not is_text:
         return 0.0
     # token ids are the integers that come as a sequence; a label is a single one
     integers = [column for column in manifest.columns if column.dtype.startswith("int")]

@@ -24,6 +24,7 @@ from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.history import AttemptHistory, RunHistory
 from onward.trainer.run.outcomes.attempt_endings import AttemptEnding, EndingKind
+from onward.trainer.run.outcomes.ending_kinds import memory_advice
 from onward.trainer.run.outcomes.storage import storage_error, storage_problem
 from onward.trainer.run.records import AttemptResult, RankError, read_record
 from onward.trainer.run.reserved import reserve, write_reserved
@@ -90,7 +91,10 @@ class Attempt:
             with contextlib.suppress(OSError):  # of a full disk
                 # a hang first: its error record names the cause, where the others name consequences
                 if not record_hang(self.run, self.number, config.launch, config.world_size, outcome, output):
-                    record_first_ending(self.run, self.number, config, output, oom_kills=oom_kills)
+                    advice = memory_advice(config)
+                    record_first_ending(
+                        self.run, self.number, config.launch, output, oom_kills=oom_kills, advice=advice
+                    )
             error = self.run.first_error(self.number)
         disk = silent = ""
         # with a result the ranks have ended by themselves, and nothing has to be found out

@@ -8,13 +8,12 @@ import socket
 from onward.infra.job.job import now_ms
 from onward.infra.job.launcher import RankEnding
 from onward.tasks.attempts.jobs import launcher_of
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.errors import OnwardError, OutOfMemory, TrainingFailed
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.outcomes.attempt_endings import AttemptEnding
-from onward.trainer.run.outcomes.ending_kinds import PEER_LOST, PRINTED_ERROR, SIGNED, Cause, explain, memory_advice
+from onward.trainer.run.outcomes.ending_kinds import PEER_LOST, PRINTED_ERROR, SIGNED, Cause, explain
 from onward.trainer.run.outcomes.refusals import recorded_error
 from onward.trainer.run.records import RankError, RuntimeReport, read_record, write_record
 
@@ -52,14 +51,17 @@ def failure(run: RunDir, ending: AttemptEnding, described: str) -> OnwardError:
     return TrainingFailed("\n  | ".join([what, *lines]), again=ending.retry > 0)
 
 
-def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: str, *, oom_kills: int) -> None:
+def record_first_ending(
+    run: RunDir, attempt: int, launch: LaunchConfig, output: str, *, oom_kills: int, advice: str
+) -> None:
     """Write the error record of the first rank that ended, if a signal ended it or its output explains its status.
 
     output: the end of the log. oom_kills: processes that the out-of-memory killer ended on this host meanwhile.
+    advice: what to change where memory was too small.
     """
-    ending = launcher_of(config.launch).read_ending(output).first_rank
+    ending = launcher_of(launch).read_ending(output).first_rank
     if ending is None or not ending.signal:
-        _record_printed(run, attempt, config.launch, output)
+        _record_printed(run, attempt, launch, output)
     if ending is None or run.rank_error(attempt, ending.rank).exists():
         return
     dump = run.traceback(attempt, ending.rank)
@@ -68,8 +70,8 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
     cause = explain(traceback + _lines_of(ending.rank, output)) if ending.signal != "SIGKILL" else None
     if not ending.signal and cause is None:
         return  # it printed what happened, and the log's end shows it
-    sentence = _sentence(ending, cause, memory_advice(config), traceback, oom_kills=oom_kills)
-    write_error(run, attempt, ending.rank, config.launch, cause=sentence, traceback=traceback, host=ending.host)
+    sentence = _sentence(ending, cause, advice, traceback, oom_kills=oom_kills)
+    write_error(run, attempt, ending.rank, launch, cause=sentence, traceback=traceback, host=ending.host)
 
 
 def _record_printed(run: RunDir, attempt: int, launch: LaunchConfig, output: str) -> None:

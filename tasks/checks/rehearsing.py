@@ -173,9 +173,10 @@ def _with_output_units(loss: tuple[LossConfig, ...], chosen: Sequence[str]) -> t
     """Return [loss] as it is saved, with what was chosen for each loss; chosen: () = nothing was."""
     if not chosen:
         return loss
+    entries = loss or (LossConfig(),)
     return tuple(
         entry.model_copy(update={"output_units": units}) if entry.standardise_label != "none" else entry
-        for entry, units in zip(loss or (LossConfig(),), chosen, strict=True)
+        for entry, units in zip(entries, chosen, strict=True)
     )
 
 

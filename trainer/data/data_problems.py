@@ -44,23 +44,21 @@ def data_problems(
     because `schema` is that of the source and they are computed later. fitted: what was found on the data, by column.
     """
     try:
+        # a graph that does not allow the surgery has unknown inputs and outputs
         signature = signature or read_training_signature(config.model)
-    except ConfigError as error:  # the graph does not allow the surgery, so its inputs and outputs are unknown
-        return list(error.problems)
-    try:
+        # which columns are read depends on these
         masks(config.data, config.losses, signature)
         image_inputs(config.data, signature)
         mixed_labels(config.data, config.losses, signature)
-    except ConfigError as error:  # which columns are read depends on it
+    except ConfigError as error:
         return list(error.problems)
     columns = InputColumns(config, signature)
     problems = [*_unknown_names(config.data, config.model, columns, signature), *_without_rows(signature)]
     constant = {f"input {info.name}" for info in signature.fed if not _has_rows(info, signature)}
-    computed = columns.computed
     fed = columns.of_file()
     for feed in (*fed.values(), *columns.labels()):
         if columns.made_of_text.issuperset(feed.columns) or (
-            computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns)
+            columns.computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns)
         ):
             continue  # not computed yet, or right because the tokenizer made it for this input
         if set(feed.columns) & set(made) or feed.target in constant:
@@ -80,8 +78,7 @@ def data_problems(
     problems += _doubly_read(columns, signature)
     targets = {name for feed in columns.labels() for name in feed.columns}
     problems += misfits.label_as_input(fed.values(), targets)
-    if config.train.shuffle == "length":
-        problems += _balance_problems(columns, schema)
+    problems += _balance_problems(columns, schema) if config.train.shuffle == "length" else ()
     problems += _vocabulary_problems(config.model, fed, fitted)
     mask_names = config.data.image.mask_columns if config.data.image else ()
     # files of masks have no classes yet: their pixels are read while the data is sharded

@@ -87,12 +87,12 @@ class InputColumns:
         self._loss = config.loss
         self._losses = config.losses
         self._signature = signature
-        self._text = text_columns(config, signature)
+        self.text = text_columns(config, signature)
 
     @property
     def made_of_text(self) -> frozenset[str]:
         """Return the columns that the tokenizer computes."""
-        return self._text.computed if self._text else frozenset()
+        return self.text.computed if self.text else frozenset()
 
     @property
     def computed(self) -> frozenset[str]:
@@ -151,7 +151,7 @@ class InputColumns:
 
     def to_read(self) -> dict[str, ColumnType]:
         """Return the columns of the data to read; one that feeds two inputs gets a type that serves both."""
-        found: dict[str, ColumnType] = dict(self._text.read) if self._text else {}
+        found: dict[str, ColumnType] = dict(self.text.read) if self.text else {}
         for feed in self.of_source():
             for name in feed.columns:
                 kind = feed.column_type

@@ -109,7 +109,6 @@ def checks(
             check_last_samples(config, rows.counts[0])
         except ConfigError as error:
             findings.errors.append(error)
-
     batch_of = partial(one_batch, rows, config, signature)
 
     def batch(number: int, kind: Kind = "evaluation") -> Batch:

@@ -38,7 +38,6 @@ from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.schema.target_counts import NO_LABELS, counted_targets, label_range, labels_of, target_counter
 from onward.trainer.data.storage.shards import Shards
-from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.surgery.stochastic_depth import NOISE
 
@@ -286,7 +285,8 @@ class _Collate:
         """Whether the graph takes micro-batches of one size only, so that smaller ones are filled up."""
         self._size = config.micro_batch_size
         self._copies = DeviceCopies(device)
-        self._feeds = InputColumns(config, signature).feeds()
+        matched = InputColumns(config, signature)
+        self._feeds = matched.feeds()
         self._transforms = open_batch_transforms(config, signature, shards.fitted)
         columns = {name for feed in self._feeds for name in feed.columns}
         if missing := sorted(columns - shards.columns.keys()):
@@ -309,7 +309,7 @@ class _Collate:
         self._pad_values |= {**shards.pad_values, **config.data.pad_values}
         self._least = least_lengths(columns, self._losses, inputs)
         self._pad_left = {name for name, fitted in shards.fitted.items() if fitted.pad_left}
-        self.counts = RowLengths(inputs, shards.columns, text_columns(config, signature), shards.pad_values)
+        self.counts = RowLengths(inputs, shards.columns, matched.text, shards.pad_values)
 
     def __call__(self, samples: Samples, *, is_padding: bool = False, group: int = 0) -> Batch:
         filled = samples

@@ -23,7 +23,6 @@ from onward.trainer.data.input_columns import Feed, InputColumns
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.schema.target_counts import counted_targets, labels_of
 from onward.trainer.data.storage.sharding import try_first_rows
-from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.model import precision
 from onward.trainer.model.losses.loss import Losses
@@ -116,7 +115,8 @@ def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]
     """Return inputs and labels of each loss, [B, ...] each: a micro-batch of zeros, as long as the first rows."""
     signature = read_training_signature(config.model)
     schema = try_first_rows(config, signature)[0]
-    text = text_columns(config, signature)
+    matched = InputColumns(config, signature)
+    text = matched.text
 
     def zeros(feed: Feed) -> Tensor:
         columns = [schema[name] for name in feed.columns]
@@ -126,7 +126,7 @@ def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]
             row = (*(1,) * (len(text.block_mask.shape or ()) - 3), *row, *row)
         return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))
 
-    tensors = [zeros(feed) for feed in InputColumns(config, signature).feeds()]
+    tensors = [zeros(feed) for feed in matched.feeds()]
     num_inputs = len(signature.inputs)
     inputs = tensors[:num_inputs]
     labels = labels_of(config.losses, iter(tensors[num_inputs:]))

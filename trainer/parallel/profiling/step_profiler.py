@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from onward.trainer.checkpoint.exchange import gather_bytes
-from onward.trainer.distributed.mesh import ParallelDims
+from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError
 from onward.trainer.parallel.pipeline.engine import Pipeline
@@ -61,14 +61,13 @@ class StepProfiler:
         run: RunDir,
         model: RankModel,
         pipeline: Pipeline,
-        dims: ParallelDims,
+        here: Coordinate,
         mpi: MPIContext,
-        *,
         attempt: int,
         num_steps: int,
         beat: Callable[[], None],
     ) -> None:
-        self._dims = dims
+        self._here = here
         self._run = run
         self._model = model
         self._pipeline = pipeline
@@ -141,15 +140,14 @@ class StepProfiler:
         rank = self._mpi.rank
         timeline = timeline_of(recorded, self._ranges)
         times = account(timeline, otherwise=Label("other"), idle=Label("idle"))
-        place = self._dims.coordinate(rank)
         # the trace first: the record says how large it is
         trace = trace_of(self._run, rank)
         write_trace(recorded, trace, self._ranges)
         found = StepProfile(
             rank=rank,
-            replica=place.data,
-            stage=place.pipeline,
-            tensor=place.tensor,
+            replica=self._here.data,
+            stage=self._here.pipeline,
+            tensor=self._here.tensor,
             attempt=self._attempt,
             device=str(self._mpi.device),
             first_step=self._steps[0],

@@ -237,10 +237,9 @@ def number_of_evaluations(config: RunConfig, rows: RowCount) -> int | None:
 
 def number_of_checkpoints(checkpoint: CheckpointConfig, steps: int, trained_s: float) -> int:
     """Return how many checkpoints the run saves in all."""
-    saving = checkpoint
     # saving by time counts only where saving by step does not happen
-    by_step = steps // saving.period if saving.period else 0
-    by_time = int(trained_s / (60 * saving.minutes)) if saving.minutes and not by_step else 0
+    by_step = steps // checkpoint.period if checkpoint.period else 0
+    by_time = int(trained_s / (60 * checkpoint.minutes)) if checkpoint.minutes and not by_step else 0
     # the last step is saved in any case, and not twice if its turn comes then
-    is_last_saved = saving.period and by_step and steps % saving.period == 0
+    is_last_saved = checkpoint.period and by_step and steps % checkpoint.period == 0
     return by_step + by_time + (not is_last_saved)

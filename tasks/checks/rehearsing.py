@@ -153,10 +153,11 @@ class Preparation:
                 _check(command, ahead.folder, how_it_ended(ahead.process, ahead.folder / "process.log"))
                 yield ahead.folder
                 return
-            if self.quantized is not None and self.quantized.is_dir():
-                shutil.copytree(self.quantized, RunDir(folder).quantized)
-            elif self.config.quantize.aware and command != "quantize":
-                _run("quantize", folder)
+            if command != "quantize":
+                if self.quantized is not None and self.quantized.is_dir():
+                    shutil.copytree(self.quantized, RunDir(folder).quantized)
+                elif self.config.quantize.aware:
+                    _run("quantize", folder)
             _run(command, folder)
             yield folder
 

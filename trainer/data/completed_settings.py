@@ -3,8 +3,9 @@ losses read."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.config.sections.data import DataConfig
@@ -31,22 +32,21 @@ def with_inputs(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
     local: as in `completed`, and so are the errors.
     """
     local = local or config
-    labels = {name for each in config.loss for name in each.columns}
-    data = with_columns(config.data, labels, local.data)
-    data = with_audio_input(data, local.model)
+    data = with_audio_input(with_columns(config.data, config.loss, local.data), local.model)
     return config if data is config.data else config.model_copy(update={"data": data})
 
 
-def with_columns(data: DataConfig, labels: Set[str], local: DataConfig) -> DataConfig:
+def with_columns(data: DataConfig, loss: Sequence[LossConfig], local: DataConfig) -> DataConfig:
     """Return [data] with columns in place of patterns; the data is read only if there are any.
 
-    labels: the columns of losses with labels of their own. local: the same with local copies in place of URLs. Raises
-    ConfigError for patterns that match no column, or a label, and DataError when the data cannot be read.
+    local: [data] with local copies in place of URLs. Raises ConfigError for patterns that match no column, or a label,
+    and DataError when the data cannot be read.
     """
     if not any(is_pattern(name) for names in (data.label, *data.inputs.values()) for name in as_tuple(names)):
         return data
     columns = list(infer_schema(local))
     columns += [name + INDICATOR for name in matching(data.table.indicators, columns)]
+    labels = {name for each in loss for name in each.columns}
     return expanded(data, columns, labels)
 
 

@@ -162,6 +162,7 @@ def _train(
     from onward.infra.mlflow.mlflow_store import made_ahead
     from onward.tasks.checks.registered_models import store_of
     from onward.tasks.checks.rehearsing import begun_ahead
+    from onward.trainer.config.flat_settings import flat_settings, origins_of
     from onward.trainer.run.outcomes.ending_kinds import would_end_again
     from onward.trainer.run.outcomes.storage import storage_explained
     from onward.trainer.run.recorded.setting_sources import record_origins
@@ -186,10 +187,10 @@ def _train(
         try:
             print(f"onward: run {flow_run.name} in {run.root}", file=sys.stderr)
             if not resume:
-                record_origins(run, config, origins)
+                record_origins(run, origins_of(config, origins), flat_settings(config))
             with flow_log(run):
                 view.attach(run, flow_run.name)
-                exported = run_to_end(flow_run, config, resume=resume)
+                exported = run_to_end(flow_run, {**dict(config), "resume": resume})
         except BaseException as error:
             close_flow_run(flow_run, error)
             if isinstance(error, OnwardError) and error.exit_code == ConfigError.exit_code and not resume:

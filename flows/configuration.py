@@ -126,7 +126,7 @@ def check_all_rows(config: RunConfig) -> None:
     # the run says what the machine lacks
     with contextlib.suppress(OSError, RuntimeUnavailable), owned_folder("onward-rows-") as folder:
         _, manifest, _ = make_training_shards(completed(config), folder)
-        if problems := list(single_classes(config, manifest.table, manifest.fitted)):
+        if problems := list(single_classes(config.losses, manifest.table, manifest.fitted, is_short=not config.loss)):
             raise ConfigError(problems)
 
 

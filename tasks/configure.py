@@ -26,7 +26,7 @@ from onward.tasks.attempts.log_damage import damage_of_log
 from onward.tasks.checks.file_check import CheckedFiles, check_files
 from onward.tasks.checks.machine_check import machine_problems
 from onward.tasks.checks.registered_models import store_of
-from onward.tasks.checks.rehearsing import quantize, rehearse
+from onward.tasks.checks.rehearsing import Preparation
 from onward.tasks.shown.mlflow_tags import first_tags, parameters
 from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.checkpoint.retention import list_checkpoints
@@ -35,6 +35,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.named_files import named_files
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.data.completed_settings import with_inputs
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.scores_read import scores_said, with_scores
@@ -105,9 +106,9 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
         if missing := machine_problems(dict(config)):
             raise RuntimeUnavailable(missing)
         if config.quantize.aware:
-            quantize(run, config, copies, code=code)
+            Preparation(config, copies, code=code).quantize(run)
         said = list(scores_said(config, reads_scores, local))
-        config, found = rehearse(reads_scores, copies, quantized=run.quantized, code=code)
+        config, found = Preparation(reads_scores, copies, run.quantized, code).rehearse()
         _write_copies(run, copies)
         write_record(run.code, AllowedCode(files=code))  # as it was before the rehearsal executed it
         write_record(run.rehearsal, found)  # before config.json, with which a run has begun and is not rehearsed again
@@ -188,7 +189,9 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     # The checkpoints of the run fit only the file that it began with.
     local = read_config(run)
     digest = model_digest(local.model.path)
-    code = _code_digests(local)
+    # of each loss file (of an ONNX loss with its external data), converter, and the teacher
+    files = [file.location for setting, file in named_files(local) if setting in DIGESTED]
+    code = {path: model_digest(Path(path)) for path in files}
     known = record_if_written(run.identity, RunIdentity)
     if known is None and run.current_attempt:
         log.warning("%s is gone, and is written again", run.identity)
@@ -209,7 +212,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     # the sweep has named its trials, such as trial 2 of `mlp-15`: `mlp-15-2`
     trial = membership(run)
     name = name_of(run, config.name, wanted=config.name if trial else "")
-    identity = known or _new_identity(run, config, is_trial=trial is not None)
+    identity = known or _new_identity(run, config.name, config.monitor, is_trial=trial is not None)
     current = {"run_id": run.root.name, "name": name, "prefect_url": _prefect_url()}
     identity = identity.model_copy(update=current | {"model_sha256": digest, "code_sha256": code})
     try:
@@ -236,16 +239,16 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     return identity.model_copy(update={"mlflow_run_id": mlflow_run_id, "mlflow_url": mlflow_url})
 
 
-def _new_identity(run: RunDir, config: RunConfig, *, is_trial: bool) -> RunIdentity:
+def _new_identity(run: RunDir, name: str, monitor: MonitorConfig, *, is_trial: bool) -> RunIdentity:
     """Return what a run keeps from its beginning: the configuration's name, the time, the store and the commit."""
     return RunIdentity(
         run_id=run.root.name,
-        name=config.name,
+        name=name,
         # the name of a trial is the sweep's, with its number behind it
-        config_name=config.name.rpartition("-")[0] if is_trial else config.name,
+        config_name=name.rpartition("-")[0] if is_trial else name,
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         model_sha256="",
-        tracking_uri=store_of(config.monitor),
+        tracking_uri=store_of(monitor),
         git_commit=commit_of(Path.cwd()),
     )
 
@@ -257,12 +260,6 @@ def _model_of_checkpoint(run: RunDir) -> str:
             if digest := read_manifest(path).model_sha256:
                 return digest
     return ""
-
-
-def _code_digests(config: RunConfig) -> dict[str, str]:
-    """Return path -> SHA-256 of each loss file (of an ONNX loss with its external data), converter, and the teacher."""
-    paths = [file.location for setting, file in named_files(config) if setting in DIGESTED]
-    return {path: model_digest(Path(path)) for path in paths}
 
 
 def _prefect_url() -> str:

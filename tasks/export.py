@@ -36,7 +36,7 @@ from onward.tasks.shown.prefect_results import show_result
 from onward.tasks.shown.raw_prediction import raw_prediction_of
 from onward.tasks.shown.task_logger import IN_RESULT
 from onward.trainer.checkpoint.retention import describe_exported
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.reading.fetching import restore_copies
@@ -99,7 +99,8 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
         failed.append(error)
     try:
         if config.export.path:
-            _deliver(read_config(run, "local"), exported)
+            local = read_config(run, "local")
+            _deliver(local.export, local.model, exported)
     except RuntimeUnavailable as error:
         failed.append(error)
     show_result(run, exported, result)
@@ -246,15 +247,15 @@ def _verified_before(run: RunDir, chosen: CheckpointInfo) -> ExportedModel | Non
     return known if complete and known.step == chosen.step else None
 
 
-def _deliver(config: RunConfig, exported: ExportedModel) -> None:
+def _deliver(export: ExportConfig, model: ModelConfig, exported: ExportedModel) -> None:
     """Copy the exported file to `export.path`. Raises RuntimeUnavailable when it cannot be written."""
-    url = url_of(config.export.path)
+    url = url_of(export.path)
     if not url:
-        copy_to(Path(config.export.path), exported, source=config.model.path, overwrite=config.export.overwrite)
+        copy_to(Path(export.path), exported, source=model.path, overwrite=export.overwrite)
         return
     with owned_folder("onward-export-") as folder:
         # first a copy in a directory of this machine, with the names and the layout that the store is to have
-        copied = copy_to(folder / url.rpartition("/")[2], exported, source=config.model.path, temporary=True)
+        copied = copy_to(folder / url.rpartition("/")[2], exported, source=model.path, temporary=True)
         written = (path for path in folder.rglob("*") if path.is_file())
         files = sorted(file for file in written if file != copied.path)
         try:

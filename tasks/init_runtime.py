@@ -20,7 +20,7 @@ from prefect.cache_policies import NO_CACHE
 from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempts.jobs import job_of
 from onward.tasks.checks.disk_space import shares, space_problems
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.quantities import mb
@@ -56,42 +56,42 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     for old in run.errors.glob("000-rank-*.json"):
         old.unlink()
     # The same launcher, hostfile and number of ranks as the training: what fails there fails here first.
-    launch_s = _launch(run, config, log=folder / "preflight.log")
+    launch_s = _launch(run, config.launch, config.world_size, log=folder / "preflight.log")
     report = RuntimeReport(
         ranks=tuple(read_record(path, RankReport) for path in sorted(folder.glob("rank-*.json"))),
         launch_s=launch_s,
         disk_free_bytes=shutil.disk_usage(run.root).free,
     )
-    needs = needs_of(run, config)
+    needs = needs_of(run, config.model.path, config.parallel)
     tracking_uri = read_record(run.identity, RunIdentity).tracking_uri if run.identity.exists() else ""
     written = space_problems(shares(run, config, needs, tracking_uri=tracking_uri))
+    advice = memory_advice(config)
     # all at once: memory, devices and disk are independent of each other
-    if found := [*problems(report, config, needs), *written]:
+    if found := [*problems(report, config.world_size, needs, advice), *written]:
         raise RuntimeUnavailable(found)
     write_durably(run.packages, packages().encode())
     write_record(run.runtime, report)
     for line in devices(report.ranks):
         log.info(line)
-    for line in memory_warnings(report.ranks, config, needs):
+    for line in memory_warnings(report.ranks, needs, advice):
         log.warning(line)
     return report
 
 
-def needs_of(run: RunDir, config: RunConfig) -> Needs:
+def needs_of(run: RunDir, model: Path, parallel: ParallelConfig) -> Needs:
     """Return what the rehearsal has computed; of a run that was not rehearsed, the weights alone."""
     known = read_record(run.rehearsal, Rehearsal).needs if run.rehearsal.exists() else None
     if known is not None:
         return known
-    parallel = config.parallel
-    size = model_bytes(config.model.path)
+    size = model_bytes(model)
     divided = parallel.tensor * parallel.pipeline * ((parallel.shard or parallel.data) if parallel.zero == 3 else 1)
     return Needs(rank_bytes=size // divided, checkpoint_bytes=size, model_bytes=size)
 
 
-def _launch(run: RunDir, config: RunConfig, *, log: Path) -> float:
+def _launch(run: RunDir, launch: LaunchConfig, world_size: int, *, log: Path) -> float:
     """Run the preflight on all ranks; return the seconds it took."""
     module = ("onward.trainer", "preflight", str(run.root))
-    job = job_of(config.launch, module, num_ranks=config.world_size, run_dir=run.root, log=log)
+    job = job_of(launch, module, num_ranks=world_size, run_dir=run.root, log=log)
     try:
         outcome = job.run()
     except LaunchError as error:
@@ -104,10 +104,10 @@ def _launch(run: RunDir, config: RunConfig, *, log: Path) -> float:
             [line if re.search(r"\brank \d", line) else where + line for line in sentence.splitlines()]
         )
     if outcome.returncode != 0:
-        limit = f" within {config.launch.start_timeout_s:g} s" if outcome.reason == "start_timeout" else ""
+        limit = f" within {launch.start_timeout_s:g} s" if outcome.reason == "start_timeout" else ""
         tail = "\n  | ".join(log.read_text(errors="replace").splitlines()[-20:])
         raise RuntimeUnavailable(
-            f"{config.world_size} ranks did not start{limit}: {job.launcher.name} ended with status "
+            f"{world_size} ranks did not start{limit}: {job.launcher.name} ended with status "
             f"{outcome.returncode}; the end of {log}:\n  | {tail}"
         )
     return outcome.elapsed_s
@@ -122,15 +122,15 @@ def devices(ranks: Sequence[RankReport]) -> Iterable[str]:
         yield f"{count} rank{'s' * (count > 1)} on {host}, {what}; tensors are sent by {backend}{shared}"
 
 
-def problems(report: RuntimeReport, config: RunConfig, needs: Needs) -> Iterable[str]:
+def problems(report: RuntimeReport, world_size: int, needs: Needs, advice: str) -> Iterable[str]:
     """Yield one sentence for each problem of the machine, with the numbers."""
     ranks = report.ranks
-    if missing := sorted(set(range(config.world_size)) - {rank.rank for rank in ranks}):
-        yield f"the job needs {config.world_size} ranks; no report came from rank {', '.join(map(str, missing))}"
+    if missing := sorted(set(range(world_size)) - {rank.rank for rank in ranks}):
+        yield f"the job needs {world_size} ranks; no report came from rank {', '.join(map(str, missing))}"
     for rank in ranks:
         where = f"rank {rank.rank} on {rank.host}"
-        if rank.world_size != config.world_size:
-            yield f"{where} has world size {rank.world_size}, but the job needs {config.world_size} ranks"
+        if rank.world_size != world_size:
+            yield f"{where} has world size {rank.world_size}, but the job needs {world_size} ranks"
         if rank.all_reduce != rank.all_reduce_expected:
             yield f"{where}: all-reduce returned {rank.all_reduce:g}, expected {rank.all_reduce_expected:g}"
     yield from _different_versions(ranks)
@@ -139,7 +139,7 @@ def problems(report: RuntimeReport, config: RunConfig, needs: Needs) -> Iterable
             yield (
                 f"{mb(place.free_bytes)} of memory are free on {place.name}, but the weights, gradients and optimizer "
                 f"state of {place.of_ranks} need {mb(needed)}, {mb(needs.rank_bytes)} per rank, without activations; "
-                f"free some, or start fewer ranks per host. {memory_advice(config)}"
+                f"free some, or start fewer ranks per host. {advice}"
             )
 
 
@@ -157,7 +157,7 @@ def _different_versions(ranks: Sequence[RankReport]) -> Iterable[str]:
             yield f"the hosts have different versions of {name}: {found}. Install the same one on all hosts"
 
 
-def memory_warnings(ranks: Sequence[RankReport], config: RunConfig, needs: Needs) -> Iterable[str]:
+def memory_warnings(ranks: Sequence[RankReport], needs: Needs, advice: str) -> Iterable[str]:
     """Yield a sentence for each place where the weights fit, but perhaps not with the activations."""
     each = needs.rank_bytes + needs.activation_bytes
     for place in places(ranks):
@@ -165,7 +165,7 @@ def memory_warnings(ranks: Sequence[RankReport], config: RunConfig, needs: Needs
             yield (
                 f"{mb(place.free_bytes)} of memory are free on {place.name}, but {place.of_ranks} may need "
                 f"{mb(needed)}: {mb(needs.rank_bytes)} per rank, and {mb(needs.activation_bytes)} for the "
-                f"activations of a micro-batch. {memory_advice(config)}"
+                f"activations of a micro-batch. {advice}"
             )
 
 

@@ -20,10 +20,9 @@ from prefect.states import Cancelled
 from onward.infra.job.job import Job, wait_until_free
 from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempts.attempt import Attempt, result_of
-from onward.tasks.attempts.attempt_failure import describe, failure
+from onward.tasks.attempts.attempt_failure import failure
 from onward.tasks.attempts.jobs import job_of
 from onward.tasks.attempts.wait_before_retry import wait_until_ready
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import refuse_edited
@@ -62,25 +61,27 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     config = read_config(run)
     # A retry of the flow after training was done repeats this task.
     before = result_of(run, run.current_attempt)
-    if before is not None and before.status == "done" and not may_go_on(before, config):
+    # a run that had ended early goes on where [stop] was changed since
+    goes_on = before and before.ended_early and not reason_to_end(before.stop, config.stop, config.checkpoint)
+    if before is not None and before.status == "done" and not goes_on:
         return _write_record(run, before)
     try:
         # Before an attempt begins, which would take the run directory away from a job that is still running.
         wait_until_free(run.root)
-        wait_until_ready(run, config)
+        wait_until_ready(run)
         refuse_edited(run)
         config = read_config(run)  # a retry may have changed it
         attempt = Attempt.begin(run, config)
         ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
         log.info("attempt %d: %s, log: %s", attempt.number, ranks, run.log(attempt.number))
-        with attempt.recorded_if_interrupted(config):
-            outcome = job_of_attempt(run, config, attempt.number).run()
+        with attempt.recorded_if_interrupted():
+            outcome = job_of_attempt(attempt).run()
     except LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
     except TerminationSignal:
         # Prefect would take it for a crash of the task; the flow raises it again
         return Cancelled(message=BY_SIGTERM)
-    ending = attempt.end(outcome, config)
+    ending = attempt.end(outcome)
     # Only the result file counts: mpirun exits with 0 when a remote host has failed.
     result = result_of(run, attempt.number)
     record = _write_record(run, result) if result is not None else None
@@ -92,22 +93,18 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     if ending.kind == "stopped" and outcome.reason == "stopped":
         limit = f"{config.launch.stop_grace_s:g} s (launch.stop_grace_s)"
         return Cancelled(message=f"stopped, but it did not save within {limit}; earlier checkpoints are kept")
-    raise failure(run, ending, describe(outcome, config) if result is None else ending.sentence)
+    raise failure(run, ending, attempt.described(outcome) if result is None else ending.sentence)
 
 
-def may_go_on(result: AttemptResult, config: RunConfig) -> bool:
-    """Return whether a run that had ended early goes on now, because [stop] was changed since."""
-    return bool(result.ended_early) and not reason_to_end(result.stop, config)
-
-
-def job_of_attempt(run: RunDir, config: RunConfig, attempt: int, *options: str) -> Job:
+def job_of_attempt(attempt: Attempt, *options: str) -> Job:
     """Return the job of an attempt. options: further words for the command `train` of the trainer."""
+    run = attempt.run
     return job_of(
-        config.launch,
+        attempt.config.launch,
         (*RANK, str(run.root), *options),
-        num_ranks=config.world_size,
+        num_ranks=attempt.config.world_size,
         run_dir=run.root,
-        log=run.log(attempt),
+        log=run.log(attempt.number),
         heartbeat=run.heartbeat,
     )
 
@@ -117,16 +114,15 @@ def train_once(run: RunDir, *arguments: str, if_stopped: str) -> None:
 
     arguments: further ones of every rank.
     """
-    config = read_config(run)
-    attempt = Attempt.begin(run, config)
+    attempt = Attempt.begin(run, read_config(run))
     try:
-        outcome = job_of_attempt(run, config, attempt.number, *arguments).run()
+        outcome = job_of_attempt(attempt, *arguments).run()
     except LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
     if outcome.reason == "stopped":
         raise Stopped(if_stopped)
     if not run.result(attempt.number).exists():
-        raise failure(run, attempt.end(outcome, config), describe(outcome, config))
+        raise failure(run, attempt.end(outcome), attempt.described(outcome))
 
 
 def _write_record(run: RunDir, last: AttemptResult) -> TrainResult:

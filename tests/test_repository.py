@@ -103,6 +103,8 @@ of a comprehension."""
 LEAST_COMMENTS = 3.6
 """Comment lines in 100 lines. The aim is 4."""
 MOST_SETTINGS = 310
+MOST_WHOLE_CONFIGS = 149
+"""Functions that take the whole RunConfig; one that reads one or two sections takes these. The aim is 120."""
 SAME_NAME = {"__main__.py", "__init__.py"}
 
 
@@ -160,6 +162,17 @@ def num_decisions(tree: ast.AST) -> int:
         elif isinstance(node, ast.comprehension):
             count += 1 + len(node.ifs)
     return count
+
+
+def test_few_functions_take_the_whole_configuration() -> None:
+    count = 0
+    for path in sources():
+        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+                types = {ast.unparse(each.annotation) for each in arguments if each.annotation}
+                count += not types.isdisjoint({"RunConfig", "RunConfig | None"})
+    assert count <= MOST_WHOLE_CONFIGS
 
 
 def test_comments_are_a_part_of_the_lines() -> None:

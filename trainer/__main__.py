@@ -177,7 +177,9 @@ def export_file(run: RunDir, path: Path, *, folder: Path, training: bool = False
         state, tensors = load(verify(path))
         config = read_config(run)
         # the moving average if [average] asks for it, else as they were trained
-        weights = exported_weights(config, tensors, source=f"checkpoint {path}")
+        weights = exported_weights(
+            config.average, tensors, exports_average=config.exports_average, source=f"checkpoint {path}"
+        )
         checkpoint = export.Checkpoint(step=state.step, weights=weights)
         opened = RunAsRead.of(run, config)
         if training:

@@ -23,7 +23,7 @@ from onward.trainer.checkpoint.background import CheckpointWriter
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
-from onward.trainer.data.resolve import read_resolved
+from onward.trainer.data.resolve import resolved_for
 from onward.trainer.data.schema.signature import read_source, training_signature
 from onward.trainer.data.storage.shards import open_evaluated, open_shards
 from onward.trainer.distributed.arithmetic import set_arithmetic
@@ -43,7 +43,7 @@ from onward.trainer.parallel.planning.peak_flops import peak_of_ranks
 from onward.trainer.parallel.planning.sample_flops import count_sample_flops
 from onward.trainer.parallel.profiling.step_profiler import StepProfiler
 from onward.trainer.parallel.rank_model import build_pipeline, build_rank_model
-from onward.trainer.run.directory import RunDir
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.outcomes.stopping import is_out_of_time, reason_to_end
 from onward.trainer.run.records import AttemptResult
 
@@ -69,7 +69,7 @@ def train(
     beat = heartbeat.beat
 
     # -- 1. Ranks: who computes what, and in which arithmetic
-    config = set_arithmetic(read_resolved(run, config=given), mpi)
+    config = set_arithmetic(resolved_for(run, given or read_config(run), ["evaluation"])["evaluation"], mpi)
     dims = ParallelDims.of(config.parallel)
     mesh = make_mesh(mpi, dims, timeout_s=config.collective_timeout_s)
     here = dims.coordinate(mpi.rank)
@@ -104,11 +104,11 @@ def train(
     checkpoints.compare_copies(parts, step=state.step, beat=beat)
 
     # -- 5. What watches the training
-    profiler = StepProfiler(config, run, model, pipeline, mpi, attempt=attempt, num_steps=num_steps, beat=beat)
+    profiler = StepProfiler(config.monitor.profile_steps, run, model, pipeline, here, mpi, attempt, num_steps, beat)
     bad_values = BadValues(config, signature, model, pipeline, rows, batches, mpi, beat, state.step)
     explain = bad_values.explain_evaluation
     evaluate = Evaluation(held_out, config, signature, trained, pipeline, explain, events, heartbeat, mpi)
-    peak = peak_of_ranks(config, mpi)
+    peak = peak_of_ranks(config.precision.compute, config.launch.ranks_per_gpu, mpi)
     started = Started(
         step=state.step,
         num_steps=num_steps,
@@ -127,13 +127,13 @@ def train(
     clock.emit(events, state.step)
     if state.step == 0:
         with clock("evaluation"):
-            state = state.evaluated(evaluate(0), config.checkpoint).counted(config)
+            state = state.evaluated(evaluate(0), config.checkpoint).counted(config.stop, config.checkpoint)
         clock.emit(events, 0)
     counts_work = here.tensor == here.pipeline == 0  # one rank of each replica
     pace = Throughput(flops, peak, mpi, clock, counts=counts_work, is_text=batches.counts.is_text, step=state.step)
 
     # -- 6. One iteration is one weight update; after an fp16 overflow the same step is tried at half the scale
-    reason = reason_to_end(state.stop, config)  # an attempt may have ended before it could say so
+    reason = reason_to_end(state.stop, config.stop, config.checkpoint)  # an attempt may have ended without saying so
     while state.step < num_steps and not reason:
         step = state.step + 1
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)  # the last step may be smaller
@@ -190,7 +190,7 @@ def train(
                 continue
 
         state = state.advance(size, scaler.state(), trained_s=agreed.trained_s)
-        ending = is_out_of_time(state.stop, config) or step == num_steps
+        ending = is_out_of_time(state.stop, config.stop) or step == num_steps
         if every(DESYNC_CHECK_STEPS, step):
             checkpoints.compare_copies(parts, step=step, beat=beat)
             bad_values.remember_weights(step)
@@ -205,8 +205,8 @@ def train(
         if evaluates or ending:
             with clock("evaluation"):
                 state = state.evaluated(evaluate(step), config.checkpoint)
-                state = state.counted(config) if evaluates else state
-        reason = reason_to_end(state.stop, config)
+                state = state.counted(config.stop, config.checkpoint) if evaluates else state
+        reason = reason_to_end(state.stop, config.stop, config.checkpoint)
         last = agreed.stop or ending or bool(reason)
         is_best = state.is_best and config.export.checkpoint == "best"
         saves = every(config.checkpoint.period, step) or agreed.save

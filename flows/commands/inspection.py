@@ -126,7 +126,8 @@ def config(
     elif as_json:
         print_json({"config": resolved.model_dump(mode="json"), "meanings": meanings(), "origins": origins})
     else:
-        print("\n".join((changed_lines if changed else config_lines)(resolved, origins)))
+        lines = changed_lines(changed_settings(resolved), origins) if changed else config_lines(resolved, origins)
+        print("\n".join(lines))
 
 
 def plan(

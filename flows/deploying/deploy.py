@@ -16,6 +16,7 @@ from onward.infra.mlflow.mlflow_store import without_password
 from onward.infra.servers.service_definitions import CLIENT_SETTINGS, POOL
 from onward.tasks.checks.registered_models import store_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.directory import onward_home
 
@@ -69,7 +70,7 @@ def deploy(
             raise ConfigError(f"{problem}; an example is '0 2 * * *', every night at two") from None
     if interval_s:
         schedules.append(Interval(datetime.timedelta(seconds=interval_s), timezone=timezone, slug="interval"))
-    config = with_tracking_uri(config)
+    config = config.model_copy(update={"monitor": with_tracking_uri(config.monitor)})
     job_variables = _job_variables()
     limits = limits_of(name, dict(config), allowed, all_waiting=all_waiting)
     # As JSON, which Prefect stores. What has its default is left out, so that the parameters of a run fit a screen.
@@ -117,16 +118,15 @@ def _job_variables() -> dict[str, Any]:
     return {} if pool.type == "process" else {"env": {**CLIENT_SETTINGS, "ONWARD_HOME": str(onward_home())}}
 
 
-def with_tracking_uri(config: RunConfig) -> RunConfig:
-    """Return the configuration with the MLflow of MLFLOW_TRACKING_URI, if it is set here and names none itself.
+def with_tracking_uri(monitor: MonitorConfig) -> MonitorConfig:
+    """Return [monitor] with the MLflow of MLFLOW_TRACKING_URI, if it is set here and names none itself.
 
     Without a password: Prefect would store and show it. The worker's own environment has the whole URI.
     """
     name = "MLFLOW_TRACKING_URI"
-    if config.monitor.tracking_uri or name not in os.environ:
-        return config
+    if monitor.tracking_uri or name not in os.environ:
+        return monitor
     if without_password(os.environ[name]) != os.environ[name]:
         log.warning("%s holds a password, which is not stored: set %s in the environment of the worker", name, name)
-        return config
-    monitor = config.monitor.model_copy(update={"tracking_uri": store_of(config.monitor)})
-    return config.model_copy(update={"monitor": monitor})
+        return monitor
+    return monitor.model_copy(update={"tracking_uri": store_of(monitor)})

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from onward.tasks.checks.machine_check import machine_problems
-from onward.tasks.checks.rehearsing import quantize, rehearse
+from onward.tasks.checks.rehearsing import Preparation
 from onward.tasks.train import train_once
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import StopConfig
@@ -51,9 +51,10 @@ def measure(config: RunConfig, copies: LocalCopies, *, steps: int) -> tuple[RunC
     # before anything of its own computes, so that it is the load of others
     load = os.getloadavg()[0]
     with _directory() as run:
+        preparation = Preparation(config, copies, run.quantized)
         if config.quantize.aware:
-            quantize(run, config, copies)
-        chosen, _ = rehearse(config, copies, quantized=run.quantized)
+            preparation.quantize(run)
+        chosen, _ = preparation.rehearse()
         if copies.copies:
             write_record(run.remote, copies)
         write_record(run.config, few_steps(chosen, steps + FIRST_STEPS))

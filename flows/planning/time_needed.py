@@ -17,6 +17,8 @@ from typing import Literal
 
 from onward.flows.run_state.runs import all_runs, identity_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.metrics import StopConfig
+from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.row_counts import RowCount
 from onward.trainer.data.storage.shards import ShardManifest
@@ -64,13 +66,13 @@ class TimeNeeded(Record):
 
 def key_of_run(config: RunConfig) -> str:
     """Return the key under which the pace of this run is stored."""
-    return key_of(structure_digest(config.model.path), config, machine_of(config))
+    return key_of(structure_digest(config.model.path), settings_of_pace(config), machine_of(config.launch.hostfile))
 
 
-def machine_of(config: RunConfig) -> str:
+def machine_of(hostfile: str) -> str:
     """Return what decides the speed of the machine, or of the hosts of the hostfile."""
-    hosts = Path(config.launch.hostfile)
-    return machine_text() + (f", hosts {hosts.read_text()}" if config.launch.hostfile and hosts.is_file() else "")
+    hosts = Path(hostfile)
+    return machine_text() + (f", hosts {hosts.read_text()}" if hostfile and hosts.is_file() else "")
 
 
 def known_pace(config: RunConfig) -> Pace | None:
@@ -81,19 +83,16 @@ def known_pace(config: RunConfig) -> Pace | None:
             return read_record(path, Pace)
         except OnwardError:
             path.unlink(missing_ok=True)  # of another version: it is measured again when somebody asks
-    return next(_paces_of_runs(config), None)
-
-
-def _paces_of_runs(config: RunConfig) -> Iterator[Pace]:
     settings = settings_of_pace(config)
     structure = structure_digest(config.model.path)
     # newest first, so that the first match is the newest measurement
     for run in all_runs()[:TRIED_RUNS]:
         try:
             if run.train.exists() and _is_alike(run, config, settings, structure) and (pace := _pace(run)):
-                yield pace
+                return pace
         except (OnwardError, OSError):
             continue  # a run with a damaged record says nothing
+    return None
 
 
 def _is_alike(run: RunDir, config: RunConfig, settings: object, structure: str) -> bool:
@@ -144,7 +143,7 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
     batch = config.train.global_batch_size
     steps = number_of_steps(config, rows)
     # each thing that is not counted is named, so that the total is not taken for more than it is
-    guessed = [*_left_out(config, rows)]
+    guessed = [*_left_out(config.stop, rows, steps)]
     if pace is None:
         # without a measurement: the FLOPs of a step over the usual rate of the device
         per_second = batch / plan.step_s if plan.step_s else 0.0
@@ -182,7 +181,7 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
     if steps_s is not None:
         # checkpoints by time are counted over training and evaluations together, because both pass on the clock
         evaluated_s = (evaluations or 0) * (evaluation_s or 0.0)
-        checkpoints = number_of_checkpoints(config, steps or 0, steps_s + evaluated_s)
+        checkpoints = number_of_checkpoints(config.checkpoint, steps or 0, steps_s + evaluated_s)
         total_s = setup_s + steps_s + evaluated_s + checkpoints * pace.checkpoint_s
     return TimeNeeded(
         source="run" if pace.run else "measured",
@@ -208,12 +207,12 @@ def _said(pace: Pace) -> str:
     return f"measured at {pace.measured_at} on {pace.host}: {number}"
 
 
-def _left_out(config: RunConfig, rows: RowCount) -> Iterator[str]:
-    if config.train.num_epochs and not config.train.num_steps and not rows.train:
+def _left_out(stop: StopConfig, rows: RowCount, steps: int | None) -> Iterator[str]:
+    if steps is None:
         yield f"the number of rows is {rows.source}; so is the number of steps"
-    if config.stop.max_hours:
-        yield f"stop.max_hours ends the training after {config.stop.max_hours:g} h at the latest"
-    if config.stop.patience or config.stop.target is not None:
+    if stop.max_hours:
+        yield f"stop.max_hours ends the training after {stop.max_hours:g} h at the latest"
+    if stop.patience or stop.target is not None:
         yield "[stop] may end the training earlier"
     yield "checks, sharding and launching before the training, and the export behind it, are not in the total"
 
@@ -236,12 +235,11 @@ def number_of_evaluations(config: RunConfig, rows: RowCount) -> int | None:
     return 1 + (math.ceil(steps / period) if period else 1)
 
 
-def number_of_checkpoints(config: RunConfig, steps: int, trained_s: float) -> int:
+def number_of_checkpoints(checkpoint: CheckpointConfig, steps: int, trained_s: float) -> int:
     """Return how many checkpoints the run saves in all."""
-    saving = config.checkpoint
     # saving by time counts only where saving by step does not happen
-    by_step = steps // saving.period if saving.period else 0
-    by_time = int(trained_s / (60 * saving.minutes)) if saving.minutes and not by_step else 0
+    by_step = steps // checkpoint.period if checkpoint.period else 0
+    by_time = int(trained_s / (60 * checkpoint.minutes)) if checkpoint.minutes and not by_step else 0
     # the last step is saved in any case, and not twice if its turn comes then
-    is_last_saved = saving.period and by_step and steps % saving.period == 0
+    is_last_saved = checkpoint.period and by_step and steps % checkpoint.period == 0
     return by_step + by_time + (not is_last_saved)

@@ -9,7 +9,7 @@ from onward.flows.configuration import prefect_at_home
 from onward.flows.planning.time_needed import TimeNeeded, key_of_run, known_pace, number_of_steps, time_needed
 from onward.tasks.checks.disk_space import most_checkpoints, shares, space_problems
 from onward.tasks.checks.registered_models import store_of
-from onward.tasks.checks.rehearsing import plan as make_plan
+from onward.tasks.checks.rehearsing import Preparation
 from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
@@ -76,7 +76,7 @@ def plan_run(
     Raises ConfigError or UnsupportedModel when there is no such layout, and the errors of `measure`.
     """
     local = completed(with_copies(config, copies))
-    layout = make_plan(config, copies)
+    layout = Preparation(config, copies).plan()
     chosen = with_plan(local, layout)
     pace = None if measured_steps else known_pace(chosen)
     if measured_steps:

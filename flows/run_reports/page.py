@@ -17,6 +17,7 @@ from onward.flows.run_reports.reported_run import EVALUATION, RunFacts, settings
 from onward.flows.run_reports.summary import results, verdict
 from onward.flows.run_state.costs import cost_line
 from onward.flows.shown.terminal_tables import config_lines
+from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.diagnostics.difference import TensorChange
 from onward.trainer.quantities import duration, shown_size
 from onward.trainer.run.history import Series
@@ -84,7 +85,7 @@ def page_of(facts: RunFacts) -> str:
     changed: dict[str, str] = {}
     lines: list[str] = []
     if config:
-        changed = settings_as_text(config, only_changed=True)
+        changed = settings_as_text(changed_settings(config))
         lines = [line for line in config_lines(config) if not line.startswith("#")]
     return render(
         "report.html",

@@ -15,7 +15,6 @@ from onward.flows.run_state.run_index import State
 from onward.flows.run_state.run_status import ended_state, remarks_of
 from onward.flows.run_state.runs import is_running
 from onward.tasks.shown.class_tables import ClassTable
-from onward.trainer.config.flat_settings import changed_settings, flat_settings
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.diagnostics.difference import Difference
@@ -183,17 +182,15 @@ def read_facts(run: RunDir) -> RunFacts:
         samples=read(samples_in(run.export), Samples),
         changes=read(changes_in(run.export), Difference),
         profiles=known("the profile", lambda: read_profiles(run), []),
-        tokens_per_sample=_tokens_per_sample(run, config, manifest, left_out),
+        tokens_per_sample=_tokens_per_sample(run, manifest, left_out, is_text=bool(config and config.data.text)),
         remarks=known("remarks on its records", lambda: remarks_of(run), ()),
         left_out=left_out,
     )
 
 
-def _tokens_per_sample(
-    run: RunDir, config: RunConfig | None, manifest: ShardManifest | None, left_out: list[str]
-) -> float:
+def _tokens_per_sample(run: RunDir, manifest: ShardManifest | None, left_out: list[str], *, is_text: bool) -> float:
     """Return the mean number of tokens of a training sample; 0 for data that is not tokenized text."""
-    if config is None or manifest is None or not config.data.text:
+    if manifest is None or not is_text:
         return 0.0
     # token ids are the integers that come as a sequence; a label is a single one
     integers = [column for column in manifest.columns if column.dtype.startswith("int")]
@@ -214,10 +211,9 @@ def _tokens_per_sample(
 # -- settings
 
 
-def settings_as_text(config: RunConfig, *, only_changed: bool = False) -> dict[str, str]:
-    """Return `section.key` -> value as text. only_changed: those that differ from the defaults."""
-    found = changed_settings(config) if only_changed else flat_settings(config)
-    return {key: _text(value) for key, value in found.items()}
+def settings_as_text(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return `section.key` -> value as text, of such a table."""
+    return {key: _text(value) for key, value in settings.items()}
 
 
 def _text(value: Any) -> str:

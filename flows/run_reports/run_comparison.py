@@ -9,6 +9,7 @@ from markupsafe import Markup
 from onward.flows.run_reports.curves import COLOURS, Line, draw
 from onward.flows.run_reports.page import MOST_EVALUATED, TIME_COLOURS, Drawing, median, render, short_number
 from onward.flows.run_reports.reported_run import EVALUATION, NAMES, RunFacts, settings_as_text
+from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.quantities import duration
 from onward.trainer.run.history import Series
@@ -100,7 +101,7 @@ def _texts_of(facts: RunFacts) -> dict[str, str]:
 
 def differing_settings(runs: Sequence[RunFacts]) -> list[Row]:
     """Return the settings in which the runs differ, with the value of each."""
-    flat = [settings_as_text(facts.config) if facts.config else {} for facts in runs]
+    flat = [settings_as_text(flat_settings(facts.config)) if facts.config else {} for facts in runs]
     # in the order of the configuration, whichever run has the setting
     names = dict.fromkeys(name for own in flat for name in own)
     rows: list[Row] = []

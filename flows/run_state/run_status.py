@@ -154,8 +154,14 @@ def describe(run: RunDir) -> RunStatus:
     newest = _newest_result(run)
     # a resumed run goes on, so its former end does not count while it runs
     ended_early = newest.ended_early if newest and not is_running(run) else ""
-    to_go_on = command_to_go_on(newest.stop, read_config(run), reference_to(run)) if newest and ended_early else ""
-    layout = _layout(config) if config else ""
+    to_go_on = ""
+    if config and newest and ended_early:
+        to_go_on = command_to_go_on(newest.stop, config.stop, config.checkpoint, reference_to(run))
+    layout = ""
+    if config:
+        parallel = config.parallel
+        zero = f" zero {parallel.zero}" * bool(parallel.zero)
+        layout = f"{parallel.data}x{parallel.tensor}x{parallel.pipeline}{zero}"
     elapsed_s = sum(result.elapsed_s for result in _results(run))
     return RunStatus(
         run_id=identity.run_id,
@@ -314,7 +320,7 @@ def is_finished(run: RunDir, config: RunConfig) -> bool:
     if state_of(run) != "exported" or not has_completed or newest is None:
         return False
     # a higher limit in this configuration lets a run go on that had ended by it
-    may_go_on = newest.ended_early and not reason_to_end(newest.stop, config)
+    may_go_on = newest.ended_early and not reason_to_end(newest.stop, config.stop, config.checkpoint)
     return not may_go_on and _is_sent(run)
 
 
@@ -327,11 +333,6 @@ def _is_sent(run: RunDir) -> bool:
         return bool(cursor["offset"] == run.events.stat().st_size and cursor["file"] in (file, ""))
     except (OnwardError, OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
-
-
-def _layout(config: RunConfig) -> str:
-    parallel = config.parallel
-    return f"{parallel.data}x{parallel.tensor}x{parallel.pipeline}" + f" zero {parallel.zero}" * bool(parallel.zero)
 
 
 def _results(run: RunDir) -> Iterator[AttemptResult]:

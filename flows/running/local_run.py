@@ -255,18 +255,17 @@ def _mark_tasks_crashed(client: SyncPrefectClient, flow_run_id: UUID) -> None:
             client.set_task_run_state(task_run.id, crashed, force=True)
 
 
-def run_to_end(flow_run: FlowRun, config: RunConfig, *, resume: str = "") -> ExportedModel:
+def run_to_end(flow_run: FlowRun, parameters: dict[str, object]) -> ExportedModel:
     """Run a created flow run in this process. Call from the main thread, which receives the signals.
 
-    Raises Stopped when the run was cancelled, KeyboardInterrupt after Ctrl-C, SystemExit after SIGTERM, else the error
-    that made it fail.
+    parameters: of the flow. Raises Stopped when the run was cancelled, KeyboardInterrupt after Ctrl-C, SystemExit after
+    SIGTERM, else the error that made it fail.
     """
     from prefect.flow_engine import run_flow
 
     from onward.flows.running.flow_guard import raise_stop, recorded
     from onward.flows.train_onnx import train_onnx
 
-    parameters = {**dict(config), "resume": resume}
     run = run_directory_of(flow_run.id, parameters)
     try:
         final_state = run_flow(train_onnx, flow_run=flow_run, parameters=parameters, return_type="state")

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from onward.flows.shown.printed_table import table as table
-from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section, table_type
@@ -103,9 +102,8 @@ def config_lines(config: RunConfig, origins: Mapping[str, str] = MappingProxyTyp
                 yield from _table_lines(name if len(section) == 1 else f"{name}.{place}", "[[loss]]", entry, origins)
 
 
-def changed_lines(config: RunConfig, origins: Mapping[str, str]) -> Iterable[str]:
-    """Yield the settings that differ from their defaults, one line each, with their origin."""
-    changed = changed_settings(config)
+def changed_lines(changed: Mapping[str, Any], origins: Mapping[str, str]) -> Iterable[str]:
+    """Yield `changed_settings`, one line each, with their origin."""
     lines = {key: f"{key} = {as_toml(value)}" for key, value in changed.items() if value is not None}
     # one long value must not move the origins of all others off the screen
     width = min(60, max(map(len, lines.values()), default=0))

@@ -11,18 +11,20 @@ from pathlib import Path
 from onward.infra.job.hosts import read_hostfile, silence, silent_hosts
 from onward.infra.job.job import Outcome, now_ms, num_oom_kills
 from onward.infra.job.launcher import LaunchError
-from onward.tasks.attempts.attempt_failure import describe, log_tail, record_first_ending
+from onward.tasks.attempts.attempt_failure import log_tail, record_first_ending
 from onward.tasks.attempts.attempt_kind import Evidence, classify, sentence_of
 from onward.tasks.attempts.hang import record_hang
 from onward.tasks.attempts.jobs import launcher_of
 from onward.tasks.attempts.retry_policy import newest_checkpoint, plan_next
 from onward.tasks.attempts.wait_before_retry import wait_for_storage
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.history import AttemptHistory, RunHistory
 from onward.trainer.run.outcomes.attempt_endings import AttemptEnding, EndingKind
+from onward.trainer.run.outcomes.ending_kinds import memory_advice
 from onward.trainer.run.outcomes.storage import storage_error, storage_problem
 from onward.trainer.run.records import AttemptResult, RankError, read_record
 from onward.trainer.run.reserved import reserve, write_reserved
@@ -35,6 +37,7 @@ class Attempt:
     """An attempt that has begun, and the state of the run directory at that time."""
 
     run: RunDir
+    config: RunConfig
     number: int
     began_ms: int
     events_at: int
@@ -50,35 +53,36 @@ class Attempt:
         # an attempt without a record had a flow that was killed: its end is recorded before the next begins
         if last and not run.ending(last).exists():
             began_ms = int(run.fence.stat().st_mtime * 1000)
-            cls(run, last, began_ms, 0, 0, 0).end_of_killed_flow(config)
+            cls(run, config, last, began_ms, 0, 0, 0).end_of_killed_flow()
         number = run.begin_attempt()
         # now, because the record must be written also when the disk is full at the end
         reserve(run.reserved_for(number))
         run.heartbeat.unlink(missing_ok=True)  # its step is that of the attempt before
         events_at = run.events.stat().st_size if run.events.exists() else 0
-        return cls(run, number, now_ms(), events_at, newest_checkpoint(run), num_oom_kills())
+        return cls(run, config, number, now_ms(), events_at, newest_checkpoint(run), num_oom_kills())
 
     @contextlib.contextmanager
-    def recorded_if_interrupted(self, config: RunConfig) -> Iterator[None]:
+    def recorded_if_interrupted(self) -> Iterator[None]:
         """Write the record of an attempt that an exception ends: Ctrl-C, a cancellation, a job that cannot start."""
         try:
             yield
         except LaunchError as error:
             now = now_ms()
-            self._write("user_error", str(error), config, detected_ms=now)
+            self._write("user_error", str(error), detected_ms=now)
             raise
         except OSError as error:
             storage = storage_error(error, self.run.root)
             # no rank has run, so only the disk of this process can say why
             kind: EndingKind = "storage" if storage else "unknown"
-            self._write(kind, f"the job could not be started: {storage or error}", config, by_itself=False)
+            self._write(kind, f"the job could not be started: {storage or error}", by_itself=False)
             raise
         except BaseException:
-            self.end(Outcome(None, "stopped", 0.0, now_ms()), config)
+            self.end(Outcome(None, "stopped", 0.0, now_ms()))
             raise
 
-    def end(self, outcome: Outcome, config: RunConfig) -> AttemptEnding:
+    def end(self, outcome: Outcome) -> AttemptEnding:
         """Find out how the attempt ended and what follows; write its record, and log it in one line."""
+        config = self.config
         oom_kills = num_oom_kills() - self.oom_kills
         result = result_of(self.run, self.number)
         output = log_tail(self.run, self.number)
@@ -86,35 +90,52 @@ class Attempt:
         if result is None:
             with contextlib.suppress(OSError):  # of a full disk
                 # a hang first: its error record names the cause, where the others name consequences
-                if not record_hang(self.run, self.number, config, outcome, output):
-                    record_first_ending(self.run, self.number, config, output, oom_kills=oom_kills)
+                if not record_hang(self.run, self.number, config.launch, config.world_size, outcome, output):
+                    advice = memory_advice(config)
+                    record_first_ending(
+                        self.run, self.number, config.launch, output, oom_kills=oom_kills, advice=advice
+                    )
             error = self.run.first_error(self.number)
         disk = silent = ""
         # with a result the ranks have ended by themselves, and nothing has to be found out
         if result is None:
             disk = storage_problem(self.run.root)
             if outcome.reason != "stopped":
-                silent = _silent_hosts(config, error)
+                silent = _silent_hosts(config.launch, error)
         evidence = Evidence(
             result=result,
             outcome=outcome,
             error=error,
             oom_kills=oom_kills,
             said=launcher_of(config.launch).read_ending(output, outcome.returncode),
-            ending=describe(outcome, config),
+            ending=self.described(outcome),
             disk=disk,
             hosts=silent,
         )
         return self._write(
             classify(evidence),
             sentence_of(evidence),
-            config,
             result=result,
             error=error,
             detected_ms=min(error.at_ms, outcome.detected_ms) if error else outcome.detected_ms,
         )
 
-    def end_of_killed_flow(self, config: RunConfig) -> None:
+    def described(self, outcome: Outcome) -> str:
+        """Describe how the job ended, for a failure without an error record of a rank."""
+        launch = self.config.launch
+        start = launch.start_timeout_s
+        silence = launch.heartbeat_timeout_s
+        compiling = f"; while compiling {self.config.compile_timeout_s:g} s" * self.config.graph.compiles
+        if start > silence:
+            compiling = f"; until the first step is complete {start:g} s, launch.start_timeout_s{compiling}"
+        return {
+            "exited": f"{launcher_of(launch).name} ended with status {outcome.returncode} without a result",
+            "stopped": "it was stopped",
+            "silent": f"killed after {silence:g} s without a heartbeat (launch.heartbeat_timeout_s{compiling})",
+            "start_timeout": f"killed after {start:g} s without a first heartbeat (launch.start_timeout_s)",
+        }[outcome.reason]
+
+    def end_of_killed_flow(self) -> None:
         """Write the record of an attempt whose flow was killed before it could."""
         result = result_of(self.run, self.number)
         kind: EndingKind = "rank_lost"
@@ -122,13 +143,12 @@ class Attempt:
         if result:
             kind = "done" if result.status == "done" else "preempted"
             saved = "but the ranks saved"
-        self._write(kind, f"the flow's process was killed, {saved}", config, result=result, by_itself=False)
+        self._write(kind, f"the flow's process was killed, {saved}", result=result, by_itself=False)
 
     def _write(
         self,
         kind: EndingKind,
         sentence: str,
-        config: RunConfig,
         *,
         result: AttemptResult | None = None,
         error: RankError | None = None,
@@ -161,7 +181,7 @@ class Attempt:
             ended_ms=now_ms(),
         )
         if by_itself:
-            ending = plan_next(self.run, ending, config)
+            ending = plan_next(self.run, ending, self.config)
         reserved = self.run.reserved_for(self.number)
         try:
             write_reserved(self.run.ending(self.number), ending, reserved)
@@ -174,12 +194,12 @@ class Attempt:
         return ending
 
 
-def _silent_hosts(config: RunConfig, error: RankError | None) -> str:
+def _silent_hosts(launch: LaunchConfig, error: RankError | None) -> str:
     """Return which hosts do not answer, if a lost host may explain what the ranks say."""
     explained = error is not None and not error.secondary and not error.cause.startswith(("SIG", "Hang"))
-    if not config.launch.hostfile or explained:
+    if not launch.hostfile or explained:
         return ""
-    silent = silent_hosts(list(read_hostfile(Path(config.launch.hostfile))))
+    silent = silent_hosts(list(read_hostfile(Path(launch.hostfile))))
     return silence(silent) if silent else ""
 
 

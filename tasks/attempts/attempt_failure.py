@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import socket
 
-from onward.infra.job.job import Outcome, now_ms
+from onward.infra.job.job import now_ms
 from onward.infra.job.launcher import RankEnding
 from onward.tasks.attempts.jobs import launcher_of
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.errors import OnwardError, OutOfMemory, TrainingFailed
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.outcomes.attempt_endings import AttemptEnding
-from onward.trainer.run.outcomes.ending_kinds import PEER_LOST, PRINTED_ERROR, SIGNED, Cause, explain, memory_advice
+from onward.trainer.run.outcomes.ending_kinds import PEER_LOST, PRINTED_ERROR, SIGNED, Cause, explain
 from onward.trainer.run.outcomes.refusals import recorded_error
 from onward.trainer.run.records import RankError, RuntimeReport, read_record, write_record
 
@@ -30,25 +30,10 @@ _SIGNALS = {
 }
 
 
-def describe(outcome: Outcome, config: RunConfig) -> str:
-    """Describe how the job ended, for a failure without an error record of a rank."""
-    start = config.launch.start_timeout_s
-    silence = config.launch.heartbeat_timeout_s
-    compiling = f"; while compiling {config.compile_timeout_s:g} s" * config.graph.compiles
-    if start > silence:
-        compiling = f"; until the first step is complete {start:g} s, launch.start_timeout_s{compiling}"
-    return {
-        "exited": f"{launcher_of(config.launch).name} ended with status {outcome.returncode} without a result",
-        "stopped": "it was stopped",
-        "silent": f"killed after {silence:g} s without a heartbeat (launch.heartbeat_timeout_s{compiling})",
-        "start_timeout": f"killed after {start:g} s without a first heartbeat (launch.start_timeout_s)",
-    }[outcome.reason]
-
-
 def failure(run: RunDir, ending: AttemptEnding, described: str) -> OnwardError:
     """Return the error to raise for a failed attempt: the first rank's own, or TrainingFailed with the log's end.
 
-    described: how the job ended, from `describe`.
+    described: how the job ended, from `Attempt.described`.
     """
     first = run.first_error(ending.attempt)
     if first is not None:
@@ -66,14 +51,17 @@ def failure(run: RunDir, ending: AttemptEnding, described: str) -> OnwardError:
     return TrainingFailed("\n  | ".join([what, *lines]), again=ending.retry > 0)
 
 
-def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: str, *, oom_kills: int) -> None:
+def record_first_ending(
+    run: RunDir, attempt: int, launch: LaunchConfig, output: str, *, oom_kills: int, advice: str
+) -> None:
     """Write the error record of the first rank that ended, if a signal ended it or its output explains its status.
 
     output: the end of the log. oom_kills: processes that the out-of-memory killer ended on this host meanwhile.
+    advice: what to change where memory was too small.
     """
-    ending = launcher_of(config.launch).read_ending(output).first_rank
+    ending = launcher_of(launch).read_ending(output).first_rank
     if ending is None or not ending.signal:
-        _record_printed(run, attempt, config, output)
+        _record_printed(run, attempt, launch, output)
     if ending is None or run.rank_error(attempt, ending.rank).exists():
         return
     dump = run.traceback(attempt, ending.rank)
@@ -82,11 +70,11 @@ def record_first_ending(run: RunDir, attempt: int, config: RunConfig, output: st
     cause = explain(traceback + _lines_of(ending.rank, output)) if ending.signal != "SIGKILL" else None
     if not ending.signal and cause is None:
         return  # it printed what happened, and the log's end shows it
-    sentence = _sentence(ending, cause, config, traceback, oom_kills=oom_kills)
-    write_error(run, attempt, ending.rank, config, cause=sentence, traceback=traceback, host=ending.host)
+    sentence = _sentence(ending, cause, advice, traceback, oom_kills=oom_kills)
+    write_error(run, attempt, ending.rank, launch, cause=sentence, traceback=traceback, host=ending.host)
 
 
-def _record_printed(run: RunDir, attempt: int, config: RunConfig, output: str) -> None:
+def _record_printed(run: RunDir, attempt: int, launch: LaunchConfig, output: str) -> None:
     """Write the error record of the first rank that has printed an error of its own, but could not write it."""
     printed = list(PRINTED_ERROR.finditer(output))
     # an error about a lost peer follows from the error of that peer
@@ -97,14 +85,14 @@ def _record_printed(run: RunDir, attempt: int, config: RunConfig, output: str) -
     first = (causes or printed)[0]
     if not run.rank_error(attempt, rank := int(first["rank"])).exists():
         texts = {"cause": first["cause"], "traceback": first["text"]}
-        write_error(run, attempt, rank, config, **texts, secondary=not causes)
+        write_error(run, attempt, rank, launch, **texts, secondary=not causes)
 
 
 def write_error(
     run: RunDir,
     attempt: int,
     rank: int,
-    config: RunConfig,
+    launch: LaunchConfig,
     *,
     cause: str,
     traceback: str,
@@ -115,7 +103,7 @@ def write_error(
     error = RankError(
         attempt=attempt,
         rank=rank,
-        host=host or host_of(run, rank, config),
+        host=host or host_of(run, rank, launch),
         step=last_beat(run.heartbeat).step,
         cause=cause,
         traceback=traceback,
@@ -125,13 +113,12 @@ def write_error(
     write_record(run.rank_error(attempt, rank), error)
 
 
-def _sentence(ending: RankEnding, cause: Cause | None, config: RunConfig, traceback: str, *, oom_kills: int) -> str:
+def _sentence(ending: RankEnding, cause: Cause | None, advice: str, traceback: str, *, oom_kills: int) -> str:
     how = ending.signal or f"status {ending.status}"
     if cause is not None:
-        advice = f". {memory_advice(config)}" if cause.kind is OutOfMemory else ""
         # the class name first, if it decides about a retry
         decided = f"{cause.kind.__name__}: " if cause.kind is not TrainingFailed else ""
-        return f"{decided}{how}: {cause.sentence}{advice}"
+        return f"{decided}{how}: {cause.sentence}" + f". {advice}" * (cause.kind is OutOfMemory)
     if ending.signal == "SIGKILL":
         return f"{how}: " + (
             f"the kernel's out-of-memory killer ended {oom_kills} process{'es' * (oom_kills > 1)} on this host "
@@ -157,11 +144,11 @@ def _lines_of(rank: int, output: str) -> str:
     return "\n".join(kept)
 
 
-def host_of(run: RunDir, rank: int, config: RunConfig) -> str:
+def host_of(run: RunDir, rank: int, launch: LaunchConfig) -> str:
     """Return the host of a rank: over several hosts, as the preflight of the same hostfile found it."""
-    if not config.launch.hostfile:
+    if not launch.hostfile:
         return socket.gethostname()
-    if config.launch.hostfile == read_config(run, "given").launch.hostfile and run.runtime.exists():
+    if launch.hostfile == read_config(run, "given").launch.hostfile and run.runtime.exists():
         hosts = {each.rank: each.host for each in read_record(run.runtime, RuntimeReport).ranks}
         return hosts.get(rank, "unknown host")
     return "unknown host"  # hosts were lost since, and the ranks are others

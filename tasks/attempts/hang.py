@@ -6,20 +6,22 @@ from onward.infra.job.job import Outcome
 from onward.infra.job.rank_stacks import RankStack, explain_hang, parse_exception, parse_stacks
 from onward.tasks.attempts.attempt_failure import write_error
 from onward.tasks.attempts.jobs import launcher_of
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.outcomes.ending_kinds import TIMED_OUT, WATCHDOG
 from onward.trainer.run.records import RankError, record_if_written
 
 
-def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, output: str) -> bool:
+def record_hang(
+    run: RunDir, attempt: int, launch: LaunchConfig, world_size: int, outcome: Outcome, output: str
+) -> bool:
     """Write stacks.txt and the error record of the likely cause, if the attempt was ended because it hung; say so.
 
     It hung if it was silent, or if ranks only report that others did not answer in time. A rank with an error of its
     own, or that a signal ended first, is the cause in any other case. output: the end of the log.
     """
-    dumps = {rank: _read(run, attempt, rank) for rank in range(config.world_size)}
+    dumps = {rank: _read(run, attempt, rank) for rank in range(world_size)}
     errors = {rank: _error(run, attempt, rank) for rank in dumps}
     waited_in_vain = set()
     for rank, error in errors.items():
@@ -35,7 +37,7 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
     # a rank with an error of its own is the cause, and the others only waited for it
     if any(error is not None and not error.secondary for error in errors.values()):
         return False
-    first = launcher_of(config.launch).read_ending(output).first_rank
+    first = launcher_of(launch).read_ending(output).first_rank
     if outcome.reason == "exited" and first is not None and first.signal:
         # NCCL's watchdog aborts its rank when a collective has timed out
         gave_up = first.rank in waited_in_vain or (first.signal == "SIGABRT" and TIMED_OUT.search(output))
@@ -49,7 +51,7 @@ def record_hang(run: RunDir, attempt: int, config: RunConfig, outcome: Outcome, 
     own = errors[hang.rank]
     how_long = f" for {by_watchdog[0]}" if by_watchdog else ""
     cause = f"Hang: the job made no progress{how_long}: {hang.sentence}. The stacks of all ranks: {run.stacks(attempt)}"
-    write_error(run, attempt, hang.rank, config, cause=cause, traceback=own.traceback if own else dumps[hang.rank])
+    write_error(run, attempt, hang.rank, launch, cause=cause, traceback=own.traceback if own else dumps[hang.rank])
     return True
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.run.adjustments import Adjustments, smaller_micro_batches, with_adjustments
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.outcomes.attempt_endings import AttemptEnding, endings
@@ -39,9 +40,9 @@ def retry_number(earlier: Sequence[AttemptEnding], checkpoint: int) -> int:
     return 1 if has_progress else earlier[-1].retry + 1
 
 
-def delay_before(retry: int, config: RunConfig) -> float:
+def delay_before(retry: int, launch: LaunchConfig) -> float:
     """Return the pause before a retry: short, as most faults are over, and four times as long after each in vain."""
-    first = config.launch.retry_delay_s
+    first = launch.retry_delay_s
     return min(first * 4.0 ** min(retry - 1, 20), max(LONGEST_DELAY_S, first))
 
 
@@ -67,9 +68,9 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
     # last, because some kinds set the number themselves
     if retry > config.launch.retries:
         retry = 0
-    delay_s = delay_before(retry, config) if retry else 0.0
+    delay_s = delay_before(retry, config.launch) if retry else 0.0
     ending = ending.model_copy(update={"retry": retry, "delay_s": delay_s})
-    return ending.model_copy(update={"action": f"{changed}{what_follows(ending, config)}"})
+    return ending.model_copy(update={"action": f"{changed}{what_follows(ending, config.launch)}"})
 
 
 def adjustments(run: RunDir) -> Adjustments:
@@ -104,17 +105,17 @@ def may_pass(ending: AttemptEnding, earlier: Sequence[AttemptEnding]) -> bool:
     return not tried and (ending.step - ending.resumed_from > FIRST_STEPS or "SIGKILL" in ending.sentence)
 
 
-def what_follows(ending: AttemptEnding, config: RunConfig) -> str:
+def what_follows(ending: AttemptEnding, launch: LaunchConfig) -> str:
     """Return what follows a failed attempt, in words."""
     if not ending.retry and (reason := ENDINGS[ending.kind].no_retry):
         return reason
     if not ending.retry:
-        tried = f"after {config.launch.retries} retries without a new checkpoint (launch.retries)"
-        return f"the run ends {tried}" if config.launch.retries else "the run ends: launch.retries is 0"
+        tried = f"after {launch.retries} retries without a new checkpoint (launch.retries)"
+        return f"the run ends {tried}" if launch.retries else "the run ends: launch.retries is 0"
     where = "it starts again from the beginning"
     repeated = ending.step
     if ending.checkpoint:
         repeated = max(0, ending.step - ending.checkpoint)
         where = f"it goes on from the checkpoint of step {ending.checkpoint}"
     steps = f" ({repeated} step{'s are' if repeated != 1 else ' is'} repeated)" if repeated else ""
-    return f"{where}{steps} in {ending.delay_s:g} s, retry {ending.retry} of {config.launch.retries}"
+    return f"{where}{steps} in {ending.delay_s:g} s, retry {ending.retry} of {launch.retries}"

@@ -12,7 +12,6 @@ from pathlib import Path
 from onward.infra.job.hosts import read_hostfile, silence, silent_hosts, write_hostfile
 from onward.tasks.attempts.retry_policy import adjustments
 from onward.trainer.checkpoint.retention import list_checkpoints
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import RuntimeUnavailable, StorageUnavailable
 from onward.trainer.run.adjustments import fewer_replicas
 from onward.trainer.run.directory import RunDir, read_config
@@ -31,7 +30,7 @@ HOST_PAUSES_S = (2.0, 10.0, 60.0)
 """Pauses before hosts that did not answer are asked again."""
 
 
-def wait_until_ready(run: RunDir, config: RunConfig) -> None:
+def wait_until_ready(run: RunDir) -> None:
     """Wait for what the newest attempt failed for, if a retry of it is planned.
 
     Raises StorageUnavailable when the disk, and RuntimeUnavailable when the hosts are not usable within their limits.

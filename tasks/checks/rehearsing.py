@@ -76,106 +76,109 @@ def begun_ahead(config: RunConfig) -> Iterator[None]:
             process.wait()
 
 
-def quantize(run: RunDir, config: RunConfig, copies: LocalCopies = NONE, *, code: Code = None) -> None:
-    """Make RUN_DIR/quantized: the model with QuantizeLinear and DequantizeLinear, which the run trains, and its record.
+@dataclass(frozen=True)
+class Preparation:
+    """What is done with a configuration before a run begins, each in a process of its own."""
 
-    code: as of `rehearse`. Raises that process's error: ConfigError or DataError.
-    """
-    with _process("quantize", config, copies, code=code) as folder:
-        # a retry of the task makes the directory anew
-        shutil.rmtree(run.quantized, ignore_errors=True)
-        shutil.copytree(folder / "quantized", run.quantized)
-    made = read_record(run.quantized / "quantized.json", Quantized)
-    kernels = ", ".join(f"{count} {name}" for name, count in made.kernels.items())
-    log.info("quantize.aware: %d values are quantized; onnxruntime will run %s", made.nodes, kernels)
+    config: RunConfig
+    copies: LocalCopies = NONE
+    quantized: Path | None = None
+    """The directory of the model that `quantize.aware` has made."""
+    code: Code = None
+    """Path -> SHA-256 of the Python files that may be executed; None = those of the configuration, as they are now."""
 
+    def quantize(self, run: RunDir) -> None:
+        """Make RUN_DIR/quantized: the model with QuantizeLinear and DequantizeLinear, which the run trains; its record.
 
-def rehearse(
-    config: RunConfig, copies: LocalCopies = NONE, *, quantized: Path | None = None, code: Code = None
-) -> tuple[RunConfig, Rehearsal]:
-    """Run a few micro-batches in a process of its own; return the configuration, with chosen sizes, and the record.
+        Raises that process's error: ConfigError or DataError.
+        """
+        with self._process("quantize") as folder:
+            # a retry of the task makes the directory anew
+            shutil.rmtree(run.quantized, ignore_errors=True)
+            shutil.copytree(folder / "quantized", run.quantized)
+        made = read_record(run.quantized / "quantized.json", Quantized)
+        kernels = ", ".join(f"{count} {name}" for name, count in made.kernels.items())
+        log.info("quantize.aware: %d values are quantized; onnxruntime will run %s", made.nodes, kernels)
 
-    With `parallel.sizes = "auto"` the process first chooses the sizes; sizes that are given are tried on the graph.
-    Raises that process's error, ConfigError with everything that is wrong, or RuntimeUnavailable when it crashes.
-    quantized: the directory of the model that `quantize.aware` has made. code: path -> SHA-256 of the Python files that
-    may be executed; None = those of the configuration, as they are now.
-    """
-    if config.launch.rehearsal == "off":
-        found = Rehearsal(not_rehearsed=("everything: launch.rehearsal is 'off'",))
-        if config.graph.compile == "auto":
-            why = "nothing was measured, since launch.rehearsal is 'off'"
-            found = found.model_copy(update={"compile": CompileTrial(compiles=False, text=why)})
-        return _with_choices(_planned(config, copies, quantized, code), found), found
-    with _process("rehearse", config, copies, quantized=quantized, code=code) as folder:
-        # the process has planned with the graph open, so that nothing is imported twice
-        if config.parallel.sizes == "auto":
-            config = with_plan(config, read_record(folder / "plan.json", Plan))
-        found = read_record(RunDir(folder).rehearsal, Rehearsal)
-    model = config.model.model_copy(update={"fixed_batch": found.fixed_batch})
-    return _with_choices(config.model_copy(update={"model": model}), found), found
+    def rehearse(self) -> tuple[RunConfig, Rehearsal]:
+        """Run a few micro-batches in a process of its own; return the configuration, with chosen sizes, and the record.
+
+        With `parallel.sizes = "auto"` the process first chooses the sizes; sizes that are given are tried on the graph.
+        Raises that process's error, ConfigError with everything that is wrong, or RuntimeUnavailable when it crashes.
+        """
+        config = self.config
+        if config.launch.rehearsal == "off":
+            found = Rehearsal(not_rehearsed=("everything: launch.rehearsal is 'off'",))
+            if config.graph.compile == "auto":
+                why = "nothing was measured, since launch.rehearsal is 'off'"
+                found = found.model_copy(update={"compile": CompileTrial(compiles=False, text=why)})
+            return _with_choices(self._planned(), found), found
+        with self._process("rehearse") as folder:
+            # the process has planned with the graph open, so that nothing is imported twice
+            if config.parallel.sizes == "auto":
+                config = with_plan(config, read_record(folder / "plan.json", Plan))
+            found = read_record(RunDir(folder).rehearsal, Rehearsal)
+        model = config.model.model_copy(update={"fixed_batch": found.fixed_batch})
+        return _with_choices(config.model_copy(update={"model": model}), found), found
+
+    def _planned(self) -> RunConfig:
+        """Return the configuration with the planner's sizes; sizes that are given are tried on the graph."""
+        config = self.config
+        if not needs_plan(config.parallel, config.recompute):
+            return config
+        try:
+            return with_plan(config, self.plan())
+        except UnsupportedModel:
+            # a plan is an estimate; a layout that needs none of its choices trains without
+            if may_train_unplanned(config.parallel, config.recompute):
+                return config
+            raise
+
+    def plan(self) -> Plan:
+        """Return the plan of the run: layout, memory and messages. Its process imports torch.
+
+        Raises that process's error (ConfigError, UnsupportedModel: the graph cannot be divided like that),
+        or RuntimeUnavailable when the process ends without a plan.
+        """
+        with self._process("plan") as folder:
+            return read_record(folder / "plan.json", Plan)
+
+    @contextlib.contextmanager
+    def _process(self, command: str) -> Iterator[Path]:
+        """Run `python -m onward.trainer COMMAND` on the configuration; yield the directory with its records."""
+        with owned_folder(f"onward-{command}-") as folder:
+            _write_settings(folder, self.config, self.copies, self.code)
+            ahead = _begun.get() if command == "rehearse" else None
+            if ahead and all(filecmp.cmp(ahead.folder / name, folder / name, shallow=False) for name in SETTINGS):
+                _check(command, ahead.folder, how_it_ended(ahead.process, ahead.folder / "process.log"))
+                yield ahead.folder
+                return
+            if command != "quantize":
+                if self.quantized is not None and self.quantized.is_dir():
+                    shutil.copytree(self.quantized, RunDir(folder).quantized)
+                elif self.config.quantize.aware:
+                    _run("quantize", folder)
+            _run(command, folder)
+            yield folder
 
 
 def _with_choices(config: RunConfig, found: Rehearsal) -> RunConfig:
     """Return the configuration with what a rehearsal has measured in place of "auto"."""
     precision = config.precision.model_copy(update={"compute": found.compute or config.precision.compute})
     graph = config.graph.with_compile(found.compile.compiles) if found.compile else config.graph
-    config = config.model_copy(update={"precision": precision, "graph": graph})
-    return _with_output_units(config, found.output_units)
+    loss = _with_output_units(config.loss, found.output_units)
+    return config.model_copy(update={"precision": precision, "graph": graph, "loss": loss})
 
 
-def _with_output_units(config: RunConfig, chosen: Sequence[str]) -> RunConfig:
-    """Return the configuration as it is saved, with what was chosen for each loss; chosen: () = nothing was."""
+def _with_output_units(loss: tuple[LossConfig, ...], chosen: Sequence[str]) -> tuple[LossConfig, ...]:
+    """Return [loss] as it is saved, with what was chosen for each loss; chosen: () = nothing was."""
     if not chosen:
-        return config
-    entries = config.loss or (LossConfig(),)
-    found = (
+        return loss
+    entries = loss or (LossConfig(),)
+    return tuple(
         entry.model_copy(update={"output_units": units}) if entry.standardise_label != "none" else entry
         for entry, units in zip(entries, chosen, strict=True)
     )
-    return config.model_copy(update={"loss": tuple(found)})
-
-
-def _planned(config: RunConfig, copies: LocalCopies, quantized: Path | None, code: Code) -> RunConfig:
-    """Return the configuration, with the sizes that the planner chose; sizes that are given are tried on the graph."""
-    if not needs_plan(config):
-        return config
-    try:
-        return with_plan(config, plan(config, copies, quantized, code))
-    except UnsupportedModel:
-        # a plan is an estimate; a layout that needs none of its choices trains without
-        if may_train_unplanned(config.parallel, config.recompute):
-            return config
-        raise
-
-
-def plan(config: RunConfig, copies: LocalCopies = NONE, quantized: Path | None = None, code: Code = None) -> Plan:
-    """Return the plan of a run: layout, memory and messages. A process of its own makes it, because it imports torch.
-
-    code: as of `rehearse`. Raises that process's error (ConfigError, UnsupportedModel: the graph cannot be divided like
-    that), or RuntimeUnavailable when the process ends without a plan.
-    """
-    with _process("plan", config, copies, quantized=quantized, code=code) as folder:
-        return read_record(folder / "plan.json", Plan)
-
-
-@contextlib.contextmanager
-def _process(
-    command: str, config: RunConfig, copies: LocalCopies, *, quantized: Path | None = None, code: Code = None
-) -> Iterator[Path]:
-    """Run `python -m onward.trainer COMMAND` on a configuration; yield the directory with the records that it left."""
-    with owned_folder(f"onward-{command}-") as folder:
-        _write_settings(folder, config, copies, code)
-        ahead = _begun.get() if command == "rehearse" else None
-        if ahead and all(filecmp.cmp(ahead.folder / name, folder / name, shallow=False) for name in SETTINGS):
-            _check(command, ahead.folder, how_it_ended(ahead.process, ahead.folder / "process.log"))
-            yield ahead.folder
-            return
-        if quantized is not None and quantized.is_dir():
-            shutil.copytree(quantized, RunDir(folder).quantized)
-        elif config.quantize.aware and command != "quantize":
-            _run("quantize", folder)
-        _run(command, folder)
-        yield folder
 
 
 def _write_settings(folder: Path, config: RunConfig, copies: LocalCopies, code: Code) -> None:

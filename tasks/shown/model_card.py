@@ -15,7 +15,6 @@ from onward.tasks.shown.markdown import code, table
 from onward.tasks.shown.mlflow_tags import data_digests, parameters, trained_from
 from onward.tasks.shown.prefect_results import metric_rows
 from onward.tasks.shown.raw_prediction import raw_prediction_of
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
@@ -65,10 +64,10 @@ def model_card(run: RunDir, exported: ExportedModel) -> str:
     record = next((file for file in exported.preprocessing if file.name == "preprocessing.json"), None)
     recipe = read_record(record, Preprocessing) if record else None
     sections: dict[str, Iterable[str]] = {
-        "Model": _model(run, config, exported, identity),
+        "Model": _model(run, config.model, config.exports_average, exported, identity),
         "Data": _data(run, config.data, manifest, recipe),
-        "Results": _results(config, exported, manifest),
-        "Training": _training(config),
+        "Results": _results(config.promote_metric, exported, manifest),
+        "Training": _training(parameters(config)),
         "Preprocessing": _preprocessing(recipe, exported),
         "Predict": _predict(exported),
         "Limits": _limits(config.export, exported, manifest),
@@ -77,16 +76,20 @@ def model_card(run: RunDir, exported: ExportedModel) -> str:
     }
     # the header is YAML; the licence is a comment, because only the publisher can choose it
     lines = ["---", "library_name: onnx", "tags:", "- onnx", "- onward", "# license: apache-2.0", "---", ""]
-    lines += [f"# {code(identity.name if identity else config.name)}", "", *_opening(run, config, exported)]
+    lines += [
+        f"# {code(identity.name if identity else config.name)}",
+        "",
+        *_opening(run, config.model, config.data, exported),
+    ]
     for heading, content in sections.items():
         lines += ["", f"## {heading}", "", *content]
     return "\n".join(lines) + "\n"
 
 
-def _opening(run: RunDir, config: RunConfig, exported: ExportedModel) -> list[str]:
-    origin = _origin(run, config.model)
-    data = _place(config.data.source)
-    return [f"An ONNX file trained by Onward from {origin} on {data}, exported at step {exported.step}."]
+def _opening(run: RunDir, model: ModelConfig, data: DataConfig, exported: ExportedModel) -> list[str]:
+    origin = _origin(run, model)
+    source = _place(data.source)
+    return [f"An ONNX file trained by Onward from {origin} on {source}, exported at step {exported.step}."]
 
 
 def _origin(run: RunDir, model: ModelConfig) -> str:
@@ -98,15 +101,17 @@ def _place(path: str) -> str:
     return code(Path(path).name if path.startswith("/") else path)
 
 
-def _model(run: RunDir, config: RunConfig, exported: ExportedModel, identity: RunIdentity | None) -> list[str]:
+def _model(
+    run: RunDir, model: ModelConfig, exports_average: bool, exported: ExportedModel, identity: RunIdentity | None
+) -> list[str]:
     trained = record_if_written(run.train, TrainResult)
-    facts = {"SHA-256": f"`{exported.sha256}`", "trained from": _origin(run, config.model)}
+    facts = {"SHA-256": f"`{exported.sha256}`", "trained from": _origin(run, model)}
     if identity and identity.model_sha256:
         facts["SHA-256 of that file"] = f"`{identity.model_sha256}`"
     facts["step of the weights"] = f"{exported.step}"
     if trained:
         facts["step of the weights"] += f"; the training ended at {trained.step}"
-    facts["weights"] = "moving average" if config.exports_average else "as trained"
+    facts["weights"] = "moving average" if exports_average else "as trained"
     facts["changed tensors"] = str(exported.changed)
     if identity:
         facts["run"] = code(identity.run_id)
@@ -151,10 +156,10 @@ def _labels(meaning: OutputMeaning) -> str:
     return f"{text}; {len(meaning.classes)} classes: {_named(meaning.classes)}." if meaning.classes else f"{text}."
 
 
-def _results(config: RunConfig, exported: ExportedModel, manifest: ShardManifest | None) -> Iterator[str]:
+def _results(promote_metric: str, exported: ExportedModel, manifest: ShardManifest | None) -> Iterator[str]:
     rows = f"all {manifest.rows('evaluation')} evaluation rows" if manifest else "all evaluation rows"
     yield f"On {rows}, by {exported.judged_by}, before and after the training:"
-    found = [(code(row["what"]), row["before"], row["after"]) for row in metric_rows(exported, config.promote_metric)]
+    found = [(code(row["what"]), row["before"], row["after"]) for row in metric_rows(exported, promote_metric)]
     yield from ("", *table(("metric", "before", "after"), found))
     if exported.baselines:
         without = [(code(name), _metrics(each)) for name, each in exported.baselines.items()]
@@ -168,10 +173,10 @@ def _metrics(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{code(name.removeprefix('evaluation/'))} {value:.4g}" for name, value in metrics.items())
 
 
-def _training(config: RunConfig) -> list[str]:
+def _training(settings: Mapping[str, str]) -> list[str]:
     # the parameters of the run's page in MLflow, without those that say nothing about the weights
-    settings = {key: value for key, value in parameters(config).items() if not key.startswith(NOT_SHOWN)}
-    return table(("setting", "value"), [(f"`{key}`", _place(value)) for key, value in settings.items()])
+    shown = {key: value for key, value in settings.items() if not key.startswith(NOT_SHOWN)}
+    return table(("setting", "value"), [(f"`{key}`", _place(value)) for key, value in shown.items()])
 
 
 def _preprocessing(recipe: Preprocessing | None, exported: ExportedModel) -> list[str]:

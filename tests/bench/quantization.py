@@ -17,7 +17,7 @@ from typing import Any
 
 import onnx
 
-from onward.tasks.checks.rehearsing import quantize
+from onward.tasks.checks.rehearsing import Preparation
 from onward.tasks.export import export_file
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.run.directory import RunDir, read_config
@@ -43,7 +43,7 @@ def trained(folder: Path, model: onnx.ModelProto, columns: Mapping[str, Any], **
 def insert_nodes(run: RunDir) -> None:
     """Do what `configure` does with `quantize.aware`, in a run directory that was made without it."""
     if read_config(run, "local").quantize.aware:
-        quantize(run, read_config(run, "local"))
+        Preparation(read_config(run, "local")).quantize(run)
         identity, digest = read_record(run.identity, RunIdentity), model_digest(read_config(run).model.path)
         write_record(run.identity, identity.model_copy(update={"model_sha256": digest}))
 

@@ -169,7 +169,7 @@ def test_the_exported_average_is_verified_and_measures_what_the_evaluation_measu
     run = make_run(tmp_path, graphs.tiny_transformer(), tiny_text(60), **settings)
     result = train_run(run)
     _, held = load(verify(run.checkpoint(result.step)))
-    weights = exported_weights(read_config(run), held, source="the checkpoint")
+    weights = exported_weights(read_config(run).average, held, exports_average=True, source="the checkpoint")
     made = export.export(run, export.Checkpoint(step=result.step, weights=weights), data=evaluation_data(run))
     assert made.after["evaluation/loss"] == pytest.approx(result.metrics["evaluation/average/loss"], rel=1e-5)
     assert made.after["evaluation/loss"] != pytest.approx(result.metrics["evaluation/loss"], rel=1e-2)

@@ -14,7 +14,7 @@ from onnx import TensorProto
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, Batches, evaluation_batches
-from onward.trainer.data.input_columns import columns_to_read
+from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.onnx_graph.node_builder import GraphWriter
@@ -48,7 +48,9 @@ def configure(folder: Path, *, replicas: int = 1, accumulation: int = 1, batch: 
 
 def shards(config: RunConfig, split: str = "train") -> Shards:
     directory, _, _ = make_shards(
-        config.data, columns_to_read(config, read_training_signature(config.model)), config.model.path.parent / "cache"
+        config.data,
+        InputColumns(config, read_training_signature(config.model)).to_read(),
+        config.model.path.parent / "cache",
     )
     return open_shards(directory, split)  # type: ignore[arg-type]
 

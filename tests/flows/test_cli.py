@@ -32,7 +32,7 @@ from onward.flows.run_state.runs import all_runs, command_to_continue, find_run,
 from onward.flows.running.local_run import prefect_server
 from onward.flows.shown.terminal_tables import config_lines, meanings, outcome, table
 from onward.infra.servers import services
-from onward.tasks.checks.rehearsing import plan as make_plan
+from onward.tasks.checks.rehearsing import Preparation
 from onward.trainer import errors as errors_module
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.losses import LossConfig
@@ -353,7 +353,9 @@ def test_plan_with_auto_compares_all_layouts(capsys: pytest.CaptureFixture[str],
     assert "of 0.5 GiB" in shown
     assert shown.count("\n  - data ") == 5
     with pytest.raises(ConfigError, match="no division of 4 ranks fits"):
-        make_plan(load_config(small, ["parallel.sizes=auto", "launch.num_ranks=4", "parallel.memory_gib=1e-5"]))
+        Preparation(
+            load_config(small, ["parallel.sizes=auto", "launch.num_ranks=4", "parallel.memory_gib=1e-5"])
+        ).plan()
 
 
 def test_down_says_when_nothing_runs(

@@ -314,7 +314,7 @@ def test_steps_and_checkpoints_are_counted_as_the_loop_makes_them(settings: dict
 
     def checkpoints(period: int, minutes: float, steps: int, trained_s: float = 0.0) -> int:
         saving = {"period": period, "minutes": minutes}
-        return number_of_checkpoints(configured(settings, checkpoint=saving), steps, trained_s)
+        return number_of_checkpoints(configured(settings, checkpoint=saving).checkpoint, steps, trained_s)
 
     assert checkpoints(10, 0, 30) == 3
     assert checkpoints(10, 0, 31) == 4

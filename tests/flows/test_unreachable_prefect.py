@@ -39,9 +39,9 @@ def test_a_run_that_is_done_has_its_result_although_prefect_cannot_be_told(
     monkeypatch.setattr("prefect.flow_engine.run_flow", refused)
     this: Any = SimpleNamespace(id="the-run")
     write_record(run.flow_ending, RunEnding(status="completed", flow_run_id="the-run"))
-    assert run_to_end(this, config) == exported
+    assert run_to_end(this, dict(config)) == exported
     assert caplog.text.count("its Prefect server does not answer any more (ConnectError)") == 1
 
     write_record(run.flow_ending, RunEnding(status="completed", flow_run_id="an earlier one"))
     with pytest.raises(OnwardError, match="ConnectError"):
-        run_to_end(this, config)
+        run_to_end(this, dict(config))

@@ -61,7 +61,7 @@ def test_forked_ranks_that_are_killed_or_abort_are_named_and_the_next_attempt_re
         config = read_config(run)
         absent = config.model_copy(update={"model": config.model.model_copy(update={"output": "absent"})})
         with pytest.raises(ConfigError, match="absent"):
-            rehearsing.rehearse(absent)
+            rehearsing.Preparation(absent).rehearse()
 
         sending = signal_rank_one(run, 1, signal.SIGKILL, forked=True)
         with pytest.raises(TrainingFailed, match=r"rank 1 on \S+, step \d+: SIGKILL: killed from outside"):

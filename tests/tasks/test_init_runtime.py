@@ -193,12 +193,12 @@ NEEDS = Needs(rank_bytes=6_000_000, activation_bytes=5_000_000, checkpoint_bytes
 def test_all_problems_are_reported_with_their_numbers(report: RuntimeReport, sentences: list[str]) -> None:
     advice = memory_advice(config(Path("model.onnx")))
     expected = [sentence + advice if sentence.endswith(" ") else sentence for sentence in sentences]
-    assert [*problems(report, config(Path("model.onnx")), NEEDS)] == expected
+    assert [*problems(report, 2, NEEDS, advice)] == expected
 
 
 def test_ranks_whose_activations_may_not_fit_are_warned_of() -> None:
     ranks = reported({"memory_bytes": 13_000_000, "host": "h1"}, {"memory_bytes": 10_000_000}).ranks
-    found = [*memory_warnings(ranks, config(Path("model.onnx")), NEEDS)]
+    found = [*memory_warnings(ranks, NEEDS, memory_advice(config(Path("model.onnx"))))]
     assert len(found) == 1
     assert found[0].startswith(
         "10 MB of memory are free on h0 (cpu), but its rank may need 11 MB: 6 MB per rank, and 5 MB for the "
@@ -213,8 +213,10 @@ def test_a_run_without_a_rehearsal_needs_memory_for_its_weights_in_external_file
     whole = config(tmp_path / "model.onnx")
     divided = whole.model_copy(update={"parallel": whole.parallel.model_copy(update={"tensor": 2, "zero": 3})})
     assert size > 2 * (tmp_path / "model.onnx").stat().st_size
-    assert needs_of(run, whole) == Needs(rank_bytes=size, checkpoint_bytes=size, model_bytes=size)
-    assert needs_of(run, divided).rank_bytes == size // 4
+    assert needs_of(run, whole.model.path, whole.parallel) == Needs(
+        rank_bytes=size, checkpoint_bytes=size, model_bytes=size
+    )
+    assert needs_of(run, divided.model.path, divided.parallel).rank_bytes == size // 4
 
 
 def test_the_log_says_which_ranks_share_a_gpu_and_how_their_tensors_are_sent() -> None:

@@ -432,12 +432,12 @@ def test_a_choice_to_compile_is_that_of_the_run_and_stays_when_it_is_resumed(
     chosen = CompileTrial(compiles=True, text="it pays", steps=4, break_even=2)
     asked = []
 
-    def rehearsed(config: RunConfig, *_: Any, **__: Any) -> tuple[RunConfig, Rehearsal]:
-        asked.append(config.graph.compile)
+    def rehearsed(given: rehearsing.Preparation) -> tuple[RunConfig, Rehearsal]:
+        asked.append(given.config.graph.compile)
         found = Rehearsal(compile=chosen)
-        return rehearsing._with_choices(config, found), found
+        return rehearsing._with_choices(given.config, found), found
 
-    monkeypatch.setattr("onward.tasks.configure.rehearse", rehearsed)
+    monkeypatch.setattr(rehearsing.Preparation, "rehearse", rehearsed)
     arguments, auto = (tiny_conv_net(), tiny_images(25)), {"compile": "auto"}
     for _ in range(2):
         configured(*arguments, graph=auto)
@@ -470,7 +470,7 @@ def test_a_run_takes_the_code_of_its_trial_and_killed_and_resumed_has_the_same_b
     given = read_config(make("given", compile="auto"))
     # so many steps that compiling is tried; each is a few milliseconds
     train = given.train.model_copy(update={"num_steps": 10_000_000})
-    chosen, found = rehearsing.rehearse(given.model_copy(update={"train": train}))
+    chosen, found = rehearsing.Preparation(given.model_copy(update={"train": train})).rehearse()
     assert found.compile is not None
     assert found.compile.compile_s > 0 < found.compile.eager_s, found.compile.text
     assert chosen.graph.compile is found.compile.compiles
@@ -500,12 +500,12 @@ def test_a_rehearsal_that_was_begun_ahead_is_taken_for_the_same_run_alone_and_en
 
     monkeypatch.setattr(rehearsing, "start_module", start)
     with rehearsing.begun_ahead(config):
-        _, found = rehearsing.rehearse(config)
+        _, found = rehearsing.Preparation(config).rehearse()
     assert len(started) == 1
     assert found.trained == 6
     other = config.model_copy(update={"train": config.train.model_copy(update={"seed": 7})})
     with rehearsing.begun_ahead(other):
-        rehearsing.rehearse(config)
+        rehearsing.Preparation(config).rehearse()
     assert len(started) == 3
     with pytest.raises(KeyboardInterrupt), rehearsing.begun_ahead(config):
         raise KeyboardInterrupt

@@ -148,19 +148,23 @@ class CheckpointWriter:
 
     def _refuses(self, num_bytes: int) -> bool:
         if self._refusal is None:
-            self._refusal = background_refusal(self._config, self._mpi, num_bytes)
+            self._refusal = background_refusal(
+                self._config.checkpoint.background, self._config.parallel.memory_gib, self._mpi, num_bytes
+            )
             how = f"while training waits: {self._refusal}" if self._refusal else "in the background"
             if self._mpi.rank == 0:  # which speaks for all: they have agreed
                 log.info("checkpoints (%s of rank 0) are written %s", gib(num_bytes), how)
         return bool(self._refusal)
 
 
-def background_refusal(config: RunConfig, mpi: MPIContext, num_bytes: int) -> str:
-    """Return why this rank does not copy `num_bytes` to write them in the background; "" = it does."""
-    wanted = config.checkpoint.background
+def background_refusal(wanted: bool | str, memory_gib: float, mpi: MPIContext, num_bytes: int) -> str:
+    """Return why this rank does not copy `num_bytes` to write them in the background; "" = it does.
+
+    wanted: `checkpoint.background`. memory_gib: `parallel.memory_gib`.
+    """
     if wanted != "auto":
         return "" if wanted else "checkpoint.background = false"
-    if mpi.device.type == "cpu" and config.parallel.memory_gib:
+    if mpi.device.type == "cpu" and memory_gib:
         return "the copy would not count towards parallel.memory_gib"
     # half of what is free, since the page cache of the files that are written wants some as well
     free = free_memory(torch.device("cpu")) // mpi.local_size

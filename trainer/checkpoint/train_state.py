@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.metrics import StopConfig
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.outcomes.stopping import after_evaluation
@@ -57,11 +58,11 @@ class TrainState(Record):
             return evaluated.model_copy(update={"best": metrics[config.best_metric], "best_at": self.step})
         return evaluated
 
-    def counted(self, config: RunConfig) -> TrainState:
+    def counted(self, stop: StopConfig, checkpoint: CheckpointConfig) -> TrainState:
         """Return this position after its evaluation has counted for [stop]."""
-        stop = after_evaluation(self.stop, self.metrics[config.checkpoint.best_metric], config)
+        counted = after_evaluation(self.stop, self.metrics[checkpoint.best_metric], stop, checkpoint)
         # a run makes at least one step, also if the file that came in reaches the target
-        return self.model_copy(update={"stop": stop if self.step else stop.model_copy(update={"latest": None})})
+        return self.model_copy(update={"stop": counted if self.step else counted.model_copy(update={"latest": None})})
 
     def advance(self, samples: int, scaler: dict[str, float], *, trained_s: float = 0.0) -> TrainState:
         """Return the position one step and `samples` samples later, after `trained_s` seconds of all attempts."""

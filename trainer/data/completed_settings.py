@@ -3,8 +3,13 @@ losses read."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.audio import AudioConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.scores_read import with_scores
@@ -26,37 +31,37 @@ def with_inputs(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
 
     local: as in `completed`, and so are the errors.
     """
-    return with_audio_input(with_columns(config, local), local)
+    local = local or config
+    data = with_audio_input(with_columns(config.data, config.loss, local.data), local.model)
+    return config if data is config.data else config.model_copy(update={"data": data})
 
 
-def with_columns(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
-    """Return the configuration with columns in place of patterns; the data is read only if there are any.
+def with_columns(data: DataConfig, loss: Sequence[LossConfig], local: DataConfig) -> DataConfig:
+    """Return [data] with columns in place of patterns; the data is read only if there are any.
 
-    local: the same configuration with local copies in place of URLs. Raises ConfigError for patterns that match no
-    column, or a label, and DataError when the data cannot be read.
+    local: [data] with local copies in place of URLs. Raises ConfigError for patterns that match no column, or a label,
+    and DataError when the data cannot be read.
     """
-    data = config.data
     if not any(is_pattern(name) for names in (data.label, *data.inputs.values()) for name in as_tuple(names)):
-        return config
-    columns = list(infer_schema((local or config).data))
+        return data
+    columns = list(infer_schema(local))
     columns += [name + INDICATOR for name in matching(data.table.indicators, columns)]
-    labels = {name for each in config.loss for name in each.columns}
-    return config.model_copy(update={"data": expanded(data, columns, labels)})
+    labels = {name for each in loss for name in each.columns}
+    return expanded(data, columns, labels)
 
 
-def with_audio_input(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
-    """Return the configuration with the column of [data.audio] in data.inputs, if one input alone can take it.
+def with_audio_input(data: DataConfig, model: ModelConfig) -> DataConfig:
+    """Return [data] with the column of [data.audio] in data.inputs, if one input of the model alone can take it.
 
     Unchanged where an input is named like the column or reads it already, and where no input or several have as many
-    axes as the audio; the check of the columns says so. local: as `config`, with local copies in place of URLs. Raises
+    axes as the audio; the check of the columns says so. model: with local copies in place of URLs. Raises
     UnsupportedModel, and ConfigError where the graph does not allow the configured surgery.
     """
-    data = config.data
     if data.audio is None or data.audio.column in data.inputs.values():
-        return config
-    fed = read_training_signature((local or config).model).fed
+        return data
+    fed = read_training_signature(model).fed
     if any(info.name == data.audio.column for info in fed):
-        return config
+        return data
     candidates = []
     for info in fed:
         is_float = "float" in info.dtype
@@ -65,9 +70,8 @@ def with_audio_input(config: RunConfig, local: RunConfig | None = None) -> RunCo
             candidates.append(info.name)
     # of several candidates any choice would be a guess: the check of the columns asks the user
     if len(candidates) != 1:
-        return config
-    inputs = {**data.inputs, candidates[0]: data.audio.column}
-    return config.model_copy(update={"data": data.model_copy(update={"inputs": inputs})})
+        return data
+    return data.model_copy(update={"inputs": {**data.inputs, candidates[0]: data.audio.column}})
 
 
 def _axes(audio: AudioConfig) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.audio.audio_clips import AudioClips, open_audio
 from onward.trainer.data.empty_targets import open_empty_targets
 from onward.trainer.data.images.image_computer import ImageComputer
 from onward.trainer.data.images.image_inputs import image_inputs, masks
-from onward.trainer.data.input_columns import columns_to_read
+from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.preprocessing import open_preprocessor
 from onward.trainer.data.schema.column_computers import ColumnComputer
 from onward.trainer.data.schema.columns import ColumnType, Schema
@@ -20,45 +24,39 @@ from onward.trainer.data.text.text_checks import open_tokenized_rows
 
 
 def open_fitted(
-    config: RunConfig, signature: Signature, schema: Schema
+    data: DataConfig, losses: Sequence[LossConfig], signature: Signature, schema: Schema
 ) -> list[ClassNames | NumberColumns | Categories | AudioClips]:
     """Return what computes columns in the place of columns of the source, which `schema` describes.
 
     Raises ConfigError as `open_class_names`, `open_table_columns` and `open_audio`.
     """
-    in_place = open_class_names(config.data, config.losses, schema), open_table_columns(config, signature, schema)
-    return [*in_place[0], *in_place[1], *open_audio(config.data, schema)]
-
-
-def open_computers(config: RunConfig, signature: Signature, schema: Schema) -> list[ColumnComputer]:
-    """Return what computes columns from those that are read, in order. `schema` describes the columns of the source.
-
-    Raises UnsupportedModel as Preprocessor, ConfigError as TokenizedRows, `image_inputs` and `open_fitted`.
-    """
-    opened = (
-        open_images(config, signature),
-        open_preprocessor(config, signature),
-        open_tokenized_rows(config, signature),
-    )
-    checks: list[ColumnComputer] = [*open_sequence_lengths(config.losses, signature)]
-    checks += open_empty_targets(config.losses, schema)
-    return [*open_fitted(config, signature, schema), *checks, *(computer for computer in opened if computer)]
-
-
-def open_images(config: RunConfig, signature: Signature) -> ImageComputer | None:
-    """Return what decodes images; None without [data.image]. Raises ConfigError as `image_inputs`."""
-    images = image_inputs(config.data, signature)
-    if not images or config.data.image is None:
-        return None
-    return ImageComputer(images, config.data.image, masks(config, signature))
+    in_place = open_class_names(data, losses, schema), open_table_columns(data, losses, signature, schema)
+    return [*in_place[0], *in_place[1], *open_audio(data, schema)]
 
 
 def read_and_computed(
     config: RunConfig, signature: Signature, schema: Schema
 ) -> tuple[dict[str, ColumnType], list[ColumnComputer]]:
-    """Return the columns of the source to read, and what computes further ones. Raises as `open_computers`."""
-    columns = columns_to_read(config, signature)
-    computers = open_computers(config, signature, schema)
+    """Return the columns of the source to read, and what computes further ones from them, in order.
+
+    schema: the columns of the source. Raises UnsupportedModel as Preprocessor, ConfigError as TokenizedRows,
+    `image_inputs` and `open_fitted`.
+    """
+    feeds = InputColumns(config, signature)
+    columns = feeds.to_read()
+    decoder = None
+    images = image_inputs(config.data, signature)
+    if images and config.data.image:
+        decoder = ImageComputer(images, config.data.image, masks(config.data, config.losses, signature))
+    opened = (
+        decoder,
+        open_preprocessor(config.model, feeds, signature),
+        open_tokenized_rows(config, signature),
+    )
+    checks: list[ColumnComputer] = [*open_sequence_lengths(config.losses, signature)]
+    checks += open_empty_targets(config.losses, schema)
+    in_place = open_fitted(config.data, config.losses, signature, schema)
+    computers = [*in_place, *checks, *(computer for computer in opened if computer)]
     fitted = [computer for computer in computers if isinstance(computer, FittedComputer)]
     # a fitted computer may replace a column under its own name, and then reads it in a type of its own
     for computer in fitted:

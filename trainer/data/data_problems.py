@@ -12,26 +12,19 @@ import numpy as np
 
 from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data import misfits
 from onward.trainer.data.feed_problems import NUMERIC, image_problems, shown_sample, text_problems, type_problems
 from onward.trainer.data.images.image_decoding import MASK_TYPE
 from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
-from onward.trainer.data.input_columns import (
-    Feed,
-    columns_to_read,
-    computed_columns,
-    feeds,
-    feeds_of_source,
-    file_feeds,
-    labels,
-)
+from onward.trainer.data.input_columns import Feed, InputColumns
 from onward.trainer.data.schema.class_axis import find_class_axis
 from onward.trainer.data.schema.columns import TEXT, Column, Schema
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.data.tables.class_names import class_problems
 from onward.trainer.data.text.graph_limits import embedding_rows
-from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.files.model_files import read_model
 
@@ -51,22 +44,21 @@ def data_problems(
     because `schema` is that of the source and they are computed later. fitted: what was found on the data, by column.
     """
     try:
+        # a graph that does not allow the surgery has unknown inputs and outputs
         signature = signature or read_training_signature(config.model)
-    except ConfigError as error:  # the graph does not allow the surgery, so its inputs and outputs are unknown
-        return list(error.problems)
-    try:
-        masks(config, signature)
+        # which columns are read depends on these
+        masks(config.data, config.losses, signature)
         image_inputs(config.data, signature)
-        mixed_labels(config, signature)
-    except ConfigError as error:  # which columns are read depends on it
+        mixed_labels(config.data, config.losses, signature)
+    except ConfigError as error:
         return list(error.problems)
-    problems = [*_unknown_names(config, signature), *_without_rows(signature)]
+    columns = InputColumns(config, signature)
+    problems = [*_unknown_names(config.data, config.model, columns, signature), *_without_rows(signature)]
     constant = {f"input {info.name}" for info in signature.fed if not _has_rows(info, signature)}
-    computed, text = computed_columns(config, signature), text_columns(config, signature)
-    made_of_text = text.computed if text else frozenset[str]()
-    for feed in (*file_feeds(config.data, signature).values(), *labels(config, signature)):
-        if made_of_text.issuperset(feed.columns) or (
-            computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns)
+    fed = columns.of_file()
+    for feed in (*fed.values(), *columns.labels()):
+        if columns.made_of_text.issuperset(feed.columns) or (
+            columns.computed.issuperset(feed.columns) and not schema.keys() >= set(feed.columns)
         ):
             continue  # not computed yet, or right because the tokenizer made it for this input
         if set(feed.columns) & set(made) or feed.target in constant:
@@ -83,33 +75,34 @@ def data_problems(
             problems += text_problems(config.data, feed, [schema[name] for name in feed.columns])
         else:
             problems += type_problems(feed, [schema[name] for name in feed.columns])
-    problems += _doubly_read(config, signature)
-    targets = {name for feed in labels(config, signature) for name in feed.columns}
-    problems += misfits.label_as_input(file_feeds(config.data, signature).values(), targets)
-    problems += _balance_problems(config, signature, schema)
-    problems += _vocabulary_problems(config, signature, fitted)
+    problems += _doubly_read(columns, signature)
+    targets = {name for feed in columns.labels() for name in feed.columns}
+    problems += misfits.label_as_input(fed.values(), targets)
+    problems += _balance_problems(columns, schema) if config.train.shuffle == "length" else ()
+    problems += _vocabulary_problems(config.model, fed, fitted)
     mask_names = config.data.image.mask_columns if config.data.image else ()
     # files of masks have no classes yet: their pixels are read while the data is sharded
     encoded = {name for name in schema.keys() & set(mask_names) if schema[name].dtype != MASK_TYPE}
     checked = schema.keys() - {*made, *encoded}
     for loss in config.losses:
         if loss.has_classes and isinstance(loss.label, str) and loss.label in checked:
-            problems += _label_range_problems(config, loss, signature, schema[loss.label], fitted)
+            key = key_of(config.losses, config.losses.index(loss), "name") if config.loss else "model.loss"
+            problems += _label_range_problems(key, loss, signature, schema[loss.label], fitted)
     return list(dict.fromkeys(problems))
 
 
-def _unknown_names(config: RunConfig, signature: Signature) -> Iterator[str]:
+def _unknown_names(data: DataConfig, model: ModelConfig, columns: InputColumns, signature: Signature) -> Iterator[str]:
     inputs = [info.name for info in signature.fed]
-    for name in config.data.inputs:
-        if name in config.model.bind:
+    for name in data.inputs:
+        if name in model.bind:
             yield f"input {name} has a value in model.bind and a column in data.inputs; remove one of them"
         elif name not in inputs:
             yield f"data.inputs names {name!r}, which is not an input of the model{_nearest(name, inputs)}"
-    columns = [*columns_to_read(config, signature), *computed_columns(config, signature)]
-    for name in config.data.pad_values:
-        if name not in columns:
-            yield f"data.pad_values names {name!r}, which is not a column that is read{_nearest(name, columns)}"
-    if not config.data.evaluation_fraction and not config.data.evaluation_source:
+    known = [*columns.to_read(), *columns.computed]
+    for name in data.pad_values:
+        if name not in known:
+            yield f"data.pad_values names {name!r}, which is not a column that is read{_nearest(name, known)}"
+    if not data.evaluation_fraction and not data.evaluation_source:
         yield "data.evaluation_fraction is 0 and there is no data.evaluation_source: nothing to evaluate on"
 
 
@@ -177,9 +170,9 @@ def _key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
-def _doubly_read(config: RunConfig, signature: Signature) -> Iterator[str]:
+def _doubly_read(columns: InputColumns, signature: Signature) -> Iterator[str]:
     """Yield the columns that would be read as text and as numbers, and those with the name of a computed tensor."""
-    read = list(feeds_of_source(config, signature))
+    read = list(columns.of_source())
     for name in {name: None for feed in read for name in feed.columns}:
         targets = {feed.dtype == "string": feed.target for feed in read if name in feed.columns}
         if len(targets) == 2:
@@ -188,25 +181,25 @@ def _doubly_read(config: RunConfig, signature: Signature) -> Iterator[str]:
             yield f"column {name!r} has the name of a tensor that the pre-processing computes; rename the column"
 
 
-def _balance_problems(config: RunConfig, signature: Signature, schema: Schema) -> Iterator[str]:
-    inputs = [feed for feed in feeds(config, signature) if not feed.is_label]
-    columns = [name for feed in inputs for name in feed.columns]
+def _balance_problems(columns: InputColumns, schema: Schema) -> Iterator[str]:
+    inputs = [feed for feed in columns.feeds() if not feed.is_label]
+    names = [name for feed in inputs for name in feed.columns]
     # the lengths of columns that are computed later are not known yet
-    if config.train.shuffle != "length" or any(name not in schema for name in columns):
+    if any(name not in schema for name in names):
         return
-    if not any(schema[name].variable for name in columns):
-        kinds = ", ".join(f"{name} {schema[name].kind}" for name in columns[:5])
+    if not any(schema[name].variable for name in names):
+        kinds = ", ".join(f"{name} {schema[name].kind}" for name in names[:5])
         yield f"train.shuffle is 'length', but every sample has one length ({kinds}); remove it"
 
 
-def _vocabulary_problems(config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]) -> Iterator[str]:
+def _vocabulary_problems(model: ModelConfig, fed: Mapping[str, Feed], fitted: Mapping[str, Fitted]) -> Iterator[str]:
     """Check that the ids of categories are rows of the embedding that an input indexes, where the graph shows it."""
-    for feed in file_feeds(config.data, signature).values():
+    for feed in fed.values():
         # a column without a vocabulary counts 0 categories
         found = {name: len(fitted[name].vocabulary) for name in feed.columns if name in fitted}
         if not any(found.values()):
             continue
-        table = embedding_rows(read_model(config.model.path).graph, feed.target.removeprefix("input "))
+        table = embedding_rows(read_model(model.path).graph, feed.target.removeprefix("input "))
         for name, number in found.items():
             if table and number > table[0]:
                 yield (
@@ -230,9 +223,9 @@ def _declared_classes(loss: LossConfig, output: Dims, column: Column) -> int | N
 
 
 def _label_range_problems(
-    config: RunConfig, loss: LossConfig, signature: Signature, column: Column, fitted: Mapping[str, Fitted]
+    key: str, loss: LossConfig, signature: Signature, column: Column, fitted: Mapping[str, Fitted]
 ) -> Iterator[str]:
-    """Check that the labels are classes of the output."""
+    """Check that the labels are classes of the output. key: the setting with the name of the loss."""
     output = signature.output(loss.outputs[0])
     num_classes = _declared_classes(loss, output.shape, column) if output and output.shape else None
     if column.name in fitted and fitted[column.name].classes:
@@ -244,7 +237,6 @@ def _label_range_problems(
         return
     has_one_score = num_classes == 1 and loss.rule.needs_two_scores
     if output and has_one_score and values[-1] != values[0]:
-        key = key_of(config.losses, config.losses.index(loss), "name") if config.loss else "model.loss"
         classes = f'for two classes set {key} = "bce_with_logits"; ' if values == [0, 1] else ""
         yield (
             f"{key} is {loss.name!r}, but output {output.name} has one score a sample, which cannot tell the classes "

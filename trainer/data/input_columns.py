@@ -17,7 +17,7 @@ trained part:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -79,25 +79,92 @@ class Feed:
         return {"float16": "float32", "bfloat16": "float32"}.get(self.dtype, self.dtype)
 
 
-def feeds(config: RunConfig, signature: Signature) -> list[Feed]:
-    """Return a feed for each input of the trained part in order, then one for the labels of each loss that has any,
-    and after it one for the input lengths of a CTC.
+class InputColumns:
+    """The feeds of a trained part and of its losses, and the columns that they read."""
 
-    What pre-processing or a tokenizer computes is stored under the name of the tensor.
-    """
-    computed = computed_columns(config, signature)
-    images = {each.name: each for each in image_inputs(config.data, signature)}
-    found = [
-        _feed(info, info.name if info.name in computed else _columns_of(info, config.data, images), images)
-        for info in signature.inputs
-    ]
-    return [*found, *labels(config, signature)]
+    def __init__(self, config: RunConfig, signature: Signature) -> None:
+        self._data = config.data
+        self._loss = config.loss
+        self._losses = config.losses
+        self._signature = signature
+        self.text = text_columns(config, signature)
 
+    @property
+    def made_of_text(self) -> frozenset[str]:
+        """Return the columns that the tokenizer computes."""
+        return self.text.computed if self.text else frozenset()
 
-def computed_columns(config: RunConfig, signature: Signature) -> frozenset[str]:
-    """Return the columns that feed inputs of the trained part and are computed, not read."""
-    text = text_columns(config, signature)
-    return frozenset(signature.computed) | (text.computed if text else frozenset())
+    @property
+    def computed(self) -> frozenset[str]:
+        """Return the columns that feed inputs of the trained part and are computed, not read."""
+        return self.made_of_text.union(self._signature.computed)
+
+    def feeds(self) -> list[Feed]:
+        """Return a feed for each input of the trained part in order, then one for the labels of each loss that has any,
+        and after it one for the input lengths of a CTC.
+
+        What pre-processing or a tokenizer computes is stored under the name of the tensor.
+        """
+        images = {each.name: each for each in image_inputs(self._data, self._signature)}
+        found = []
+        for info in self._signature.inputs:
+            columns = info.name if info.name in self.computed else _columns_of(info, self._data, images)
+            found.append(_feed(info, columns, images))
+        return [*found, *self.labels()]
+
+    def labels(self) -> Iterator[Feed]:
+        """Yield the feeds of the labels of each loss that takes labels."""
+        sizes = {mask.column: mask.size for mask in masks(self._data, self._losses, self._signature)}
+        for place, loss in enumerate(self._losses):
+            if not loss.takes_labels:
+                continue
+            output = self._signature.output(loss.outputs[0])
+            # messages name the setting that the user has written
+            own = bool(self._loss and self._loss[place].label)
+            scores = output.shape if output and loss.has_class_axis else None
+            whole = label_shape(loss, output.shape) if output and output.shape is not None else None
+            yield Feed(
+                key_of(self._losses, place, "label") if own else "data.label",
+                loss.columns,
+                not isinstance(loss.label, str),
+                loss.label_dtype,
+                None if whole is None else whole[1:],
+                is_label=True,
+                mask=sizes.get(loss.columns[0]),
+                scores=scores,
+                class_axis=loss.class_axis,
+            )
+            if loss.input_lengths:
+                key = key_of(self._losses, place, "input_lengths")
+                mask = sizes.get(loss.input_lengths)
+                yield Feed(key, (loss.input_lengths,), False, "int64", (), is_label=True, mask=mask)
+
+    def of_file(self) -> dict[str, Feed]:
+        """Return input of the file -> its feed."""
+        return file_feeds(self._data, self._signature)
+
+    def of_source(self) -> Iterator[Feed]:
+        """Yield the feeds of inputs of the file, and of labels, whose columns the data has itself."""
+        for feed in (*self.of_file().values(), *self.labels()):
+            if not self.made_of_text.issuperset(feed.columns):
+                yield feed
+
+    def to_read(self) -> dict[str, ColumnType]:
+        """Return the columns of the data to read; one that feeds two inputs gets a type that serves both."""
+        found: dict[str, ColumnType] = dict(self.text.read) if self.text else {}
+        for feed in self.of_source():
+            for name in feed.columns:
+                kind = feed.column_type
+                before = found.get(name)
+                if before and {TEXT, BYTES} & {before.dtype, kind.dtype}:
+                    # if the other one takes numbers, `data_problems` refuses it
+                    found[name] = ColumnType(TEXT if TEXT in (before.dtype, kind.dtype) else BYTES)
+                    continue
+                if before:
+                    # one type that holds the values of both readers
+                    kind = ColumnType(np.promote_types(before.dtype, kind.dtype).name, before.shape)
+                found[name] = kind
+        return found
 
 
 def file_feeds(data: DataConfig, signature: Signature) -> dict[str, Feed]:
@@ -111,63 +178,8 @@ def _columns_of(info: TensorInfo, data: DataConfig, images: Mapping[str, ImageIn
     return images[info.name].column if info.name in images else data.inputs.get(info.name, info.name)
 
 
-def labels(config: RunConfig, signature: Signature) -> Iterator[Feed]:
-    """Yield the feeds of the labels of each loss that takes labels."""
-    sizes = {mask.column: mask.size for mask in masks(config, signature)}
-    for feed in label_feeds(config, signature):
-        yield replace(feed, mask=sizes.get(feed.columns[0]))
-
-
-def label_feeds(config: RunConfig, signature: Signature) -> Iterator[Feed]:
-    losses = config.losses
-    for place, loss in enumerate(losses):
-        if not loss.takes_labels:
-            continue
-        output = signature.output(loss.outputs[0])
-        # messages name the setting that the user has written
-        own = bool(config.loss and config.loss[place].label)
-        key = key_of(losses, place, "label") if own else "data.label"
-        stacked = not isinstance(loss.label, str)
-        dtype = loss.label_dtype
-        scores = output.shape if output and loss.has_class_axis else None
-        whole = label_shape(loss, output.shape) if output and output.shape is not None else None
-        shape = None if whole is None else whole[1:]
-        yield Feed(key, loss.columns, stacked, dtype, shape, is_label=True, scores=scores, class_axis=loss.class_axis)
-        if loss.input_lengths:
-            key = key_of(losses, place, "input_lengths")
-            yield Feed(key, (loss.input_lengths,), False, "int64", (), is_label=True)
-
-
 def _feed(info: TensorInfo, columns: str | tuple[str, ...], images: Mapping[str, ImageInput]) -> Feed:
     stacked = not isinstance(columns, str)
     names = (columns,) if isinstance(columns, str) else columns
     image = images.get(info.name)
     return Feed(f"input {info.name}", names, stacked, info.dtype, info.sample_shape, info.sequence, image=image)
-
-
-def feeds_of_source(config: RunConfig, signature: Signature) -> Iterator[Feed]:
-    """Yield the feeds of inputs of the file, and of labels, whose columns the data has itself."""
-    text = text_columns(config, signature)
-    computed = text.computed if text else frozenset[str]()
-    for feed in (*file_feeds(config.data, signature).values(), *labels(config, signature)):
-        if not computed.issuperset(feed.columns):
-            yield feed
-
-
-def columns_to_read(config: RunConfig, signature: Signature) -> dict[str, ColumnType]:
-    """Return the columns of the data to read; one that feeds two inputs gets a type that serves both."""
-    text = text_columns(config, signature)
-    found: dict[str, ColumnType] = dict(text.read) if text else {}
-    for feed in feeds_of_source(config, signature):
-        for name in feed.columns:
-            kind = feed.column_type
-            before = found.get(name)
-            if before and {TEXT, BYTES} & {before.dtype, kind.dtype}:
-                # if the other one takes numbers, `data_problems` refuses it
-                found[name] = ColumnType(TEXT if TEXT in (before.dtype, kind.dtype) else BYTES)
-                continue
-            if before:
-                # one type that holds the values of both readers
-                kind = ColumnType(np.promote_types(before.dtype, kind.dtype).name, before.shape)
-            found[name] = kind
-    return found

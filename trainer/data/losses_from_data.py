@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.images.geometry import fitted_mask
 from onward.trainer.data.images.image_decoding import decode_mask
@@ -30,19 +29,21 @@ ROWS_AT_ONCE = 65536
 FILES_AT_ONCE = 256
 
 
-def losses_from_data(config: RunConfig, rows: LabelledRows, signature: Signature) -> tuple[LossConfig, ...]:
+def losses_from_data(
+    data: DataConfig, losses: Sequence[LossConfig], rows: LabelledRows, signature: Signature
+) -> tuple[LossConfig, ...]:
     """Return the losses with numbers in place of "balanced" weights and of "standard" units of labels.
 
     rows: the training data, or a sample of it. Raises ConfigError where it has no labels, and the errors of
     `with_label_units`.
     """
-    losses = []
-    for loss in config.losses:
+    completed = []
+    for loss in losses:
         if loss.class_weights == "balanced":
-            weights = _weights(loss, rows, config, signature)
+            weights = _weights(loss, rows, data, losses, signature)
             loss = loss.model_copy(update={"class_weights": weights})
-        losses.append(loss)
-    return with_label_units(losses, rows)
+        completed.append(loss)
+    return with_label_units(completed, rows)
 
 
 def take_from_data(losses: Sequence[LossConfig]) -> bool:
@@ -50,13 +51,13 @@ def take_from_data(losses: Sequence[LossConfig]) -> bool:
     return any(loss.class_weights == "balanced" for loss in losses) or bool(standardised_columns(losses))
 
 
-def with_class_axes(config: RunConfig, columns: Schema, signature: Signature) -> RunConfig:
-    """Return the configuration with `loss.class_axis` as the shapes of output and labels say, for the exported loss.
+def with_class_axes(losses: Sequence[LossConfig], columns: Schema, signature: Signature) -> tuple[LossConfig, ...]:
+    """Return the losses with `loss.class_axis` as the shapes of output and labels say, for the exported loss.
 
     columns: those of the shards. Raises ConfigError where several axes fit, or none.
     """
     found = []
-    for loss in config.losses:
+    for loss in losses:
         output = signature.output(loss.outputs[0])
         is_open = loss.has_class_axis and loss.class_axis is None
         column = columns.get(loss.columns[0]) if is_open else None
@@ -67,7 +68,7 @@ def with_class_axes(config: RunConfig, columns: Schema, signature: Signature) ->
             axis = find_class_axis(output.shape, labels, declared=output.shape, name=output.name)
             loss = loss.model_copy(update={"class_axis": axis})
         found.append(loss)
-    return config.model_copy(update={"loss": tuple(found)})
+    return tuple(found)
 
 
 def counted_columns(losses: Sequence[LossConfig]) -> tuple[str, ...]:
@@ -77,14 +78,14 @@ def counted_columns(losses: Sequence[LossConfig]) -> tuple[str, ...]:
 
 
 def count_classes(
-    rows: LabelledRows, names: Sequence[str], config: RunConfig, signature: Signature
+    rows: LabelledRows, names: Sequence[str], data: DataConfig, losses: Sequence[LossConfig], signature: Signature
 ) -> dict[str, tuple[int, ...]]:
     """Return column -> how often each class, from 0 on, is among the rows; negative labels are not counted.
 
     Masks that are stored as files are counted as evaluation reads them, before any augmentation.
     """
     stored = {name for name in names if rows.columns[name].dtype == BYTES}
-    files = {mask.column: mask for mask in masks(config, signature) if mask.column in stored}
+    files = {mask.column: mask for mask in masks(data, losses, signature) if mask.column in stored}
     found = {name: np.zeros(0, np.int64) for name in names}
     most = FILES_AT_ONCE if files else ROWS_AT_ONCE
     for first in range(0, rows.num_rows, most):
@@ -92,7 +93,7 @@ def count_classes(
         for name in names:
             column = values[name]
             if name in files:
-                column = [_decoded(content, files[name], config.data).ravel() for content in column]
+                column = [_decoded(content, files[name], data).ravel() for content in column]
             flat = column.ravel() if isinstance(column, np.ndarray) else np.concatenate([*column, np.zeros(0, int)])
             found[name] = _sum([found[name], np.bincount(flat[flat >= 0].astype(np.int64))])
     return {name: tuple(counts.tolist()) for name, counts in found.items()}
@@ -112,10 +113,12 @@ def _sum(counts: Sequence[Array]) -> Array:
     return total
 
 
-def _weights(loss: LossConfig, rows: LabelledRows, config: RunConfig, signature: Signature) -> tuple[float, ...]:
+def _weights(
+    loss: LossConfig, rows: LabelledRows, data: DataConfig, losses: Sequence[LossConfig], signature: Signature
+) -> tuple[float, ...]:
     known = {name: rows.fitted[name].class_counts for name in loss.columns if name in rows.fitted}
     missing = [name for name in loss.columns if not known.get(name)]
-    known |= count_classes(rows, missing, config, signature) if missing else {}
+    known |= count_classes(rows, missing, data, losses, signature) if missing else {}
     counts = _sum([np.array(known[name], np.int64) for name in loss.columns])
     if 0 <= loss.ignored < len(counts):
         counts[loss.ignored] = 0

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import onnx
 
-from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.input_columns import Feed, feeds, file_feeds
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.data.input_columns import Feed, InputColumns
 from onward.trainer.data.schema.column_computers import rows_between
 from onward.trainer.data.schema.columns import Array, Column, Values, rows_at
 from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo, read_preprocessing
@@ -56,16 +56,16 @@ def _input(feed: Feed, values: Mapping[str, Values]) -> Any:
     return array.reshape(-1, 1) if array.ndim == 1 and rank == 1 else array
 
 
-def open_preprocessor(config: RunConfig, signature: Signature) -> Preprocessor | None:
+def open_preprocessor(model: ModelConfig, columns: InputColumns, signature: Signature) -> Preprocessor | None:
     """Open the pre-processing of the configured model; None if it has none. Raises UnsupportedModel as Preprocessor."""
-    model = read_preprocessing(config.model) if signature.computed else None
-    if model is None:
+    nodes = read_preprocessing(model) if signature.computed else None
+    if nodes is None:
         return None
     results = [info for info in signature.inputs if info.name in signature.computed]
-    trained = {name for feed in feeds(config, signature) for name in feed.columns}
-    own = file_feeds(config.data, signature)
+    trained = {name for feed in columns.feeds() for name in feed.columns}
+    own = columns.of_file()
     file_only = frozenset(name for feed in own.values() for name in feed.columns) - trained
-    return Preprocessor(model, results, own, file_only)
+    return Preprocessor(nodes, results, own, file_only)
 
 
 class Preprocessor:

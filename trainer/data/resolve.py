@@ -21,6 +21,7 @@ from onward.trainer.data.schema.fitted import LabelledRows
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.shards import ShardManifest, Split, open_evaluated, open_shards
 from onward.trainer.data.text.byte_counts import counts_bytes, metrics_from_data
+from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import Record, read_record, write_record
@@ -47,9 +48,10 @@ def resolve(
     """
     completed = config
     if take_from_data(config.losses):
-        completed = completed.model_copy(update={"loss": losses_from_data(config, rows, signature)})
+        completed = completed.model_copy(update={"loss": losses_from_data(config.data, config.losses, rows, signature)})
     if counts_bytes(config.data, config.metrics):
-        metrics = metrics_from_data(config, rows if evaluated is None else evaluated, signature)
+        text = text_columns(config, signature)
+        metrics = metrics_from_data(config.metrics, text, rows if evaluated is None else evaluated)
         completed = completed.model_copy(update={"metrics": metrics})
         # a sample may have no such rows, the evaluated rows must
         if evaluated is not None and counts_bytes(completed.data, completed.metrics):
@@ -71,13 +73,12 @@ def write_resolved(run: RunDir) -> None:
         write_record(run.resolved, _resolved(run, config, manifest, splits))
 
 
-def read_resolved(run: RunDir, split: Split = "evaluation", *, config: RunConfig | None = None) -> RunConfig:
+def read_resolved(run: RunDir, split: Split = "evaluation") -> RunConfig:
     """Return the configuration of a run, completed from its shards. split: the rows on which metrics are evaluated.
 
-    config: what `read_config` has read, None = it is read here. Not collective. Raises the errors of `read_config` and
-    of `resolved_for`.
+    Not collective. Raises the errors of `read_config` and of `resolved_for`.
     """
-    return resolved_for(run, config or read_config(run), [split])[split]
+    return resolved_for(run, read_config(run), [split])[split]
 
 
 def resolved_for(run: RunDir, config: RunConfig, splits: Sequence[Split]) -> dict[Split, RunConfig]:

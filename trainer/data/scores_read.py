@@ -50,7 +50,10 @@ def with_scores(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
     name, and if a file cannot be read, which is reported elsewhere.
     """
     where = local or config
-    if not _is_open(config) or url_of(where.model.path):
+    named = [*config.model.outputs, *(output for each in config.losses for output in each.outputs)]
+    says_teacher = bool(config.teacher.path and config.teacher.output)
+    # some loss must name no output, and nothing be said about that output by its name
+    if says_teacher or "" not in named or url_of(where.model.path):
         return config
     try:
         outputs = _outputs(where.model.path)
@@ -96,13 +99,6 @@ def _read_by(config: RunConfig) -> list[tuple[str, str | tuple[str, ...]]]:
     if not config.losses:
         return [(config.teacher.loss, config.model.output)]
     return [(each.name, each.output) for each in config.losses]
-
-
-def _is_open(config: RunConfig) -> bool:
-    """Return whether some loss names no output, and nothing is said about that output by its name."""
-    if config.teacher.path and config.teacher.output:
-        return False
-    return "" in [*config.model.outputs, *(output for each in config.losses for output in each.outputs)]
 
 
 def _asked(teacher: TeacherConfig, losses: Sequence[LossConfig]) -> list[tuple[str, int | None]]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from onward.trainer.config.losses import key_of, with_outputs
+from onward.trainer.config.losses import LossConfig, key_of, with_outputs
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
@@ -25,11 +25,12 @@ from onward.trainer.config.urls import url_of
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.computations import open_fitted
 from onward.trainer.data.data_problems import data_problems
-from onward.trainer.data.input_columns import computed_columns
+from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.schema.signature import Signature, model_bytes, read_training_signature
+from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.sharding import check_held_out, check_named_files, try_first_rows
 from onward.trainer.data.text.text_checks import text_problems
 from onward.trainer.diagnostics.export_conflicts import export_conflicts, files_in_the_way, is_writable, url_conflicts
@@ -96,25 +97,33 @@ def check_local_files(sections: Sections) -> list[str]:
 def _misfits(config: RunConfig) -> list[str]:
     """Return where model, data and settings do not fit together. Raises Refused where reading goes no further."""
     signature, schema = read_training_signature(config.model), infer_schema(config.data)
-    computed = computed_columns(config, signature)
+    computed = InputColumns(config, signature).computed
     # columns that are computed have their final type and shape only behind the computation
     own = {name: column for name, column in schema.items() if name not in computed}
-    made = frozenset[str]().union(*(fitted.makes for fitted in open_fitted(config, signature, schema)))
+    made = frozenset[str]().union(
+        *(fitted.makes for fitted in open_fitted(config.data, config.losses, signature, schema))
+    )
     # everything that needs no row of the data, so that all of it is reported at once
     misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
-    misfits += [*_training_files(config, signature), *teacher_file_problems(config, signature)]
-    misfits += [*_quantizing(config.model, config.quantize), *_patterns(config), *_cuts(config)]
+    if config.export.training:
+        misfits += _training_files(config.model.path, config.losses, signature)
+    misfits += [*teacher_file_problems(config, signature), *_quantizing(config.model, config.quantize)]
+    misfits += _patterns(config)
+    # the model with QuantizeLinear has tensors of its own
+    if config.parallel.cuts and not config.quantize.aware:
+        misfits += _cuts(config.model.path, config.parallel.cuts)
     misfits += _absent_weights(config.model)
     if misfits:
         misfits += _selected(config.model)
         return misfits
     # from here on rows are read, which takes time and fails at the first bad one
-    check_named_files(config, signature, schema)
+    recipe = recipe_of(config, signature, schema)
+    check_named_files(recipe)
     if computed or made or config.data.image:  # what is computed is tried on the first rows
         columns, fitted_columns = try_first_rows(config, signature, schema)
         misfits = data_problems(config, columns, signature, fitted=fitted_columns)
     if not misfits:
-        check_held_out(config, signature, schema)
+        check_held_out(recipe)
     return misfits
 
 
@@ -135,16 +144,14 @@ def _absent_weights(model: ModelConfig) -> Iterator[str]:
             yield f"model.path: there is no file {folder / name}, which has weights of {model.path.name}"
 
 
-def _training_files(config: RunConfig, signature: Signature) -> list[str]:
+def _training_files(path: Path, losses: Sequence[LossConfig], signature: Signature) -> list[str]:
     """Return why the model or a loss cannot be written into the files of `export.training`."""
-    if not config.export.training:
-        return []
-    model = read_model(config.model.path)
+    model = read_model(path)
     opset = opset_of(model)
     # what the signature has inferred does not count: the files are made of what the model declares
     undeclared = {value.name for value in model.graph.output if not value.type.tensor_type.HasField("shape")}
     problems = [f"export.training: {too_old(opset)}"] if opset < LEAST_OPSET else []
-    for loss in config.losses:
+    for loss in losses:
         output = signature.output(loss.outputs[0])
         if not loss.takes_labels or output is None:
             continue
@@ -202,13 +209,11 @@ def _patterns(config: RunConfig) -> Iterator[str]:
                 yield f"{setting}: no weight of the model matches {pattern!r}{did_you_mean(pattern, stored)}"
 
 
-def _cuts(config: RunConfig) -> Iterator[str]:
+def _cuts(path: Path, cuts: Sequence[str | tuple[str, ...]]) -> Iterator[str]:
     """Yield the cuts that name no tensor: those that neither the file has nor the import can make."""
-    if config.quantize.aware or not config.parallel.cuts:
-        return  # the model with QuantizeLinear has tensors of its own
-    model = read_model(config.model.path)
+    model = read_model(path)
     if not model.functions:
-        for names in unknown_cuts(model, config.parallel.cuts):
+        for names in unknown_cuts(model, cuts):
             # nodes that the import makes are named by identifiers; tasks/checks/import_check.py asks for those
             if certain := [name for name in names if not name.isidentifier()]:
                 yield unknown_tensors(certain, tensors_of(model))

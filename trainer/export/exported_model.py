@@ -35,6 +35,7 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.losses_from_data import with_class_axes
 from onward.trainer.data.schema.signature import digest_of_files
+from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.row_origins import row_origins
 from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.diagnostics.diff import compare
@@ -119,7 +120,7 @@ def export(
         store_integers(original)
     with _staging_directory(folder) as staging:
         untrained = OnnxRunner(trained_part(original, source, staging / "before", config.model), data)
-        baselines = Baselines(config, data, untrained.outputs)
+        baselines = Baselines(config.data, data, untrained.outputs)
         before = untrained.evaluate(baselines.count)  # which counts the labels in the same pass
         load_weights(trainable.module, checkpoint.weights)
         merged = merged_module(trainable)
@@ -201,7 +202,7 @@ def _origins(opened: RunAsRead, data: EvaluationData, wanted: Sequence[int]) -> 
     """Return row -> its place in the source; {} if that cannot be read again."""
     assert data.rows is not None
     try:
-        return row_origins(opened.config, opened.signature, data.rows, data.split, wanted, limit_s=ORIGINS_S)
+        return row_origins(recipe_of(opened.config, opened.signature), data.rows, data.split, wanted, limit_s=ORIGINS_S)
     except OnwardError as error:
         log.info("the report names no files of samples: %s", error)
         return {}
@@ -287,7 +288,8 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path, opened
         settings = begin_at_numbers(written, config.model)
         part = rows_first(extract_subgraph(written, settings), settings)
         rows = open_shards(run.shards, "train")
-        write_artifacts(folder, part, with_class_axes(config, rows.columns, opened.signature), base=staging)
+        losses = with_class_axes(config.losses, rows.columns, opened.signature)
+        write_artifacts(folder, part, config.model_copy(update={"loss": losses}), base=staging)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.resolve import resolved_for
@@ -55,17 +56,16 @@ class RunAsRead:
         config = config or read_config(run)
         splits: tuple[Split, ...] = ("evaluation", "test") if config.data.test_source else ("evaluation",)
         configs = resolved_for(run, config, splits)
-        source = _unchanged_source(config, read_record(run.identity, RunIdentity))
+        source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
         signature = training_signature(source, config.model)
         text = text_columns(config, signature)
         limit = length_limit(text, source.proto.graph)[0] if text else 0
         return cls(configs, signature, source, content_digest(source.proto), limit)
 
 
-def _unchanged_source(config: RunConfig, identity: RunIdentity) -> SourceModel:
+def _unchanged_source(path: Path, identity: RunIdentity) -> SourceModel:
     """Read the original. Raises ExportRefused when the file is gone or changed since the run began."""
     # the weights are written into this graph by name, so it must be the one that was trained
-    path = config.model.path
     source = read_source(path) if path.is_file() else None
     found = digest_of_files(source.files) if source else "gone"
     if source is None or found != identity.model_sha256:

@@ -35,7 +35,7 @@ def with_first_units(config: RunConfig) -> RunConfig:
         return config
     signature = read_training_signature(config.model)
     config = resolve(config, read_first_rows(config, signature, ROWS), signature)
-    return _with_units(config, ["standardised"] * len(config.losses))
+    return config.model_copy(update=_units(config.losses, ["standardised"] * len(config.losses)))
 
 
 def choose_output_units(config: RunConfig) -> tuple[RunConfig, tuple[str, ...], tuple[str, ...]]:
@@ -50,7 +50,8 @@ def choose_output_units(config: RunConfig) -> tuple[RunConfig, tuple[str, ...], 
     rows = read_first_rows(config, signature, max(ROWS, config.micro_batch_size))
     config = resolve(config, rows, signature)
     # without nodes behind the outputs, so that both readings can be made of one pass
-    module = open_trainable(_with_units(config, ["label"] * len(config.losses))).module.eval()
+    by_labels = config.model_copy(update=_units(config.losses, ["label"] * len(config.losses)))
+    module = open_trainable(by_labels).module.eval()
     fixed = config.model.fixed_batch not in ("auto", "any")
     # a file of fixed batch runs with that many rows alone
     number = config.micro_batch_size if fixed else min(ROWS, rows.num_rows)
@@ -80,20 +81,20 @@ def choose_output_units(config: RunConfig) -> tuple[RunConfig, tuple[str, ...], 
             f"{'in its units' if chosen[-1] == 'label' else 'standardised'}: on {batch.size} rows the loss is "
             f"{by_label:.3g} if it is in the label's units, and {by_standard:.3g} if it is standardised"
         )
-    return _with_units(config, chosen), tuple(chosen), tuple(said)
+    return config.model_copy(update=_units(config.losses, chosen)), tuple(chosen), tuple(said)
 
 
 def _standardises(losses: Sequence[LossConfig]) -> bool:
     return any(loss.standardise_label != "none" for loss in losses)
 
 
-def _with_units(config: RunConfig, chosen: Sequence[str]) -> RunConfig:
-    """Return the configuration, of filled-in losses, with choices in place of "auto"."""
+def _units(losses: Sequence[LossConfig], chosen: Sequence[str]) -> dict[str, tuple[LossConfig, ...]]:
+    """Return what changes of a configuration: its losses, filled in, with choices in place of "auto"."""
     chosen_losses = (
         loss.model_copy(update={"output_units": units}) if loss.output_units == "auto" else loss
-        for loss, units in zip(config.losses, chosen, strict=True)
+        for loss, units in zip(losses, chosen, strict=True)
     )
-    return config.model_copy(update={"loss": tuple(chosen_losses)})
+    return {"loss": tuple(chosen_losses)}
 
 
 def _replaced(outputs: Sequence[Tensor], place: int, values: Tensor) -> list[Tensor]:

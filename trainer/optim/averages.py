@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import AVERAGE_METRICS, WEIGHTS_METRICS
 from onward.trainer.config.sections.training import AverageConfig
 from onward.trainer.distributed.weights import Placement, Weight, average_key, averages_in, weights_in
@@ -162,18 +161,20 @@ def average_shapes(
     return others, {}
 
 
-def exported_weights(config: RunConfig, tensors: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
+def exported_weights(
+    average: AverageConfig, tensors: Mapping[str, Tensor], *, exports_average: bool, source: str
+) -> dict[str, Tensor]:
     """Return the weights of a checkpoint that are exported, by initializer name: the trained ones, or their average.
 
     Frozen weights have no average. Raises CheckpointError if the checkpoint has none of the configured kind.
     """
     weights = weights_in(tensors)
-    if not config.exports_average:
+    if not exports_average:
         return weights
-    averages = averages_in(tensors, config.average.saved_kind)
+    averages = averages_in(tensors, average.saved_kind)
     if not averages:
         raise CheckpointError(
-            f"{source} has no average of kind {config.average.kind!r} to export; set export.weights = 'trained', or "
+            f"{source} has no average of kind {average.kind!r} to export; set export.weights = 'trained', or "
             "choose a checkpoint that was saved with [average]"
         )
     return weights | averages

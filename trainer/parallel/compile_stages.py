@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, fx
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.model import CompileMode
+from onward.trainer.config.sections.model import CompileMode, GraphConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.model.compile import CompileChoice, Compiler, runtime_nodes
 from onward.trainer.parallel.cost import Autocast, estimate_costs
@@ -81,7 +82,17 @@ def choose(
 ) -> CompileChoice:
     """Return how to compile, and log it; the same on every rank. Arguments and errors as of `compile_stages`."""
     is_static = one_shape and config.graph.compile != "dynamic"
-    mode, reason = _mode(graph, config, example, device=device, is_static=is_static, autocast=autocast)
+    wanted = config.graph.compile_mode
+    mode, reason = wanted or "default", ""
+    obstacles = list(_cuda_graph_obstacles(graph, config.graph, config.parallel, device, is_static=is_static))
+    if wanted == "reduce-overhead" and obstacles:
+        raise ConfigError(
+            "graph.compile 'reduce-overhead' captures CUDA graphs, which is impossible "
+            f"{' and '.join(obstacles)}; use 'default'"
+        )
+    # tensor parallelism would put collectives into the graph, which nothing here has tried
+    if not (wanted or obstacles) and config.parallel.tensor == 1:
+        mode, reason = _estimated_mode(graph, example, config.precision.compute, autocast)
     choice = CompileChoice(
         shapes="static" if is_static else "dynamic",
         mode=mode,
@@ -91,28 +102,10 @@ def choose(
     return choice
 
 
-def _mode(
-    graph: fx.GraphModule,
-    config: RunConfig,
-    example: Sequence[Tensor],
-    *,
-    device: torch.device,
-    is_static: bool,
-    autocast: Autocast,
+def _estimated_mode(
+    graph: fx.GraphModule, example: Sequence[Tensor], compute: str, autocast: Autocast
 ) -> tuple[CompileMode, str]:
-    """Return the mode of torch.compile, and the reason in brackets where it was chosen here."""
-    wanted = config.graph.compile_mode
-    obstacles = list(_cuda_graph_obstacles(graph, config, device, is_static=is_static))
-    if wanted == "reduce-overhead" and obstacles:
-        raise ConfigError(
-            "graph.compile 'reduce-overhead' captures CUDA graphs, which is impossible "
-            f"{' and '.join(obstacles)}; use 'default'"
-        )
-    if wanted is not None:
-        return wanted, ""
-    # tensor parallelism would put collectives into the graph, which nothing here has tried
-    if obstacles or config.parallel.tensor > 1:
-        return "default", ""
+    """Return the mode of torch.compile on a GPU, and the reason in brackets."""
     nodes = {node.name: node for node in graph.graph.nodes}
     try:
         costs = estimate_costs(graph, example, autocast=autocast)
@@ -123,24 +116,24 @@ def _mode(
     flops, num_bytes = (sum(each) for each in zip(*((c.flops, c.output_bytes) for c in costs.values()), strict=True))
     launch_ms = 1e3 * LAUNCH_S * calls
     # 3: the backward pass takes twice as long as the forward pass
-    computing_ms = 3e3 * (flops / typical("cuda", config.precision.compute).flops_per_s + num_bytes / BYTES_PER_S)
+    computing_ms = 3e3 * (flops / typical("cuda", compute).flops_per_s + num_bytes / BYTES_PER_S)
     reason = f" (estimated for a micro-batch: {launch_ms:.3f} ms of launches, {computing_ms:.3f} ms of computing)"
     return "reduce-overhead" if launch_ms > computing_ms else "default", reason
 
 
 def _cuda_graph_obstacles(
-    graph: fx.GraphModule, config: RunConfig, device: torch.device, *, is_static: bool
+    graph: fx.GraphModule, config: GraphConfig, parallel: ParallelConfig, device: torch.device, *, is_static: bool
 ) -> Iterable[str]:
     """Yield what forbids CUDA graphs. The rules of the configuration refuse some of it before a job starts."""
     if device.type != "cuda":
         yield "on a CPU"
     if not is_static:
         yield "with dynamic shapes"
-    if config.parallel.pipeline > 1:
-        yield f"with parallel.pipeline {config.parallel.pipeline}, which keeps results of several micro-batches"
-    if config.parallel.zero:
-        yield f"with parallel.zero {config.parallel.zero}, which gathers weights at other addresses"
-    if config.graph.compile == "repeated":
+    if parallel.pipeline > 1:
+        yield f"with parallel.pipeline {parallel.pipeline}, which keeps results of several micro-batches"
+    if parallel.zero:
+        yield f"with parallel.zero {parallel.zero}, which gathers weights at other addresses"
+    if config.compile == "repeated":
         yield "with graph.compile 'repeated', where one graph reads the weights of several layers"
     if breaks := runtime_nodes(graph):
         yield f"with {len(breaks)} nodes that are computed by Python"

@@ -40,7 +40,7 @@ from onward.trainer.parallel.pipeline.rematerialise import partitioned_nodes
 from onward.trainer.parallel.pipeline.split import split
 from onward.trainer.parallel.pipeline.stage import Stage, build_stages
 from onward.trainer.parallel.planning.device_model import CPU, Device
-from onward.trainer.parallel.planning.stage_memory import activation_budget
+from onward.trainer.parallel.planning.stage_memory import RankMemory
 from onward.trainer.parallel.recomputation.compressed_activations import compress_stages
 from onward.trainer.parallel.recomputation.recompute import Mode, recompute
 from onward.trainer.parallel.recomputation.recompute_choice import choose_by_budget, choose_by_name, unit_costs
@@ -144,11 +144,11 @@ def build_layout(
     module_of_last = module if rank == last else _copy_without_data(module)
     divided = divide(module_of_last, config, rank=last, group=group, device=device)
     cuts = find_cuts(divided.module, config.parallel, config.recompute, example, autocast, with_costs=with_costs)
-    largest = cut(divided, cuts, config, device)
+    largest = cut(divided, cuts, config.parallel, device)
     if rank == last:
         return largest
     own = divide(module, config, rank=rank, group=group, device=device)
-    return replace(cut(own, cuts, config, device), largest=largest)
+    return replace(cut(own, cuts, config.parallel, device), largest=largest)
 
 
 # -- tensor parallelism
@@ -250,7 +250,7 @@ def find_cuts(
     return Cuts(stage_cuts, unit_cuts, node_costs)
 
 
-def cut(divided: DividedGraph, cuts: Cuts, config: RunConfig, device: Device) -> Layout:
+def cut(divided: DividedGraph, cuts: Cuts, parallel: ParallelConfig, device: Device) -> Layout:
     """Split the divided graph into stages of units. The graph itself is not changed, and may be cut again."""
     module = divided.module
     units = iter(split(module, sorted({*cuts.stages, *cuts.units}, key=lambda point: point.position)))
@@ -258,7 +258,7 @@ def cut(divided: DividedGraph, cuts: Cuts, config: RunConfig, device: Device) ->
     # parts of each stage: one more than the cuts inside it
     sizes = [1 + sum(begin < point.position < end for point in cuts.units) for begin, end in itertools.pairwise(ends)]
     stages = build_stages(module, [[*itertools.islice(units, size)] for size in sizes], cuts.node_costs)
-    shared = _shared_weights(stages, config.parallel.pipeline)
+    shared = _shared_weights(stages, parallel.pipeline)
     return Layout(
         tuple(stages),
         cuts,
@@ -372,9 +372,8 @@ def _fewest_units(
     units = [unit for stage in stages for unit in unit_costs(stage.chain.parts, layout.cuts.node_costs)]
     batch_bytes = sum(value.nbytes for value in inputs)
     # what the weights, gradients and buffers leave of the limit
-    left_bytes, in_flight = activation_budget(
-        stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes, device_type=layout.device.type
-    )
+    memory = RankMemory(stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
+    left_bytes, in_flight = memory.left_for_activations(layout.device.type)
     _, picked = choose_by_budget(units, in_flight=in_flight, budget_bytes=left_bytes, modes=("none", mode))
     # `picked` numbers the units of all stages one after the other
     ends = [0, *itertools.accumulate(len(stage.chain.parts) for stage in stages)]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import read_as_logits
 from onward.trainer.config.sections.ranks import LaunchConfig
@@ -108,9 +109,10 @@ def checks(
             check_last_samples(config, rows.counts[0])
         except ConfigError as error:
             findings.errors.append(error)
+    batch_of = partial(one_batch, rows, config, signature)
 
     def batch(number: int, kind: Kind = "evaluation") -> Batch:
-        return one_batch(rows, config, signature, np.arange(number), training=kind != "evaluation")
+        return batch_of(np.arange(number), training=kind != "evaluation")
 
     kept_bytes = graph.kept_bytes_per_row(batch(1))
     # the CPU may compute in another type than the run, which then keeps other numbers
@@ -136,7 +138,7 @@ def checks(
     found: list[Check] = [
         ("the warnings of `onward doctor`", lambda: _warn(config, trainable, use, findings)),
         *((size.what, partial(run, size=size, gradients=size is first)) for size in sizes),
-        ("the units of the labels", lambda: _warn_of_labels(config, rows, findings)),
+        ("the units of the labels", lambda: _warn_of_labels(config.losses, rows, findings)),
     ]
     if config.precision.compute in ("auto", "bf16") and not _is_on_gpu(config.launch):
         timed = partial(batch, first.rows, "training")
@@ -148,7 +150,7 @@ def checks(
     if any(loss.is_own for loss in config.losses):
         found += [
             ("that a loss of a file is a sum over rows", lambda: _check_sums(graph, compared, findings)),
-            ("rows without labels", lambda: check_empty_labels(graph, rows, config, signature, findings)),
+            ("rows without labels", lambda: check_empty_labels(graph, rows, batch_of, findings)),
         ]
     found += [
         ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
@@ -206,7 +208,7 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
     outputs = [w for name in config.model.outputs for w in output_warnings(model, graph, name, is_run=True)]
     updates = update_warnings(config.optimizer, trainable.module)
     findings.numbers = (_numbers_trained(trainable.module), audit.numbers())
-    findings.warnings = (*exporter_warnings(audit), *outputs, *updates, *same_teacher(config))
+    findings.warnings = (*exporter_warnings(audit), *outputs, *updates, *same_teacher(config.model, config.teacher))
     refused = refused_warnings(findings.warnings, config.model.accept)
     for problem in [*update_problems(config.optimizer, trainable.module), *refused]:
         findings.refuse(problem)
@@ -217,9 +219,9 @@ def _warn(config: RunConfig, trainable: TrainableModel, use: BatchUse, findings:
                 findings.refuse(problem)
 
 
-def _warn_of_labels(config: RunConfig, rows: FirstRows, findings: Findings) -> None:
+def _warn_of_labels(losses: Sequence[LossConfig], rows: FirstRows, findings: Findings) -> None:
     if findings.batches:
-        findings.warnings += tuple(label_warnings(config.losses, rows, findings.batches[0].loss))
+        findings.warnings += tuple(label_warnings(losses, rows, findings.batches[0].loss))
 
 
 def _numbers_trained(module: ImportedGraph) -> int:

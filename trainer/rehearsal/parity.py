@@ -6,12 +6,15 @@ training, export makes the same comparisons.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.exported_model import trained_part
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
@@ -61,9 +64,10 @@ def compare_untrained(trainable: TrainableModel, config: RunConfig, data: Evalua
     NotCompared.
     """
     form = training_form(trainable.model, trainable.base)
-    compared = (
-        _inference_form(trainable, config, folder / "inference") if form else _as_given(trainable, config, folder)
-    )
+    if form:
+        compared = _inference_form(trainable, config.model, folder / "inference")
+    else:
+        compared = _as_given(trainable, config.model, config.losses, folder)
     runner = OnnxRunner(compared, data)
     trainable.module.eval()
     problems = runner.compare(trainable.module, batches=1, tolerance=config.export.tolerance)
@@ -73,8 +77,8 @@ def compare_untrained(trainable: TrainableModel, config: RunConfig, data: Evalua
     if not form:
         return Parity(runner.parity, runner.rounding, runner.runtime)
     # a file that draws numbers in training form is compared without the nodes that draw
-    without_draws = _inference_form(trainable, config, folder / "norms", norms=False) if form.draws else None
-    given = _as_given(trainable, config, folder)
+    without_draws = _inference_form(trainable, config.model, folder / "norms", norms=False) if form.draws else None
+    given = _as_given(trainable, config.model, config.losses, folder)
     file = GivenFile(given, form, without_draws or given)
     apart = difference_of_forms(file, trainable.module, data, tolerance=config.export.tolerance)
     # `not <=`: NaN must be said, too
@@ -82,44 +86,45 @@ def compare_untrained(trainable: TrainableModel, config: RunConfig, data: Evalua
     return Parity(runner.parity, runner.rounding, runner.runtime, said)
 
 
-def part_in_inference_form(trainable: TrainableModel, config: RunConfig, folder: Path) -> ModelFile | onnx.ModelProto:
+def part_in_inference_form(
+    trainable: TrainableModel, settings: ModelConfig, losses: Sequence[LossConfig], folder: Path
+) -> ModelFile | onnx.ModelProto:
     """Return what the module computes, as a file: the graph behind pre-processing. Raises NotCompared."""
-    settings = begin_at_numbers(trainable.model, config.model)
-    numbers = config.model_copy(update={"model": settings})
+    settings = begin_at_numbers(trainable.model, settings)
     if training_form(trainable.model, trainable.base):
-        return _inference_form(trainable, numbers, folder)
-    return _as_given(trainable, numbers, folder)
+        return _inference_form(trainable, settings, folder)
+    return _as_given(trainable, settings, losses, folder)
 
 
-def _as_given(trainable: TrainableModel, config: RunConfig, folder: Path) -> ModelFile | onnx.ModelProto:
+def _as_given(
+    trainable: TrainableModel, settings: ModelConfig, losses: Sequence[LossConfig], folder: Path
+) -> ModelFile | onnx.ModelProto:
     """Return the trained part of the graph, in which nothing is changed but what [model] asks for."""
     model = trainable.model
-    settings = config.model
-    adds_units = any(loss.output_units == "standardised" for loss in config.losses)
+    adds_units = any(loss.output_units == "standardised" for loss in losses)
     changes_weights = bool(settings.num_classes or settings.untie)
     if changes_weights or adds_units or trains_subgraph(model, settings):
-        return _part(model, trainable, config, folder)
+        return _part(model, trainable, settings, folder)
     return ModelFile(settings.path, model)
 
 
 def _inference_form(
-    trainable: TrainableModel, config: RunConfig, folder: Path, *, norms: bool = True
+    trainable: TrainableModel, settings: ModelConfig, folder: Path, *, norms: bool = True
 ) -> ModelFile | onnx.ModelProto:
     """Return the trained part of the graph as inference computes it; norms: BatchNormalization, too."""
     model = onnx.ModelProto()
-    settings = config.model
     model.CopyFrom(trainable.model)
     # the tensors that the trained part begins and ends with keep their names
     kept = tuple(filter(None, (*begin_at_numbers(model, settings).start, *settings.outputs)))
     strip_training(model, keep=kept, base=trainable.base, norms=norms)
-    return _part(model, trainable, config, folder)
+    return _part(model, trainable, settings, folder)
 
 
 def _part(
-    model: onnx.ModelProto, trainable: TrainableModel, config: RunConfig, folder: Path
+    model: onnx.ModelProto, trainable: TrainableModel, settings: ModelConfig, folder: Path
 ) -> ModelFile | onnx.ModelProto:
-    copied = sum((trainable.base / name).stat().st_size for name in locations(extract_subgraph(model, config.model)))
+    copied = sum((trainable.base / name).stat().st_size for name in locations(extract_subgraph(model, settings)))
     if copied > COPIED_BYTES:
         raise NotCompared(f"{gib(copied)} of external data would have to be copied for it")
     folder.mkdir(parents=True, exist_ok=True)
-    return trained_part(model, config.model.path, folder, config.model)
+    return trained_part(model, settings.path, folder, settings)

@@ -97,7 +97,7 @@ def _planned(folder: RunDir, config: RunConfig) -> RunConfig:
 
 def _check_division(config: RunConfig, module: ImportedGraph | None, findings: Findings) -> None:
     """Add the planner's error if the graph cannot be divided as configured. module: None = it opens the file."""
-    if config.parallel.sizes == "auto" or not needs_plan(config):
+    if config.parallel.sizes == "auto" or not needs_plan(config.parallel, config.recompute):
         return
     from onward.trainer.parallel.planning.planner import plan
 

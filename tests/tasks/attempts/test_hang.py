@@ -161,8 +161,8 @@ def test_a_rank_of_another_host_is_named_with_that_host_unless_hosts_were_lost_s
     config = read_config(run)
     found = {"world_size": 2, "expected_world_size": 2, "pid": 1, "device": "cpu", "versions": {}, "memory_bytes": 1}
     ranks = [{**found, "rank": rank, "host": f"h{rank}", "all_reduce": 1, "all_reduce_expected": 1} for rank in (0, 1)]
-    assert host_of(run, 1, config) == "unknown host"
+    assert host_of(run, 1, config.launch) == "unknown host"
     write_record(run.runtime, RuntimeReport.model_validate({"ranks": ranks, "launch_s": 1, "disk_free_bytes": 1}))
-    assert [host_of(run, rank, config) for rank in (0, 1, 2)] == ["h0", "h1", "unknown host"]
+    assert [host_of(run, rank, config.launch) for rank in (0, 1, 2)] == ["h0", "h1", "unknown host"]
     left = config.model_copy(update={"launch": config.launch.model_copy(update={"hostfile": "hosts-left"})})
-    assert host_of(run, 1, left) == "unknown host"
+    assert host_of(run, 1, left.launch) == "unknown host"

@@ -116,7 +116,7 @@ def test_a_retry_waits_until_the_disk_takes_a_checkpoint(
     ending(run, "storage")
     answers = iter(["it is full", "it is full", ""])
     monkeypatch.setattr(readiness, "storage_problem", lambda folder, needed: next(answers))
-    wait_until_ready(run, read_config(run))
+    wait_until_ready(run)
     assert quick == [0, 2, 2]
     assert "it is full: waiting up to 600 s for that to change" in caplog.text
 
@@ -133,7 +133,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_the_numbers(
     ending(run, "storage", checkpoint=20)
     numbers = r"bytes free of the 8,79\d,\d+,\d+,\d+ that are needed; make room .*waited for 0 s"
     with pytest.raises(StorageUnavailable, match=numbers):
-        wait_until_ready(run, read_config(run))
+        wait_until_ready(run)
     assert "cannot be written" in storage_problem(Path("/proc"))
 
 
@@ -144,7 +144,7 @@ def test_a_job_that_cannot_be_written_down_is_not_taken_for_one_that_was_stopped
     run = new_run(tmp_path)
     attempt = Attempt.begin(run, read_config(run))
     error = OSError(number, os.strerror(number), "job.json")
-    with pytest.raises(OSError, match=r"job\.json"), attempt.recorded_if_interrupted(read_config(run)):
+    with pytest.raises(OSError, match=r"job\.json"), attempt.recorded_if_interrupted():
         raise error
     (found,) = endings(run)
     assert (found.kind, found.retry) == (kind, 0)
@@ -175,7 +175,7 @@ def test_hosts_that_do_not_answer_are_asked_again_after_2_10_and_60_seconds_and_
     run = hosts_run(tmp_path)
     silent.add("h1")
     with pytest.raises(RuntimeUnavailable, match=r"1 host does not answer: h1 \(No route to host\); bring them back"):
-        wait_until_ready(run, read_config(run))
+        wait_until_ready(run)
     assert quick == [0, 2, 10, 60]
 
 
@@ -184,13 +184,13 @@ def test_a_run_that_may_goes_on_with_the_hosts_that_answer_and_takes_the_others_
 ) -> None:
     run = hosts_run(tmp_path, on_host_lost="fewer")
     silent.add("h1")
-    wait_until_ready(run, read_config(run))
+    wait_until_ready(run)
     config = read_config(run)
     assert (config.world_size, config.micro_batch_size, config.train.gradient_accumulation_steps) == (2, 2, 2)
     assert Path(config.launch.hostfile).read_text() == "h0 slots=2\n"
     assert "going on with 2 of 4 replicas on h0 (launch.on_host_lost)" in caplog.text
     silent.clear()
-    wait_until_ready(run, config)
+    wait_until_ready(run)
     assert read_config(run) == read_config(
         new_run(
             tmp_path,
@@ -214,4 +214,4 @@ def test_hosts_too_few_for_one_replica_end_the_run_with_the_numbers(
     ending(run, "host_lost")
     silent.add("h1")
     with pytest.raises(RuntimeUnavailable, match=r"the 1 slots that are left take no layout .* it needs 2 ranks"):
-        wait_until_ready(run, read_config(run))
+        wait_until_ready(run)

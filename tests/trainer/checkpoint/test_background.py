@@ -244,8 +244,12 @@ def test_killed_while_it_writes_the_checkpoint_before_is_the_newest(run: RunDir)
 def test_auto_copies_where_memory_is_free_and_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "free_memory", lambda device: 1000)
     two = MPIContext(0, 2, 0, 2, "here", torch.device("cpu"))
-    assert background_refusal(config("auto"), two, 250) == ""
-    assert "takes 251 bytes, and 500 are free" in background_refusal(config("auto"), two, 251)
-    assert background_refusal(config(True), two, 251) == ""
-    assert background_refusal(config(False), two, 1) == "checkpoint.background = false"
-    assert "parallel.memory_gib" in background_refusal(config("auto", memory_gib=1), two, 1)
+
+    def refusal(settings: RunConfig, num_bytes: int) -> str:
+        return background_refusal(settings.checkpoint.background, settings.parallel.memory_gib, two, num_bytes)
+
+    assert refusal(config("auto"), 250) == ""
+    assert "takes 251 bytes, and 500 are free" in refusal(config("auto"), 251)
+    assert refusal(config(True), 251) == ""
+    assert refusal(config(False), 1) == "checkpoint.background = false"
+    assert "parallel.memory_gib" in refusal(config("auto", memory_gib=1), 1)

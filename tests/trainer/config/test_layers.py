@@ -10,7 +10,7 @@ import pytest
 
 from onward.flows.configuration import config, origins
 from onward.flows.shown.terminal_tables import changed_lines, config_lines
-from onward.trainer.config.flat_settings import changed_settings, flat_settings
+from onward.trainer.config.flat_settings import changed_settings, flat_settings, origins_of
 from onward.trainer.config.layers import read_layers
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.errors import ConfigError
@@ -149,7 +149,7 @@ def test_the_printed_configuration_has_origins_as_comments_and_loads_again(folde
     assert "learning_rate = 0.01  # run.toml [optimizer]" in text
     assert "shuffle = true  # default" in text
     assert build_config(tomllib.loads(text)) == resolved
-    changed = list(changed_lines(resolved, known))
+    changed = list(changed_lines(changed_settings(resolved), known))
     assert any(line.startswith("train.seed = 4 ") and line.endswith("# override") for line in changed)
     assert not [line for line in changed if line.startswith("train.shuffle")]
     assert build_config(tomllib.loads("\n".join(changed))) == resolved
@@ -166,7 +166,8 @@ def test_a_changed_loss_of_several_loads_again_too(folder: Path) -> None:
 
 def test_the_run_directory_has_the_origins(folder: Path) -> None:
     given = read_layers(Path("run.toml"))
-    record_origins(RunDir(folder / "run"), load_config(Path("run.toml")), given.origins)
+    config = load_config(Path("run.toml"))
+    record_origins(RunDir(folder / "run"), origins_of(config, given.origins), flat_settings(config))
     found = read_record(RunDir(folder / "run").origins, Origins).settings
     assert found["optimizer.learning_rate"] == "run.toml [optimizer]"
     assert "train.seed" not in found

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches, evaluation_batches
-from onward.trainer.data.input_columns import columns_to_read
+from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.shards import Shards, open_shards
 from onward.trainer.errors import ConfigError, DataError
@@ -41,7 +41,7 @@ class Prepared:
             "parallel": sections.get("parallel", {}),
         }
         self.config: RunConfig = build_config(raw)
-        columns = columns_to_read(self.config, self.signature)
+        columns = InputColumns(self.config, self.signature).to_read()
         self.directory, _, _ = make_shards(self.config.data, columns, folder / "cache")
 
     @property

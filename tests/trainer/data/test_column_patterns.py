@@ -9,7 +9,7 @@ import pytest
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.completed_settings import with_columns
+from onward.trainer.data.completed_settings import with_inputs
 from onward.trainer.data.tables.column_patterns import expanded, matching
 from onward.trainer.errors import ConfigError
 
@@ -70,6 +70,6 @@ def test_the_columns_are_those_of_the_data_and_are_read_only_for_patterns(tmp_pa
         "data": {"source": str(tmp_path / "data.csv"), "inputs": {"x": ["f*"]}},
         "train": {"num_steps": 1},
     }
-    config = with_columns(build_config(settings))
+    config = with_inputs(build_config(settings))
     assert config.data.inputs == {"x": ("f2", "f1")}
-    assert with_columns(config) is config
+    assert with_inputs(config) is config

@@ -14,7 +14,7 @@ import pytest
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.completed_settings import with_columns
+from onward.trainer.data.completed_settings import with_inputs
 from onward.trainer.data.reading import series_windows
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
@@ -68,7 +68,7 @@ def config_of(
         "table": {"window": windows} | (table or {}),
     }
     model = {"path": folder / "model.onnx", "loss": "mse"}
-    return with_columns(build_config({"model": model, "data": data, "train": {"num_steps": 1}}))
+    return with_inputs(build_config({"model": model, "data": data, "train": {"num_steps": 1}}))
 
 
 def windows_of(config: RunConfig, folder: Path) -> dict[str, list[tuple[list[float], list[float]]]]:

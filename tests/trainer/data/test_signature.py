@@ -13,7 +13,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.data_problems import data_problems
-from onward.trainer.data.input_columns import columns_to_read
+from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.schema.columns import Column, ColumnType, Schema
 from onward.trainer.data.schema.signature import read_signature
 from onward.trainer.errors import UnsupportedModel
@@ -133,4 +133,4 @@ def test_a_column_that_two_read_is_kept_in_a_type_that_serves_both(tmp_path: Pat
         data=DataConfig(source="x", inputs={"features": ("a", "b", "c", "d")}, label="a"),
         train={"num_steps": 1},
     )
-    assert columns_to_read(config, read_signature(tmp_path / "m.onnx"))["a"] == ColumnType("float64", ())
+    assert InputColumns(config, read_signature(tmp_path / "m.onnx")).to_read()["a"] == ColumnType("float64", ())

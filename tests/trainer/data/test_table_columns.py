@@ -16,7 +16,7 @@ from sklearn.preprocessing import FunctionTransformer, MinMaxScaler, RobustScale
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.completed_settings import with_columns
+from onward.trainer.data.completed_settings import with_inputs
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.formats import table_readers as tables
 from onward.trainer.data.schema import columns as columns_module
@@ -148,7 +148,7 @@ def test_settings_by_pattern_and_indicators(tmp_path: Path) -> None:
         "categories": ["city"],
     }
     config = config_of(tmp_path, table, table=settings, further=["*_missing"])
-    config = with_columns(config)
+    config = with_inputs(config)
     assert config.data.inputs["features"] == (*FEATURES, "year_missing")
     assert check_files_and_data(dict(config)) == []
     manifest, found = sharded(config, tmp_path)

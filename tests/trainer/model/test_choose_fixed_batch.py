@@ -14,7 +14,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import evaluation_batches
 from onward.trainer.data.batches.step_shares import check_last_samples
-from onward.trainer.data.input_columns import columns_to_read
+from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ConfigError
@@ -96,7 +96,7 @@ def test_a_joint_file_takes_whole_batches_only(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a run of 38 samples ends with 2; .*train\.num_steps = 4"):
         check_last_samples(config, 38)
     signature = read_training_signature(config.model)
-    directory, _, _ = make_shards(config.data, columns_to_read(config, signature), tmp_path / "cache")
+    directory, _, _ = make_shards(config.data, InputColumns(config, signature).to_read(), tmp_path / "cache")
     shards = open_shards(directory, "evaluation")
     assert shards.num_rows % 4
     share = {"num_replicas": 2, "device": CPU}

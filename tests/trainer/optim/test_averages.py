@@ -200,12 +200,13 @@ def test_the_average_is_exported_where_its_metric_chooses_the_checkpoint(tmp_pat
         (ema | of_average | {"export": {"weights": "trained", "checkpoint": "last"}}, 0.0),
     ):
         config = configured(tmp_path, **settings)
-        found = exported_weights(config, tensors, source="step-7")
+        found = exported_weights(config.average, tensors, exports_average=config.exports_average, source="step-7")
         assert found.keys() == {"a", "frozen"}
         assert found["a"].tolist() == [expected, expected], settings
-    assert configured(tmp_path, **ema, **of_average).promote_metric == "evaluation/loss", "of the file"
+    config = configured(tmp_path, **ema, **of_average)
+    assert config.promote_metric == "evaluation/loss", "of the file"
     with pytest.raises(CheckpointError, match=r"step-7 has no average of kind 'ema' to export; set export.weights"):
-        exported_weights(configured(tmp_path, **ema, **of_average), {"model/a": torch.zeros(2)}, source="step-7")
+        exported_weights(config.average, {"model/a": torch.zeros(2)}, exports_average=True, source="step-7")
 
 
 @pytest.mark.parametrize(

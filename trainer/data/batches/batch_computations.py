@@ -24,32 +24,25 @@ from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.text.block_masks import open_block_masks
 from onward.trainer.data.text.masking import open_masking
+from onward.trainer.data.text.text_columns import text_columns
 
 
 def open_batch_transforms(
     config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]
 ) -> list[BatchTransform]:
     """Return what computes batches from stored columns, in order. fitted: what was found on the data, by column."""
-    opened = (
-        open_image_batches(config, signature),
-        open_masking(config, signature, fitted),
-        open_block_masks(config, signature),
-    )
-    return [transform for transform in opened if transform]
-
-
-def open_image_batches(config: RunConfig, signature: Signature) -> ImageBatches | None:
-    """Return what makes tensors of images; None without [data.image]."""
-    images = image_inputs(config.data, signature)
-    if not images or config.data.image is None:
-        return None
-    return ImageBatches(
-        config.data.image,
-        images,
-        seed=config.train.seed,
-        masks=masks(config, signature),
-        mixed=mixed_labels(config, signature),
-    )
+    data = config.data
+    seed = config.train.seed
+    text = text_columns(config, signature)
+    transforms: list[BatchTransform] = []
+    images = image_inputs(data, signature)
+    if images and data.image is not None:
+        mixed = mixed_labels(data, config.losses, signature)
+        transforms.append(
+            ImageBatches(data.image, images, seed=seed, masks=masks(data, config.losses, signature), mixed=mixed)
+        )
+    of_text = (open_masking(text, fitted, seed=seed), open_block_masks(text))
+    return [*transforms, *(transform for transform in of_text if transform)]
 
 
 def noise_keys(samples: Samples, seed: int) -> Array:

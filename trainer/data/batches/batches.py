@@ -31,7 +31,7 @@ from onward.trainer.data.batches.row_lengths import RowLengths
 from onward.trainer.data.batches.row_padding import least_lengths, longest_row, padded_rows
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.batches.step_shares import check_last_samples, divide, end_of_share
-from onward.trainer.data.input_columns import Feed, feeds
+from onward.trainer.data.input_columns import Feed, InputColumns
 from onward.trainer.data.schema.batch_transforms import Samples
 from onward.trainer.data.schema.columns import Array, Schema, Values
 from onward.trainer.data.schema.fitted import Fitted
@@ -285,7 +285,8 @@ class _Collate:
         """Whether the graph takes micro-batches of one size only, so that smaller ones are filled up."""
         self._size = config.micro_batch_size
         self._copies = DeviceCopies(device)
-        self._feeds = feeds(config, signature)
+        matched = InputColumns(config, signature)
+        self._feeds = matched.feeds()
         self._transforms = open_batch_transforms(config, signature, shards.fitted)
         columns = {name for feed in self._feeds for name in feed.columns}
         if missing := sorted(columns - shards.columns.keys()):
@@ -308,7 +309,7 @@ class _Collate:
         self._pad_values |= {**shards.pad_values, **config.data.pad_values}
         self._least = least_lengths(columns, self._losses, inputs)
         self._pad_left = {name for name, fitted in shards.fitted.items() if fitted.pad_left}
-        self.counts = RowLengths(inputs, shards.columns, config, signature, shards.pad_values)
+        self.counts = RowLengths(inputs, shards.columns, matched.text, shards.pad_values)
 
     def __call__(self, samples: Samples, *, is_padding: bool = False, group: int = 0) -> Batch:
         filled = samples

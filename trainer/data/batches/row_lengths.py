@@ -14,11 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed
 from onward.trainer.data.schema.columns import Array, Schema, Values
-from onward.trainer.data.schema.signature import Signature
-from onward.trainer.data.text.text_columns import text_columns
+from onward.trainer.data.text.text_columns import TextColumns
 
 PREDICTS_TOKENS = ("causal", "tokens")
 """The tasks of text whose labels have one class for each token; those of `masked` have one for a few of them."""
@@ -31,8 +29,7 @@ class RowLengths:
         self,
         inputs: Sequence[Feed],
         columns: Schema,
-        config: RunConfig,
-        signature: Signature,
+        text: TextColumns | None,
         pad_values: Mapping[str, float],
     ) -> None:
         varying = {place: feed.columns[0] for place, feed in enumerate(inputs) if columns[feed.columns[0]].variable}
@@ -40,7 +37,7 @@ class RowLengths:
         """The inputs whose rows have lengths of their own, by their places."""
         self._varying = tuple(varying.values())
         self._pad_values = pad_values
-        self._text = text = text_columns(config, signature)
+        self._text = text
         """None: the data is no text, and has no tokens."""
         self._mask = text.inputs["attention_mask"].name if text and "attention_mask" in text.inputs else ""
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD, ImageConfig
 from onward.trainer.data.images.geometry import Size
@@ -213,18 +212,18 @@ class Mask:
     """The classes of the output; None for a loss whose labels are no classes, or where the file leaves it open."""
 
 
-def masks(config: RunConfig, signature: Signature) -> list[Mask]:
+def masks(data: DataConfig, losses: Sequence[LossConfig], signature: Signature) -> list[Mask]:
     """Return the columns of masks that losses read; [] without. Raises ConfigError as `image_inputs`, and for masks of
     losses that cannot ignore borders."""
-    image = config.data.image
+    image = data.image
     if image is None or not image.mask_columns:
         return []
-    images = image_inputs(config.data, signature)
+    images = image_inputs(data, signature)
     found = dict[str, Mask]()
     problems = list[str]()
     # pixels of a mask that are outside of its image have no class
     has_borders = image.resize == "pad" or image.augment.crop_padding > 0
-    for loss in config.losses:
+    for loss in losses:
         for name in set(loss.columns) & set(image.mask_columns):
             found[name] = Mask(name, images[0].size, loss.ignored, _num_classes(loss, signature, images[0].size))
             if has_borders and not loss.has_classes:
@@ -236,7 +235,7 @@ def masks(config: RunConfig, signature: Signature) -> list[Mask]:
             if abs(loss.ignored) > 32767:
                 problems.append(f"ignore_index {loss.ignored} does not fit masks, which hold -32768..32767")
     if not found:
-        labels = ", ".join(name for loss in config.losses for name in loss.columns)
+        labels = ", ".join(name for loss in losses for name in loss.columns)
         problems.append(
             f"no loss reads the masks in column {', '.join(image.mask_columns)}, but {labels}; set data.label"
         )
@@ -270,23 +269,23 @@ class MixedLabels:
     num_classes: int
 
 
-def mixed_labels(config: RunConfig, signature: Signature) -> MixedLabels | None:
+def mixed_labels(data: DataConfig, losses: Sequence[LossConfig], signature: Signature) -> MixedLabels | None:
     """Return the labels that are mixed, None without MixUp and CutMix. Raises ConfigError where they cannot be."""
-    image = config.data.image
+    image = data.image
     if image is None or not image.augment.mixes:
         return None
     what = "data.image.augment.mixup and cutmix make labels probabilities of classes"
     problems = []
     # one list for all losses: exactly one, which takes probabilities, is allowed
-    takes_them = [loss.has_class_axis and "soft_labels" in loss.rule.takes for loss in config.losses]
+    takes_them = [loss.has_class_axis and "soft_labels" in loss.rule.takes for loss in losses]
     if takes_them != [True]:
-        names = ", ".join(each.name for each in config.losses) or config.model.loss
+        names = ", ".join(each.name for each in losses) or "teacher"
         problems.append(f"{what}, which one cross-entropy on class numbers takes, not {names}")
     # a teacher alone: there are no labels to mix
-    if not config.losses:
+    if not losses:
         raise ConfigError(problems)
-    loss = config.losses[0]
-    inputs = image_inputs(config.data, signature)
+    loss = losses[0]
+    inputs = image_inputs(data, signature)
     if integers := [each.name for each in inputs if each.takes_integers]:
         problems.append(
             f"data.image.augment.mixup and cutmix mix floating-point numbers, but input {', '.join(integers)} takes "

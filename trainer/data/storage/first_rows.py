@@ -79,7 +79,7 @@ def read_first_rows(
     spread: read rows from all over the source, which is counted for it, in place of the first ones: a source may be
     sorted by class. schema: the columns of the source, if they are known.
 
-    Raises DataError when the source cannot be read or holds no row to train on, and the errors of `open_computers`.
+    Raises DataError when the source cannot be read or holds no row to train on, and the errors of `read_and_computed`.
     """
     data = config.data
     recipe = recipe_of(config, signature, schema)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.label_units import standardised_columns, units_of_column
 from onward.trainer.data.losses_from_data import count_classes, counted_columns
 from onward.trainer.data.schema.fitted import Fitted
@@ -15,7 +16,7 @@ from onward.trainer.run.records import write_record
 
 
 def with_label_statistics(
-    directory: Path, manifest: ShardManifest, config: RunConfig, signature: Signature
+    directory: Path, manifest: ShardManifest, data: DataConfig, losses: Sequence[LossConfig], signature: Signature
 ) -> ShardManifest:
     """Return the manifest with what losses need to know of all labels, also in the directory.
 
@@ -24,9 +25,9 @@ def with_label_statistics(
     """
     stored = {column.name: column for column in manifest.columns}  # labels that are made with each batch are not
     known = {name: manifest.fitted.get(name, Fitted()) for name in stored}
-    counted = [name for name in counted_columns(config.losses) if name in stored]
+    counted = [name for name in counted_columns(losses) if name in stored]
     uncounted = [name for name in counted if not known[name].class_counts]
-    kinds = {name: kind for name, kind in standardised_columns(config.losses).items() if name in stored}
+    kinds = {name: kind for name, kind in standardised_columns(losses).items() if name in stored}
     unscaled = [name for name, kind in kinds.items() if kind not in known[name].label_units]
     if not uncounted and not unscaled:
         return manifest
@@ -38,7 +39,7 @@ def with_label_statistics(
 
     fitted = dict(manifest.fitted)
     if uncounted:
-        for name, counts in count_classes(rows(uncounted), uncounted, config, signature).items():
+        for name, counts in count_classes(rows(uncounted), uncounted, data, losses, signature).items():
             fitted[name] = known[name].model_copy(update={"class_counts": counts})
     for name in unscaled:
         units = {**known[name].label_units, kinds[name]: units_of_column(rows([name]), name, kinds[name])}

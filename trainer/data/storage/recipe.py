@@ -77,7 +77,7 @@ class Recipe:
 def recipe_of(config: RunConfig, signature: Signature, schema: Schema | None = None) -> Recipe:
     """Return what a configuration reads, computes and stores. schema: the columns of the source, if they are known.
 
-    Raises DataError as `stored_columns`, and the errors of `open_computers`.
+    Raises DataError as `stored_columns`, and the errors of `read_and_computed`.
     """
     schema = schema or infer_schema(config.data)
     columns, computers = read_and_computed(config, signature, schema)

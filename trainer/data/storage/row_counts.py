@@ -40,7 +40,7 @@ def count_rows(config: RunConfig, cache: Path) -> RowCount:
     if manifest := cached_shards(config, cache):
         files = [file for split in (manifest.train, manifest.evaluation, manifest.test) for file in split]
         return _evaluated(
-            config,
+            config.data.evaluation_rows,
             manifest.rows("train"),
             manifest.rows("evaluation"),
             f"the shards in the cache, {cache / manifest.key}",
@@ -49,14 +49,13 @@ def count_rows(config: RunConfig, cache: Path) -> RowCount:
     # one row is asked for: all are counted on the way where the source is small
     counts = read_first_rows(config, read_training_signature(config.model), 1).counts
     if counts:
-        return _evaluated(config, *counts, "counted in the source")
+        return _evaluated(config.data.evaluation_rows, *counts, "counted in the source")
     why = f"its {size / 2**20:,.0f} MiB are counted while they are sharded, which a run does first"
     return RowCount(source=f"not known: {why}")
 
 
-def _evaluated(config: RunConfig, train: int, evaluation: int, source: str, *, shard_bytes: int = 0) -> RowCount:
-    most = config.data.evaluation_rows or evaluation
-    return RowCount(train=train, evaluation=min(most, evaluation), source=source, shard_bytes=shard_bytes)
+def _evaluated(most: int, train: int, evaluation: int, source: str, *, shard_bytes: int = 0) -> RowCount:
+    return RowCount(train=train, evaluation=min(most or evaluation, evaluation), source=source, shard_bytes=shard_bytes)
 
 
 def cached_shards(config: RunConfig, cache: Path) -> ShardManifest | None:

@@ -11,23 +11,20 @@ from collections.abc import Collection
 
 import numpy as np
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.columns import fit_block
-from onward.trainer.data.schema.signature import Signature
-from onward.trainer.data.storage.recipe import recipe_of
+from onward.trainer.data.storage.recipe import Recipe
 from onward.trainer.data.storage.shards import Shards, Split
 
 
 def row_origins(
-    config: RunConfig, signature: Signature, rows: Shards, split: Split, wanted: Collection[int], *, limit_s: float
+    recipe: Recipe, rows: Shards, split: Split, wanted: Collection[int], *, limit_s: float
 ) -> dict[int, str]:
     """Return row of the split -> its place in the source, as messages about bad rows name it.
 
     Without those that are not found within `limit_s`; {} where the rows of the shards are not those of the source, as
     windows of packed texts are not. Raises DataError for a source that has changed since.
     """
-    recipe = recipe_of(config, signature)
     drops_rows = bool(rows.manifest.skipped or rows.manifest.left_out)
     # which rows a computer has refused is known only after computing all of them again
     if recipe.packer or (drops_rows and recipe.computers):
@@ -37,7 +34,7 @@ def row_origins(
     of_split = dict(zip(rows.numbers(np.array(sorted(wanted))).tolist(), sorted(wanted), strict=True))
     found: dict[int, str] = {}
     counts = Counter[str]()
-    for source in sources.source_ranges(config.data):
+    for source in sources.source_ranges(recipe.data):
         for block, held_out in sources.read_range(source, recipe.request):
             good = fit_block(block, recipe.columns)[1] if drops_rows else np.ones(len(block.index), bool)
             for part, chosen in (("train", good & ~held_out), (source.held_split, good & held_out)):

@@ -67,12 +67,12 @@ def make_training_shards(
 ) -> tuple[Path, ShardManifest, bool]:
     """Shard the data that a configuration trains on, with the columns that are computed; else as `shard`.
 
-    Raises the errors of `shard`, `read_training_signature` and `open_computers`.
+    Raises the errors of `shard`, `read_training_signature` and `read_and_computed`.
     """
     signature = read_training_signature(config.model)
     labels = {name for loss in config.losses for name in loss.columns}
     directory, manifest, cached = shard(recipe_of(config, signature), cache, labels, report)
-    return directory, with_label_statistics(directory, manifest, config, signature), cached
+    return directory, with_label_statistics(directory, manifest, config.data, config.losses, signature), cached
 
 
 def try_first_rows(
@@ -81,7 +81,7 @@ def try_first_rows(
     """Return the columns of the source with those that are computed, and what is fitted, both of the first rows.
 
     schema: the columns of the source, if they are known. Raises DataError, also for results that cannot be stored, and
-    the errors of `open_computers`.
+    the errors of `read_and_computed`.
     """
     schema = schema or infer_schema(config.data)
     read, computers = read_and_computed(config, signature, schema)
@@ -100,20 +100,19 @@ def try_first_rows(
     return schema, {}
 
 
-def check_named_files(config: RunConfig, signature: Signature, schema: Schema) -> None:
+def check_named_files(recipe: Recipe) -> None:
     """Raise DataError with the cells of all rows that name files which must not be read."""
-    if problems := outside_files(config.data, recipe_of(config, signature, schema).columns):
+    if problems := outside_files(recipe.data, recipe.columns):
         raise DataError(problems)
 
 
-def check_held_out(config: RunConfig, signature: Signature, schema: Schema) -> None:
+def check_held_out(recipe: Recipe) -> None:
     """Read the first rows of the evaluation and test data. Raises DataError where none can be read as the others."""
-    recipe = recipe_of(config, signature, schema)
-    held_out = [rows for rows in sources.source_ranges(config.data) if not rows.is_trained]
+    held_out = [rows for rows in sources.source_ranges(recipe.data) if not rows.is_trained]
     for rows in held_out:
         for block, _ in islice(sources.read_range(rows, recipe.request), 1):
             _, good, bad = fit_block(block, recipe.columns)
-            if len(good) and not good.any() and config.data.bad_rows == "fail":
+            if len(good) and not good.any() and recipe.data.bad_rows == "fail":
                 raise DataError(f"{block.where(row)}: {bad[row]}" for row in sorted(bad)[:MAX_NAMED_ROWS])
 
 

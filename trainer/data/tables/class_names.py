@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from onward.trainer.config.losses import LossConfig, key_of
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.columns import BYTES, TEXT, Array, Column, ColumnType, Schema, Values
@@ -199,9 +198,14 @@ def class_problems(name: str, found: Fitted, num_classes: int | None, output: st
     ]
 
 
-def single_classes(config: RunConfig, table: Schema, fitted: Mapping[str, Fitted]) -> Iterator[str]:
-    """Yield the labels of a cross-entropy that are the same class in all rows, of which `table` has the extremes."""
-    for loss in config.losses:
+def single_classes(
+    losses: Sequence[LossConfig], table: Schema, fitted: Mapping[str, Fitted], *, is_short: bool
+) -> Iterator[str]:
+    """Yield the labels of a cross-entropy that are the same class in all rows, of which `table` has the extremes.
+
+    is_short: whether there is no [loss], only its short form.
+    """
+    for loss in losses:
         column = table.get(loss.label) if isinstance(loss.label, str) else None
         if not loss.rule.needs_two_scores or column is None:
             continue
@@ -210,7 +214,7 @@ def single_classes(config: RunConfig, table: Schema, fitted: Mapping[str, Fitted
         classes = fitted[column.name].classes if column.name in fitted else ()
         only = column.extremes[:1] if column.extremes and column.extremes[0] == column.extremes[-1] else ()
         if len(classes) == 1 or (only and not classes):
-            key = key_of(config.losses, config.losses.index(loss), "label") if config.loss else "data.label"
+            key = "data.label" if is_short else key_of(losses, losses.index(loss), "label")
             yield (
                 f"every row has the class {[*classes, *only][0]!r} in column {column.name!r}, so there is nothing to "
                 f"learn; add rows of other classes, or name another column in {key}"

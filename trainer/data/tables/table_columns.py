@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.tables import Missing, Scaling
 from onward.trainer.data.input_columns import file_feeds
@@ -45,28 +45,30 @@ class Plan:
     """Whether the column feeds an input of integers, so that nothing but `missing = "skip"` is done with it."""
 
 
-def open_table_columns(config: RunConfig, signature: Signature, schema: Schema) -> list[NumberColumns | Categories]:
+def open_table_columns(
+    data: DataConfig, losses: Sequence[LossConfig], signature: Signature, schema: Schema
+) -> list[NumberColumns | Categories]:
     """Return what [data.table] computes of columns of the source, which `schema` describes.
 
     Raises ConfigError for patterns that match no column that feeds the model, and for labels.
     """
-    table = config.data.table
+    table = data.table
     if table == type(table)():
         return []
-    feeds = file_feeds(config.data, signature).values()
+    feeds = file_feeds(data, signature).values()
     read = {name for feed in feeds for name in feed.columns}
     # a model may read only whether a column is missing
     read |= {name.removesuffix(INDICATOR) for name in read}
     inputs = [name for name in schema if name in read]
-    labels = {name for loss in config.losses for name in loss.columns}
-    problems = _pattern_problems(config.data, inputs, labels)
+    labels = {name for loss in losses for name in loss.columns}
+    problems = _pattern_problems(data, inputs, labels)
     texts = matching([*table.categories], inputs) if table.categories else ()
-    categories = [Categories(schema[name], table.vocabularies.get(name), config) for name in texts if name in schema]
+    categories = [Categories(schema[name], table.vocabularies.get(name), data) for name in texts if name in schema]
     of_integers = [feed for feed in feeds if "float" not in feed.dtype]
     integers = {name for feed in of_integers for name in feed.columns}
     plans: dict[str, Plan] = {}
     for name in inputs:
-        plan = _plan(config.data, name, inputs)
+        plan = _plan(data, name, inputs)
         given = isinstance(table.standardise, dict) and plan.scaling != "none"
         if name in texts or not schema[name].holds_numbers or plan == Plan():
             continue
@@ -289,8 +291,8 @@ class Categories(FittedComputer):
     file_only: frozenset[str] = frozenset()
     pad_values: Mapping[str, float] = {}
 
-    def __init__(self, column: Column, vocabulary: Sequence[str] | None, config: RunConfig) -> None:
-        table = config.data.table
+    def __init__(self, column: Column, vocabulary: Sequence[str] | None, data: DataConfig) -> None:
+        table = data.table
         self._name = column.name
         chosen = table.missing
         if isinstance(chosen, dict):

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.schema.batch_transforms import Samples
 from onward.trainer.data.schema.columns import Array, Values
-from onward.trainer.data.schema.signature import Signature
-from onward.trainer.data.text.text_columns import text_columns
+from onward.trainer.data.text.text_columns import TextColumns
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,8 @@ class BlockMasks:
         return {**values, self.name: mask[:, None] if self.has_heads else mask}
 
 
-def open_block_masks(config: RunConfig, signature: Signature) -> BlockMasks | None:
+def open_block_masks(columns: TextColumns | None) -> BlockMasks | None:
     """Return what makes masks; None where texts do not share windows, or are not kept apart."""
-    columns = text_columns(config, signature)
     if columns is None or columns.block_mask is None:
         return None
     info = columns.block_mask

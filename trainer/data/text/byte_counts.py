@@ -16,13 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.schema.fitted import LabelledRows
-from onward.trainer.data.schema.signature import Signature
-from onward.trainer.data.text.text_columns import text_columns
+from onward.trainer.data.text.text_columns import TextColumns
 
 TEXT_BYTES = "/bytes"
 """Behind the name of the input of ids: the column with the bytes of text that the targets of a row stand for."""
@@ -53,13 +51,14 @@ def bytes_of_tokens(text: str, encoding: Any, length: int) -> Array:
     return np.diff(reached, prepend=0)
 
 
-def metrics_from_data(config: RunConfig, rows: LabelledRows, signature: Signature) -> tuple[MetricConfig, ...]:
+def metrics_from_data(
+    metrics: Sequence[MetricConfig], columns: TextColumns | None, rows: LabelledRows
+) -> tuple[MetricConfig, ...]:
     """Return the metrics with `bytes_per_target` of bits_per_byte as in these rows, unchanged if these have no text.
 
-    config: `counts_bytes` holds for it. rows: the evaluated ones, all of which are read. So the metric is the exact
+    metrics: `counts_bytes` holds for them. rows: the evaluated ones, all of which are read. So the metric is the exact
     quotient of the bits of all targets and the bytes of their text, because an evaluation counts each row once.
     """
-    columns = text_columns(config, signature)
     assert columns is not None
     name = columns.inputs["input_ids"].name + TEXT_BYTES
     num_bytes = 0
@@ -69,9 +68,9 @@ def metrics_from_data(config: RunConfig, rows: LabelledRows, signature: Signatur
         # both sums are exact integers: the quotient is rounded once
         num_bytes += int(np.sum(values[name]))
         num_targets += sum(int((np.asarray(row) != columns.ignore_index).sum()) for row in values[columns.label])
-    metrics = []
-    for metric in config.metrics:
+    completed = []
+    for metric in metrics:
         if num_bytes and metric.name == "bits_per_byte" and metric.bytes_per_target is None:
             metric = metric.model_copy(update={"bytes_per_target": num_bytes / num_targets})
-        metrics.append(metric)
-    return tuple(metrics)
+        completed.append(metric)
+    return tuple(completed)

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.schema.batch_transforms import Samples
 from onward.trainer.data.schema.columns import Array, Values
 from onward.trainer.data.schema.fitted import Fitted, Vocabulary
 from onward.trainer.data.schema.permutation import hash_key, keyed_hash
-from onward.trainer.data.schema.signature import Signature
-from onward.trainer.data.text.text_columns import text_columns
+from onward.trainer.data.text.text_columns import TextColumns
 from onward.trainer.errors import ConfigError
 
 WORDS = "/words"
@@ -80,9 +78,8 @@ class Masking:
         return masked.astype(ids.dtype), np.where(chosen, ids.astype(np.int64), self.ignore_index)
 
 
-def open_masking(config: RunConfig, signature: Signature, fitted: Mapping[str, Fitted]) -> Masking | None:
+def open_masking(columns: TextColumns | None, fitted: Mapping[str, Fitted], *, seed: int) -> Masking | None:
     """Return what masks the tokens of a batch; None for other tasks. fitted: by column, of the shards."""
-    columns = text_columns(config, signature)
     if columns is None or columns.config.task != "masked":
         return None
     ids = columns.inputs["input_ids"].name
@@ -99,7 +96,7 @@ def open_masking(config: RunConfig, signature: Signature, fitted: Mapping[str, F
         vocabulary,
         text.mask_probability,
         text.whole_words,
-        seed=config.train.seed,
+        seed=seed,
         ignore_index=columns.ignore_index,
     )
 

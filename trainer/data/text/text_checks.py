@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import onnx
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import MetricConfig, metrics_of
@@ -38,7 +39,8 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
         *input_problems(columns, config.data, config.losses, signature),
         *_column_problems(columns, schema, has_types=has_types),
     ]
-    problems += _byte_problems(columns, config)
+    if counts_bytes(config.data, config.metrics):
+        problems += _byte_problems(columns, config.losses, config.metrics)
     graph = read_model(config.model.path).graph
     limit, problem = length_limit(columns, graph)
     problems += [each for each in (problem, _position_problem(columns, graph)) if each]
@@ -119,16 +121,17 @@ def _hindrance_of_padding(columns: TextColumns, graph: onnx.GraphProto) -> str:
     )
 
 
-def _byte_problems(columns: TextColumns, config: RunConfig) -> Iterator[str]:
+def _byte_problems(
+    columns: TextColumns, losses: Sequence[LossConfig], metrics: Sequence[MetricConfig]
+) -> Iterator[str]:
     """Yield what is wrong with bits_per_byte of losses whose targets are not the next tokens."""
-    if counts_bytes(config.data, config.metrics):
-        for each in config.metrics:
-            measured = [loss for loss in config.losses if each in metrics_of(loss, config.metrics)]
-            if each.name == "bits_per_byte" and any(loss.label != columns.label for loss in measured):
-                yield (
-                    f"metrics: {each.key} counts the bytes of the next tokens, but it measures losses of other labels, "
-                    "too; name an output, or set bytes_per_target"
-                )
+    for each in metrics:
+        measured = [loss for loss in losses if each in metrics_of(loss, metrics)]
+        if each.name == "bits_per_byte" and any(loss.label != columns.label for loss in measured):
+            yield (
+                f"metrics: {each.key} counts the bytes of the next tokens, but it measures losses of other labels, "
+                "too; name an output, or set bytes_per_target"
+            )
 
 
 def _position_problem(columns: TextColumns, graph: onnx.GraphProto) -> str:

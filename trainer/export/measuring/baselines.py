@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.reading.series_windows import AHEAD
@@ -42,7 +41,7 @@ class Baselines:
     no baseline; neither has a run with a teacher.
     """
 
-    def __init__(self, config: RunConfig, data: EvaluationData, outputs: Sequence[str]) -> None:
+    def __init__(self, config: DataConfig, data: EvaluationData, outputs: Sequence[str]) -> None:
         self._data = data
         self._outputs = outputs
         self._why = ""
@@ -52,7 +51,7 @@ class Baselines:
         # all losses or none: one without a best constant has no value to add to the total
         if kinds and all(kinds) and not losses.soft:
             self._constant = " and ".join(dict.fromkeys(kinds))
-        self._series = _series(config.data, losses) if data.rows is not None else ""
+        self._series = _series(config, losses) if data.rows is not None else ""
         names = [name for name, is_known in ((self._constant, self._constant), (LAST, self._series)) if is_known]
         self._metrics: dict[str, EvaluationMetrics] = {name: data.new_metrics(outputs) for name in names}
         self._losses = losses

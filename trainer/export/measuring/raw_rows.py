@@ -12,21 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.column_computers import computed_chunks
 from onward.trainer.data.schema.columns import Array, Block, Cells, fit_block, in_parts, select
-from onward.trainer.data.schema.signature import Signature
-from onward.trainer.data.storage.recipe import recipe_of
+from onward.trainer.data.storage.recipe import Recipe
 from onward.trainer.data.storage.shards import ShardManifest
 
 
-def read_raw_rows(config: RunConfig, signature: Signature, manifest: ShardManifest, most: int) -> dict[str, list[Any]]:
+def read_raw_rows(recipe: Recipe, manifest: ShardManifest, most: int) -> dict[str, list[Any]]:
     """Return the first `most` evaluation rows of the shards: column of the source -> cells, nothing computed.
 
     Raises DataError if the source cannot be read any more.
     """
-    recipe = recipe_of(config, signature)
     stored = recipe.columns
     computers = recipe.computers
     # only what is computed of a row says whether sharding has left it out
@@ -34,7 +31,7 @@ def read_raw_rows(config: RunConfig, signature: Signature, manifest: ShardManife
     if is_checked:
         recipe.fit()
     found: dict[str, list[Any]] = {column.name: [] for column in stored}
-    ranges = [rows for rows in sources.source_ranges(config.data) if rows.held_split == "evaluation"]
+    ranges = [rows for rows in sources.source_ranges(recipe.data) if rows.held_split == "evaluation"]
     for rows in ranges:
         for block, held_out in in_parts(sources.read_range(rows, recipe.request), stored):
             if not held_out.any():

@@ -19,13 +19,13 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.images.image_computer import pixels_of
 from onward.trainer.data.images.image_decoding import decode_image
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.schema.columns import Array
-from onward.trainer.data.schema.signature import Signature, read_training_signature
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.shards import ShardManifest, open_shards
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.measuring.differences import relative_difference
@@ -71,7 +71,9 @@ def write_with_preprocessing(run: RunDir, exported: ExportedModel, target: Path)
     compared = list[float]()
     latency = list[float]()
     rows = 0
-    for numbers, raw in _raw_batches(names, recipe, config, signature, manifest, model):
+    images = {image.column: image.channels == 1 for image in image_inputs(config.data, signature)}
+    raw_rows = read_raw_rows(recipe_of(config, signature), manifest, COMPARED_IMAGES if images else COMPARED_ROWS)
+    for numbers, raw in _raw_batches(names, recipe, images, raw_rows, model):
         batch = one_batch(open_shards(run.shards, "evaluation"), config, signature, numbers)
         given = {info.name: tensor.numpy() for info, tensor in zip(signature.inputs, batch.inputs, strict=False)}
         feeds = [_fed(session, given | raw) for session in sessions]
@@ -280,21 +282,19 @@ def _column(column: TableColumn, value: str, graph: onnx.GraphProto, extender: G
 def _raw_batches(
     names: Mapping[str, str],
     recipe: Preprocessing,
-    config: RunConfig,
-    signature: Signature,
-    manifest: ShardManifest,
+    images: Mapping[str, bool],
+    rows: Mapping[str, list[Any]],
     model: onnx.ModelProto,
 ) -> Iterator[tuple[Array, dict[str, Array]]]:
     """Yield (numbers of evaluation rows [n], input of the new graph -> their raw values).
 
-    Images differ in size, so that each is a batch of its own, repeated where the graph fixes the size of a batch.
+    images: the columns of images, and whether they are grey. They differ in size, so that each is a batch of its own,
+    repeated where the graph fixes the size of a batch.
     """
-    images = {image.column: image.channels == 1 for image in image_inputs(config.data, signature)}
     categories: dict[str, TableColumn] = {}
     for how in recipe.inputs.values():
         if isinstance(how, TableInput):
             categories |= {column.name: column for column in how.columns if column.categories}
-    rows = read_raw_rows(config, signature, manifest, COMPARED_IMAGES if images else COMPARED_ROWS)
     count = min(len(rows[name]) for name in names)
     # raw inputs have the batch of the file
     fixed = next(_batch(each.type.tensor_type) for each in model.graph.input if each.name in names.values())

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig, export_problems
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.update_rules import training_files_problems
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.training.gradients import gradient_of, training_model, updated
@@ -143,14 +144,14 @@ def _loss_records(losses: Sequence[LossConfig], names: LossNames, evaluation: Lo
     )
 
 
-def _layer_scales(model: onnx.ModelProto, config: RunConfig) -> dict[str, float]:
+def _layer_scales(model: onnx.ModelProto, config: ModelConfig, layer_decay: float, *, fuse: bool) -> dict[str, float]:
     """Return name -> factor on the learning rate, by the layers of the graph as training imports it."""
-    if config.optimizer.layer_decay == 1.0:
+    if layer_decay == 1.0:
         return {}
-    widen = config.model.fixed_batch in ("auto", "any")
-    module = to_module(model, fuse=config.graph.fuse, tie=config.model.tie, train=config.model.train, widen=widen)
-    select_trained(module, train=config.model.train, freeze=config.model.freeze)
-    return layer_scales(module, config.optimizer.layer_decay)
+    widen = config.fixed_batch in ("auto", "any")
+    module = to_module(model, fuse=fuse, tie=config.tie, train=config.train, widen=widen)
+    select_trained(module, train=config.train, freeze=config.freeze)
+    return layer_scales(module, layer_decay)
 
 
 def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, base: Path) -> TrainingArtifacts:
@@ -188,7 +189,7 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
         clip_norm=config.train.clip_norm,
         gradient=gradient_of,
         updated=updated,
-        layer_scales=_layer_scales(model, config),
+        layer_scales=_layer_scales(model, config.model, config.optimizer.layer_decay, fuse=config.graph.fuse),
     )
     own = [*training.weights, *training.statistics]
     evaluation = evaluation_model(model, losses, names=names, weights=own, copies=module.copies)

@@ -57,7 +57,7 @@ def with_soft_labels(
             for number, rows in chunks[first : first + mpi.world_size][mpi.rank : mpi.rank + 1]:
                 if not files.is_complete(number):
                     # only where a chunk is missing: a resumed run does not even open the teacher
-                    teacher = teacher or _teacher_alone(config, names, mpi.device)
+                    teacher = teacher or _teacher_alone(open_with_teacher(config).module, names, mpi.device)
                     files.write(number, _computed(teacher, split, config, signature, rows, mpi.device, beat))
             beat()
             dist.barrier()
@@ -66,9 +66,8 @@ def with_soft_labels(
     return labelled_splits
 
 
-def _teacher_alone(config: RunConfig, names: Sequence[str], device: torch.device) -> ImportedGraph:
-    """Return a module of the teacher that takes the model's inputs and returns the soft labels."""
-    module = open_with_teacher(config).module
+def _teacher_alone(module: ImportedGraph, names: Sequence[str], device: torch.device) -> ImportedGraph:
+    """Return a module of the teacher that takes the model's inputs and returns the soft labels. module: of both."""
     nodes = dict(zip(module.output_names, output_nodes(module.graph), strict=True))
     # the model's own nodes have no reader then, and are eliminated
     module.graph.output_node().args = (tuple(nodes[name] for name in names),)

@@ -64,7 +64,8 @@ def with_teacher(
     if cached:
         merged = _with_soft_labels(module, soft)
     else:
-        merged = _merged(module, _imported(part, config, by_parts=by_parts), outputs, config)
+        teacher = _imported(part, Path(config.teacher.path), fuse=config.graph.fuse, by_parts=by_parts)
+        merged = _merged(module, teacher, outputs, config.teacher, soft)
     kept = {merged.output_names[0], *(output for loss in config.losses for output in loss.outputs)}
     kept |= {loss.student for loss in soft if not loss.matched}
     _add_outputs(merged, soft, [shapes[output] for output in outputs], kept=kept, seed=config.train.seed)
@@ -97,16 +98,15 @@ def _teacher_part(
         ) from error
 
 
-def _imported(part: onnx.ModelProto, config: RunConfig, *, by_parts: bool) -> ImportedGraph:
+def _imported(part: onnx.ModelProto, path: Path, *, fuse: bool, by_parts: bool) -> ImportedGraph:
     """Import the teacher, untrained and in inference form."""
-    path = Path(config.teacher.path)
     names = [value.name for value in part.graph.output]
     if declared_batch(part.graph) and (use := batch_use(part, path.parent, outputs=names)).kind != "any":
         raise ConfigError(
             f"teacher.path {path} declares a batch of {use.declared}, and no other is proved right ({use.reason}); "
             "export the teacher with a dynamic batch"
         )
-    teacher = to_module(part, base=path.parent, fuse=config.graph.fuse, by_parts=by_parts)
+    teacher = to_module(part, base=path.parent, fuse=fuse, by_parts=by_parts)
     for parameter in teacher.parameters():
         parameter.requires_grad_(False)
     for child in teacher.modules():
@@ -129,7 +129,13 @@ def _with_soft_labels(module: ImportedGraph, soft: Sequence[SoftLoss]) -> Import
     return merged
 
 
-def _merged(module: ImportedGraph, teacher: ImportedGraph, outputs: Sequence[str], config: RunConfig) -> ImportedGraph:
+def _merged(
+    module: ImportedGraph,
+    teacher: ImportedGraph,
+    outputs: Sequence[str],
+    config: TeacherConfig,
+    soft: Sequence[SoftLoss],
+) -> ImportedGraph:
     """Return a module of both graphs on the same inputs; it shares all tensors with the two.
 
     outputs: the teacher's for each soft loss.
@@ -139,7 +145,7 @@ def _merged(module: ImportedGraph, teacher: ImportedGraph, outputs: Sequence[str
             f"the weight {taken[0]!r} of the model has the name of a teacher's; rename it to train with one"
         )
     # inputs of the same name are the same, unless [teacher.inputs] says otherwise
-    sources = {name: config.teacher.inputs.get(name, name) for name in teacher.input_names}
+    sources = {name: config.inputs.get(name, name) for name in teacher.input_names}
     if missing := [name for name, source in sources.items() if source not in module.input_names]:
         raise ConfigError(
             f"teacher: the model has no input {', '.join(map(repr, missing))}, which the teacher reads; the model's "
@@ -161,7 +167,7 @@ def _merged(module: ImportedGraph, teacher: ImportedGraph, outputs: Sequence[str
     module.add_module(TEACHER_MODULE, teacher)
     merged = _like(module, graph)
     delattr(module, TEACHER_MODULE)
-    merged.output_names = (*module.output_names, *(loss.teacher_output for loss in config.soft_losses))
+    merged.output_names = (*module.output_names, *(loss.teacher_output for loss in soft))
     # both files may have a weight of one name: the teacher's get a prefix
     paths = {f"{TEACHER_MODULE}.{path}": TEACHER + name for path, name in teacher.onnx_names.items()}
     merged.onnx_names = {**module.onnx_names, **paths}

@@ -25,6 +25,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, Batches
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.schema.signature import Signature
+from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.row_origins import row_origins
 from onward.trainer.data.storage.shards import Shards, Split
 from onward.trainer.distributed.failures import lost_a_peer
@@ -198,7 +199,9 @@ class BadValues:
         # the other ranks wait for rank 0 in a collective, which must not time out meanwhile
         limit_s = min(20.0, 0.3 * self.config.collective_timeout_s)
         try:
-            return row_origins(self.config, self.signature, rows, split, wanted, limit_s=limit_s) if wanted else {}
+            if not wanted:
+                return {}
+            return row_origins(recipe_of(self.config, self.signature), rows, split, wanted, limit_s=limit_s)
         except Exception:  # the message is worth more without the places than nothing
             log.warning("the rows were not found in the source", exc_info=True)
             return {}

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.input_columns import Feed, feeds
+from onward.trainer.data.input_columns import Feed, InputColumns
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.schema.target_counts import counted_targets, labels_of
 from onward.trainer.data.storage.sharding import try_first_rows
-from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.model import precision
 from onward.trainer.model.losses.loss import Losses
@@ -35,7 +34,7 @@ from onward.trainer.parallel.planning.device_model import describe, typical
 from onward.trainer.parallel.planning.dry_run import DryRun, dry_run
 from onward.trainer.parallel.planning.layout_estimate import Estimate, RankEstimate
 from onward.trainer.parallel.planning.stage_key import stage_key
-from onward.trainer.parallel.planning.stage_memory import estimate_memory
+from onward.trainer.parallel.planning.stage_memory import RankMemory
 
 
 class Estimator:
@@ -65,16 +64,20 @@ class Estimator:
         device = self._device
         parallel = config.parallel
         autocast = partial(precision.autocast, config.precision, device)
-        check_replicas(self._module, config.parallel)
-        # where shards are unequal, the last rank has the largest
-        divided = self._divide(config)
-        known = self._costs.get((parallel.tensor, rows))
-        cuts = find_cuts(
-            divided.module, config.parallel, config.recompute, inputs, autocast, with_costs=True, known=known
-        )
-        self._costs[parallel.tensor, rows] = cuts.node_costs
+        check_replicas(self._module, parallel)
+        size = parallel.tensor
         # as training does; `describe` knows this machine's GPU, which may not be that of every rank
-        layout = cut(divided, cuts, config, typical(device.type, config.precision.compute))
+        usual = typical(device.type, config.precision.compute)
+        if size not in self._divided:
+            # in place, and other sizes begin with the whole graph
+            whole = copy.deepcopy(self._module)
+            # where shards are unequal, the last rank has the largest
+            self._divided[size] = divide(whole, config, rank=size - 1, group="tensor", device=usual)
+        divided = self._divided[size]
+        known = self._costs.get((parallel.tensor, rows))
+        cuts = find_cuts(divided.module, parallel, config.recompute, inputs, autocast, with_costs=True, known=known)
+        self._costs[parallel.tensor, rows] = cuts.node_costs
+        layout = cut(divided, cuts, parallel, usual)
         # the weights of "balanced" are known from the whole data only, and need no memory
         plain = [
             each.model_copy(update={"class_weights": ()}) if each.class_weights == "balanced" else each
@@ -103,25 +106,17 @@ class Estimator:
             weights = layout.weights(stages, Coordinate(pipeline, 0, 0))
             recomputed = recompute_units(layout, stages, config, inputs, pipeline=pipeline)
             dry_runs = [run(stage) for stage in stages]
-            memory = estimate_memory(dry_runs, stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
-            ranks.append(RankEstimate(stages, weights, recomputed, dry_runs, memory))
+            memory = RankMemory(stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
+            ranks.append(RankEstimate(stages, weights, recomputed, dry_runs, memory.at_peak(dry_runs)))
         return Estimate(config, layout, ranks, batch_bytes, describe(device, config.precision.compute))
-
-    def _divide(self, config: RunConfig) -> DividedGraph:
-        size = config.parallel.tensor
-        if size not in self._divided:
-            device = typical(self._device.type, config.precision.compute)
-            # in place, and other sizes begin with the whole graph
-            module = copy.deepcopy(self._module)
-            self._divided[size] = divide(module, config, rank=size - 1, group="tensor", device=device)
-        return self._divided[size]
 
 
 def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return inputs and labels of each loss, [B, ...] or None: zeros, as long as the longest first row."""
     signature = read_training_signature(config.model)
     schema = try_first_rows(config, signature)[0]
-    text = text_columns(config, signature)
+    matched = InputColumns(config, signature)
+    text = matched.text
 
     def zeros(feed: Feed) -> Tensor:
         columns = [schema[name] for name in feed.columns]
@@ -131,7 +126,7 @@ def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]
             row = (*(1,) * (len(text.block_mask.shape or ()) - 3), *row, *row)
         return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))
 
-    tensors = [zeros(feed) for feed in feeds(config, signature)]
+    tensors = [zeros(feed) for feed in matched.feeds()]
     num_inputs = len(signature.inputs)
     inputs = tensors[:num_inputs]
     labels = labels_of(config.losses, iter(tensors[num_inputs:]))

@@ -22,7 +22,7 @@ from onward.trainer.parallel.pipeline.stage import Stage
 from onward.trainer.parallel.planning.device_model import Device, reserve
 from onward.trainer.parallel.planning.dry_run import DryRun
 from onward.trainer.parallel.planning.plan_record import Memory, Plan, PlannedRegion, PlannedStage, Reserve, Traffic
-from onward.trainer.parallel.planning.stage_memory import estimate_memory, zero_sharding
+from onward.trainer.parallel.planning.stage_memory import RankMemory, zero_sharding
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,8 @@ class Estimate:
         # activations are the same for every ZeRO stage: only the memory of weights is counted again
         ranks = []
         for pipeline, rank in enumerate(self.ranks):
-            memory = estimate_memory(
-                rank.dry_runs, rank.stages, rank.weights, config, pipeline=pipeline, batch_bytes=self.batch_bytes
-            )
-            ranks.append(replace(rank, memory=memory))
+            memory = RankMemory(rank.stages, rank.weights, config, pipeline=pipeline, batch_bytes=self.batch_bytes)
+            ranks.append(replace(rank, memory=memory.at_peak(rank.dry_runs)))
         return replace(self, config=config, ranks=ranks)
 
     @property

@@ -14,7 +14,6 @@ import time
 import torch
 import torch.distributed as dist
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.model.precision import COMPUTE
 from onward.trainer.parallel.planning.device_model import peak_flops_per_s
@@ -26,12 +25,11 @@ SIDE = 768
 MEASURED_S = 0.1
 
 
-def peak_of_ranks(config: RunConfig, mpi: MPIContext) -> float | None:
+def peak_of_ranks(compute: str, ranks_per_gpu: int, mpi: MPIContext) -> float | None:
     """Return the peak of all ranks together in FLOP/s; None if that of one is not known. Collective: every rank.
 
-    config: with `precision.compute` resolved. Ranks that share a GPU share its peak.
+    compute: `precision.compute`, resolved. Ranks that share a GPU share its peak.
     """
-    compute = config.precision.compute
     own = math.nan
     if mpi.device.type == "cuda":
         name = torch.cuda.get_device_properties(mpi.device).name
@@ -40,7 +38,7 @@ def peak_of_ranks(config: RunConfig, mpi: MPIContext) -> float | None:
                 "the peak of %s is not known (parallel/planning/device_model.py has a table): MFU is not shown", name
             )
         else:
-            own = rate / config.launch.ranks_per_gpu
+            own = rate / ranks_per_gpu
     else:
         _sum(0.0, mpi)  # all ranks begin at the same time
         own = measure_cpu(COMPUTE.get(compute, torch.float32))

@@ -132,9 +132,9 @@ class Plan(Record):
         return self.parallel.data * self.parallel.tensor * self.parallel.pipeline
 
 
-def needs_plan(config: RunConfig) -> bool:
+def needs_plan(parallel: ParallelConfig, recompute: RecomputeConfig) -> bool:
     """Return whether the layout has to be planned: chosen, or tried on the graph. Data parallelism divides nothing."""
-    return not may_train_unplanned(config.parallel, config.recompute) or config.parallel.tensor > 1
+    return not may_train_unplanned(parallel, recompute) or parallel.tensor > 1
 
 
 def may_train_unplanned(parallel: ParallelConfig, recompute: RecomputeConfig) -> bool:

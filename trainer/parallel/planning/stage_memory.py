@@ -66,56 +66,93 @@ from onward.trainer.parallel.replicas.reducer import is_statistic
 from onward.trainer.parallel.replicas.zero import is_sharded
 
 
-def estimate_memory(
-    dry_runs: Sequence[DryRun],
-    stages: Sequence[Stage],
-    weights: Sequence[Weight],
-    config: RunConfig,
-    *,
-    pipeline: int,
-    batch_bytes: int,
-) -> Memory:
-    """Return what a rank holds at its peak. pipeline: its coordinate. batch_bytes: of the data of one micro-batch."""
-    in_flight = activations = peak = 0
-    passes = pass_order(config.parallel, config.train.gradient_accumulation_steps, pipeline)
-    for is_forward, stage in passes:
-        run = dry_runs[stage]
-        # at the beginning of a backward pass its own kept bytes are part of both numbers
-        peak = max(peak, in_flight + run.peak_bytes - (0 if is_forward else run.kept_bytes))
-        in_flight += run.kept_bytes if is_forward else -run.kept_bytes
-        activations = max(activations, in_flight)
-    static = _static_memory(stages, weights, config)
-    return Memory(
-        weights=static.weights,
-        gradients=static.gradients,
-        optimizer=static.optimizer,
-        activations=activations,
-        transient=peak
-        - activations
-        + static.gathered
-        + _buffer_bytes(stages, config.train, config.parallel, batch_bytes),
-    )
+@dataclass(frozen=True)
+class _StaticMemory:
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Units that ZeRO gathers or scatters at the time."""
 
 
-def activation_budget(
-    stages: Sequence[Stage],
-    weights: Sequence[Weight],
-    config: RunConfig,
-    *,
-    pipeline: int,
-    batch_bytes: int,
-    device_type: str,
-) -> tuple[int, int]:
-    """Return (bytes that `parallel.memory_gib` leaves for activations, most micro-batches in flight on this rank)."""
-    passes = pass_order(config.parallel, config.train.gradient_accumulation_steps, pipeline)
-    # the most forward passes whose backward pass has not run yet
-    in_flight = max(itertools.accumulate(1 if is_forward else -1 for is_forward, _ in passes))
-    static = _static_memory(stages, weights, config)
-    taken = static.weights + static.gradients + static.optimizer + static.gathered
-    taken += _buffer_bytes(stages, config.train, config.parallel, batch_bytes)
-    limit = int(config.parallel.memory_gib * 2**30)
-    taken += reserve(config.parallel, device_type, limit).total
-    return limit - taken, math.ceil(in_flight / config.parallel.stages_per_rank)
+class RankMemory:
+    """Counts what a rank holds. pipeline: its coordinate. batch_bytes: of the data of one micro-batch."""
+
+    def __init__(
+        self, stages: Sequence[Stage], weights: Sequence[Weight], config: RunConfig, *, pipeline: int, batch_bytes: int
+    ) -> None:
+        self._stages = stages
+        self._weights = weights
+        self._config = config
+        self._passes = [*pass_order(config.parallel, config.train.gradient_accumulation_steps, pipeline)]
+        self._buffers = _buffer_bytes(stages, config.train, config.parallel, batch_bytes)
+
+    def at_peak(self, dry_runs: Sequence[DryRun]) -> Memory:
+        """Return what the rank holds at its peak. dry_runs: of its stages."""
+        in_flight = activations = peak = 0
+        for is_forward, stage in self._passes:
+            run = dry_runs[stage]
+            # at the beginning of a backward pass its own kept bytes are part of both numbers
+            peak = max(peak, in_flight + run.peak_bytes - (0 if is_forward else run.kept_bytes))
+            in_flight += run.kept_bytes if is_forward else -run.kept_bytes
+            activations = max(activations, in_flight)
+        static = self._static()
+        return Memory(
+            weights=static.weights,
+            gradients=static.gradients,
+            optimizer=static.optimizer,
+            activations=activations,
+            transient=peak - activations + static.gathered + self._buffers,
+        )
+
+    def left_for_activations(self, device_type: str) -> tuple[int, int]:
+        """Return (bytes that `parallel.memory_gib` leaves for activations, most micro-batches in flight)."""
+        parallel = self._config.parallel
+        # the most forward passes whose backward pass has not run yet
+        in_flight = max(itertools.accumulate(1 if is_forward else -1 for is_forward, _ in self._passes))
+        static = self._static()
+        taken = static.weights + static.gradients + static.optimizer + static.gathered + self._buffers
+        limit = int(parallel.memory_gib * 2**30)
+        taken += reserve(parallel, device_type, limit).total
+        return limit - taken, math.ceil(in_flight / parallel.stages_per_rank)
+
+    def _static(self) -> _StaticMemory:
+        """Return the first four rows of the table above."""
+        zero = self._config.parallel.zero
+        own = [weight for weight in self._weights if weight.trained]
+        trained = sum(weight.tensor.nbytes for weight in own)
+        # parameters once for each stage that has them: stages of one rank have copies of a shared weight
+        held = sum(weight.tensor.nbytes for weight in self._weights if isinstance(weight.tensor, nn.Parameter))
+        # each buffer once, where several parts of the graph read it
+        buffers = {buffer for stage in self._stages for buffer in stage.chain.buffers()}
+        held += sum(buffer.nbytes for buffer in buffers)
+        parts = [part for stage in self._stages for part in stage.chain.parts]
+        casts = {weight for part in parts for weight in _cast_weights(part.module)}
+        if not zero:
+            held += _bytes_in_half(casts)
+            updates = state_bytes(self._config.optimizer, own) + _average_bytes(
+                self._weights, trained, self._config.average
+            )
+            return _StaticMemory(held, trained, updates, 0)
+        sharding = zero_sharding(self._stages, self._weights, self._config.parallel)
+        # the rank keeps its shard of these only; what is gathered at a time is added below
+        held -= sharding.stored_bytes - sharding.stored_bytes // sharding.num_shards
+        own_trained = trained - sharding.trained_bytes + sharding.trained_bytes // sharding.num_shards
+        sharded_state = state_bytes(self._config.optimizer, [weight for weight in own if is_sharded(weight, zero=zero)])
+        state = state_bytes(self._config.optimizer, own) - sharded_state + sharded_state // sharding.num_shards
+        # ZeRO 1 and 2 keep the gathered weights for the whole step, ZeRO 3 two units at a time
+        gathered = sharding.total_bytes if zero < 3 else 2 * max(sharding.unit_bytes, default=0)
+        if zero < 3:
+            # what is not gathered in half precision is cast; ZeRO 3 casts it again in each pass
+            gathered += _bytes_in_half(casts.difference(*(gathered_in_half(stage.chain) for stage in self._stages)))
+        # ZeRO 1 accumulates complete gradients and scatters them at the end of the step
+        unsharded_gradients = sharding.trained_bytes if zero == 1 else 0
+        return _StaticMemory(
+            weights=held + gathered,
+            gradients=own_trained + unsharded_gradients,
+            optimizer=state + _average_bytes(self._weights, own_trained, self._config.average),
+            gathered=2 * max(sharding.scattered_bytes, default=0),
+        )
 
 
 def pass_order(parallel: ParallelConfig, num_micro_batches: int, pipeline: int) -> Iterator[tuple[bool, int]]:
@@ -198,52 +235,6 @@ def zero_sharding(stages: Sequence[Stage], weights: Sequence[Weight], parallel: 
         trained_bytes=trained_bytes,
         scattered_bytes=tuple(scattered_bytes),
         stored_bytes=sum(weight.tensor.nbytes for weight in sharded),
-    )
-
-
-@dataclass(frozen=True)
-class _StaticMemory:
-    weights: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    """Units that ZeRO gathers or scatters at the time."""
-
-
-def _static_memory(stages: Sequence[Stage], weights: Sequence[Weight], config: RunConfig) -> _StaticMemory:
-    """Return the first four rows of the table above."""
-    zero = config.parallel.zero
-    own = [weight for weight in weights if weight.trained]
-    trained = sum(weight.tensor.nbytes for weight in own)
-    # parameters once for each stage that has them: stages of one rank have copies of a shared weight
-    held = sum(weight.tensor.nbytes for weight in weights if isinstance(weight.tensor, nn.Parameter))
-    # each buffer once, where several parts of the graph read it
-    buffers = {buffer for stage in stages for buffer in stage.chain.buffers()}
-    held += sum(buffer.nbytes for buffer in buffers)
-    parts = [part for stage in stages for part in stage.chain.parts]
-    casts = {weight for part in parts for weight in _cast_weights(part.module)}
-    if not zero:
-        held += _bytes_in_half(casts)
-        updates = state_bytes(config.optimizer, own) + _average_bytes(weights, trained, config.average)
-        return _StaticMemory(held, trained, updates, 0)
-    sharding = zero_sharding(stages, weights, config.parallel)
-    # the rank keeps its shard of these only; what is gathered at a time is added below
-    held -= sharding.stored_bytes - sharding.stored_bytes // sharding.num_shards
-    own_trained = trained - sharding.trained_bytes + sharding.trained_bytes // sharding.num_shards
-    sharded_state = state_bytes(config.optimizer, [weight for weight in own if is_sharded(weight, zero=zero)])
-    state = state_bytes(config.optimizer, own) - sharded_state + sharded_state // sharding.num_shards
-    # ZeRO 1 and 2 keep the gathered weights for the whole step, ZeRO 3 two units at a time
-    gathered = sharding.total_bytes if zero < 3 else 2 * max(sharding.unit_bytes, default=0)
-    if zero < 3:
-        # what is not gathered in half precision is cast; ZeRO 3 casts it again in each pass
-        gathered += _bytes_in_half(casts.difference(*(gathered_in_half(stage.chain) for stage in stages)))
-    # ZeRO 1 accumulates complete gradients and scatters them at the end of the step
-    unsharded_gradients = sharding.trained_bytes if zero == 1 else 0
-    return _StaticMemory(
-        weights=held + gathered,
-        gradients=own_trained + unsharded_gradients,
-        optimizer=state + _average_bytes(weights, own_trained, config.average),
-        gathered=2 * max(sharding.scattered_bytes, default=0),
     )
 
 

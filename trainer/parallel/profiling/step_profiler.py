@@ -13,15 +13,14 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from onward.trainer.checkpoint.exchange import gather_bytes
-from onward.trainer.config.run_config import RunConfig
-from onward.trainer.distributed.mesh import ParallelDims
+from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError
 from onward.trainer.parallel.pipeline.engine import Pipeline
@@ -52,29 +51,30 @@ COMPILED = (
 class StepProfiler:
     """Profiles the chosen steps of one rank. The end of the last one is collective: every rank.
 
-    num_steps: of the whole run. Raises ConfigError, on every rank, for steps that the run does not have.
+    wanted: `monitor.profile_steps`. num_steps: of the whole run. Raises ConfigError, on every rank, for steps that the
+    run does not have.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        wanted: Sequence[int],
         run: RunDir,
         model: RankModel,
         pipeline: Pipeline,
+        here: Coordinate,
         mpi: MPIContext,
-        *,
         attempt: int,
         num_steps: int,
         beat: Callable[[], None],
     ) -> None:
-        self._config = config
+        self._here = here
         self._run = run
         self._model = model
         self._pipeline = pipeline
         self._mpi = mpi
         self._attempt = attempt
         self._beat = beat
-        first, last = config.monitor.profile_steps or (1, 0)
+        first, last = wanted or (1, 0)
         if last > num_steps:
             raise ConfigError(
                 f"monitor.profile_steps [{first}, {last}]: the run has {num_steps} steps; choose some of these"
@@ -140,15 +140,14 @@ class StepProfiler:
         rank = self._mpi.rank
         timeline = timeline_of(recorded, self._ranges)
         times = account(timeline, otherwise=Label("other"), idle=Label("idle"))
-        place = ParallelDims.of(self._config.parallel).coordinate(rank)
         # the trace first: the record says how large it is
         trace = trace_of(self._run, rank)
         write_trace(recorded, trace, self._ranges)
         found = StepProfile(
             rank=rank,
-            replica=place.data,
-            stage=place.pipeline,
-            tensor=place.tensor,
+            replica=self._here.data,
+            stage=self._here.pipeline,
+            tensor=self._here.tensor,
             attempt=self._attempt,
             device=str(self._mpi.device),
             first_step=self._steps[0],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.batches.batches import one_batch
-from onward.trainer.data.schema.signature import Signature
+from onward.trainer.data.batches.batches import Batch
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.storage.first_rows import FirstRows
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
@@ -15,9 +16,12 @@ MOST_ROWS = 2
 
 
 def check_empty_labels(
-    graph: RehearsedGraph, rows: FirstRows, config: RunConfig, signature: Signature, findings: Findings
+    graph: RehearsedGraph, rows: FirstRows, batch_of: Callable[[Array], Batch], findings: Findings
 ) -> None:
-    """Refuse a loss of a file, or its count, that fails on a batch of the first rows that have no labels."""
+    """Refuse a loss of a file, or its count, that fails on a batch of the first rows that have no labels.
+
+    batch_of: makes a batch of the rows of these numbers.
+    """
     if findings.failures:
         return
     values = rows.read(np.arange(rows.num_rows))
@@ -34,7 +38,7 @@ def check_empty_labels(
         if not empty:
             continue
         try:
-            batch = one_batch(rows, config, signature, np.array(empty))
+            batch = batch_of(np.array(empty))
             loss(graph.outputs(batch), batch.labels[graph.losses.each.index(loss)], batch.size)
         except Exception as error:  # whatever the user's code raises
             findings.refuse(

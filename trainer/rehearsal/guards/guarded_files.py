@@ -131,7 +131,9 @@ def guard_run(
         return
     try:
         with tempfile.TemporaryDirectory(prefix="onward-guard-") as folder:
-            file = _with_rows_first(part_in_inference_form(trainable, config, Path(folder)), config.model)
+            file = _with_rows_first(
+                part_in_inference_form(trainable, config.model, config.losses, Path(folder)), config.model
+            )
             findings.guard = guard(guarded_run(file, trainable, graph, batch(), config.export.tolerance))
     except GuardError as error:
         findings.refuse(str(error))
@@ -194,7 +196,7 @@ def _opened(path: Path, config: RunConfig | None, folder: Path) -> Guarded:
         number = declared_batch(load_model(path).graph) or ROWS
         inputs = one_batch(rows, config, signature, np.arange(number), training=False).inputs
     trainable = open_trainable(with_first_units(config))
-    file = _with_rows_first(part_in_inference_form(trainable, config, folder), config.model)
+    file = _with_rows_first(part_in_inference_form(trainable, config.model, config.losses, folder), config.model)
     if inputs is None:
         inputs = _made_up(file, trainable.module)
     proto = file.proto if isinstance(file, ModelFile) else file

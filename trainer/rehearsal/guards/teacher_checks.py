@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onward.trainer.config.distillation import SoftLoss
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.first_rows import FirstRows
@@ -15,10 +15,10 @@ from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.run.records import ExporterWarning
 
 
-def same_teacher(config: RunConfig) -> list[ExporterWarning]:
+def same_teacher(model: ModelConfig, teacher: TeacherConfig) -> list[ExporterWarning]:
     """Return a warning if the teacher is the very file that is trained."""
-    given = config.teacher.path
-    if not given or model_digest(Path(given)) != model_digest(config.model.path):
+    given = teacher.path
+    if not given or model_digest(Path(given)) != model_digest(model.path):
         return []
     what = "the teacher is the same file as the model, so that before training both compute the same"
     remedy = "it keeps the model near to what it was; name another file in teacher.path if it is to learn from one"

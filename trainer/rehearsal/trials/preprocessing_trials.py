@@ -26,6 +26,7 @@ from onward.trainer.config.loading import load_config
 from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.reading.inferred_schema import infer_schema
@@ -163,7 +164,7 @@ class _Experiment:
             trial.refused = "; ".join(error.problems)
 
     def _rows(self, config: RunConfig) -> FirstRows:
-        key = _stored_as(config)
+        key = _stored_as(config.data)
         if key not in self._read:
             rows = read_first_rows(config, self._signature, self._most, spread=True, schema=self._schema)
             if not self._read:  # no trial changes labels, so the first rows say what they say of the loss
@@ -276,10 +277,9 @@ class _Experiment:
         )
 
 
-def _stored_as(config: RunConfig) -> str:
+def _stored_as(data: DataConfig) -> str:
     """Return a key of the settings that change stored rows."""
-    data = config.data
-    image = config.data.image
+    image = data.image
     if image is not None:
         # grey images are stored with one channel, the other colors are exchanged in a batch
         same = {"scale": 1.0, "mean": (), "std": (), "color": "auto" if image.color != "grey" else "grey"}

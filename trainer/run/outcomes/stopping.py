@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.metrics import StopConfig
+from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.run.records import StopState
 
 
-def after_evaluation(state: StopState, value: float, config: RunConfig) -> StopState:
+def after_evaluation(state: StopState, value: float, stop: StopConfig, checkpoint: CheckpointConfig) -> StopState:
     """Return the state after an evaluation in which the metric of [stop] had this value. NaN is no improvement."""
     if math.isnan(value):
         improved = False
     else:
-        improved = state.best is None or _gain(value, state.best, config) > config.stop.minimum_gain
+        improved = state.best is None or _gain(value, state.best, checkpoint) > stop.minimum_gain
     return state.model_copy(
         update={
             "best": value if improved else state.best,
@@ -31,15 +32,14 @@ def after_evaluation(state: StopState, value: float, config: RunConfig) -> StopS
     )
 
 
-def reason_to_end(state: StopState, config: RunConfig) -> str:
+def reason_to_end(state: StopState, stop: StopConfig, checkpoint: CheckpointConfig) -> str:
     """Return why a run in this state ends before its last step, "" if it goes on.
 
     It is one sentence that begins with the setting: "stop.patience = 2: evaluation/loss ...".
     """
-    stop = config.stop
-    name = config.checkpoint.best_metric
+    name = checkpoint.best_metric
     # the target before the patience: reaching it is a success, and is said as one
-    if stop.target is not None and state.latest is not None and _gain(state.latest, stop.target, config) >= 0:
+    if stop.target is not None and state.latest is not None and _gain(state.latest, stop.target, checkpoint) >= 0:
         return f"stop.target = {stop.target:g}: {name} is {state.latest:.6g}"
     if 0 < stop.patience <= state.evaluations_since:
         gain = f" by more than {stop.minimum_gain:g}" if stop.minimum_gain else ""
@@ -48,26 +48,26 @@ def reason_to_end(state: StopState, config: RunConfig) -> str:
             f"stop.patience = {stop.patience}: {name} did not improve on {best}{gain} in {state.evaluations_since} "
             "evaluations"
         )
-    if is_out_of_time(state, config):
+    if is_out_of_time(state, stop):
         return f"stop.max_hours = {stop.max_hours:g}: {state.trained_s / 3600:.3g} hours of training"
     return ""
 
 
-def is_out_of_time(state: StopState, config: RunConfig) -> bool:
+def is_out_of_time(state: StopState, stop: StopConfig) -> bool:
     """Return whether the training has taken as long as `stop.max_hours` allows."""
-    return 0 < config.stop.max_hours * 3600 <= state.trained_s
+    return 0 < stop.max_hours * 3600 <= state.trained_s
 
 
-def command_to_go_on(state: StopState, config: RunConfig, run_id: str) -> str:
+def command_to_go_on(state: StopState, stop: StopConfig, checkpoint: CheckpointConfig, run_id: str) -> str:
     """Return the command that lets a run which has ended in this state train for as long again; "" after a target."""
-    setting = reason_to_end(state, config).partition(" = ")[0]
+    setting = reason_to_end(state, stop, checkpoint).partition(" = ")[0]
     limits = {
         # the counters go on, so the new limit is the old one on top of what was used
-        "stop.max_hours": state.trained_s / 3600 + config.stop.max_hours,
-        "stop.patience": state.evaluations_since + config.stop.patience,
+        "stop.max_hours": state.trained_s / 3600 + stop.max_hours,
+        "stop.patience": state.evaluations_since + stop.patience,
     }
     return f"onward resume {run_id} {setting}={limits[setting]:.4g}" if setting in limits else ""
 
 
-def _gain(value: float, over: float, config: RunConfig) -> float:
-    return value - over if config.checkpoint.greatest_is_best else over - value
+def _gain(value: float, over: float, checkpoint: CheckpointConfig) -> float:
+    return value - over if checkpoint.greatest_is_best else over - value

@@ -7,8 +7,6 @@ from typing import Any
 
 from pydantic import Field
 
-from onward.trainer.config.flat_settings import flat_settings, origins_of
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import Record, write_record
 
@@ -24,9 +22,9 @@ class Origins(Record):
     versions."""
 
 
-def record_origins(run: RunDir, config: RunConfig, given: Mapping[str, str]) -> None:
-    """Write the record of a new run. given: what layers.py has noted."""
+def record_origins(run: RunDir, origins: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    """Write the record of a new run. origins: of all settings; given: all settings, as `flat_settings`."""
     known = ("default", "follows from other settings")
-    settings = {key: where for key, where in origins_of(config, given).items() if where not in known}
+    settings = {key: where for key, where in origins.items() if where not in known}
     run.root.mkdir(parents=True, exist_ok=True)
-    write_record(run.origins, Origins(settings=settings, given=flat_settings(config)))
+    write_record(run.origins, Origins(settings=settings, given=dict(given)))

@@ -94,9 +94,12 @@ def settings_of_pace(config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def key_of(structure: str, config: RunConfig, machine: str) -> str:
-    """Return the key of a calibration. structure: the digest of the model's; machine: `machine_text`."""
-    content = [structure, settings_of_pace(config), machine]
+def key_of(structure: str, settings: Mapping[str, Any], machine: str) -> str:
+    """Return the key of a calibration.
+
+    structure: the digest of the model's. settings: `settings_of_pace`. machine: `machine_text`.
+    """
+    content = [structure, settings, machine]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -233,7 +233,7 @@ def test_two_images_of_a_sample_are_mixed_alike_whatever_their_layouts(augment: 
     found = []
     for config in (two_images(augment), two_images({"flip": 1e-9})):
         assert config.data.image
-        images, mixed = image_inputs(config.data, TWO), mixed_labels(config, TWO)
+        images, mixed = image_inputs(config.data, TWO), mixed_labels(config.data, config.losses, TWO)
         found.append(ImageBatches(config.data.image, images, seed=0, mixed=mixed)(values, samples))
     after, before = found
     np.testing.assert_array_equal(after["left"], np.asarray(after["right"]).transpose(0, 3, 1, 2))
@@ -247,13 +247,14 @@ def test_two_images_of_a_sample_are_mixed_alike_whatever_their_layouts(augment: 
 
 
 def test_images_that_cannot_be_mixed_are_refused_with_the_reason() -> None:
+    mixup, cutmix = two_images({"mixup": 0.2}), two_images({"cutmix": 1.0})
     integers = Signature((TensorInfo("left", "uint8", (None, 3, 4, 4)), TWO.inputs[1]), TWO.outputs)
     with pytest.raises(ConfigError, match="input left takes integers, which have no mean of two"):
-        mixed_labels(two_images({"mixup": 0.2}), integers)
+        mixed_labels(mixup.data, mixup.losses, integers)
     sizes = Signature((TensorInfo("left", "float32", (None, 3, 8, 8)), TWO.inputs[1]), TWO.outputs)
     with pytest.raises(ConfigError, match=r"different sizes \(left 8 x 8, right 4 x 4\); use mixup"):
-        mixed_labels(two_images({"cutmix": 1.0}), sizes)
-    assert mixed_labels(two_images({"mixup": 0.2}), sizes)
+        mixed_labels(cutmix.data, cutmix.losses, sizes)
+    assert mixed_labels(mixup.data, mixup.losses, sizes)
 
 
 def test_evaluation_and_the_example_batch_are_never_augmented(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def measured(run: RunDir) -> dict[str, dict[str, float]]:
     """The baselines of a run, as its export measures them."""
     data, config = evaluation_data(run), read_config(run)
     runner = OnnxRunner(ModelFile.read(config.model.path), data)
-    baselines = Baselines(config, data, runner.outputs)
+    baselines = Baselines(config.data, data, runner.outputs)
     runner.evaluate(baselines.count)
     runner.evaluate(baselines.measure)
     return baselines.compute()

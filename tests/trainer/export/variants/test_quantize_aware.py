@@ -11,7 +11,7 @@ import pytest
 import torch
 from onnx import TensorProto, numpy_helper
 
-from onward.tasks.checks.rehearsing import plan, quantize, rehearse
+from onward.tasks.checks.rehearsing import Preparation
 from onward.tasks.export import export_file
 from onward.trainer.config.sections.quantize import QuantizeConfig
 from onward.trainer.data.schema.signature import model_digest
@@ -163,11 +163,14 @@ def test_the_planner_and_the_rehearsal_see_the_file_with_the_nodes(tmp_path: Pat
         tmp_path, mobile_net(width=2), digits(), quantize={"aware": True}, parallel={"data": 2}, **SMALL
     )
     config = read_config(run, "local")
-    quantize(run, config)
-    _, found = rehearse(config, quantized=run.quantized)
+    preparation = Preparation(config, quantized=run.quantized)
+    preparation.quantize(run)
+    _, found = preparation.rehearse()
     assert found.batches
     assert found.judged_by == "onnxruntime"
-    assert plan(config).traffic is not None  # without the directory the nodes are inserted for the occasion
+    assert (
+        Preparation(config).plan().traffic is not None
+    )  # without the directory the nodes are inserted for the occasion
 
 
 @pytest.mark.mpi

@@ -30,6 +30,10 @@ def configured(compute: str = "fp32", **sections: dict[str, object]) -> RunConfi
     return build_config({**usual, "precision": {"compute": compute}, **sections})
 
 
+def peak_of(config: RunConfig, mpi: MPIContext) -> float | None:
+    return peak_of_ranks(config.precision.compute, config.launch.ranks_per_gpu, mpi)
+
+
 # -- the scalars of a line
 
 
@@ -176,10 +180,10 @@ def test_a_gpu_that_is_not_known_has_no_peak_and_the_log_says_so(
 ) -> None:
     names = iter(["NVIDIA H200", "NVIDIA H200", "NVIDIA Z1000"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=next(names)))
-    assert peak_of_ranks(configured("bf16"), GPU) == pytest.approx(989e12)
-    assert peak_of_ranks(configured("bf16", launch={"ranks_per_gpu": 2}), GPU) == pytest.approx(989e12 / 2)
+    assert peak_of(configured("bf16"), GPU) == pytest.approx(989e12)
+    assert peak_of(configured("bf16", launch={"ranks_per_gpu": 2}), GPU) == pytest.approx(989e12 / 2)
     assert caplog.text == ""
-    assert peak_of_ranks(configured("bf16"), GPU) is None
+    assert peak_of(configured("bf16"), GPU) is None
     assert "the peak of NVIDIA Z1000 is not known" in caplog.text
 
 
@@ -193,5 +197,5 @@ def test_a_cpu_is_measured_without_random_numbers(dtype: torch.dtype) -> None:
 def test_the_measurement_is_in_the_type_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.dtype] = []
     monkeypatch.setattr(peak, "measure_cpu", lambda dtype: asked.append(dtype) or 7e9)
-    assert [peak_of_ranks(configured(compute), CPU) for compute in ("fp32", "bf16", "tf32")] == [7e9] * 3
+    assert [peak_of(configured(compute), CPU) for compute in ("fp32", "bf16", "tf32")] == [7e9] * 3
     assert asked == [torch.float32, torch.bfloat16, torch.float32]

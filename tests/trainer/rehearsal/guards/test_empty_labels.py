@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from onward.trainer.config.loading import build_config
+from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.model.losses.loss import Losses
@@ -49,7 +51,8 @@ def test_a_loss_of_a_file_is_computed_on_rows_without_labels(file, rows, why, tm
     losses = Losses(config.losses, module.output_names, module.output_shapes)
     graph = RehearsedGraph(module, losses, autocast=contextlib.nullcontext, metrics=())
     findings = Findings()
-    check_empty_labels(graph, read_first_rows(config, signature, 12), config, signature, findings)
+    rows = read_first_rows(config, signature, 12)
+    check_empty_labels(graph, rows, partial(one_batch, rows, config, signature), findings)
     problems = [str(error) for error in findings.errors]
     assert len(problems) == bool(why)
     assert all(re.search(why, problem, re.S) for problem in problems), problems

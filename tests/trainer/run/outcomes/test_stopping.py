@@ -22,10 +22,10 @@ def configured(stop: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
 
 def ended_at(values: list[float], config: RunConfig) -> int | None:
     """The place of the evaluation after which the run ends; the first one is before the first step."""
-    state = after_evaluation(StopState(), values[0], config).model_copy(update={"latest": None})
+    state = after_evaluation(StopState(), values[0], config.stop, config.checkpoint).model_copy(update={"latest": None})
     for place, value in enumerate(values[1:], start=1):
-        state = after_evaluation(state, value, config)
-        if reason_to_end(state, config):
+        state = after_evaluation(state, value, config.stop, config.checkpoint)
+        if reason_to_end(state, config.stop, config.checkpoint):
             return place
     return None
 
@@ -75,24 +75,24 @@ def test_an_explicit_direction_of_the_best_metric_counts() -> None:
 
 def test_the_time_limit_is_of_all_attempts_and_the_command_raises_it() -> None:
     config = configured({"max_hours": 2})
-    assert not is_out_of_time(StopState(trained_s=7199.0), config)
-    assert is_out_of_time(StopState(trained_s=7200.0), config)
+    assert not is_out_of_time(StopState(trained_s=7199.0), config.stop)
+    assert is_out_of_time(StopState(trained_s=7200.0), config.stop)
     late = StopState(trained_s=7236.0)
-    assert reason_to_end(late, config) == "stop.max_hours = 2: 2.01 hours of training"
-    assert command_to_go_on(late, config, "0de1") == "onward resume 0de1 stop.max_hours=4.01"
-    assert not is_out_of_time(StopState(trained_s=1e9), configured({}))
+    assert reason_to_end(late, config.stop, config.checkpoint) == "stop.max_hours = 2: 2.01 hours of training"
+    assert command_to_go_on(late, config.stop, config.checkpoint, "0de1") == "onward resume 0de1 stop.max_hours=4.01"
+    assert not is_out_of_time(StopState(trained_s=1e9), configured({}).stop)
 
 
 def test_the_reason_has_the_numbers() -> None:
     config = configured({"patience": 3, "minimum_gain": 0.01, "target": 0.1})
     waiting = StopState(best=0.25, latest=0.3, evaluations_since=3)
-    assert reason_to_end(waiting, config) == (
+    assert reason_to_end(waiting, config.stop, config.checkpoint) == (
         "stop.patience = 3: evaluation/loss did not improve on 0.25 by more than 0.01 in 3 evaluations"
     )
-    assert command_to_go_on(waiting, config, "r") == "onward resume r stop.patience=6"
+    assert command_to_go_on(waiting, config.stop, config.checkpoint, "r") == "onward resume r stop.patience=6"
     reached = StopState(best=0.1, latest=0.0625)
-    assert reason_to_end(reached, config) == "stop.target = 0.1: evaluation/loss is 0.0625"
-    assert command_to_go_on(reached, config, "r") == ""
+    assert reason_to_end(reached, config.stop, config.checkpoint) == "stop.target = 0.1: evaluation/loss is 0.0625"
+    assert command_to_go_on(reached, config.stop, config.checkpoint, "r") == ""
 
 
 NO_EVALUATION = {"num_steps": 9, "evaluation_period": 0}

@@ -11,7 +11,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.events import CheckpointSaved, Event, Scalars, Started, Times
 from onward.trainer.run.history import RunHistory
-from onward.trainer.run.timing.step_timing import Pace, key_of, pace_of
+from onward.trainer.run.timing.step_timing import Pace, key_of, pace_of, settings_of_pace
 
 
 def start(step: int = 0, attempt: int = 1) -> Event:
@@ -88,7 +88,7 @@ def config(**sections: dict[str, Any]) -> RunConfig:
     return build_config({name: given.get(name, {}) | sections.get(name, {}) for name in given.keys() | sections.keys()})
 
 
-KEY = key_of("structure", config(), "machine")
+KEY = key_of("structure", settings_of_pace(config()), "machine")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ KEY = key_of("structure", config(), "machine")
     ids=str,
 )
 def test_what_changes_the_time_of_a_step_changes_the_key(sections: dict[str, dict[str, Any]]) -> None:
-    assert key_of("structure", config(**sections), "machine") != KEY
+    assert key_of("structure", settings_of_pace(config(**sections)), "machine") != KEY
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,17 @@ def test_what_changes_the_time_of_a_step_changes_the_key(sections: dict[str, dic
     ids=str,
 )
 def test_what_does_not_change_it_keeps_the_key(sections: dict[str, dict[str, Any]]) -> None:
-    assert key_of("structure", config(**sections), "machine") == KEY
+    assert key_of("structure", settings_of_pace(config(**sections)), "machine") == KEY
 
 
 def test_another_structure_or_machine_has_another_key() -> None:
-    assert len({KEY, key_of("other", config(), "machine"), key_of("structure", config(), "other")}) == 3
+    assert (
+        len(
+            {
+                KEY,
+                key_of("other", settings_of_pace(config()), "machine"),
+                key_of("structure", settings_of_pace(config()), "other"),
+            }
+        )
+        == 3
+    )

@@ -103,7 +103,7 @@ of a comprehension."""
 LEAST_COMMENTS = 3.6
 """Comment lines in 100 lines. The aim is 4."""
 MOST_SETTINGS = 310
-MOST_WHOLE_CONFIGS = 149
+MOST_WHOLE_CONFIGS = 150
 """Functions that take the whole RunConfig; one that reads one or two sections takes these. The aim is 120."""
 SAME_NAME = {"__main__.py", "__init__.py"}
 

@@ -78,10 +78,8 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
             source = str(_images_in(path)) if takes_images else source
     draft.set("data.source", source, "")
     # of texts of several kinds the most frequent ones, in every split
-    texts = ""
-    if not takes_images and Path(source).is_dir() and not _format(source) and not set("*?[") & set(given):
-        suffix = _text_suffix(Path(source))
-        texts = f"/**/*{suffix}" if suffix else ""
+    is_open = Path(source).is_dir() and not set("*?[") & set(given)
+    texts = _glob_of_texts(Path(source)) if is_open and not takes_images else ""
     if texts:
         draft.set("data.source", f"{source}{texts}", "the files of text")
     if evaluation:
@@ -137,10 +135,12 @@ def _format(source: str, **tables: ImageConfig) -> str:
         return ""
 
 
-def _text_suffix(folder: Path) -> str:
-    """Return the most frequent suffix of text files below a folder; "" if there is none."""
+def _glob_of_texts(folder: Path) -> str:
+    """Return a glob of the most frequent text files below a folder; "" if it is read as it is, or has none."""
+    if _format(str(folder)):
+        return ""
     counts = Counter(path.suffix for path in folder.rglob("*") if path.suffix.lower() in TEXT_SUFFIXES)
-    return max(counts, key=counts.__getitem__, default="")
+    return f"/**/*{counts.most_common(1)[0][0]}" if counts else ""
 
 
 def _propose_images(draft: Draft, source: str) -> None:

@@ -160,25 +160,13 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
 
 
 def _texts(source: str, names: Sequence[str], data: DataConfig) -> list[str]:
-    """Return which files are read as texts: all that a glob names; of a directory code, else those of one kind.
-
-    Raises DataError for a directory with texts of several kinds, of which some would be left out silently.
-    """
-    texts = [name for name in names if _suffix(Path(name)) in TEXT_SUFFIXES]
+    """Return which files are read as texts: all that a glob names; of a directory, which may have notes, only code."""
     if not Path(source).is_dir():
+        texts = [name for name in names if _suffix(Path(name)) in TEXT_SUFFIXES]
         return [*names] if data.format == "text" else texts
+    code = fnmatch_filter(names, CODE)
     # texts to tokenize usually end in .txt
-    for pattern in (CODE, *(["*.txt"] if data.text else [])):
-        if named := fnmatch_filter(names, pattern):
-            return named
-    kinds = Counter(_suffix(Path(name)) for name in texts)
-    if len(kinds) > 1:
-        counts = ", ".join(f"{count} {suffix}" for suffix, count in kinds.most_common())
-        most = kinds.most_common(1)[0][0]
-        raise DataError(
-            f"{source} holds texts of several kinds ({counts}); name one by a glob, such as {source}/**/*{most}"
-        )
-    return texts
+    return fnmatch_filter(names, "*.txt") if data.text and not code else code
 
 
 def _nothing_to_read(source: str, found: Mapping[str, Path], wanted: str, data: DataConfig) -> str:

@@ -24,7 +24,7 @@ from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.optim.schedules import learning_rate
 from onward.trainer.run.directory import read_config
 from tests.support.graphs import tiny_conv_net_with_batch_norm, tiny_transformer
-from tests.support.runs import final_tensors, make_run, tiny_images, tiny_text, train_run
+from tests.support.runs import final_tensors, losses, make_run, tiny_images, tiny_text, train_run
 
 NUM_STEPS = 20
 
@@ -141,8 +141,7 @@ def test_twenty_steps_without_torch_land_where_the_loop_lands(
     config, folder = read_config(run), tmp_path / "alone"
     rows, signature = open_shards(run.shards, "train"), read_training_signature(config.model)
     config = resolve(config, rows, signature)
-    losses = with_class_axes(config.losses, rows.columns, signature)
-    config = config.model_copy(update={"loss": losses})
+    config = config.model_copy(update={"loss": with_class_axes(config.losses, rows.columns, signature)})
     record = write_artifacts(folder, onnx.load(config.model.path), config, base=tmp_path)
     np.savez(folder / "batches.npz", **batches_of(run, config, record))
 

@@ -102,15 +102,14 @@ def test_the_vendor_of_the_processor_decides(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.filterwarnings("default")  # inductor's own
 @pytest.mark.parametrize("shapes", ["static", "dynamic"])
 def test_with_both_a_graph_trains_as_it_does_eagerly(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onward.trainer.config.sections.model import GraphConfig
-    from onward.trainer.model.compile import accelerate
+    from onward.trainer.model.compile import CompileChoice, Compiler
 
     torch.compiler.reset()
     monkeypatch.setattr(compiled_on_cpu, "is_amd", lambda: True)
     monkeypatch.setattr(compiled_on_cpu, "MIN_FLOPS", 0)
     model = graphs.tiny_transformer()
     eager, other = to_module(model), to_module(model)
-    compiled = accelerate(other, GraphConfig(compile=True, shapes=shapes), CPU)
+    compiled = Compiler(CompileChoice(shapes=shapes), device=CPU).compile(other, other)
     ids = torch.arange(32).reshape(2, 16) % 16
     for batch in (ids, ids) if shapes == "static" else (ids, ids[:1], ids.repeat(2, 1)):
         losses = [module(batch).square().mean() for module in (eager, compiled)]

@@ -304,8 +304,19 @@ def test_a_second_host_has_a_server_with_a_database_of_its_own(tmp_path: Path) -
             assert api(signed_in(url, tmp_path), "/health") is True
             assert (service_state.directory(tmp_path) / "prefect.db").is_file()
             assert not (tmp_path / "prefect" / "prefect.db").exists()
+    assert until(lambda: not of_home(tmp_path), limit_s=30)
+
+
+@pytest.mark.slow
+def test_when_the_host_with_the_homes_database_is_gone_another_one_has_it(tmp_path: Path) -> None:
+    (tmp_path / "prefect").mkdir()
+    with (tmp_path / "prefect" / "server.lock").open("a+b") as held:
+        assert service_state.try_lock(held)
+        service_state.write_state(held, {"host": "h0", "key": "h0-1"})
+        with user(tmp_path):
+            assert services.beside(tmp_path) == "h0"
         assert until(lambda: not of_home(tmp_path), limit_s=30)
-    with user(tmp_path):  # the host with the home's database is gone
+    with user(tmp_path):
         assert services.beside(tmp_path) == ""
         assert (tmp_path / "prefect" / "prefect.db").is_file()
     assert until(lambda: not of_home(tmp_path), limit_s=30)

@@ -212,6 +212,7 @@ def test_without_its_prefect_server_a_run_promotes_only_where_no_other_machine_c
     assert (promoted.promotion.status, team.champion) == ("served", "1")
 
 
+@pytest.mark.slow
 def test_of_two_runs_that_race_the_better_one_is_promoted_whichever_compares_first(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,7 +275,7 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path, opened
     """
     from onward.trainer.export.training.files import write_artifacts
 
-    refuse_left_out(read_config(run, "given"), "optimizer.")  # optimizer.onnx would make other steps
+    refuse_left_out(read_config(run, "given").left_out, "optimizer.")  # optimizer.onnx would make other steps
     opened = opened or RunAsRead.of(run)
     config, source = opened.config, opened.source.path
     trainable = open_trainable(config, source=opened.source)

@@ -16,7 +16,9 @@ from torch import Tensor
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import read_as_logits
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import LaunchConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.batches.step_shares import check_last_samples
@@ -106,7 +108,7 @@ def checks(
         )
     if rows.counts:
         try:
-            check_last_samples(config, rows.counts[0])
+            check_last_samples(config.model, config.train, config.parallel, rows.counts[0])
         except ConfigError as error:
             findings.errors.append(error)
     batch_of = partial(one_batch, rows, config, signature)
@@ -118,7 +120,9 @@ def checks(
     # the CPU may compute in another type than the run, which then keeps other numbers
     is_alike = arithmetic.compute == config.precision.compute or config.launch.device == "cpu"
     findings.needs = least_needs(trained, config, kept_bytes_per_row=kept_bytes * is_alike)
-    sizes = _sizes_that_fit(kept_bytes, sizes_of_run(config, rows.counts), findings)
+    sizes = _sizes_that_fit(
+        kept_bytes, sizes_of_run(config.model, config.train, config.parallel, rows.counts), findings
+    )
     first = next(size for size in sizes if size.kind == "training")
     # a graph of fixed batch is compared on batches of that size
     number = config.micro_batch_size if use.kind != "any" else min(config.evaluation_batch_size, PARITY_ROWS)
@@ -153,8 +157,16 @@ def checks(
             ("rows without labels", lambda: check_empty_labels(graph, rows, batch_of, findings)),
         ]
     found += [
-        ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
-        ("the guard", lambda: guard_run(config, trainable, graph, lambda: batch(guarded), findings)),
+        (
+            "the comparison with onnxruntime",
+            lambda: _compare(config.model, config.losses, config.export, trainable, data, findings),
+        ),
+        (
+            "the guard",
+            lambda: guard_run(
+                config.model, config.losses, config.export, trainable, graph, lambda: batch(guarded), findings
+            ),
+        ),
     ]
     if config.graph.compile == "auto":
         # the last one, since it changes the graph
@@ -369,10 +381,17 @@ def _check_sums(graph: RehearsedGraph, batch: Batch, findings: Findings) -> None
             )
 
 
-def _compare(config: RunConfig, trainable: TrainableModel, data: EvaluationData, findings: Findings) -> None:
+def _compare(
+    model: ModelConfig,
+    losses: Sequence[LossConfig],
+    export: ExportConfig,
+    trainable: TrainableModel,
+    data: EvaluationData,
+    findings: Findings,
+) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="onward-rehearsal-") as folder:
-            findings.parity = compare_untrained(trainable, config, data, Path(folder))
+            findings.parity = compare_untrained(trainable, model, losses, export, data, Path(folder))
         findings.warnings += findings.parity.said
     except NotCompared as why:
         findings.not_rehearsed.append(f"the comparison with onnxruntime: {why}")

@@ -13,8 +13,8 @@ from pathlib import Path
 import onnx
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.exported_model import trained_part
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
@@ -55,7 +55,14 @@ class Parity:
         return self.runtime + (f", whose kernels round by {self.rounding:.2g}," if self.rounding else "")
 
 
-def compare_untrained(trainable: TrainableModel, config: RunConfig, data: EvaluationData, folder: Path) -> Parity:
+def compare_untrained(
+    trainable: TrainableModel,
+    model: ModelConfig,
+    losses: Sequence[LossConfig],
+    export: ExportConfig,
+    data: EvaluationData,
+    folder: Path,
+) -> Parity:
     """Compare over the first row and over the first batch of the data; the graph is the user's, as it is.
 
     Where the file is in training form, its inference form is compared, and its training form with the module in
@@ -65,24 +72,24 @@ def compare_untrained(trainable: TrainableModel, config: RunConfig, data: Evalua
     """
     form = training_form(trainable.model, trainable.base)
     if form:
-        compared = _inference_form(trainable, config.model, folder / "inference")
+        compared = _inference_form(trainable, model, folder / "inference")
     else:
-        compared = _as_given(trainable, config.model, config.losses, folder)
+        compared = _as_given(trainable, model, losses, folder)
     runner = OnnxRunner(compared, data)
     trainable.module.eval()
-    problems = runner.compare(trainable.module, batches=1, tolerance=config.export.tolerance)
+    problems = runner.compare(trainable.module, batches=1, tolerance=export.tolerance)
     if problems:
         file = compared.proto if isinstance(compared, ModelFile) else compared
         raise ExportRefused([*problems, *noise_inside_bodies(file)])
     if not form:
         return Parity(runner.parity, runner.rounding, runner.runtime)
     # a file that draws numbers in training form is compared without the nodes that draw
-    without_draws = _inference_form(trainable, config.model, folder / "norms", norms=False) if form.draws else None
-    given = _as_given(trainable, config.model, config.losses, folder)
+    without_draws = _inference_form(trainable, model, folder / "norms", norms=False) if form.draws else None
+    given = _as_given(trainable, model, losses, folder)
     file = GivenFile(given, form, without_draws or given)
-    apart = difference_of_forms(file, trainable.module, data, tolerance=config.export.tolerance)
+    apart = difference_of_forms(file, trainable.module, data, tolerance=export.tolerance)
     # `not <=`: NaN must be said, too
-    said = (warning_of_forms(form, apart, runner.runtime),) if not apart <= config.export.tolerance else ()
+    said = (warning_of_forms(form, apart, runner.runtime),) if not apart <= export.tolerance else ()
     return Parity(runner.parity, runner.rounding, runner.runtime, said)
 
 

@@ -14,8 +14,10 @@ import onnx
 import torch
 from torch import Tensor
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
@@ -124,17 +126,22 @@ def guarded_run(
 
 
 def guard_run(
-    config: RunConfig, trainable: TrainableModel, graph: RehearsedGraph, batch: Callable[[], Batch], findings: Findings
+    model: ModelConfig,
+    losses: Sequence[LossConfig],
+    export: ExportConfig,
+    trainable: TrainableModel,
+    graph: RehearsedGraph,
+    batch: Callable[[], Batch],
+    findings: Findings,
 ) -> None:
     """Compare values at other sizes, and one derivative of the loss (guard.py)."""
     if findings.failures or findings.errors or not findings.batches:
         return
     try:
         with tempfile.TemporaryDirectory(prefix="onward-guard-") as folder:
-            file = _with_rows_first(
-                part_in_inference_form(trainable, config.model, config.losses, Path(folder)), config.model
-            )
-            findings.guard = guard(guarded_run(file, trainable, graph, batch(), config.export.tolerance))
+            part = part_in_inference_form(trainable, model, losses, Path(folder))
+            file = _with_rows_first(part, model)
+            findings.guard = guard(guarded_run(file, trainable, graph, batch(), export.tolerance))
     except GuardError as error:
         findings.refuse(str(error))
     except NotCompared as why:

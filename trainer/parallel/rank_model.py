@@ -186,18 +186,8 @@ def build_rank_model(
     weights = layout.weights(own, here)
     recompute_units(layout, own, config, example, pipeline=here.pipeline)
     # the recomputation, too: the compiler then skips what the gradients do not need
-    compile_stages(
-        own,
-        module,
-        config.graph,
-        config.parallel,
-        config.precision.compute,
-        example,
-        device=mpi.device,
-        one_shape=one_shape,
-        autocast=autocast,
-        beat=beat,
-    )
+    asked = config.graph, config.parallel, config.precision.compute
+    compile_stages(own, module, *asked, example, device=mpi.device, one_shape=one_shape, autocast=autocast, beat=beat)
     # the own stages hold their weights by now; what else the graph still refers to would double the memory
     others = [stage.chain for stage in layout.stages if stage not in own]
     drop_data(owner for tree in (module, *others) for owner in tree.modules())

@@ -228,18 +228,9 @@ def time_compiled(
     training = batch("training")
     evaluation = batch("evaluation")
     stages = _stages(graph, config, training, cast)
-    compile_stages(
-        stages,
-        graph.module,
-        config.graph,
-        config.parallel,
-        config.precision.compute,
-        training.inputs,
-        device=CPU,
-        one_shape=one_shape,
-        autocast=cast,
-        beat=lambda: None,
-    )
+    asked = config.graph, config.parallel, config.precision.compute
+    compile_all = partial(compile_stages, device=CPU, one_shape=one_shape, autocast=cast, beat=lambda: None)
+    compile_all(stages, graph.module, *asked, training.inputs)
     graph = replace(graph, autocast=cast)
 
     def passes(kind: Kind) -> float:

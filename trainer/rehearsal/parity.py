@@ -7,7 +7,6 @@ training, export makes the same comparisons.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -16,11 +15,10 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.errors import ExportRefused
-from onward.trainer.export.exported_model import trained_part
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.fixed_noise import noise_inside_bodies
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
-from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.model_file import ModelFile, trained_part
 from onward.trainer.export.preprocessing.given_form import GivenFile, difference_of_forms, warning_of_forms
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_graph.files.index import locations
@@ -28,7 +26,7 @@ from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbe
 from onward.trainer.onnx_graph.surgery.strip_training import strip_training, training_form
 from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph, trains_subgraph
 from onward.trainer.quantities import gib
-from onward.trainer.run.records import ExporterWarning
+from onward.trainer.rehearsal.findings import Parity
 
 COPIED_BYTES = 1 << 30
 """A changed graph is not compared if more external data than this would have to be copied beside it."""
@@ -36,23 +34,6 @@ COPIED_BYTES = 1 << 30
 
 class NotCompared(Exception):
     """Why the file was not compared, as a clause."""
-
-
-@dataclass(frozen=True)
-class Parity:
-    """What a comparison found, relative to an output's greatest value."""
-
-    difference: float
-    """The greatest one of the file from the module."""
-    rounding: float
-    """What the runtime's kernels round, of a file with quantized weights; 0 if it had not to be measured."""
-    runtime: str
-    """What ran the file."""
-    said: tuple[ExporterWarning, ...] = ()
-    """What is said where the file is in training form."""
-
-    def __str__(self) -> str:
-        return self.runtime + (f", whose kernels round by {self.rounding:.2g}," if self.rounding else "")
 
 
 def compare_untrained(

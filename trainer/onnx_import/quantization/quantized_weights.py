@@ -27,9 +27,9 @@ from onward.trainer.onnx_graph.files.element_types import DTYPES
 from onward.trainer.onnx_graph.files.index import attributes_of
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 from onward.trainer.onnx_graph.initializers import stored_tensors
-from onward.trainer.onnx_import.lowering.integer_storage import MOVES, store_as
+from onward.trainer.onnx_import.lowering.integer_storage import store_as
 from onward.trainer.onnx_import.ops.cast import is_packed
-from onward.trainer.onnx_import.ops.quantized.quant import ScaleLayout, broadcast_scale, dequantize, quantized_values
+from onward.trainer.onnx_import.roles.role_tables import MOVES
 from onward.trainer.onnx_import.roles.roles import Role
 from onward.trainer.onnx_import.roles.scaled_integers import (
     Axes,
@@ -40,6 +40,7 @@ from onward.trainer.onnx_import.roles.scaled_integers import (
     makes_floats,
     whole,
 )
+from onward.trainer.onnx_import.scaled_values import ScaleLayout, broadcast_scale, dequantize, quantized_values
 from onward.trainer.onnx_import.tracing.tracing import Tracer
 from onward.trainer.onnx_import.tracing.values import Value
 

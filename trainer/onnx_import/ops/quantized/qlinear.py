@@ -6,7 +6,8 @@
                         Add --- quantized_values --- store_as --- y
     B --- dequantize ---'
 
-Every operator is computed on floats between `dequantize` and `quantized_values`, with their gradients (quant.py).
+Every operator is computed on floats between `dequantize` and `quantized_values`, with their gradients
+(onnx_import/scaled_values.py).
 QLinearConv is ONNX's own, in the domain of onnxruntime also with channels last.
 """
 
@@ -23,15 +24,14 @@ from onward.trainer.onnx_import.ops.contributed.contrib import attend_packed
 from onward.trainer.onnx_import.ops.matmul import gemm
 from onward.trainer.onnx_import.ops.pool import average_pool_
 from onward.trainer.onnx_import.ops.quantized.quant import (
-    dequantize,
     dequantize_linear,
     dynamic_quantized_values,
     integer_range,
     qlinear_conv,
     quantize_linear,
-    quantized_values,
     store_integers,
 )
+from onward.trainer.onnx_import.scaled_values import dequantize, quantized_values
 from onward.trainer.onnx_import.tracing.values import Value
 
 ONE_SCALE = (0, 0)

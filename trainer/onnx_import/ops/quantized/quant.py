@@ -27,6 +27,14 @@ from onward.trainer.onnx_import.ops.cast import (
     value_before_storage,
 )
 from onward.trainer.onnx_import.ops.conv import conv
+from onward.trainer.onnx_import.scaled_values import (
+    ScaleLayout,
+    broadcast_scale,
+    dequantize,
+    quantized_values,
+    round_and_clamp,
+    straight_through,
+)
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 Tensor = torch.Tensor
@@ -72,49 +80,9 @@ def store_integers(c: Call, found: Value, target: int) -> Value:
     return mark_packed(value, target) if target in PACKED else value
 
 
-ScaleLayout = tuple[int, int]
-"""The axis along which scales differ, and the number of elements that share one (0: each index has its own)."""
-
-
 def _scale_layout(c: Call, x: Value) -> ScaleLayout:
     axis = c.attr("axis", 1)
     return (c.axis(x, axis) if -x.ndim <= axis < x.ndim else 0), c.attr("block_size", 0)
-
-
-def broadcast_scale(of: Tensor, x: Tensor, layout: ScaleLayout) -> Tensor:
-    """Reshape scales or zero points to broadcast with x: one for all, for each index of an axis, or for each block."""
-    axis, block = layout
-    if of.numel() == 1:
-        return of.reshape(())
-    if of.ndim == x.ndim and block:
-        return of.repeat_interleave(block, axis).narrow(axis, 0, x.shape[axis])
-    return of.reshape([-1 if dim == axis else 1 for dim in range(x.ndim)])
-
-
-def straight_through(rounded: Tensor, x: Tensor) -> Tensor:
-    """Return `rounded` with the gradient of x (straight-through estimator), both of one shape."""
-    return rounded.detach() + (x - x.detach()) if x.requires_grad else rounded
-
-
-def round_and_clamp(x: Tensor, zero: Tensor | float, bounds: tuple[int, int]) -> Tensor:
-    """Round x [...] to the nearest integer (halves to even), add zero and clamp: gradient 1, and 0 where it clamps."""
-    limits = []
-    for bound in bounds:
-        limit = bound - zero
-        limits.append(limit.to(x.dtype) if isinstance(limit, Tensor) else x.new_full((), limit))
-    least, greatest = limits
-    # clamped before zero is added, so that a comparison with `nearest` finds what was clamped
-    nearest = torch.round(x)
-    clamped = torch.clamp(nearest, least, greatest)
-    return straight_through(clamped, torch.where(clamped == nearest, x, x.detach())) + zero
-
-
-def quantized_values(
-    x: Tensor, scale: Tensor, zero: Tensor | None, layout: ScaleLayout, bounds: tuple[int, int]
-) -> Tensor:
-    """Return x / scale + zero, rounded and clamped, in the shape of x. scale, zero: see `broadcast_scale`."""
-    start = 0.0 if zero is None else broadcast_scale(zero, x, layout).to(scale.dtype)
-    return round_and_clamp(x.to(scale.dtype) / broadcast_scale(scale, x, layout), start, bounds)
 
 
 def float_quantized_values(
@@ -158,17 +126,6 @@ def dequantize_linear(c: Call, x: Value, scale: Value, zero: Value = None) -> Va
     target = c.attr("output_dtype", 0)
     y = c(dequantize, value_before_storage(c, x), scale, zero, _scale_layout(c, x))
     return c("to", y, c.dtype(target)) if target and y.dtype != c.dtype(target) else y
-
-
-def dequantize(x: Tensor, scale: Tensor, zero: Tensor | None, layout: ScaleLayout) -> Tensor:
-    """Return (x - zero) scale, in the shape of x; x is an integer tensor, or its value before storage."""
-    # integers are subtracted as integers, wide enough not to wrap around
-    if zero is not None:
-        computed_in = x.dtype if x.dtype.is_floating_point and x.dtype.itemsize > 1 else scale.dtype
-        if not x.dtype.is_floating_point:
-            computed_in = torch.int64 if x.dtype in (torch.int32, torch.int64) else torch.int32
-        x = x.to(computed_in) - broadcast_scale(zero, x, layout).to(computed_in)
-    return x.to(scale.dtype) * broadcast_scale(scale, x, layout)
 
 
 # -- arithmetic of integers

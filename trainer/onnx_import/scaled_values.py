@@ -20,6 +20,7 @@ def broadcast_scale(of: Tensor, x: Tensor, layout: ScaleLayout) -> Tensor:
     axis, block = layout
     if of.numel() == 1:
         return of.reshape(())
+    # each scale serves `block` elements, of which the last block may have fewer
     if of.ndim == x.ndim and block:
         return of.repeat_interleave(block, axis).narrow(axis, 0, x.shape[axis])
     return of.reshape([-1 if dim == axis else 1 for dim in range(x.ndim)])
@@ -38,6 +39,7 @@ def round_and_clamp(x: Tensor, zero: Tensor | float, bounds: tuple[int, int]) ->
         limits.append(limit.to(x.dtype) if isinstance(limit, Tensor) else x.new_full((), limit))
     least, greatest = limits
     # clamped before zero is added, so that a comparison with `nearest` finds what was clamped
+    # torch rounds halves to even, as QuantizeLinear does
     nearest = torch.round(x)
     clamped = torch.clamp(nearest, least, greatest)
     return straight_through(clamped, torch.where(clamped == nearest, x, x.detach())) + zero

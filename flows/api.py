@@ -198,7 +198,7 @@ def _train(
             if has_begun(run) and not would_end_again(type(error).__name__):
                 print(f"onward: {how_to_continue(run)}", file=sys.stderr)
             raise
-    return outcome_of(run, config, exported)
+    return outcome_of(run, config.data, config.losses, config.checkpoint, exported)
 
 
 @contextlib.contextmanager

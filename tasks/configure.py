@@ -222,7 +222,8 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
             key=identity.run_id,
             name=name,
             # of a run that had ended early; the monitor sets it again if it still has
-            tags=first_tags(run, config, identity) | ({"onward.ended_early": ""} if known else {}),
+            tags=first_tags(run, config.model, config.data, config.parallel, identity)
+            | ({"onward.ended_early": ""} if known else {}),
             params=parameters(config),
         )
         tracker.log_file(run.config)

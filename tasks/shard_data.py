@@ -72,7 +72,7 @@ def shard_data(run: RunDir) -> ShardManifest:
         log.warning(
             "train.global_batch_size is %d, and an epoch has %d samples: a step is more than an epoch, and the run "
             "makes %d; lower train.global_batch_size, or train for more epochs",
-            *(config.train.global_batch_size, stream.num_rows, config.num_steps(stream.num_rows)),
+            *(config.train.global_batch_size, stream.num_rows, config.train.steps_of_run(stream.num_rows)),
         )
     if manifest.test:
         log.info("%d rows are kept for the test of the exported file", manifest.rows("test"))

@@ -82,8 +82,8 @@ def train(
     held_out = open_evaluated(run.shards, config.data)
     rows, held_out = with_soft_labels((rows, held_out), config, signature, run.teacher, mpi, beat=beat)
     batches = Batches(rows, config, signature, replica=here.data, num_replicas=dims.data, device=mpi.device)
-    num_steps = config.num_steps(batches.num_rows)
-    num_samples = config.total_samples(batches.num_rows)
+    num_steps = config.train.steps_of_run(batches.num_rows)
+    num_samples = config.train.samples_of_run(batches.num_rows)
 
     # -- 3. Model: the ONNX graph becomes this rank's stages, its weights this rank's parts of them
     example = batches.example().inputs
@@ -92,15 +92,17 @@ def train(
     model = build_rank_model(trainable, config, mesh, mpi, example=example, one_shape=batches.one_shape, beat=beat)
     del trainable, source  # what the graph still refers to would be kept
     reducer = model.reducer
-    pipeline = build_pipeline(model, config, mesh, mpi)
+    pipeline = build_pipeline(model, config.parallel, config.precision, mesh, mpi, config.collective_timeout_s)
 
     # -- 4. What changes the weights; resume, or start at zero
-    trained = Trained.begin(model, config, num_steps=num_steps, device=mpi.device)
+    rules = config.optimizer, config.average, config.precision
+    trained = Trained.begin(model, *rules, seed=config.train.seed, num_steps=num_steps, device=mpi.device)
     scaler = trained.scaler
     restored = restore(trained, run, config, num_rows=batches.num_rows, mpi=mpi, heartbeat=heartbeat)
     state = restored.state
     parts = trained.parts()
-    checkpoints = CheckpointWriter(run, config, attempt=attempt, mpi=mpi, events=events)
+    limits = config.parallel.memory_gib, config.collective_timeout_s
+    checkpoints = CheckpointWriter(run, config.checkpoint, *limits, attempt=attempt, mpi=mpi, events=events)
     checkpoints.compare_copies(parts, step=state.step, beat=beat)
 
     # -- 5. What watches the training
@@ -182,9 +184,7 @@ def train(
             remedy = "skip" if step in config.train.skip_steps else scaler.overflow()
             if remedy == "none":
                 checkpoints.wait(beat)
-                raise bad_values.diverged(
-                    step, agreed.loss, norm, rate, micro_batches, scale=scaler.scale, reseed=reseed
-                )
+                raise bad_values.diverged(step, loss, norm, rate, micro_batches, scale=scaler.scale, reseed=reseed)
             events.scalars(step, skipped=1, loss_scale=scaler.scale)
             if remedy == "again":
                 continue

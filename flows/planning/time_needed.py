@@ -18,7 +18,10 @@ from typing import Literal
 from onward.flows.run_state.runs import all_runs, identity_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import StopConfig
+from onward.trainer.config.sections.model import GraphConfig, ModelConfig
+from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.config.sections.results import CheckpointConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.row_counts import RowCount
 from onward.trainer.data.storage.shards import ShardManifest
@@ -88,21 +91,27 @@ def known_pace(config: RunConfig) -> Pace | None:
     # newest first, so that the first match is the newest measurement
     for run in all_runs()[:TRIED_RUNS]:
         try:
-            if run.train.exists() and _is_alike(run, config, settings, structure) and (pace := _pace(run)):
+            if (
+                run.train.exists()
+                and _is_alike(run, config.model, config.graph, config.launch, settings, structure)
+                and (pace := _pace(run))
+            ):
                 return pace
         except (OnwardError, OSError):
             continue  # a run with a damaged record says nothing
     return None
 
 
-def _is_alike(run: RunDir, config: RunConfig, settings: object, structure: str) -> bool:
+def _is_alike(
+    run: RunDir, model: ModelConfig, graph: GraphConfig, launch: LaunchConfig, settings: object, structure: str
+) -> bool:
     own = read_config(run, "given")
     identity = identity_of(run)
-    if config.model.fixed_batch == "auto":  # a rehearsal has chosen it for the run
+    if model.fixed_batch == "auto":  # a rehearsal has chosen it for the run
         own = own.model_copy(update={"model": own.model.model_copy(update={"fixed_batch": "auto"})})
-    if config.graph.compile == "auto":  # likewise
+    if graph.compile == "auto":  # likewise
         own = own.model_copy(update={"graph": own.graph.model_copy(update={"compile": "auto"})})
-    if identity is None or settings_of_pace(own) != settings or own.launch.hostfile != config.launch.hostfile:
+    if identity is None or settings_of_pace(own) != settings or own.launch.hostfile != launch.hostfile:
         return False
     # a hostfile names its hosts; without one the run must have been on this machine
     ranks = read_record(run.runtime, RuntimeReport).ranks
@@ -110,7 +119,7 @@ def _is_alike(run: RunDir, config: RunConfig, settings: object, structure: str) 
     # another torch has other kernels, and so another speed
     if not is_here or {rank.versions.get("torch") for rank in ranks} != {metadata.version("torch")}:
         return False
-    if identity.model_sha256 == model_digest(config.model.path):
+    if identity.model_sha256 == model_digest(model.path):
         return True
     path = own.model.path  # other weights of the same structure, if the run's file is still there
     return path.is_file() and model_digest(path) == identity.model_sha256 and structure_digest(path) == structure
@@ -141,7 +150,7 @@ def _pace(run: RunDir) -> Pace | None:
 def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None) -> TimeNeeded:
     """Return how long the run takes. config: with the sizes of the plan. pace: as `known_pace` has found it."""
     batch = config.train.global_batch_size
-    steps = number_of_steps(config, rows)
+    steps = number_of_steps(config.train, rows)
     # each thing that is not counted is named, so that the total is not taken for more than it is
     guessed = [*_left_out(config.stop, rows, steps)]
     if pace is None:
@@ -169,7 +178,7 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
             f"other programs were computing when it was measured (load average {pace.load:.1f}); measure again when "
             "the machine is free, if it will be during the run"
         )
-    evaluations = number_of_evaluations(config, rows)
+    evaluations = number_of_evaluations(config.train, rows)
     evaluation_s = pace.evaluation_s * rows.evaluation / pace.evaluation_rows if pace.evaluation_rows else None
     evaluation_s = evaluation_s if rows.evaluation else None
     if evaluation_s is None:
@@ -217,20 +226,20 @@ def _left_out(stop: StopConfig, rows: RowCount, steps: int | None) -> Iterator[s
     yield "checks, sharding and launching before the training, and the export behind it, are not in the total"
 
 
-def number_of_steps(config: RunConfig, rows: RowCount) -> int | None:
+def number_of_steps(train: TrainConfig, rows: RowCount) -> int | None:
     """Return the steps of the run; None if they depend on rows that were not counted."""
-    return config.num_steps(rows.train) if config.train.num_steps or rows.train else None
+    return train.steps_of_run(rows.train) if train.num_steps or rows.train else None
 
 
-def number_of_evaluations(config: RunConfig, rows: RowCount) -> int | None:
+def number_of_evaluations(train: TrainConfig, rows: RowCount) -> int | None:
     """Return how often the run evaluates, before the first and after the last step included; None = not known."""
-    steps = number_of_steps(config, rows)
-    period = config.train.evaluation_period
+    steps = number_of_steps(train, rows)
+    period = train.evaluation_period
     if steps is None or (period == "epoch" and not rows.train):
         return None
     if period == "epoch":
         # one before the first step, one behind each epoch, and one behind a last epoch that is not whole
-        full, rest = divmod(config.total_samples(rows.train), rows.train)
+        full, rest = divmod(train.samples_of_run(rows.train), rows.train)
         return 1 + full + bool(rest)
     return 1 + (math.ceil(steps / period) if period else 1)
 

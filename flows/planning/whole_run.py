@@ -89,7 +89,7 @@ def plan_run(
         _, pace = measure(chosen.model_copy(update={"parallel": given}), LocalCopies(), steps=measured_steps)
         write_record(calibration_file(key_of_run(chosen)), pace)
     rows = count_rows(local, onward_home() / "shards")
-    samples = chosen.total_samples(rows.train) if chosen.train.num_steps or rows.train else None
+    samples = chosen.train.samples_of_run(rows.train) if chosen.train.num_steps or rows.train else None
     epochs = samples / rows.train if samples is not None and rows.train else None
     changed = changed_settings(config)
     known = origins or {}
@@ -102,7 +102,7 @@ def plan_run(
     return RunPlan(
         **planned,
         rows=rows,
-        num_steps=number_of_steps(chosen, rows),
+        num_steps=number_of_steps(chosen.train, rows),
         num_samples=samples,
         epochs=epochs,
         time=time_needed(chosen, layout, rows, pace),
@@ -119,7 +119,7 @@ def disk_needed(config: RunConfig, needs: Needs) -> DiskNeeded:
     found = list(shares(RunDir(home), config, needs, tracking_uri=store_of(config.monitor)))
     return DiskNeeded(
         checkpoint_bytes=needs.checkpoint_bytes,
-        checkpoints=most_checkpoints(config),
+        checkpoints=most_checkpoints(config.checkpoint, config.train, config.export),
         model_bytes=needs.model_bytes,
         shares=tuple(DiskShare(what=each.what, place=str(each.path), bytes=each.bytes) for each in found),
         total_bytes=sum(each.bytes for each in found),

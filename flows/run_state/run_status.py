@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -17,7 +17,10 @@ from onward.tasks.attempts.log_damage import damage_of_log
 from onward.tasks.shown.class_tables import class_table
 from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.checkpoint.retention import announced, describe_exported
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.metrics import StopConfig
+from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.data.label_units import describe_label_units
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.storage.shards import ShardManifest, open_evaluated
@@ -238,12 +241,14 @@ def described_run(run: RunDir) -> RunStatus:
         return RunStatus.model_validate(texts | numbers | known)
 
 
-def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOutcome:
+def outcome_of(
+    run: RunDir, data: DataConfig, losses: Sequence[LossConfig], checkpoint: CheckpointConfig, exported: ExportedModel
+) -> RunOutcome:
     """Return how a run with an exported file ended."""
     # the log is read from its tail alone, and the record of the training has the sums over all attempts
     trained = read_record(run.train, TrainResult)
     # of text without a tokenizer the targets are its bytes
-    reads_bytes = [loss.is_plain for loss in config.losses] == [True] and not config.data.text
+    reads_bytes = [loss.is_plain for loss in losses] == [True] and not data.text
     text = held_out_text(run) if reads_bytes else b""
     bits = bits_per_byte(exported.after["evaluation/loss"], text) if text else {}
     promotion = f"{exported.promotion.status}: {exported.promotion.reason}" if exported.promotion else ""
@@ -254,7 +259,7 @@ def outcome_of(run: RunDir, config: RunConfig, exported: ExportedModel) -> RunOu
         bits_per_byte=bits,
         before=exported.before,
         after=exported.after,
-        exported=describe_exported(exported.step, announced(run), trained, config.checkpoint),
+        exported=describe_exported(exported.step, announced(run), trained, checkpoint),
         test=exported.test,
         parity=exported.parity,
         rounding=exported.rounding,
@@ -309,8 +314,8 @@ def ended_state(run: RunDir) -> State:
     return "failed" if run.first_error(run.current_attempt) else "interrupted"
 
 
-def is_finished(run: RunDir, config: RunConfig) -> bool:
-    """Return whether nothing is left to do: no step within the limits of this configuration, and nothing to send.
+def is_finished(run: RunDir, stop: StopConfig, checkpoint: CheckpointConfig) -> bool:
+    """Return whether nothing is left to do: no step within these limits, and nothing to send.
 
     A flow that could not send all to MLflow has ended, too, and a resume sends the rest.
     """
@@ -319,8 +324,8 @@ def is_finished(run: RunDir, config: RunConfig) -> bool:
     has_completed = ending is not None and ending.status == "completed"
     if state_of(run) != "exported" or not has_completed or newest is None:
         return False
-    # a higher limit in this configuration lets a run go on that had ended by it
-    may_go_on = newest.ended_early and not reason_to_end(newest.stop, config.stop, config.checkpoint)
+    # a higher limit than before lets a run go on that had ended by it
+    may_go_on = newest.ended_early and not reason_to_end(newest.stop, stop, checkpoint)
     return not may_go_on and _is_sent(run)
 
 

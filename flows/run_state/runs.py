@@ -27,7 +27,8 @@ from onward.trainer.errors import (
     ConfigError,
     OnwardError,
 )
-from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.home import download_cache, onward_home
 from onward.trainer.run.names import name_given_to, owner_of, short_id
 from onward.trainer.run.recorded.sweep_records import SweepDir, membership
 from onward.trainer.run.records import RunIdentity, read_record

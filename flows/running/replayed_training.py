@@ -81,7 +81,7 @@ def scratch_run(run: RunDir, start: int) -> Iterator[RunDir]:
         scratch = RunDir(Path(name) / run.root.name)
         scratch.checkpoints.mkdir(parents=True)
         settings = read_config(run, "given")
-        refuse_left_out(settings)
+        refuse_left_out(settings.left_out)
         saving = settings.checkpoint.model_copy(update={"period": 0})  # only at the step to reach
         unprofiled = settings.monitor.model_copy(update={"profile_steps": ()})
         write_record(scratch.config, settings.model_copy(update={"checkpoint": saving, "monitor": unprofiled}))

@@ -75,11 +75,13 @@ def check_settings(run: RunDir, *, accept: bool) -> None:
 def outcome_if_finished(run: RunDir, changes: Sequence[Override]) -> RunOutcome | None:
     """Return how a run ended with which nothing is left to do, and say so on stderr; None for any other run."""
     # with the new limits: a higher one may leave something to do
-    if not is_finished(run, load_config(read_config(run, "given"), changes)):
+    config = load_config(read_config(run, "given"), changes)
+    if not is_finished(run, config.stop, config.checkpoint):
         return None
     print(
         f"onward: {reference_to(run)} is finished, and nothing was started. To train further, "
         f"{how_to_train_further(run)}",
         file=sys.stderr,
     )
-    return outcome_of(run, read_config(run), read_record(run.exported, ExportedModel))
+    kept = read_config(run)
+    return outcome_of(run, kept.data, kept.losses, kept.checkpoint, read_record(run.exported, ExportedModel))

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from onward.infra.mlflow.mlflow_store import database_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.quantities import mb
 from onward.trainer.run.directory import RunDir
@@ -42,7 +44,7 @@ class Share:
 
 def shares(run: RunDir, config: RunConfig, needs: Needs, *, tracking_uri: str) -> Iterator[Share]:
     """Yield what the run will write, as far as it is not there yet."""
-    number = most_checkpoints(config)
+    number = most_checkpoints(config.checkpoint, config.train, config.export)
     files = number * (config.world_size + 2)  # one of each rank, the manifest and the directory
     kept = sum(path.stat().st_size for path in run.checkpoints.glob("step-*/*") if path.is_file())
     # a resumed run has a part of its checkpoints already; one is written before another is deleted
@@ -61,17 +63,16 @@ def shares(run: RunDir, config: RunConfig, needs: Needs, *, tracking_uri: str) -
         yield Share("the exported file at export.path", place, needs.model_bytes)
 
 
-def most_checkpoints(config: RunConfig) -> int:
+def most_checkpoints(checkpoint: CheckpointConfig, train: TrainConfig, export: ExportConfig) -> int:
     """Return how many checkpoints of the run can be on the disk at once: the newest, the best and the one written."""
-    saving = config.checkpoint
-    most = saving.keep_newest + 2
+    most = checkpoint.keep_newest + 2
     # by time, or at the best evaluations, one may follow any step
-    at_any_step = saving.minutes > 0 or config.export.checkpoint == "best"
-    if not saving.period and not at_any_step:
+    at_any_step = checkpoint.minutes > 0 or export.checkpoint == "best"
+    if not checkpoint.period and not at_any_step:
         return 1
     # with num_epochs the number of steps is known only when the data is sharded
-    period = 1 if at_any_step else saving.period
-    return min(most, math.ceil(config.train.num_steps / period)) if config.train.num_steps else most
+    period = 1 if at_any_step else checkpoint.period
+    return min(most, math.ceil(train.num_steps / period)) if train.num_steps else most
 
 
 def space_problems(found: Iterable[Share]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from onward.trainer.config.urls import is_registered, url_of
 from onward.trainer.data.reading import fetching
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
-from onward.trainer.run.directory import download_cache, onward_home
+from onward.trainer.run.home import download_cache, onward_home
 from onward.trainer.run.remote.local_copies import LocalCopies, LocalCopy, urls_in
 
 

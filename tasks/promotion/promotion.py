@@ -32,7 +32,7 @@ from onward.tasks.shown.mlflow_tags import about_version
 from onward.tasks.shown.prefect_events import emit
 from onward.tasks.shown.prefect_server import prefect_answers
 from onward.tasks.shown.task_logger import IN_RESULT
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.export_folder import comparison_in
@@ -115,7 +115,14 @@ def _decide(
         compared = comparison.version if comparison else None
         if asked.when == "better" and served and compared != served.version:
             comparison = _compare(run, served, registry)
-        good, reason = judge(config, comparison if served else None, served, exported)
+        good, reason = judge(
+            config.export,
+            config.promote_metric,
+            config.promote_is_greatest,
+            comparison if served else None,
+            served,
+            exported,
+        )
         answer = answer.model_copy(update={"reason": reason, "comparison": comparison if served else None})
         if not good:
             return answer
@@ -133,16 +140,24 @@ def _decide(
 
 
 def judge(
-    config: RunConfig, comparison: Comparison | None, served: RegisteredVersion | None, exported: ExportedModel
+    export: ExportConfig,
+    metric: str,
+    greatest_is_best: bool,
+    comparison: Comparison | None,
+    served: RegisteredVersion | None,
+    exported: ExportedModel,
 ) -> tuple[bool, str]:
-    """Return whether the new file may take the place of the served one, and the reason in one sentence."""
-    asked = config.export.promote_if
-    alias = config.export.alias
+    """Return whether the new file may take the place of the served one, and the reason in one sentence.
+
+    metric: the one that decides; greatest_is_best: whether a greater value of it is better.
+    """
+    asked = export.promote_if
+    alias = export.alias
     # the cheap reasons first; a comparison exists only where the setting asks for one
     if asked.when == "never":
         return False, "export.promote_if is 'never'"
     if served is None:
-        return _above_the_floor(config, exported)
+        return _above_the_floor(export, metric, greatest_is_best, exported)
     before = f"{alias} version {served.version}"
     if comparison is None:
         return True, f"export.promote_if is 'always': it takes the place of {before}"
@@ -168,15 +183,19 @@ def judge(
     return True, values
 
 
-def _above_the_floor(config: RunConfig, exported: ExportedModel) -> tuple[bool, str]:
-    """Return whether the first file of a name predicts better than what needs no model, and the reason."""
-    first = f"it is the first {config.export.alias} of its name"
-    name = config.promote_metric
-    if config.export.promote_if.when == "always" or config.export.promote_if.floor == "none":
+def _above_the_floor(
+    export: ExportConfig, name: str, greatest_is_best: bool, exported: ExportedModel
+) -> tuple[bool, str]:
+    """Return whether the first file of a name predicts better than what needs no model, and the reason.
+
+    name: of the metric that decides.
+    """
+    first = f"it is the first {export.alias} of its name"
+    if export.promote_if.when == "always" or export.promote_if.floor == "none":
         return True, first
     new = (exported.test if name.startswith("test/") else exported.after).get(name, math.nan)
     # with the sign a greater value is better for each metric
-    sign = 1.0 if config.promote_is_greatest else -1.0
+    sign = 1.0 if greatest_is_best else -1.0
     known = {what: metrics[name] for what, metrics in exported.baselines.items() if name in metrics}
     numbers = {what: value for what, value in known.items() if not math.isnan(value)}
     # written with `not`, because every comparison with NaN is false
@@ -187,7 +206,7 @@ def _above_the_floor(config: RunConfig, exported: ExportedModel) -> tuple[bool, 
     # the best of them is the one to beat, and the message names that alone
     what, value = max(better.items(), key=lambda item: sign * item[1])
     return False, (
-        f"it would be the first {config.export.alias} of its name, but {name} is {new:.6g}, and {what} alone has "
+        f"it would be the first {export.alias} of its name, but {name} is {new:.6g}, and {what} alone has "
         f"{value:.6g}: it has learned nothing that is worth serving. Train longer or look at the data; to serve it all "
         "the same, set export.promote_if.floor = 'none', or `onward promote` moves the alias by hand"
     )

@@ -16,7 +16,9 @@ from prefect import runtime
 
 from onward.trainer.config.flat_settings import changed_settings, flat_settings
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.config.urls import is_registered, url_of
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.run.directory import RunDir, read_config
@@ -47,25 +49,34 @@ def parameters(config: RunConfig) -> dict[str, str]:
     return {key: _short(settings[key]) for key in dict.fromkeys(wanted)}
 
 
-def first_tags(run: RunDir, config: RunConfig, identity: RunIdentity) -> dict[str, str]:
+def first_tags(
+    run: RunDir, model: ModelConfig, data: DataConfig, parallel: ParallelConfig, identity: RunIdentity
+) -> dict[str, str]:
     """Return the tags of a run that begins."""
     return {
         "onward.run_dir": str(run.root),
-        "onward.model": config.model.path.name,
-        "onward.data": config.data.source,
-        "onward.ranks": str(config.world_size),
+        "onward.model": model.path.name,
+        "onward.data": data.source,
+        "onward.ranks": str(parallel.world_size),
         "prefect.flow_run_id": runtime.flow_run.get_id() or "",
         "prefect.flow_run_url": identity.prefect_url,
         **_tags_of_trial(run),
-        "mlflow.note.content": description(run, config, identity),
+        "mlflow.note.content": description(run, model, data, parallel, identity),
     }
 
 
-def description(run: RunDir, config: RunConfig, identity: RunIdentity, result: str = "") -> str:
+def description(
+    run: RunDir,
+    model: ModelConfig,
+    data: DataConfig,
+    parallel: ParallelConfig,
+    identity: RunIdentity,
+    result: str = "",
+) -> str:
     """Return the text on the run's page, in Markdown; its first line is in the table of runs."""
     # the table of runs shows the first line, so the result stands there once it is known
     lines = [f"**{result}**", ""] if result else []
-    lines.append(f"`{config.model.path.name}` on `{config.data.source}`, {config.world_size} ranks")
+    lines.append(f"`{model.path.name}` on `{data.source}`, {parallel.world_size} ranks")
     lines += ["", f"Run directory: `{run.root}`"]
     lines += ["", f"[This run in Prefect]({identity.prefect_url})"] if identity.prefect_url else []
     return "\n".join(lines)
@@ -81,7 +92,7 @@ def result_tags(run: RunDir, exported: ExportedModel) -> dict[str, str]:
         "onward.result": result,
         "onward.exported_step": str(exported.step),
         "onward.version": version,
-        "mlflow.note.content": description(run, config, identity, result),
+        "mlflow.note.content": description(run, config.model, config.data, config.parallel, identity, result),
     }
 
 

@@ -29,11 +29,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import GraphConfig, ModelConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
-from onward.trainer.config.sections.training import OptimizerConfig, TrainConfig
+from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext
@@ -97,12 +95,12 @@ def onward_update(
     use_channels_last(module, graph, mpi.device, rows=batch.size)
     mesh = make_mesh(mpi, ParallelDims(data=mpi.world_size), timeout_s=60)
     (stage,) = build_stages(module, [split(module, ())], {})  # the graph as one unit
-    train = TrainConfig(num_steps=1)
-    config = RunConfig(model=ModelConfig(path="-"), data=DataConfig(source="digits"), graph=graph, train=train)
     compile_stages(
         [stage],
         module,
-        config,
+        graph,
+        ParallelConfig(),
+        "fp32",
         batch.inputs,
         device=mpi.device,
         one_shape=True,

@@ -49,7 +49,7 @@ def configure(folder: Path, *, replicas: int = 1, accumulation: int = 1, batch: 
 def shards(config: RunConfig, split: str = "train") -> Shards:
     directory, _, _ = make_shards(
         config.data,
-        InputColumns(config, read_training_signature(config.model)).to_read(),
+        InputColumns(config.data, config.loss, config.model, read_training_signature(config.model)).to_read(),
         config.model.path.parent / "cache",
     )
     return open_shards(directory, split)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def steps(config: RunConfig, kills: tuple[int, ...] = ()) -> Iterator[list[int]]
         return [Batches(rows, config, signature, replica=r, num_replicas=replicas, device=CPU) for r in range(replicas)]
 
     ranks = start()
-    total = config.total_samples(rows.num_rows)
+    total = config.train.samples_of_run(rows.num_rows)
     for step, position in enumerate(range(0, total, config.train.global_batch_size)):
         count = min(config.train.global_batch_size, total - position)
         taken = [rank.take(position, count) for rank in ranks]

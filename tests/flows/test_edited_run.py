@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import signal
@@ -24,25 +23,9 @@ WORDS = ("config.toml", "parallel.data=1", "monitor.report=true", "train.num_ste
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
-    made = Workshop.made(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    with contextlib.closing(made), made.server():
+def workshop(tmp_path: Path) -> Iterator[Workshop]:
+    with Workshop.entered(tmp_path) as made, made.server():
         yield made
-
-
-def refusal(workshop: Workshop, *words: str) -> str:
-    """What a command with status 2 has printed on stderr."""
-    process = workshop.start(*words)
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 2, error
-    return error
-
-
-def killed(process: subprocess.Popen[str], workshop: Workshop) -> None:
-    process.kill()
-    process.communicate(timeout=60)
-    until(lambda: not workshop.processes(), limit_s=60)
 
 
 @pytest.mark.slow
@@ -52,14 +35,14 @@ def test_a_run_whose_records_were_edited_says_what_was_changed_and_goes_on(works
     process = workshop.start("run", *WORDS, stderr=subprocess.DEVNULL)
     run = workshop.new_run()
     until(lambda: reached(run, 60) and list_checkpoints(run), limit_s=300)
-    killed(process, workshop)
+    workshop.kill(process)
     identity = read_record(run.identity, RunIdentity)
 
     # 1. a setting
     settings = json.loads(run.config.read_text())
     settings["optimizer"]["learning_rate"] = 2e-3
     run.config.write_text(json.dumps(settings))
-    shown = refusal(workshop, "resume", identity.name)
+    shown = workshop.refusal("resume", identity.name)
     assert "optimizer.learning_rate was 0.001, and is 0.002" in shown
     assert f"`onward resume {identity.name} --accept-config`" in shown
     assert run.current_attempt == 1, "nothing was started"
@@ -111,7 +94,7 @@ def test_a_run_that_was_killed_when_its_name_was_printed_is_known_by_name_and_di
         status = workshop.onward("status", text)
         assert (status["name"], status["state"], status["kind"]) == (name, "interrupted", "killed")
         assert "nothing is trained yet: start it again" in status["to_do"]
-        shown = refusal(workshop, "resume", text)
+        shown = workshop.refusal("resume", text)
         assert f"{name} cannot be resumed: it ended before its settings were saved" in shown
     assert workshop.onward("runs") == {"runs": [], "total": 0}
 
@@ -120,12 +103,12 @@ def test_a_run_that_was_killed_when_its_name_was_printed_is_known_by_name_and_di
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
 def test_a_refusal_says_whether_a_run_has_begun(workshop: Workshop) -> None:
-    before = refusal(workshop, "run", *WORDS, "data.label=prize")
+    before = workshop.refusal("run", *WORDS, "data.label=prize")
     assert before.splitlines()[-1] == "To do: correct each thing that is listed; no run has begun"
     assert not list(workshop.home.glob("runs/*"))
     images = np.load("data.npz")["image"]  # a loss of them is not finite, as the rehearsal finds inside the run
     np.savez("data.npz", image=np.full_like(images, 1e38), label=np.arange(200) % 4)
-    inside = refusal(workshop, "run", *WORDS)
+    inside = workshop.refusal("run", *WORDS)
     (run,) = workshop.home.glob("runs/*")
     last = inside.splitlines()[-1]
     assert (
@@ -133,4 +116,4 @@ def test_a_refusal_says_whether_a_run_has_begun(workshop: Workshop) -> None:
         == f"To do: correct each thing that is listed; config-1 has begun, and stays in {run} and in Prefect as failed"
     )
     assert list(workshop.prefect_states().values()) == ["FAILED"]
-    assert "written" not in refusal(workshop, "status", "no-such-run")
+    assert "written" not in workshop.refusal("status", "no-such-run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -24,19 +23,9 @@ NIGHTLY = ("--name", "nightly", "--continue")
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
-    made = Workshop.made(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    with contextlib.closing(made):
+def workshop(tmp_path: Path) -> Iterator[Workshop]:
+    with Workshop.entered(tmp_path) as made:
         yield made
-
-
-def refusal(workshop: Workshop, *words: str) -> str:
-    """What a command with status 2 has printed on stderr."""
-    process = workshop.start(*words)
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 2, error
-    return error
 
 
 @pytest.mark.mpi
@@ -49,19 +38,17 @@ def test_the_same_command_begins_a_run_goes_on_with_it_and_finds_it_done(
         process = workshop.start("run", *WORDS, *NIGHTLY, stderr=subprocess.DEVNULL)
         run = workshop.new_run()
         until(lambda: reached(run, 120) and list_checkpoints(run), limit_s=300)
-        running = refusal(workshop, "run", *WORDS, *NIGHTLY)
+        running = workshop.refusal("run", *WORDS, *NIGHTLY)
         assert "the run nightly is running already, or just begins" in running
-        process.kill()
-        process.communicate(timeout=60)
-        until(lambda: not workshop.processes(), limit_s=60)
+        workshop.kill(process)
         assert read_record(run.identity, RunIdentity).name == "nightly"
 
         # 2. what would make another run of it is refused, with every difference
-        assert "there is a run nightly already; go on with it by --continue" in refusal(
-            workshop, "run", *WORDS, "--name", "nightly"
+        assert "there is a run nightly already; go on with it by --continue" in workshop.refusal(
+            "run", *WORDS, "--name", "nightly"
         )
-        changed = refusal(
-            workshop, "run", *WORDS, "optimizer.learning_rate=2e-3", "train.seed=7", "stop.max_hours=2", *NIGHTLY
+        changed = workshop.refusal(
+            "run", *WORDS, "optimizer.learning_rate=2e-3", "train.seed=7", "stop.max_hours=2", *NIGHTLY
         )
         assert "nightly began with optimizer.learning_rate = 0.001, and now it is 0.002" in changed
         assert "nightly began with train.seed = 0, and now it is 7" in changed
@@ -79,8 +66,8 @@ def test_the_same_command_begins_a_run_goes_on_with_it_and_finds_it_done(
 
         # 5. a name means one run for ever
         shutil.rmtree(run.root)
-        assert "the run nightly was deleted, and a name means one run for ever" in refusal(
-            workshop, "run", *WORDS, *NIGHTLY
+        assert "the run nightly was deleted, and a name means one run for ever" in workshop.refusal(
+            "run", *WORDS, *NIGHTLY
         )
 
 
@@ -116,5 +103,5 @@ def test_a_run_that_ended_before_it_had_settings_gives_up_its_name(
     ],
 )
 def test_a_wrong_name_is_refused(workshop: Workshop, words: tuple[str, ...], message: str) -> None:
-    assert message in refusal(workshop, "run", "config.toml", *words)
+    assert message in workshop.refusal("run", "config.toml", *words)
     assert not (workshop.home / "runs").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 from collections.abc import Iterator
@@ -19,10 +18,8 @@ WORDS = ("config.toml", "parallel.data=1", "train.num_steps=200", "average.kind=
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
-    made = Workshop.made(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    with contextlib.closing(made), made.server():
+def workshop(tmp_path: Path) -> Iterator[Workshop]:
+    with Workshop.entered(tmp_path) as made, made.server():
         yield made
 
 
@@ -44,9 +41,7 @@ def test_a_run_of_an_earlier_version_is_shown_and_exported_and_goes_on_if_it_can
     process = workshop.start("run", *WORDS, stderr=subprocess.DEVNULL)
     run = workshop.new_run()
     until(lambda: reached(run, 60) and list_checkpoints(run), limit_s=300)
-    process.kill()
-    process.communicate(timeout=60)
-    until(lambda: not workshop.processes(), limit_s=60)
+    workshop.kill(process)
 
     # 1. what only its version computes: everything but going on
     make_older(run, metric="evaluation/accuracy")
@@ -58,9 +53,7 @@ def test_a_run_of_an_earlier_version_is_shown_and_exported_and_goes_on_if_it_can
     assert Path("older.onnx").is_file()
     workshop.onward("gc")
     for words in (("resume",), ("resume", "--accept-config"), ("verify", "--replay", "--from", "0")):
-        refused = workshop.start(words[0], name, *words[1:])
-        _, error = refused.communicate(timeout=300)
-        assert refused.returncode == 2, error
+        error = workshop.refusal(words[0], name, *words[1:])
         assert "stop.metric was 'evaluation/accuracy' in this run of an earlier version" in error
         assert "go on with that version, or start a new run" in error
     assert run.current_attempt == 1, "nothing was started"

@@ -305,12 +305,12 @@ def test_limits_of_stop_are_named(settings: dict[str, dict[str, Any]]) -> None:
 def test_evaluations_are_counted_as_the_loop_makes_them(
     settings: dict[str, dict[str, Any]], train: dict[str, Any], rows: RowCount, evaluations: int | None
 ) -> None:
-    assert number_of_evaluations(configured(settings, train=train), rows) == evaluations
+    assert number_of_evaluations(configured(settings, train=train).train, rows) == evaluations
 
 
 def test_steps_and_checkpoints_are_counted_as_the_loop_makes_them(settings: dict[str, dict[str, Any]]) -> None:
-    assert number_of_steps(configured(settings), ROWS) == 38  # 300 samples, 8 a step, the last one smaller
-    assert number_of_steps(configured(settings), UNKNOWN) is None
+    assert number_of_steps(configured(settings).train, ROWS) == 38  # 300 samples, 8 a step, the last one smaller
+    assert number_of_steps(configured(settings).train, UNKNOWN) is None
 
     def checkpoints(period: int, minutes: float, steps: int, trained_s: float = 0.0) -> int:
         saving = {"period": period, "minutes": minutes}

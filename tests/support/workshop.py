@@ -85,6 +85,13 @@ class Workshop:
         (root / "config.toml").write_text(CONFIG)
         return cls(root)
 
+    @classmethod
+    @contextlib.contextmanager
+    def entered(cls, root: Path) -> Iterator[Workshop]:
+        """A workshop in `root`, which is the working directory meanwhile. At the end its processes are killed."""
+        with contextlib.chdir(root), contextlib.closing(cls.made(root)) as workshop:
+            yield workshop
+
     @property
     def home(self) -> Path:
         return self.root / "home"
@@ -111,6 +118,19 @@ class Workshop:
     def onward(self, *words: str, status: int = 0, limit_s: float = 600.0) -> dict[str, Any]:
         """`onward WORDS --json`, ended with `status`: the one JSON object on its stdout."""
         return finished(self.start(*words), status=status, limit_s=limit_s)
+
+    def refusal(self, *words: str) -> str:
+        """What a command that ends with status 2 prints on stderr."""
+        process = self.start(*words)
+        _, error = process.communicate(timeout=300)
+        assert process.returncode == 2, error
+        return error
+
+    def kill(self, process: subprocess.Popen[str]) -> None:
+        """Kill a command, as a scheduler does that gives no warning, and wait until nothing of it is left."""
+        process.kill()
+        process.communicate(timeout=60)
+        until(lambda: not self.processes(), limit_s=60)
 
     def new_run(self, *, limit_s: float = 300.0) -> RunDir:
         """The run that is about to begin: the first one whose directory does not exist yet when this is called."""

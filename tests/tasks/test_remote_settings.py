@@ -25,7 +25,8 @@ from onward.trainer.config.urls import url_of
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.errors import ConfigError
 from onward.trainer.extras import how_to_install
-from onward.trainer.run.directory import RunDir, download_cache, onward_home, read_config
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.home import download_cache, onward_home
 from onward.trainer.run.records import RunIdentity, read_record
 from onward.trainer.run.remote import remote_files
 from onward.trainer.run.remote.local_copies import LocalCopies

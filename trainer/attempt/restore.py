@@ -18,6 +18,7 @@ from onward.trainer.checkpoint.resume import find_resume_point
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.write_plan import TensorPart
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.training import AverageConfig, OptimizerConfig, PrecisionConfig
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import check_fit
 from onward.trainer.events import Heartbeat
@@ -39,20 +40,28 @@ class Trained:
     scaler: LossScaler
 
     @classmethod
-    def begin(cls, model: RankModel, config: RunConfig, *, num_steps: int, device: torch.device) -> Trained:
+    def begin(
+        cls,
+        model: RankModel,
+        optimizer: OptimizerConfig,
+        average: AverageConfig,
+        precision: PrecisionConfig,
+        *,
+        seed: int,
+        num_steps: int,
+        device: torch.device,
+    ) -> Trained:
         """Return what training changes, before its first step. num_steps: of the whole run."""
-        optimizer = build_optimizer(
-            config.optimizer,
+        updates = build_optimizer(
+            optimizer,
             model.trained,
-            seed=config.train.seed,
+            seed=seed,
             elsewhere=model.trained_names,
             parts=model.part_sums,
             layer_scales=model.layer_scales,
         )
-        averages = Averages(
-            config.average, model.averaged, num_steps=num_steps, device=device, swapped=model.reducer.regather
-        )
-        return cls(model, optimizer, averages, LossScaler(config.precision))
+        averages = Averages(average, model.averaged, num_steps=num_steps, device=device, swapped=model.reducer.regather)
+        return cls(model, updates, averages, LossScaler(precision))
 
     def parts(self) -> dict[str, TensorPart]:
         """Return checkpoint key -> the tensor itself, which training changes in place, and its placement."""
@@ -95,7 +104,7 @@ def restore(
     optimizer = optimizer_shapes(config.optimizer, model.trained_shapes, model.matrices)
     expected = model.checkpoint_shapes | optimizer | averaged
     check_fit(name, stored, expected)
-    checkpoint.manifest.state.check_reachable(name, config, num_rows=num_rows)
+    checkpoint.manifest.state.check_reachable(name, config.train, num_rows=num_rows)
     placements = {key: placement for key, (_, placement) in trained.parts().items() if key in expected}
     state, tensors = load(checkpoint, placements, beat=beat)
     model.load(tensors)

@@ -36,7 +36,7 @@ from onward.trainer.checkpoint.rank_file import RankFile, chunks
 from onward.trainer.checkpoint.save import write
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.write_plan import TensorPart, make_write_plan
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ReplicasDiffer
@@ -54,11 +54,23 @@ POLL_S = 0.2
 class CheckpointWriter:
     """Writes the checkpoints of one attempt, in the background where `checkpoint.background` allows it.
 
-    Collective, as `save` and `close`: every rank of the world.
+    memory_gib: `parallel.memory_gib`. timeout_s: of the collectives. Collective, as `save` and `close`: every rank of
+    the world.
     """
 
-    def __init__(self, run: RunDir, config: RunConfig, *, attempt: int, mpi: MPIContext, events: EventWriter) -> None:
-        self._config = config
+    def __init__(
+        self,
+        run: RunDir,
+        settings: CheckpointConfig,
+        memory_gib: float,
+        timeout_s: float,
+        *,
+        attempt: int,
+        mpi: MPIContext,
+        events: EventWriter,
+    ) -> None:
+        self._settings = settings
+        self._memory_gib = memory_gib
         self._mpi = mpi
         self._events = events
         self._write = partial(write, run, attempt=attempt, mpi=mpi)
@@ -74,7 +86,7 @@ class CheckpointWriter:
         """Signs of life of the thread."""
         self._group: dist.ProcessGroup | None = None
         if mpi.world_size > 1:
-            timeout = datetime.timedelta(seconds=config.collective_timeout_s)
+            timeout = datetime.timedelta(seconds=timeout_s)
             # a group of its own: the thread's collectives must not meet those of the training
             self._group = dist.new_group(timeout=timeout, backend="gloo")
 
@@ -83,7 +95,7 @@ class CheckpointWriter:
 
         Clocks differ, so the ranks must agree on what rank 0 returns.
         """
-        limit_s = 60 * self._config.checkpoint.minutes
+        limit_s = 60 * self._settings.minutes
         return self._mpi.rank == 0 and 0 < limit_s <= time.monotonic() - self._began
 
     def compare_copies(self, parts: Mapping[str, TensorPart], *, step: int, beat: Beat) -> None:
@@ -148,9 +160,7 @@ class CheckpointWriter:
 
     def _refuses(self, num_bytes: int) -> bool:
         if self._refusal is None:
-            self._refusal = background_refusal(
-                self._config.checkpoint.background, self._config.parallel.memory_gib, self._mpi, num_bytes
-            )
+            self._refusal = background_refusal(self._settings.background, self._memory_gib, self._mpi, num_bytes)
             how = f"while training waits: {self._refusal}" if self._refusal else "in the background"
             if self._mpi.rank == 0:  # which speaks for all: they have agreed
                 log.info("checkpoints (%s of rank 0) are written %s", gib(num_bytes), how)

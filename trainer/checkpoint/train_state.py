@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import StopConfig
 from onward.trainer.config.sections.results import CheckpointConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.outcomes.stopping import after_evaluation
 from onward.trainer.run.records import AttemptResult, Record, StopState
@@ -89,11 +89,11 @@ class TrainState(Record):
         """Return this position for another run, which counts its evaluations and hours from here on."""
         return self.model_copy(update={"stop": StopState(), "best": None, "best_at": 0})
 
-    def check_reachable(self, source: str, config: RunConfig, *, num_rows: int) -> None:
-        """Raise ConfigError when a training with this configuration and `num_rows` rows has no such position."""
-        num_steps = config.num_steps(num_rows)
-        num_samples = config.total_samples(num_rows)
-        batch_size = config.train.global_batch_size
+    def check_reachable(self, source: str, train: TrainConfig, *, num_rows: int) -> None:
+        """Raise ConfigError when a training with these settings and `num_rows` rows has no such position."""
+        num_steps = train.steps_of_run(num_rows)
+        num_samples = train.samples_of_run(num_rows)
+        batch_size = train.global_batch_size
         left = num_samples - self.samples_seen
         # samples left divided by the batch size must be the steps left; another batch size breaks this equation
         if left < 0 or self.step + math.ceil(left / batch_size) != num_steps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -105,7 +104,7 @@ class RunConfig(Section):
     @property
     def world_size(self) -> int:
         """Ranks of the job: data x tensor x pipeline."""
-        return self.parallel.data * self.parallel.tensor * self.parallel.pipeline
+        return self.parallel.world_size
 
     @property
     def compile_timeout_s(self) -> float:
@@ -120,7 +119,7 @@ class RunConfig(Section):
     @property
     def micro_batch_size(self) -> int:
         """Samples one replica runs through the graph at a time."""
-        return self.train.global_batch_size // (self.parallel.data * self.train.gradient_accumulation_steps)
+        return self.train.micro_batch_rows(self.parallel.data)
 
     @property
     def evaluation_batch_size(self) -> int:
@@ -151,17 +150,6 @@ class RunConfig(Section):
         if self.export.weights == "auto":
             return self.checkpoint.best_metric != self._best_metric_of_file
         return self.export.weights == "average"
-
-    def total_samples(self, num_rows: int) -> int:
-        """Return the samples of the whole run, counted with repetition, for training data of `num_rows` rows."""
-        if self.train.num_steps:
-            return self.train.num_steps * self.train.global_batch_size
-        return round(self.train.num_epochs * num_rows)
-
-    def num_steps(self, num_rows: int) -> int:
-        """Return the weight updates of the whole run; with `num_epochs`, the last batch may be smaller than the
-        others."""
-        return math.ceil(self.total_samples(num_rows) / self.train.global_batch_size)
 
 
 def _sections() -> Mapping[str, type[Section]]:

@@ -42,7 +42,7 @@ def read_and_computed(
     schema: the columns of the source. Raises UnsupportedModel as Preprocessor, ConfigError as TokenizedRows,
     `image_inputs` and `open_fitted`.
     """
-    feeds = InputColumns(config, signature)
+    feeds = InputColumns(config.data, config.loss, config.model, signature)
     columns = feeds.to_read()
     decoder = None
     images = image_inputs(config.data, signature)

@@ -52,7 +52,7 @@ def data_problems(
         mixed_labels(config.data, config.losses, signature)
     except ConfigError as error:
         return list(error.problems)
-    columns = InputColumns(config, signature)
+    columns = InputColumns(config.data, config.loss, config.model, signature)
     problems = [*_unknown_names(config.data, config.model, columns, signature), *_without_rows(signature)]
     constant = {f"input {info.name}" for info in signature.fed if not _has_rows(info, signature)}
     fed = columns.of_file()

@@ -16,14 +16,14 @@ trained part:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from onward.trainer.config.losses import key_of
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.losses import LossConfig, filled, key_of
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.images.image_inputs import ImageInput, image_inputs, masks
 from onward.trainer.data.schema.columns import BYTES, TEXT, ColumnType
 from onward.trainer.data.schema.label_axes import label_shape
@@ -82,12 +82,12 @@ class Feed:
 class InputColumns:
     """The feeds of a trained part and of its losses, and the columns that they read."""
 
-    def __init__(self, config: RunConfig, signature: Signature) -> None:
-        self._data = config.data
-        self._loss = config.loss
-        self._losses = config.losses
+    def __init__(self, data: DataConfig, loss: Sequence[LossConfig], model: ModelConfig, signature: Signature) -> None:
+        self._data = data
+        self._loss = loss
+        self._losses = filled(model, data, loss)
         self._signature = signature
-        self.text = text_columns(config, signature)
+        self.text = text_columns(data, self._losses, model, signature)
 
     @property
     def made_of_text(self) -> frozenset[str]:

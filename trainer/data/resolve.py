@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.losses_from_data import losses_from_data, take_from_data
 from onward.trainer.data.schema.fitted import LabelledRows
@@ -50,7 +51,7 @@ def resolve(
     if take_from_data(config.losses):
         completed = completed.model_copy(update={"loss": losses_from_data(config.data, config.losses, rows, signature)})
     if counts_bytes(config.data, config.metrics):
-        text = text_columns(config, signature)
+        text = text_columns(config.data, config.losses, config.model, signature)
         metrics = metrics_from_data(config.metrics, text, rows if evaluated is None else evaluated)
         completed = completed.model_copy(update={"metrics": metrics})
         # a sample may have no such rows, the evaluated rows must
@@ -59,15 +60,15 @@ def resolve(
     return completed
 
 
-def depends_on_data(config: RunConfig) -> bool:
-    """Return whether `resolve` would change the configuration."""
-    return take_from_data(config.losses) or counts_bytes(config.data, config.metrics)
+def depends_on_data(data: DataConfig, losses: Sequence[LossConfig], metrics: Sequence[MetricConfig]) -> bool:
+    """Return whether `resolve` would change a configuration of these sections."""
+    return take_from_data(losses) or counts_bytes(data, metrics)
 
 
 def write_resolved(run: RunDir) -> None:
     """Write resolved.json for the shards of a run, if their data decides a setting. Raises the errors of `resolve`."""
     config = read_config(run)
-    if depends_on_data(config):
+    if depends_on_data(config.data, config.losses, config.metrics):
         manifest = read_record(run.shards / "manifest.json", ShardManifest)
         splits: tuple[Split, ...] = ("evaluation", "test") if manifest.test else ("evaluation",)
         write_record(run.resolved, _resolved(run, config, manifest, splits))
@@ -87,7 +88,7 @@ def resolved_for(run: RunDir, config: RunConfig, splits: Sequence[Split]) -> dic
     splits: the rows on which metrics are evaluated. Not collective. Raises RecordError for a damaged resolved.json,
     and, where that file is absent or stale, the errors of `resolve`.
     """
-    if not depends_on_data(config):
+    if not depends_on_data(config.data, config.losses, config.metrics):
         return dict.fromkeys(splits, config)
     manifest = read_record(run.shards / "manifest.json", ShardManifest)
     settings = read_record(run.resolved, ResolvedSettings) if run.resolved.exists() else None

@@ -21,6 +21,7 @@ from onward.trainer.config.distillation import SoftLoss, teacher_output
 from onward.trainer.config.loss_rules import LOSS_RULES, SIGMOID, SOFTMAX
 from onward.trainer.config.losses import LossConfig, key_of, with_outputs
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import Refused
@@ -74,7 +75,9 @@ def scores_said(before: RunConfig, after: RunConfig, local: RunConfig | None = N
         return
     first = _outputs((local or after).model.path)[0]
     assert first.found is not None
-    for place, ((name, given), (_, read)) in enumerate(zip(_read_by(before), _read_by(after), strict=True)):
+    read_before = _read_by(before.model, before.losses, before.teacher)
+    read_after = _read_by(after.model, after.losses, after.teacher)
+    for place, ((name, given), (_, read)) in enumerate(zip(read_before, read_after, strict=True)):
         # only what is read now and was not before is worth a sentence
         if given == read or read != first.found.scores:
             continue
@@ -94,11 +97,13 @@ def losses_of_scores(model: onnx.ModelProto) -> tuple[str, ...]:
     return tuple(name for name in LOSS_RULES if _fits(first, name, None))
 
 
-def _read_by(config: RunConfig) -> list[tuple[str, str | tuple[str, ...]]]:
+def _read_by(
+    model: ModelConfig, losses: Sequence[LossConfig], teacher: TeacherConfig
+) -> list[tuple[str, str | tuple[str, ...]]]:
     """Return (loss, the tensor that it reads) of each loss, or of what learns from a teacher alone."""
-    if not config.losses:
-        return [(config.teacher.loss, config.model.output)]
-    return [(each.name, each.output) for each in config.losses]
+    if not losses:
+        return [(teacher.loss, model.output)]
+    return [(each.name, each.output) for each in losses]
 
 
 def _asked(teacher: TeacherConfig, losses: Sequence[LossConfig]) -> list[tuple[str, int | None]]:

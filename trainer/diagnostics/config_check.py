@@ -97,7 +97,7 @@ def check_local_files(sections: Sections) -> list[str]:
 def _misfits(config: RunConfig) -> list[str]:
     """Return where model, data and settings do not fit together. Raises Refused where reading goes no further."""
     signature, schema = read_training_signature(config.model), infer_schema(config.data)
-    computed = InputColumns(config, signature).computed
+    computed = InputColumns(config.data, config.loss, config.model, signature).computed
     # columns that are computed have their final type and shape only behind the computation
     own = {name: column for name, column in schema.items() if name not in computed}
     made = frozenset[str]().union(
@@ -107,7 +107,10 @@ def _misfits(config: RunConfig) -> list[str]:
     misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
     if config.export.training:
         misfits += _training_files(config.model.path, config.losses, signature)
-    misfits += [*teacher_file_problems(config, signature), *_quantizing(config.model, config.quantize)]
+    misfits += [
+        *teacher_file_problems(config.teacher, config.model, config.losses, signature),
+        *_quantizing(config.model, config.quantize),
+    ]
     misfits += _patterns(config)
     # the model with QuantizeLinear has tensors of its own
     if config.parallel.cuts and not config.quantize.aware:

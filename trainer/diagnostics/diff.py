@@ -16,9 +16,9 @@ from onward.trainer.diagnostics.difference import Difference, NodeChange, Tensor
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import held_by
 from onward.trainer.onnx_graph.files.external_ranges import byte_range, external_problems, is_external
-from onward.trainer.onnx_graph.files.index import all_tensors, dim_text
+from onward.trainer.onnx_graph.files.index import all_tensors, dim_text, element_type_name
 from onward.trainer.onnx_graph.files.model_files import read_model, stored_array
-from onward.trainer.onnx_graph.files.stored_protos import BYTEWISE, element_type_name, read_chunks
+from onward.trainer.onnx_graph.files.stored_protos import BYTEWISE, read_chunks
 from onward.trainer.onnx_graph.inner_tensors import all_stored_protos, without_inner_values
 from onward.trainer.onnx_graph.surgery.strip_training import strip_training
 

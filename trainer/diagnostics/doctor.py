@@ -20,10 +20,10 @@ from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.beyond_onnx import departures
 from onward.trainer.onnx_graph.files.external_ranges import byte_range, is_external
-from onward.trainer.onnx_graph.files.index import all_tensors, dim_text
+from onward.trainer.onnx_graph.files.index import all_tensors, dim_text, element_type_name
 from onward.trainer.onnx_graph.files.mapped_model import read_mapped
 from onward.trainer.onnx_graph.files.model_files import read_model
-from onward.trainer.onnx_graph.files.stored_protos import element_type_name, stored_protos
+from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.inner_tensors import inner_tensors, lift_inner_tensors
 from onward.trainer.onnx_graph.outputs import describe_type, readable_output, with_numeric_outputs

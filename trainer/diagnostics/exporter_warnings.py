@@ -16,8 +16,8 @@ from onward.trainer.diagnostics.merged_weights import (
     separated_weights,
 )
 from onward.trainer.onnx_graph.exporter_names import is_exporter_name
-from onward.trainer.onnx_graph.files.index import HALF_TYPES
-from onward.trainer.onnx_graph.files.stored_protos import element_type_name, stored_protos
+from onward.trainer.onnx_graph.files.index import HALF_TYPES, element_type_name
+from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 from onward.trainer.onnx_graph.surgery.blocked_layout import DOMAIN as BLOCKED
 from onward.trainer.onnx_import.quantization.quantized_weights import integer_names
 from onward.trainer.onnx_import.roles.roles import Role

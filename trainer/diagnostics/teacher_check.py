@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from onward.trainer.config.distillation import SoftLoss, teacher_output
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.distillation import SoftLoss, soft_losses, teacher_output
+from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.data.schema.class_axis import same_lengths
@@ -24,12 +25,14 @@ from onward.trainer.quantities import shown_shape
 Dims = Sequence[int | None]
 
 
-def teacher_file_problems(config: RunConfig, signature: Signature) -> list[str]:
+def teacher_file_problems(
+    teacher: TeacherConfig, model: ModelConfig, losses: Sequence[LossConfig], signature: Signature
+) -> list[str]:
     """Return a sentence for everything in which the teacher does not fit; [] without a teacher.
 
     signature: of the trained part of the model.
     """
-    given = config.teacher.path
+    given = teacher.path
     if not given or url_of(given):  # why it could not be fetched is known
         return []
     path = Path(given)
@@ -39,24 +42,24 @@ def teacher_file_problems(config: RunConfig, signature: Signature) -> list[str]:
         return [f"teacher.path: no permission to read {path}"]
     try:
         theirs = read_signature(path)
-        ours = read_model(config.model.path)
+        ours = read_model(model.path)
         # a new head has other classes; its values do not matter here
-        apply_surgery(ours, config.model, seed=0)
+        apply_surgery(ours, model, seed=0)
     except Refused as error:
         return [f"teacher.path: {problem}" for problem in error.problems]
-    problems = [*_input_problems(config.teacher, signature, theirs)]
+    problems = [*_input_problems(teacher, signature, theirs)]
     own = known_types(ours)
     other = known_types(read_model(path))
     # what the loss reads if nothing is named: the output of [model], else the first of the file
-    first = (list(filter(None, config.model.outputs)) or [signature.outputs[0].name])[0]
-    for soft in config.soft_losses:
+    first = (list(filter(None, model.outputs)) or [signature.outputs[0].name])[0]
+    for soft in soft_losses(teacher, model, losses):
         try:
             wanted = teacher_output(soft, first, [info.name for info in theirs.outputs])
         except ConfigError as error:
             problems += error.problems
             continue
         student = soft.student or first
-        if soft.labels_of is not None and config.losses[soft.labels_of].outputs == ("",) and student != first:
+        if soft.labels_of is not None and losses[soft.labels_of].outputs == ("",) and student != first:
             problems.append(
                 f"teacher.output names {student!r}, but the loss reads the first output, {first!r}; name what the loss "
                 "reads in model.output"
@@ -72,10 +75,8 @@ def teacher_file_problems(config: RunConfig, signature: Signature) -> list[str]:
         problems += missing
         if not missing:
             problems += _shape_problems(soft, (student, dims_of(own[student])), (wanted, dims_of(other[wanted])))
-    if config.teacher.mask and config.teacher.mask not in (names := [info.name for info in signature.inputs]):
-        problems.append(
-            f"teacher.mask {config.teacher.mask!r} is no input of the model{did_you_mean(config.teacher.mask, names)}"
-        )
+    if teacher.mask and teacher.mask not in (names := [info.name for info in signature.inputs]):
+        problems.append(f"teacher.mask {teacher.mask!r} is no input of the model{did_you_mean(teacher.mask, names)}")
     return list(dict.fromkeys(problems))
 
 

@@ -47,13 +47,13 @@ from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.helper_nodes import costly_helpers
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.measuring.samples import WorstSamples
-from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.model_file import ModelFile, trained_part
 from onward.trainer.export.preprocessing.given_form import GivenFile, difference_of_forms
 from onward.trainer.export.run_as_read import RunAsRead
 from onward.trainer.export.variants.quantize_aware import integer_kernels
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
-from onward.trainer.onnx_graph.files.index import all_names, locations
+from onward.trainer.onnx_graph.files.index import all_names
 from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
 from onward.trainer.onnx_graph.surgery.quantizing import store_integers
@@ -275,7 +275,7 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path, opened
     """
     from onward.trainer.export.training.files import write_artifacts
 
-    refuse_left_out(read_config(run, "given"), "optimizer.")  # optimizer.onnx would make other steps
+    refuse_left_out(read_config(run, "given").left_out, "optimizer.")  # optimizer.onnx would make other steps
     opened = opened or RunAsRead.of(run)
     config, source = opened.config, opened.source.path
     trainable = open_trainable(config, source=opened.source)
@@ -335,17 +335,3 @@ def _rounded_as_stored(trained: ImportedGraph, merged: ImportedGraph, model: onn
 def _metrics_of(file: ModelFile, data: EvaluationData, folder: Path, model: ModelConfig) -> dict[str, float]:
     """Return the metrics of a file, whose losses may read tensors inside its graph."""
     return OnnxRunner(trained_part(file.proto, file.path, folder, model), data).evaluate()
-
-
-def trained_part(
-    model: onnx.ModelProto, source: Path, folder: Path, config: ModelConfig
-) -> ModelFile | onnx.ModelProto:
-    """Return the part of the original that is trained; as a file in `folder` if it has external data."""
-    part = extract_subgraph(model, config)
-    if not (names := locations(part)):
-        return part
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.parent / name, folder / name)
-    (folder / "part.onnx").write_bytes(part.SerializeToString())
-    return ModelFile(folder / "part.onnx", part)

@@ -1,7 +1,8 @@
-"""A parsed ONNX file, and copies of it in full and in fp32."""
+"""A parsed ONNX file, copies of it in full and in fp32, and its trained part."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, TypeProto, numpy_helper
 
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.onnx_graph.files.external_ranges import load_external
-from onward.trainer.onnx_graph.files.index import HALF_TYPES, all_tensors, graphs_of
+from onward.trainer.onnx_graph.files.index import HALF_TYPES, all_tensors, graphs_of, locations
+from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph
 
 
 @dataclass(frozen=True)
@@ -74,3 +77,17 @@ def full_copy(model: ModelFile | onnx.ModelProto) -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     return copy
+
+
+def trained_part(
+    model: onnx.ModelProto, source: Path, folder: Path, config: ModelConfig
+) -> ModelFile | onnx.ModelProto:
+    """Return the part of the original that is trained; as a file in `folder` if it has external data."""
+    part = extract_subgraph(model, config)
+    if not (names := locations(part)):
+        return part
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.parent / name, folder / name)
+    (folder / "part.onnx").write_bytes(part.SerializeToString())
+    return ModelFile(folder / "part.onnx", part)

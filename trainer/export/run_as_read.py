@@ -58,7 +58,7 @@ class RunAsRead:
         configs = resolved_for(run, config, splits)
         source = _unchanged_source(config.model.path, read_record(run.identity, RunIdentity))
         signature = training_signature(source, config.model)
-        text = text_columns(config, signature)
+        text = text_columns(config.data, config.losses, config.model, signature)
         limit = length_limit(text, source.proto.graph)[0] if text else 0
         return cls(configs, signature, source, content_digest(source.proto), limit)
 

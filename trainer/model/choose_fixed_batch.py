@@ -8,6 +8,8 @@ import onnx
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import LoraConfig, ModelConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.surgery import surgery
@@ -44,7 +46,7 @@ def choose_fixed_batch(config: RunConfig) -> tuple[RunConfig, BatchUse]:
     if not declared_batch(part.graph):
         return config, BatchUse("any", 0)
     use = use_of_part(part, config.model, config.lora)
-    if problems := list(batch_size_problems(config, use)):
+    if problems := list(batch_size_problems(config.model, config.train, config.parallel, use)):
         raise ConfigError(problems)
     chosen = config.model.model_copy(update={"fixed_batch": _choice(config.model, use)})
     return config.model_copy(update={"model": chosen}), use
@@ -60,11 +62,13 @@ def _choice(model: ModelConfig, use: BatchUse) -> str:
     return use.kind if model.fixed_batch == "auto" else model.fixed_batch
 
 
-def batch_size_problems(config: RunConfig, use: BatchUse) -> Iterator[str]:
+def batch_size_problems(
+    model: ModelConfig, train: TrainConfig, parallel: ParallelConfig, use: BatchUse
+) -> Iterator[str]:
     """Yield what is wrong with `model.fixed_batch` and with the sizes of micro-batches, for a fixed batch."""
-    choice = _choice(config.model, use)
+    choice = _choice(model, use)
     declared = use.declared
-    train = config.train
+    micro_batch_rows = train.micro_batch_rows(parallel.data)
     allowed = {"any": ("any", "own", "joint"), "own": ("own", "joint"), "joint": ("joint",)}[use.kind]
     if choice not in allowed and use.proved:
         yield (
@@ -75,15 +79,15 @@ def batch_size_problems(config: RunConfig, use: BatchUse) -> Iterator[str]:
         return
     why = f"the file is trained {declared} row{'s' if declared > 1 else ''} at a time: {use.reason}"
     rows = train.global_batch_size
-    share = config.parallel.data * declared
+    share = parallel.data * declared
     # sizes that the planner chooses fit the declared batch (planner.py)
-    if config.parallel.sizes == "given" and config.micro_batch_size != declared:
+    if parallel.sizes == "given" and micro_batch_rows != declared:
         # the greatest batch size up to the given one, else the least, that replicas and declared batches divide
         near = max(rows // share, 1) * share
         sizes = f"train.global_batch_size = {near} and " if near != rows else ""
         yield (
-            f"{why}; a micro-batch is train.global_batch_size {rows} / ({config.parallel.data} replicas x "
-            f"train.gradient_accumulation_steps {train.gradient_accumulation_steps}) = {config.micro_batch_size} rows; "
+            f"{why}; a micro-batch is train.global_batch_size {rows} / ({parallel.data} replicas x "
+            f"train.gradient_accumulation_steps {train.gradient_accumulation_steps}) = {micro_batch_rows} rows; "
             f"set {sizes}train.gradient_accumulation_steps = {near // share}, or export with a dynamic batch"
         )
     if train.evaluation_batch_size not in (0, declared):

@@ -15,7 +15,8 @@ from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.files.element_types import DTYPES
 from onward.trainer.onnx_graph.files.external_data import bits_differ, map_external
 from onward.trainer.onnx_graph.files.external_ranges import is_external
-from onward.trainer.onnx_graph.files.stored_protos import element_type_name, stored_protos
+from onward.trainer.onnx_graph.files.index import element_type_name
+from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 from onward.trainer.onnx_graph.files.tensor_protos import read_tensor
 
 

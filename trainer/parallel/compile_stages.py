@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, fx
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import CompileMode, GraphConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.errors import ConfigError, UnsupportedModel
@@ -40,7 +39,9 @@ BYTES_PER_S = 1.5e12
 def compile_stages(
     stages: Sequence[Stage],
     graph: fx.GraphModule,
-    config: RunConfig,
+    config: GraphConfig,
+    parallel: ParallelConfig,
+    compute: str,
     example: Sequence[Tensor],
     *,
     device: torch.device,
@@ -50,12 +51,13 @@ def compile_stages(
 ) -> None:
     """Replace the units of a rank's stages by compiled ones, in place, if `graph.compile` is set.
 
-    graph: the whole graph; example: its inputs for one micro-batch. one_shape: whether all samples have one shape.
+    graph: the whole graph; compute: `precision.compute`; example: its inputs for one micro-batch. one_shape: whether
+    all samples have one shape.
     beat: called before and after each compilation. Raises ConfigError for what cannot be compiled as configured.
     """
-    if not config.graph.compiles:
+    if not config.compiles:
         return
-    choice = choose(graph, config, example, device=device, one_shape=one_shape, autocast=autocast)
+    choice = choose(graph, config, parallel, compute, example, device=device, one_shape=one_shape, autocast=autocast)
     for stage in stages:
         compiler = Compiler(choice, device=device, beat=beat)
         for number, part in enumerate(stage.chain.parts):
@@ -73,7 +75,9 @@ def compile_stages(
 
 def choose(
     graph: fx.GraphModule,
-    config: RunConfig,
+    config: GraphConfig,
+    parallel: ParallelConfig,
+    compute: str,
     example: Sequence[Tensor],
     *,
     device: torch.device,
@@ -81,22 +85,22 @@ def choose(
     autocast: Autocast,
 ) -> CompileChoice:
     """Return how to compile, and log it; the same on every rank. Arguments and errors as of `compile_stages`."""
-    is_static = one_shape and config.graph.compile != "dynamic"
-    wanted = config.graph.compile_mode
+    is_static = one_shape and config.compile != "dynamic"
+    wanted = config.compile_mode
     mode, reason = wanted or "default", ""
-    obstacles = list(_cuda_graph_obstacles(graph, config.graph, config.parallel, device, is_static=is_static))
+    obstacles = list(_cuda_graph_obstacles(graph, config, parallel, device, is_static=is_static))
     if wanted == "reduce-overhead" and obstacles:
         raise ConfigError(
             "graph.compile 'reduce-overhead' captures CUDA graphs, which is impossible "
             f"{' and '.join(obstacles)}; use 'default'"
         )
     # tensor parallelism would put collectives into the graph, which nothing here has tried
-    if not (wanted or obstacles) and config.parallel.tensor == 1:
-        mode, reason = _estimated_mode(graph, example, config.precision.compute, autocast)
+    if not (wanted or obstacles) and parallel.tensor == 1:
+        mode, reason = _estimated_mode(graph, example, compute, autocast)
     choice = CompileChoice(
         shapes="static" if is_static else "dynamic",
         mode=mode,
-        regions="repeated" if config.graph.compile == "repeated" else "whole",
+        regions="repeated" if config.compile == "repeated" else "whole",
     )
     log.info("graph.compile: %s shapes, mode %s%s, %s", choice.shapes, mode, reason, choice.regions)
     return choice

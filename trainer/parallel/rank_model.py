@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import TEACHER, Placement, Weight, checkpoint_key, slices
@@ -185,7 +186,8 @@ def build_rank_model(
     weights = layout.weights(own, here)
     recompute_units(layout, own, config, example, pipeline=here.pipeline)
     # the recomputation, too: the compiler then skips what the gradients do not need
-    compile_stages(own, module, config, example, device=mpi.device, one_shape=one_shape, autocast=autocast, beat=beat)
+    asked = config.graph, config.parallel, config.precision.compute
+    compile_stages(own, module, *asked, example, device=mpi.device, one_shape=one_shape, autocast=autocast, beat=beat)
     # the own stages hold their weights by now; what else the graph still refers to would double the memory
     others = [stage.chain for stage in layout.stages if stage not in own]
     drop_data(owner for tree in (module, *others) for owner in tree.modules())
@@ -225,18 +227,25 @@ def build_rank_model(
     )
 
 
-def build_pipeline(model: RankModel, config: RunConfig, mesh: DeviceMesh, mpi: MPIContext) -> Pipeline:
-    """Return the engine that runs this rank's stages. Collective: every rank of the world."""
+def build_pipeline(
+    model: RankModel,
+    parallel: ParallelConfig,
+    arithmetic: PrecisionConfig,
+    mesh: DeviceMesh,
+    mpi: MPIContext,
+    timeout_s: float,
+) -> Pipeline:
+    """Return the engine that runs this rank's stages. timeout_s: of its messages. Collective: every rank."""
     return Pipeline(
         model.stages,
         model.losses,
-        schedule=config.parallel.schedule,
+        schedule=parallel.schedule,
         stages_for=model.shapes_of,
-        autocast=partial(precision.autocast, config.precision, mpi.device),
+        autocast=partial(precision.autocast, arithmetic, mpi.device),
         device=mpi.device,
-        group_pipeline=stage_group(mesh, timeout_s=config.collective_timeout_s),
+        group_pipeline=stage_group(mesh, timeout_s=timeout_s),
         group_data=mesh.get_group("data"),
-        counts_loss=ParallelDims.of(config.parallel).coordinate(mpi.rank).tensor == 0,
+        counts_loss=ParallelDims.of(parallel).coordinate(mpi.rank).tensor == 0,
     )
 
 

@@ -37,6 +37,7 @@ def own_loss(signature: Signature) -> TensorInfo | None:
     """Return the output that is the graph's own loss: a single number for all rows; None if there is none."""
     floats = [info for info in signature.outputs if info.dtype in FLOAT_NAMES]
     scalars = [info for info in floats if info.shape == ()]
+    # an exporter may leave the shape of a loss unknown, or write it as one element
     single_numbers = [info for info in floats if info.shape in (None, (), (1,))]
     named = [info for info in single_numbers if "loss" in info.name.lower()]
     # the name decides where several outputs are scalars, such as a loss and an accuracy
@@ -50,8 +51,10 @@ def targets(model: onnx.ModelProto, signature: Signature, given: object = None) 
         return [Target(info, info.name) for info in signature.outputs if info.name in named]
     floats = []
     descriptions = dict(score_tensors(model.graph))
+    # the scores behind an output are for losses of classes; other losses read the output itself
     for info in signature.outputs:
         scores = next(score_tensors(model.graph, [info.name]), None)
+        # a scalar has no row to be compared with a label
         if info.dtype in FLOAT_NAMES and info.shape != ():
             name, description = scores or (info.name, descriptions.get(info.name, ""))
             is_own_scores = scores is not None and name == info.name
@@ -69,6 +72,7 @@ def named_labels(facts: Facts, found: Iterable[Target]) -> list[str]:
     """Return the columns that are labels by their names: those of outputs, else one of the usual names."""
     ending = AHEAD if facts.data.table.window else ""  # what is predicted is the future
     outputs = [target.info.name + ending for target in found]
+    # a column that is called like an output is meant for it, whatever else is there
     by_output = [name for name in facts.schema if name in outputs]
     usual = [name for name in facts.schema if name.lower() in LABELS]
     return [*by_output, *(name for name in usual[:1] if name not in by_output)]
@@ -90,6 +94,7 @@ def propose_targets(
     read = [target for target in found if chosen[target.info.name]]
     if not read:
         raise ConfigError(_no_label(facts, found, columns))
+    # outputs without labels stay in the file, and are not trained
     unread = [target.info.name for target in found if target not in read]
     if unread:
         draft.notes.append(f"not trained, for want of labels: output {', '.join(unread)}")
@@ -121,6 +126,7 @@ def _chosen(possible: dict[str, list[Reading]], *, given: bool) -> dict[str, lis
     left = {name: _preferred(name, ways, several=len(possible) > 1) for name, ways in possible.items()}
     # a decided output takes its columns from the others, which may decide one of these; until nothing changes
     while not given and len(left) > 1:
+        # columns of outputs that are decided by now
         taken = {_names(ways[0]): name for name, ways in left.items() if len(ways) == 1}
         fewer = {name: _not_taken(name, ways, taken) for name, ways in left.items()}
         if fewer == left:
@@ -141,6 +147,7 @@ def _preferred(output: str, ways: list[Reading], *, several: bool) -> list[Readi
     """Return the readings that names and values leave of an output."""
     by_name = [reading for reading in ways if reading.label == output]
     if not by_name:
+        # such as columns age_1, age_2 for an output age
         by_name = [reading for reading in ways if _begins_like(reading, output)]
     # a usual name such as "label" does not say of which of several outputs it is
     if not by_name and not several:
@@ -206,6 +213,7 @@ def _propose_one(
 
 def _labels_of_losses(ways: Iterable[Reading]) -> dict[LossName, str]:
     """Return loss -> the labels for which it is right."""
+    # two columns may need the same loss, which is then asked once
     labels: dict[LossName, list[str]] = {}
     for reading in ways:
         labels.setdefault(reading.loss, []).append(str(reading.label))
@@ -221,12 +229,14 @@ def _propose_class_order(draft: Draft, model: onnx.ModelProto, facts: Facts, way
     # numbers 0, 1, ... are their own order, and without operators of classes there is none
     if order == [str(at) for at in range(len(order))]:
         return
+    # all labels of the data are names of the file, so that its order is the one that it was made with
     if set(map(str, facts.distinct(way.label))) <= set(order):
         draft.set("data.classes", order, "the file's own order of classes")
 
 
 def _propose_entry(draft: Draft, position: int, target: Target, ways: Sequence[Reading]) -> None:
     """Propose one of several [[loss]]."""
+    # an entry of the list has no short form, so that each is written out
     table = f"loss.{position}"
     tensor = target.scores if LOSS_RULES[ways[0].loss].applies else target.info.name
     draft.set(f"{table}.output", tensor, target.scores_reason if tensor != target.info.name else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +15,9 @@ from torch import Tensor
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.metrics import read_as_logits
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import LaunchConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.batches.step_shares import check_last_samples
@@ -31,7 +32,7 @@ from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, ExportRefused, Refused
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
-from onward.trainer.model.losses.loss import Loss, Losses
+from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.trainable import TrainableModel
@@ -41,9 +42,9 @@ from onward.trainer.onnx_import.fixed_batch.fixed_batch import BatchUse
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.quantities import gib
 from onward.trainer.rehearsal.findings import Findings
-from onward.trainer.rehearsal.guards.empty_labels import check_empty_labels
 from onward.trainer.rehearsal.guards.guarded_files import ROWS, guard_run
 from onward.trainer.rehearsal.guards.label_checks import label_warnings
+from onward.trainer.rehearsal.guards.loss_checks import check_counts, check_empty_labels, check_sums
 from onward.trainer.rehearsal.guards.teacher_checks import check_cache, same_teacher
 from onward.trainer.rehearsal.guards.update_checks import update_problems, update_warnings
 from onward.trainer.rehearsal.longest_rows import remedy_of_length
@@ -104,9 +105,10 @@ def checks(
             "the smaller micro-batches at the end of the data: its samples are counted only while it is sharded, "
             "because it is large, or because texts are made into windows"
         )
+    of_batches = config.model, config.train, config.parallel
     if rows.counts:
         try:
-            check_last_samples(config, rows.counts[0])
+            check_last_samples(*of_batches, rows.counts[0])
         except ConfigError as error:
             findings.errors.append(error)
     batch_of = partial(one_batch, rows, config, signature)
@@ -118,7 +120,7 @@ def checks(
     # the CPU may compute in another type than the run, which then keeps other numbers
     is_alike = arithmetic.compute == config.precision.compute or config.launch.device == "cpu"
     findings.needs = least_needs(trained, config, kept_bytes_per_row=kept_bytes * is_alike)
-    sizes = _sizes_that_fit(kept_bytes, sizes_of_run(config, rows.counts), findings)
+    sizes = _sizes_that_fit(kept_bytes, sizes_of_run(*of_batches, rows.counts), findings)
     first = next(size for size in sizes if size.kind == "training")
     # a graph of fixed batch is compared on batches of that size
     number = config.micro_batch_size if use.kind != "any" else min(config.evaluation_batch_size, PARITY_ROWS)
@@ -145,16 +147,17 @@ def checks(
         time = partial(_time, graph, timed, config.precision, findings)
         found.append(("the time of a micro-batch in fp32 and bf16", time))
     if any(loss.count for loss in config.losses):
-        count = partial(_check_counts, graph.losses, compared, findings)
+        count = partial(check_counts, graph.losses, compared, findings)
         found.append(("that targets are counted row by row", count))
     if any(loss.is_own for loss in config.losses):
         found += [
-            ("that a loss of a file is a sum over rows", lambda: _check_sums(graph, compared, findings)),
+            ("that a loss of a file is a sum over rows", lambda: check_sums(graph, compared, findings)),
             ("rows without labels", lambda: check_empty_labels(graph, rows, batch_of, findings)),
         ]
+    of_file = config.model, config.losses, config.export
     found += [
-        ("the comparison with onnxruntime", lambda: _compare(config, trainable, data, findings)),
-        ("the guard", lambda: guard_run(config, trainable, graph, lambda: batch(guarded), findings)),
+        ("the comparison with onnxruntime", lambda: _compare(*of_file, trainable, data, findings)),
+        ("the guard", lambda: guard_run(*of_file, trainable, graph, lambda: batch(guarded), findings)),
     ]
     if config.graph.compile == "auto":
         # the last one, since it changes the graph
@@ -330,49 +333,17 @@ def _compile(
     decide(graph, config, batch, rows, findings, begin_again, on_gpu=_is_on_gpu(config.launch))
 
 
-def _check_counts(losses: Losses, batch: Batch, findings: Findings) -> None:
-    """Refuse a `loss.count` that is no sum over rows: the loss would depend on how they are divided."""
-    for place, loss in enumerate(losses.each):
-        labels = batch.labels[place]
-        if loss.config.count and labels is not None and batch.size > 1:
-            whole, others = batch.num_targets[place], batch.size - 1
-            parts = [float(loss.count(labels[:1], 1)), float(loss.count(labels[1:], others))]
-            if not math.isclose(whole, sum(parts), rel_tol=1e-6):
-                findings.refuse(
-                    f"loss.count {loss.config.count!r} returned {whole:g} for {batch.size} rows, but {parts[0]:g} for "
-                    f"the first of them and {parts[1]:g} for the other {others}; it must be a sum over rows, as they "
-                    "are divided among micro-batches and ranks"
-                )
-
-
-def _check_sums(graph: RehearsedGraph, batch: Batch, findings: Findings) -> None:
-    """Refuse a loss of a file that is no sum over rows, such as a mean."""
-    if findings.failures or batch.size < 2:
-        return
-    outputs = graph.outputs(batch)
-    for place, loss in enumerate(graph.losses.each):
-        labels, others = batch.labels[place], batch.size - 1
-        if not loss.config.is_own or labels is None or len(outputs[loss.index]) != batch.size:
-            continue
-
-        def part(rows: slice, size: int, loss: Loss = loss, labels: Tensor = labels) -> float:
-            return float(loss([each[rows] if each.ndim else each for each in outputs], labels[rows], size))
-
-        whole, one, rest = part(slice(None), batch.size), part(slice(0, 1), 1), part(slice(1, None), others)
-        if not math.isclose(whole, one + rest, rel_tol=1e-3, abs_tol=1e-6):
-            mean = math.isclose(whole * batch.size, one + rest * others, rel_tol=1e-3)
-            remedy = "; it seems to be a mean: return the sum, such as by reduction='sum'" if mean else ""
-            findings.refuse(
-                f"loss.file {loss.config.file!r} is {whole:g} for {batch.size} rows, but {one:g} for the first of them "
-                f"and {rest:g} for the other {others}; it must be a sum over rows, as they are divided among "
-                f"micro-batches and ranks{remedy}"
-            )
-
-
-def _compare(config: RunConfig, trainable: TrainableModel, data: EvaluationData, findings: Findings) -> None:
+def _compare(
+    model: ModelConfig,
+    losses: Sequence[LossConfig],
+    export: ExportConfig,
+    trainable: TrainableModel,
+    data: EvaluationData,
+    findings: Findings,
+) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="onward-rehearsal-") as folder:
-            findings.parity = compare_untrained(trainable, config, data, Path(folder))
+            findings.parity = compare_untrained(trainable, model, losses, export, data, Path(folder))
         findings.warnings += findings.parity.said
     except NotCompared as why:
         findings.not_rehearsed.append(f"the comparison with onnxruntime: {why}")

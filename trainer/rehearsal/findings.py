@@ -11,9 +11,25 @@ from typing import Literal
 from onward.trainer.config.sections.model import FixedBatch
 from onward.trainer.diagnostics.output_warnings import SELECTED
 from onward.trainer.errors import ConfigError, Refused
-from onward.trainer.rehearsal.parity import Parity
 from onward.trainer.rehearsal.sizes import Size
 from onward.trainer.run.records import CompileTrial, ExporterWarning, Guard, Needs, Rehearsal, RehearsedBatch
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What a comparison found, relative to an output's greatest value."""
+
+    difference: float
+    """The greatest one of the file from the module."""
+    rounding: float
+    """What the runtime's kernels round, of a file with quantized weights; 0 if it had not to be measured."""
+    runtime: str
+    """What ran the file."""
+    said: tuple[ExporterWarning, ...] = ()
+    """What is said where the file is in training form."""
+
+    def __str__(self) -> str:
+        return self.runtime + (f", whose kernels round by {self.rounding:.2g}," if self.rounding else "")
 
 
 @dataclass

@@ -7,20 +7,18 @@ training, export makes the same comparisons.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.errors import ExportRefused
-from onward.trainer.export.exported_model import trained_part
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.fixed_noise import noise_inside_bodies
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
-from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.model_file import ModelFile, trained_part
 from onward.trainer.export.preprocessing.given_form import GivenFile, difference_of_forms, warning_of_forms
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_graph.files.index import locations
@@ -28,7 +26,7 @@ from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbe
 from onward.trainer.onnx_graph.surgery.strip_training import strip_training, training_form
 from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph, trains_subgraph
 from onward.trainer.quantities import gib
-from onward.trainer.run.records import ExporterWarning
+from onward.trainer.rehearsal.findings import Parity
 
 COPIED_BYTES = 1 << 30
 """A changed graph is not compared if more external data than this would have to be copied beside it."""
@@ -38,24 +36,14 @@ class NotCompared(Exception):
     """Why the file was not compared, as a clause."""
 
 
-@dataclass(frozen=True)
-class Parity:
-    """What a comparison found, relative to an output's greatest value."""
-
-    difference: float
-    """The greatest one of the file from the module."""
-    rounding: float
-    """What the runtime's kernels round, of a file with quantized weights; 0 if it had not to be measured."""
-    runtime: str
-    """What ran the file."""
-    said: tuple[ExporterWarning, ...] = ()
-    """What is said where the file is in training form."""
-
-    def __str__(self) -> str:
-        return self.runtime + (f", whose kernels round by {self.rounding:.2g}," if self.rounding else "")
-
-
-def compare_untrained(trainable: TrainableModel, config: RunConfig, data: EvaluationData, folder: Path) -> Parity:
+def compare_untrained(
+    trainable: TrainableModel,
+    model: ModelConfig,
+    losses: Sequence[LossConfig],
+    export: ExportConfig,
+    data: EvaluationData,
+    folder: Path,
+) -> Parity:
     """Compare over the first row and over the first batch of the data; the graph is the user's, as it is.
 
     Where the file is in training form, its inference form is compared, and its training form with the module in
@@ -65,24 +53,24 @@ def compare_untrained(trainable: TrainableModel, config: RunConfig, data: Evalua
     """
     form = training_form(trainable.model, trainable.base)
     if form:
-        compared = _inference_form(trainable, config.model, folder / "inference")
+        compared = _inference_form(trainable, model, folder / "inference")
     else:
-        compared = _as_given(trainable, config.model, config.losses, folder)
+        compared = _as_given(trainable, model, losses, folder)
     runner = OnnxRunner(compared, data)
     trainable.module.eval()
-    problems = runner.compare(trainable.module, batches=1, tolerance=config.export.tolerance)
+    problems = runner.compare(trainable.module, batches=1, tolerance=export.tolerance)
     if problems:
         file = compared.proto if isinstance(compared, ModelFile) else compared
         raise ExportRefused([*problems, *noise_inside_bodies(file)])
     if not form:
         return Parity(runner.parity, runner.rounding, runner.runtime)
     # a file that draws numbers in training form is compared without the nodes that draw
-    without_draws = _inference_form(trainable, config.model, folder / "norms", norms=False) if form.draws else None
-    given = _as_given(trainable, config.model, config.losses, folder)
+    without_draws = _inference_form(trainable, model, folder / "norms", norms=False) if form.draws else None
+    given = _as_given(trainable, model, losses, folder)
     file = GivenFile(given, form, without_draws or given)
-    apart = difference_of_forms(file, trainable.module, data, tolerance=config.export.tolerance)
+    apart = difference_of_forms(file, trainable.module, data, tolerance=export.tolerance)
     # `not <=`: NaN must be said, too
-    said = (warning_of_forms(form, apart, runner.runtime),) if not apart <= config.export.tolerance else ()
+    said = (warning_of_forms(form, apart, runner.runtime),) if not apart <= export.tolerance else ()
     return Parity(runner.parity, runner.rounding, runner.runtime, said)
 
 

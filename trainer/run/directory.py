@@ -88,11 +88,6 @@ _CLOSED: set[Path] = set()
 """Runs whose log this process has closed: the tasks that wait for that are its threads, and the disk may be full."""
 
 
-def download_cache() -> Path:
-    """Return the directory of local copies of remote files; it may be deleted while no run uses it."""
-    return onward_home() / "downloads"
-
-
 @dataclass(frozen=True)
 class RunDir:
     """The paths of one run directory."""

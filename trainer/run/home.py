@@ -21,3 +21,8 @@ def onward_home() -> Path:
             "name one, which hosts may share"
         )
     return Path(home).expanduser().resolve()
+
+
+def download_cache() -> Path:
+    """Return the directory of local copies of remote files; it may be deleted while no run uses it."""
+    return onward_home() / "downloads"

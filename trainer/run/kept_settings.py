@@ -8,6 +8,8 @@ of [stop] are free, because a resume may change them. Runs of earlier versions h
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
+from typing import Any
 
 from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.removed_settings import refusals
@@ -74,9 +76,9 @@ def edited_settings(run: RunDir, config: RunConfig | None = None) -> list[str]:
     return edited
 
 
-def refuse_left_out(config: RunConfig, within: str = "") -> None:
-    """Raise ConfigError when only the earlier version that began a run computes its settings, those `within` one."""
-    if problems := refusals({key: value for key, value in config.left_out.items() if key.startswith(within)}):
+def refuse_left_out(left_out: Mapping[str, Any], within: str = "") -> None:
+    """Raise ConfigError for settings, those `within` one, that only the earlier version that began a run computes."""
+    if problems := refusals({key: value for key, value in left_out.items() if key.startswith(within)}):
         raise ConfigError(problems)
 
 
@@ -85,7 +87,7 @@ def refuse_edited(run: RunDir, command: str = "", *, config: RunConfig | None = 
 
     command: the one that resumes the run. config: as in `edited_settings`.
     """
-    refuse_left_out(config or read_config(run, "given"))
+    refuse_left_out((config or read_config(run, "given")).left_out)
     accept = f"accept it with `{command or f'onward resume {run.root.name}'} --accept-config`"
     further = f"start a new run, or {accept}, which the report will say"
     if membership(run):  # its trials are compared by the settings that the sweep has given them
@@ -107,7 +109,7 @@ def refuse_edited(run: RunDir, command: str = "", *, config: RunConfig | None = 
 
 def accept_edited(run: RunDir, step: int) -> AcceptedChange | None:
     """Accept config.json as it is, and record what was changed; None if nothing was. step: the newest checkpoint's."""
-    refuse_left_out(read_config(run, "given"))
+    refuse_left_out(read_config(run, "given").left_out)
     try:
         changes = tuple(edited_settings(run))
     except RecordError:

@@ -80,7 +80,8 @@ def test_checkpoints_that_a_resumed_run_has_already_need_no_further_room(tmp_pat
 def test_no_more_checkpoints_are_counted_than_the_run_saves(tmp_path: Path) -> None:
     def most(period: int, minutes: float = 0.0, exported: str = "last", **train: Any) -> int:
         tables = {"checkpoint": {"period": period, "minutes": minutes}, "export": {"checkpoint": exported}}
-        return most_checkpoints(config(tmp_path, train={"global_batch_size": 4} | train, **tables))
+        chosen = config(tmp_path, train={"global_batch_size": 4} | train, **tables)
+        return most_checkpoints(chosen.checkpoint, chosen.train, chosen.export)
 
     assert most(0, num_steps=40) == 1
     assert most(30, num_steps=40) == 2

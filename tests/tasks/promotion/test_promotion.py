@@ -36,6 +36,12 @@ def config_of(**promote_if: Any) -> Any:
     return build_config({**raw, "export": {"promote_if": promote_if}})
 
 
+def decides(**promote_if: Any) -> tuple[Any, str, bool]:
+    """What `judge` reads of a configuration."""
+    config = config_of(**promote_if)
+    return config.export, config.promote_metric, config.promote_is_greatest
+
+
 def compared(gain: float, **facts: Any) -> Comparison:
     name = "evaluation/loss"
     return Comparison(version="3", metric=name, served={name: 1.0}, new={name: 1.0 - gain}, gain=gain, **facts)
@@ -66,7 +72,7 @@ def compared(gain: float, **facts: Any) -> Comparison:
 def test_the_alias_moves_only_to_a_better_file(
     promote_if: dict[str, Any], comparison: Comparison | None, good: bool, reason: str
 ) -> None:
-    found = judge(config_of(**promote_if), comparison, SERVED, of_quality(0.9))
+    found = judge(*decides(**promote_if), comparison, SERVED, of_quality(0.9))
     assert found[0] == good
     assert reason in found[1]
 
@@ -81,21 +87,21 @@ def of_quality(loss: float, **baselines: float) -> ExportedModel:
 
 def test_the_first_version_is_served_only_if_it_predicts_better_than_what_needs_no_model() -> None:
     first = "it is the first champion of its name"
-    assert judge(config_of(), None, None, of_quality(0.9)) == (True, first)
-    assert not judge(config_of(when="never"), None, None, of_quality(0.9))[0]
+    assert judge(*decides(), None, None, of_quality(0.9)) == (True, first)
+    assert not judge(*decides(when="never"), None, None, of_quality(0.9))[0]
     better = of_quality(0.9, the_mean=1.0)
-    assert judge(config_of(), None, None, better) == (
+    assert judge(*decides(), None, None, better) == (
         True,
         f"{first}: evaluation/loss 0.9 is better than 1 of the mean",
     )
 
     worse = of_quality(0.9, the_mean=1.0, the_last_known_value=0.5)
-    good, why = judge(config_of(), None, None, worse)
+    good, why = judge(*decides(), None, None, worse)
     assert not good
     assert "evaluation/loss is 0.9, and the last known value alone has 0.5" in why
-    assert judge(config_of(floor="none"), None, None, worse) == (True, first)
-    assert judge(config_of(when="always"), None, None, worse) == (True, first)
-    assert not judge(config_of(), None, None, of_quality(math.nan, the_mean=1.0))[0], "NaN is better than nothing"
+    assert judge(*decides(floor="none"), None, None, worse) == (True, first)
+    assert judge(*decides(when="always"), None, None, worse) == (True, first)
+    assert not judge(*decides(), None, None, of_quality(math.nan, the_mean=1.0))[0], "NaN is better than nothing"
 
 
 # -- on a store

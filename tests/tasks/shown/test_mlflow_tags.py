@@ -36,10 +36,11 @@ def test_the_result_is_one_line_with_the_deciding_metric_first() -> None:
 def test_the_description_links_to_prefect_and_begins_with_the_result(tmp_path: Path) -> None:
     config = build_config({"name": "a", **SECTIONS})
     identity = RunIdentity(run_id="r", name="a", created_at="", model_sha256="", prefect_url="http://prefect/1")
-    text = description(RunDir(tmp_path), config, identity, "loss 2 -> 1")
+    sections = config.model, config.data, config.parallel
+    text = description(RunDir(tmp_path), *sections, identity, "loss 2 -> 1")
     assert text.startswith("**loss 2 -> 1**\n\n`m.onnx` on `digits`, 1 ranks")
     assert text.endswith("[This run in Prefect](http://prefect/1)")
-    assert "](http" not in description(RunDir(tmp_path), config, identity.model_copy(update={"prefect_url": ""}))
+    assert "](http" not in description(RunDir(tmp_path), *sections, identity.model_copy(update={"prefect_url": ""}))
 
 
 def test_a_version_names_the_version_that_its_run_began_with(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def beat() -> None:
 def writer(run: RunDir, mpi: MPIContext) -> Iterator[CheckpointWriter]:
     events = EventWriter(run.events, attempt=1, rank=mpi.rank)
     try:
-        yield CheckpointWriter(run, config(), attempt=run.current_attempt, mpi=mpi, events=events)
+        given = config()
+        limits = given.parallel.memory_gib, given.collective_timeout_s
+        yield CheckpointWriter(run, given.checkpoint, *limits, attempt=run.current_attempt, mpi=mpi, events=events)
     finally:
         events.close()
 

@@ -421,7 +421,7 @@ def test_an_epoch_is_every_sample_once_and_the_last_step_may_be_smaller(
     train: dict[str, Any], rows: int, steps: int, samples: int
 ) -> None:
     config = build_config(GOOD | {"train": train})
-    assert (config.num_steps(rows), config.total_samples(rows)) == (steps, samples)
+    assert (config.train.steps_of_run(rows), config.train.samples_of_run(rows)) == (steps, samples)
 
 
 def test_a_config_written_as_json_is_read_back_equal() -> None:

@@ -127,7 +127,7 @@ def test_the_samples_of_a_step_are_the_same_on_any_layout_and_after_a_resume(tmp
     assert check_files_and_data(dict(config)) == []
     signature = read_training_signature(config.model)
     directory, manifest, _ = make_training_shards(config, tmp_path / "cache")
-    total, size = config.total_samples(manifest.rows("train")), 24
+    total, size = config.train.samples_of_run(manifest.rows("train")), 24
 
     def steps(replicas: int, first: int = 0) -> list[list[int]]:
         found: list[list[int]] = []

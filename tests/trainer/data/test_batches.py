@@ -41,7 +41,7 @@ class Prepared:
             "parallel": sections.get("parallel", {}),
         }
         self.config: RunConfig = build_config(raw)
-        columns = InputColumns(self.config, self.signature).to_read()
+        columns = InputColumns(self.config.data, self.config.loss, self.config.model, self.signature).to_read()
         self.directory, _, _ = make_shards(self.config.data, columns, folder / "cache")
 
     @property

@@ -133,4 +133,6 @@ def test_a_column_that_two_read_is_kept_in_a_type_that_serves_both(tmp_path: Pat
         data=DataConfig(source="x", inputs={"features": ("a", "b", "c", "d")}, label="a"),
         train={"num_steps": 1},
     )
-    assert InputColumns(config, read_signature(tmp_path / "m.onnx")).to_read()["a"] == ColumnType("float64", ())
+    assert InputColumns(config.data, config.loss, config.model, read_signature(tmp_path / "m.onnx")).to_read()[
+        "a"
+    ] == ColumnType("float64", ())

@@ -92,11 +92,13 @@ def test_a_joint_file_takes_whole_batches_only(tmp_path: Path) -> None:
     model = {"fixed_batch": "joint"}
     sizes = {"gradient_accumulation_steps": 2, "num_steps": 0, "num_epochs": 1}
     config = config_of(tmp_path, "over-the-batch-4", model=model, train=sizes)
-    check_last_samples(config, 36)
+    check_last_samples(config.model, config.train, config.parallel, 36)
     with pytest.raises(ConfigError, match=r"a run of 38 samples ends with 2; .*train\.num_steps = 4"):
-        check_last_samples(config, 38)
+        check_last_samples(config.model, config.train, config.parallel, 38)
     signature = read_training_signature(config.model)
-    directory, _, _ = make_shards(config.data, InputColumns(config, signature).to_read(), tmp_path / "cache")
+    directory, _, _ = make_shards(
+        config.data, InputColumns(config.data, config.loss, config.model, signature).to_read(), tmp_path / "cache"
+    )
     shards = open_shards(directory, "evaluation")
     assert shards.num_rows % 4
     share = {"num_replicas": 2, "device": CPU}

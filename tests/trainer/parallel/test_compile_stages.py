@@ -50,9 +50,12 @@ def chosen(
     **sections: Any,
 ) -> CompileChoice:
     example = [torch.from_numpy(value) for value in feed(model, batch).values()]
+    config = config_of(graph, **sections)
     return choose(
         to_module(model),
-        config_of(graph, **sections),
+        config.graph,
+        config.parallel,
+        config.precision.compute,
         example,
         device=device,
         one_shape=one_shape,

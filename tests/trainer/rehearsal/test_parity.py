@@ -39,7 +39,14 @@ def compared(folder: Path, change=lambda module: None, rows=5):
     change(trainable.module)
     x = torch.from_numpy(RNG.standard_normal((rows, 3, 6)).astype(np.float32) * 3)
     batch = Batch((x,), (torch.zeros(rows),), rows, (float(rows),))
-    found = compare_untrained(trainable, config, EvaluationData(lambda: [batch], lambda names: None), folder / "work")
+    found = compare_untrained(
+        trainable,
+        config.model,
+        config.losses,
+        config.export,
+        EvaluationData(lambda: [batch], lambda names: None),
+        folder / "work",
+    )
     return found.difference, found.runtime, found.said
 
 

@@ -60,6 +60,11 @@ class ParallelConfig(Section):
     """The type in which gradients are sent; `none` = fp32 (ZeRO 0 only)."""
 
     @property
+    def world_size(self) -> int:
+        """Ranks of the job: data x tensor x pipeline."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
     def is_adasum(self) -> bool:
         """Whether gradients are combined by Adasum."""
         return self.reduction != "sum"

@@ -67,6 +67,21 @@ class TrainConfig(Section):
     """On GPUs use deterministic algorithms only, which may be slower: a resumed run then has the bits of one that was
     never interrupted. An operator that has none is refused by name. On CPUs that holds without it."""
 
+    def micro_batch_rows(self, replicas: int) -> int:
+        """Return the samples that one of so many replicas runs through the graph at a time."""
+        return self.global_batch_size // (replicas * self.gradient_accumulation_steps)
+
+    def samples_of_run(self, num_rows: int) -> int:
+        """Return the samples of the whole run, counted with repetition, for training data of `num_rows` rows."""
+        if self.num_steps:
+            return self.num_steps * self.global_batch_size
+        return round(self.num_epochs * num_rows)
+
+    def steps_of_run(self, num_rows: int) -> int:
+        """Return the weight updates of the whole run; with `num_epochs`, the last batch may be smaller than the
+        others."""
+        return math.ceil(self.samples_of_run(num_rows) / self.global_batch_size)
+
 
 class PrecisionConfig(Section):
     """The arithmetic of the forward and backward passes. Weights and optimizer state are always fp32."""

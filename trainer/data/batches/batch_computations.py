@@ -33,7 +33,7 @@ def open_batch_transforms(
     """Return what computes batches from stored columns, in order. fitted: what was found on the data, by column."""
     data = config.data
     seed = config.train.seed
-    text = text_columns(config, signature)
+    text = text_columns(config.data, config.losses, config.model, signature)
     transforms: list[BatchTransform] = []
     images = image_inputs(data, signature)
     if images and data.image is not None:

@@ -143,8 +143,8 @@ class Batches:
         self.counts = self._collate.counts
         self._train = config.train
         self._micro_batch_size = config.micro_batch_size
-        self._num_samples = config.total_samples(shards.num_rows)
-        check_last_samples(config, shards.num_rows)
+        self._num_samples = config.train.samples_of_run(shards.num_rows)
+        check_last_samples(config.model, config.train, config.parallel, shards.num_rows)
         self._replica = replica
         self._num_replicas = num_replicas
         self._same_length = config.parallel.pipeline > 1
@@ -285,7 +285,7 @@ class _Collate:
         """Whether the graph takes micro-batches of one size only, so that smaller ones are filled up."""
         self._size = config.micro_batch_size
         self._copies = DeviceCopies(device)
-        matched = InputColumns(config, signature)
+        matched = InputColumns(config.data, config.loss, config.model, signature)
         self._feeds = matched.feeds()
         self._transforms = open_batch_transforms(config, signature, shards.fitted)
         columns = {name for feed in self._feeds for name in feed.columns}

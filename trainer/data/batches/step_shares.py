@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import ConfigError
 
@@ -63,16 +63,16 @@ def micro_batch_sizes(model: ModelConfig, parallel: ParallelConfig, num_rows: in
     return sorted(sizes, reverse=True)
 
 
-def check_last_samples(config: RunConfig, num_rows: int) -> None:
+def check_last_samples(model: ModelConfig, train: TrainConfig, parallel: ParallelConfig, num_rows: int) -> None:
     """Raise ConfigError if the last micro-batch would have to be filled up for a graph that computes its rows jointly.
 
     Such rows would change the results of the others. num_rows: those of the training data.
     """
-    total = config.total_samples(num_rows)
-    size = config.micro_batch_size
-    if config.model.fixed_batch == "joint" and total % size:
+    total = train.samples_of_run(num_rows)
+    size = train.micro_batch_rows(parallel.data)
+    if model.fixed_batch == "joint" and total % size:
         raise ConfigError(
             f"the file computes the {size} rows of its fixed batch jointly, so that no rows may be added to a smaller "
             f"one, but a run of {total} samples ends with {total % size}; in place of train.num_epochs set "
-            f"train.num_steps = {max(total // config.train.global_batch_size, 1)}"
+            f"train.num_steps = {max(total // train.global_batch_size, 1)}"
         )

@@ -12,7 +12,8 @@ from onward.trainer.config.urls import is_registered, redacted, url_of
 from onward.trainer.errors import ConfigError, DataError, Refused, UnsupportedModel
 from onward.trainer.onnx_graph.files.index import locations
 from onward.trainer.onnx_graph.files.model_files import read_model
-from onward.trainer.run.directory import RunDir, download_cache
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.home import download_cache
 from onward.trainer.run.records import read_record
 from onward.trainer.run.remote.download_cleaning import mark_used
 from onward.trainer.run.remote.local_copies import LocalCopies, LocalCopy, urls_in

@@ -19,7 +19,7 @@ from typing import Any
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import DataError, shown
-from onward.trainer.run.directory import download_cache
+from onward.trainer.run.home import download_cache
 
 MAX_NAMED = 20
 """Files that a message names; the others are counted."""

@@ -30,7 +30,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
 
     `schema` describes the first rows of the source, `signature` the trained part.
     """
-    columns = text_columns(config, signature)
+    columns = text_columns(config.data, config.losses, config.model, signature)
     if columns is None:
         return []
     # cells of CSV files have no types: a number may be a text there
@@ -57,7 +57,7 @@ def text_problems(config: RunConfig, schema: Schema, signature: Signature) -> li
 
 def open_tokenized_rows(config: RunConfig, signature: Signature) -> TokenizedRows | None:
     """Open the tokenizer of [data.text]; None without it. Raises ConfigError with all that does not fit the model."""
-    columns = text_columns(config, signature)
+    columns = text_columns(config.data, config.losses, config.model, signature)
     if columns is None:
         return None
     if problems := list(input_problems(columns, config.data, config.losses, signature)):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.text import TextConfig, TextRole
 from onward.trainer.data.schema.columns import TEXT, WORDS, ColumnType
 from onward.trainer.data.schema.signature import Signature, TensorInfo
@@ -85,22 +85,24 @@ class TextColumns:
         return next((length for length in lengths if length), 0)
 
 
-def text_columns(config: RunConfig, signature: Signature) -> TextColumns | None:
+def text_columns(
+    data: DataConfig, losses: Sequence[LossConfig], model: ModelConfig, signature: Signature
+) -> TextColumns | None:
     """Return what the tokenizer feeds; None without [data.text]. Inputs that no role names read columns of the data."""
-    text = config.data.text
+    text = data.text
     if text is None:
         return None
     # an input that data.inputs names reads its column, also one that is called input_ids
-    free = {info.name: info for info in signature.fed if info.name not in config.data.inputs}
+    free = {info.name: info for info in signature.fed if info.name not in data.inputs}
     names = {role: text.inputs.get(role, role) for role in ROLES}
     # an input "labels" is fed only for a graph that computes its own loss
-    if text.task not in MAKES_LABELS or all(loss.takes_labels for loss in config.losses):
+    if text.task not in MAKES_LABELS or all(loss.takes_labels for loss in losses):
         del names["labels"]
     inputs = {role: free[name] for role, name in names.items() if name in free}
-    loss = _labelled_loss(config.data, config.losses) if text.task in MAKES_LABELS else None
+    loss = _labelled_loss(data, losses) if text.task in MAKES_LABELS else None
     label = str(loss.label) if loss else ""
-    ignore_index = loss.ignored if loss else config.model.ignore_index
-    label_source = str(config.data.label) if text.task == "tokens" else ""
+    ignore_index = loss.ignored if loss else model.ignore_index
+    label_source = str(data.label) if text.task == "tokens" else ""
     return TextColumns(text, inputs, label=label, ignore_index=ignore_index, label_source=label_source)
 
 

@@ -22,10 +22,9 @@ from torch import Tensor
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.schema.signature import Signature, TensorInfo, read_signature
 from onward.trainer.errors import OnwardError
-from onward.trainer.export.exported_model import trained_part
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
-from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.model_file import ModelFile, trained_part
 from onward.trainer.run.records import Comparison, ExportedModel
 
 log = logging.getLogger(__name__)

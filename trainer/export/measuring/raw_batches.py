@@ -55,6 +55,7 @@ class RawBatch:
         self.bad |= {self.names[at]: why for at, why in bad.items()}
         kept = [at for at in range(len(self.names)) if at not in bad]
         self.names = [self.names[at] for at in kept]
+        # in place, since the batch is one object for whoever reads it
         for columns in (self.ids, self.cells):
             columns.update({name: [cells[at] for at in kept] for name, cells in columns.items()})
 
@@ -79,6 +80,7 @@ def read_raw_batches(
     of_files = next((kind for kind in SUFFIXES_OF if kind in kinds), "")
     if of_files and (files := _files(path, SUFFIXES_OF[of_files])):
         return _batches_of_files(path, files, columns, size, labels)
+    # everything else is a table, in one file or several
     _check_there(source, columns)
     return _batches_of_table(_table_settings(source, data, with_future=bool(labels)), columns, size, labels)
 
@@ -104,8 +106,10 @@ def _check_there(source: str, columns: Mapping[str, str]) -> None:
         return  # a pattern, which the reader looks for
     if not path.exists():
         raise DataError(f"there is no file or folder {source}")
+    # a model of images takes image files, too, so that the message names these
     own = sorted({suffix for kind in columns.values() for suffix in SUFFIXES_OF.get(kind, ())})
     known = ", ".join([*suffixes(), *own])
+    # a compressed table is told from its inner suffix by the reader
     is_table = path.suffix.lower() in suffixes() or path.name.lower().endswith(".gz")
     if path.is_file() and not is_table:
         raise DataError(f"{source} ends in {path.suffix!r}: this model predicts rows of files that end in {known}")
@@ -126,6 +130,7 @@ def _batches_of_files(
     if len(columns) > 1:
         names = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
         raise DataError(f"the model takes the columns {names}: files alone have one of them; give a table with all")
+    # links in a folder could lead to any file of the user
     refuse_outside(str(source), files, DataConfig(source=str(source)))
     ((column, kind),) = columns.items()
     # classes are named by the folders of files, as in training
@@ -145,6 +150,7 @@ def _lines(path: Path, column: str, size: int) -> Iterator[RawBatch]:
         # once at least: a block of bad rows alone still reports them
         for first in range(0, max(len(numbers), 1), size):
             part = slice(first, first + size)
+            # the line numbers of the file, which blank lines do not shift
             names = [block.where(at) for at in numbers[part]]
             yield RawBatch({"row": numbers[part]}, {column: list(texts[part])}, names, {} if first else bad)
 
@@ -156,6 +162,7 @@ def _contents(
         batch = RawBatch({"file": []}, {name: [] for name in (column, *labels)}, [])
         for name, path in files[first : first + size]:
             try:
+                # bounded, since a folder may hold a file that does not fit into memory
                 content: Any = read_bounded(path, CONTENT_BYTES)
                 content = content.decode() if kind == "text" else content
             except (OSError, UnicodeDecodeError) as error:
@@ -197,7 +204,9 @@ def _batches_of_table(
         raise DataError(f"{data.source} holds no rows")
     if missing := [name for name in wanted if name not in first.cells]:
         raise DataError(f"{data.source} has no column {_few(missing)}; it has {_few(list(first.cells))}")
+    # labels first, so that what the model takes decides the type of a column that is both
     texts = [name for name, kind in {**labels, **columns}.items() if kind in ("text", "category")]
+    # their cells may be paths, which are replaced by the content of the files
     encoded = [name for name in columns if columns[name] in ("image", "audio")]
     many = len(located.files) > 1 and not data.table.window
 
@@ -225,7 +234,9 @@ def _part(
     """Return some rows of a block, with the content of the files that cells name."""
     numbers = block.index[part]
     cells: dict[str, Cells] = {name: block.cells[name][part] for name in wanted if name in block.cells}
+    # a later file of a glob may lack a column: its cells are missing values
     cells |= {name: [None] * len(numbers) for name in wanted if name not in block.cells}
+    # a row is left out if one of its files cannot be read
     good = np.ones(len(numbers), bool)
     for name in encoded:
         values, wrong = fit(cells[name], Column(name=name, dtype=BYTES), block) if len(numbers) else ([], {})
@@ -233,6 +244,7 @@ def _part(
         for at, why in wrong.items():
             good[at] = False
             bad.setdefault(block.where(int(numbers[at])), f"{name} {why}")
+    # labels and names of rows must leave out the same rows as the cells
     kept = np.flatnonzero(good).tolist()
     ids: dict[str, list[Any]] = {block.unit if block.unit == "window" else "row": numbers[kept].tolist()}
     if many:
@@ -258,6 +270,7 @@ def frame_batches(
 
     def batches() -> Iterator[RawBatch]:
         for first in range(0, len(frame), size):
+            # as objects, so that a missing number stays None in place of NaN
             part = frame[wanted].iloc[first : first + size].astype(object)
             part = part.where(part.notna(), None)
             rows = list(range(first, first + len(part)))

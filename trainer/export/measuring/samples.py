@@ -69,11 +69,13 @@ class WorstSamples:
 
     def add(self, outputs: Sequence[Tensor], batch: Batch, start: int, stop: int) -> None:
         """Add the rows [start, stop) of a batch, of which these are the outputs. Raises nothing."""
+        # once the limit is reached or an error has occurred, nothing more is added
         if self._why:
             return
         began_at = time.monotonic()
         try:
             self._add(outputs, batch, start, stop)
+        # losses of the user's code raise whatever they like, and this is only a part of the report
         except Exception as error:
             self._why = f"the loss of single rows cannot be computed: {type(error).__name__}: {error}"
             log.info("%s", self._why)
@@ -85,19 +87,24 @@ class WorstSamples:
 
     def _add(self, outputs: Sequence[Tensor], batch: Batch, start: int, stop: int) -> None:
         size = stop - start
+        # a sum or a mean over the batch has no part that belongs to one row
         if any(not each.ndim or len(each) % size for each in outputs):
             raise ValueError("an output has no results for each row")
         for row in range(size):
+            # an output may have several results for each row, which stay together
             own = [each.view(size, -1, *each.shape[1:])[row] for each in outputs]
             labels = [None if each is None else each[start + row : start + row + 1] for each in batch.labels]
             loss = self._loss(own, labels)
+            # rows without a target, or with a loss that is not a number, cannot be ranked
             if math.isnan(loss):
                 continue
             sample = self._sample(int(batch.rows[start + row]), loss, own, labels)
             self._found.append(loss)
             if sample.num_right is None and sample.target is not None and len(self._values) < MOST_VALUES:
                 self._values.append((sample.target, sample.predicted or 0.0))
+            # counts the rows, so that of equal losses the earlier one is kept and shown first
             self._number += 1
+            # a heap whose least entry is the best of the worst rows: the next worse row replaces it
             if len(self._worst) < MOST_SHOWN or loss > self._worst[0][0]:
                 inputs = tuple(each[start + row : start + row + 1].clone() for each in batch.inputs)
                 kept = inputs if sum(each.nbytes for each in inputs) <= INPUT_BYTES else ()
@@ -106,6 +113,7 @@ class WorstSamples:
 
     def _loss(self, outputs: Sequence[Tensor], labels: Sequence[Tensor | None]) -> float:
         """Return the loss of one row, the mean over its targets; NaN if it has none."""
+        # as the loss of a batch of one row, so that it is the same formula
         sums = self._losses(outputs, labels, 1)
         counts = [float(loss.count(own, 1)) for loss, own in zip(self._losses.each, labels, strict=False)]
         if not counts or not all(counts):
@@ -128,6 +136,7 @@ class WorstSamples:
             targets = measured.targets.flatten()
             predicted = measured.scores.flatten()
             right = None
+        # of several targets, such as the pixels of a mask, the numbers alone are shown
         one = len(targets) == 1
         return Sample(
             row=row,
@@ -170,6 +179,7 @@ class WorstSamples:
         for name, values in self._rows.read(np.array([row])).items():
             if (text := _as_text(values[0])) is not None:
                 texts[name] = text
+        # inputs beyond the known ones are tried without a description of their pixels
         images = [*self._images, *[None] * len(inputs)]
         pictures = (_as_image(tensor[0].numpy(), image) for tensor, image in zip(inputs, images, strict=False))
         image = next((_png(picture) for picture in pictures if picture is not None), "")
@@ -183,6 +193,7 @@ def _as_text(value: object) -> str | None:
     array = np.asarray(value)
     if array.ndim > 1:
         return None
+    # more values would not fit into the line
     few = array.reshape(-1)[:64]
     text = " ".join(f"{each:.5g}" if isinstance(each, np.floating) else str(each) for each in few)
     return text if len(text) <= TEXT_CHARACTERS and len(few) == array.size else f"{text[:TEXT_CHARACTERS]} ..."
@@ -193,10 +204,12 @@ def _as_image(values: Array, image: ImageInput | None) -> Array | None:
 
     image: how its pixels were scaled; None = its values are scaled to their own range.
     """
+    # channels first or last; fewer than 4 pixels a side are rather a small matrix
     if values.ndim == 3 and values.shape[0] in (1, 3) and min(values.shape[1:]) >= 4:
         values = np.moveaxis(values, 0, -1)
     elif not (values.ndim == 3 and values.shape[2] in (1, 3) and min(values.shape[:2]) >= 4):
         return None
+    # NaN and infinity have no colour
     numbers = np.nan_to_num(values.astype(np.float32))
     low = float(numbers.min())
     high = float(numbers.max())
@@ -204,6 +217,7 @@ def _as_image(values: Array, image: ImageInput | None) -> Array | None:
         scaled = ((numbers - low) * (255 / (high - low) if high > low else 0)).astype(np.uint8)
     else:
         numbers = numbers[..., ::-1] if image.bgr else numbers
+        # undo what the preprocessing did, in the reverse order: mean and std, then the scale
         numbers = numbers * (image.std or (1.0,)) + (image.mean or (0.0,))
         scaled = np.clip(np.rint(numbers / (1.0 if image.takes_integers else image.scale)), 0, 255).astype(np.uint8)
     return scaled[:, :, 0] if scaled.shape[2] == 1 else scaled

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
@@ -57,7 +56,15 @@ def write_preprocessing(
     config = opened.config if opened else read_config(run)
     manifest = read_record(run.shards / "manifest.json", ShardManifest)
     signature = opened.signature if opened else read_training_signature(config.model)
-    record = describe(config, manifest, signature, exported, text_limit=opened.text_limit if opened else None)
+    record = describe(
+        config.data,
+        config.losses,
+        config.model,
+        manifest,
+        signature,
+        exported,
+        text_limit=opened.text_limit if opened else None,
+    )
     files = [folder / RECORD]
     if record.text and config.data.text:
         try:
@@ -73,7 +80,9 @@ def write_preprocessing(
 
 
 def describe(
-    config: RunConfig,
+    data: DataConfig,
+    losses: Sequence[LossConfig],
+    model: ModelConfig,
     manifest: ShardManifest,
     signature: Signature,
     exported: ExportedModel,
@@ -85,23 +94,23 @@ def describe(
     text_limit: the tokens that a sample may have, None = they are read from the graph. Raises ExportRefused without the
     tokenizer's file.
     """
-    text = text_columns(config, signature)
+    text = text_columns(data, losses, model, signature)
     inputs: dict[str, ImageInput | TableInput | TokenInput | AudioInput] = {}
-    for name, feed in file_feeds(config.data, signature).items():
-        audio = config.data.audio if config.data.audio and feed.columns == (config.data.audio.column,) else None
-        inputs[name] = _audio_input(feed, audio, config.data) if audio else _table_input(feed, config.data, manifest)
-    for each in image_inputs(config.data, signature):
-        inputs[each.name] = _image_input(each, config.data, signature)
+    for name, feed in file_feeds(data, signature).items():
+        audio = data.audio if data.audio and feed.columns == (data.audio.column,) else None
+        inputs[name] = _audio_input(feed, audio, data) if audio else _table_input(feed, data, manifest)
+    for each in image_inputs(data, signature):
+        inputs[each.name] = _image_input(each, data, signature)
     if text:
-        inputs |= _token_inputs(text, config.data, manifest)
+        inputs |= _token_inputs(text, data, manifest)
     return Preprocessing(
         model=exported.path.name,
         sha256=exported.sha256,
-        begins_at=config.model.start,
+        begins_at=model.start,
         inputs=inputs,
-        window_length=config.data.table.window.length if config.data.table.window else None,
-        text=_tokenizer(text, config.model, text_limit) if text else None,
-        outputs=tuple(_outputs(config.losses, manifest, signature)),
+        window_length=data.table.window.length if data.table.window else None,
+        text=_tokenizer(text, model, text_limit) if text else None,
+        outputs=tuple(_outputs(losses, manifest, signature)),
     )
 
 

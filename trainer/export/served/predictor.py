@@ -47,10 +47,12 @@ class Predictor:
         threads: int = 0,
         content: bytes | None = None,
     ) -> None:
+        # the outputs that the recipe describes, also such as are inside of the graph
         wanted = [meaning["name"] for meaning in recipe["outputs"]] if recipe else []
         self._stored = {name: name.removesuffix(LOG) for name in wanted if name.endswith(LOG)}
         """Output of training that is the logarithm of probabilities in the file -> these."""
         self._session = _opened(model, content, [self._stored.get(name, name) for name in wanted], threads)
+        # the inputs that the file itself declares: the recipe may describe more of them
         taken = {value.name: value for value in self._session.get_inputs()}
         # a file with preprocessing takes raw columns itself, so that its recipe describes nothing more
         if recipe is not None and not _begins_raw(recipe, taken):
@@ -68,6 +70,7 @@ class Predictor:
         self.channels_last = bool(images) and all(how["layout"] == "nhwc" for how in images)
         """Whether the channels of images, and so the classes of masks, are on the last axis."""
         batch_sizes = [value.shape[0] for value in taken.values() if value.shape]
+        # the first dimension is the batch; a name or None in it is any number of rows
         fixed = [size for size in batch_sizes if isinstance(size, int)]
         self.fixed_rows = fixed[0] if fixed else 0
         """Rows that the file takes at a time; 0 = any number."""
@@ -88,6 +91,7 @@ class Predictor:
         if missing := [name for name in self.columns if name not in rows]:
             raise ValueError(f"column {few(missing)} is missing; there is {few(list(rows)) or 'none'}")
         windows = list(self.columns) if self._window else []
+        # said before the computation, whose own error would not name the column
         if short := [name for name in windows if _is_no_window(rows[name], self._window)]:
             raise ValueError(
                 f"the model takes windows of {self._window} successive values, the oldest first, so that each cell of "
@@ -100,8 +104,10 @@ class Predictor:
         if not count:
             return {name: np.empty((0, *self.row_shape(name)), np.float32) for name in names}
         inputs = self._inputs(rows, count)
+        # a file of fixed batch is run in parts of that many rows
         size = self.fixed_rows or count
         parts = [self._run(inputs, in_file, first, size, count) for first in range(0, count, size)]
+        # each output from all parts, in the order of the rows
         found = {name: np.concatenate([part[at] for part in parts]) for at, name in enumerate(names)}
         # zero has no logarithm
         least = np.finfo(np.float32).tiny
@@ -121,6 +127,7 @@ class Predictor:
             bad = {}
             for at in range(count):
                 try:
+                    # a batch fails as a whole, so that each row is tried by itself
                     self._raw.compute({name: rows[name][at : at + 1] for name in self.columns})
                 except ValueError as alone:
                     bad[at] = str(alone)
@@ -140,6 +147,7 @@ class Predictor:
             results = self._session.run(names, given)
         except Exception as error:  # onnxruntime's errors have no common base class
             raise ValueError(f"onnxruntime cannot run the file on these rows: {error}") from error
+        # the copies behind the last row are dropped
         kept = min(size, count - first)
         for name, array in zip(names, results, strict=True):
             # an output without rows, such as a mean over the batch, has none to give back
@@ -186,6 +194,7 @@ def _checked(recipe: Mapping[str, Any], taken: Mapping[str, Any]) -> Mapping[str
 def _begins_raw(recipe: Mapping[str, Any], taken: Mapping[str, Any]) -> bool:
     """Return whether the file computes the preprocessing itself: it takes the raw columns of numbers and categories."""
     columns = {column["name"] for how in recipe["inputs"].values() for column in how.get("columns", ())}
+    # it takes no tensor that the recipe computes, and nothing but raw columns
     return not set(taken) & set(recipe["inputs"]) and set(taken) <= columns
 
 
@@ -199,6 +208,7 @@ def _plain_inputs(taken: Mapping[str, Any], inputs: Mapping[str, Sequence[str]])
     for name, value in taken.items():
         columns = list(inputs.get(name, [name]))
         row_dims = value.shape[1:] if value.shape else []
+        # of one row: the first dimension is the batch
         shape = [dim if isinstance(dim, int) else None for dim in row_dims]
         if name in inputs and shape[-1:] not in ([None], [len(columns)]) and shape:
             raise UnusableModel(f"input {name} takes {shape[-1]} numbers a row, but {len(columns)} columns are named")

@@ -77,6 +77,7 @@ class DecomposedCalls(TorchFunctionMode):
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0.0:
         return x
+    # inverted dropout: what is kept is scaled up, so that evaluation needs no factor
     return x * (torch.rand_like(x) >= p) / (1.0 - p)
 
 
@@ -132,6 +133,7 @@ def _convolution_backward(
     The input gradient of a convolution is a transposed convolution of the output gradient, and the reverse.
     """
     to_x = to_weight = to_bias = None
+    # only the gradients that something reads are computed
     if wanted[0] and transposed:
         to_x = aten.convolution(gradient, weight, None, stride, padding, dilation, False, [0], groups)
     elif wanted[0]:
@@ -161,6 +163,7 @@ def _transposed_convolution(
     """
     rank = len(lengths)
     if all(step == 1 for step in stride):
+        # with a stride of 1 every element is in a window, and the operator's own padding cuts the result
         reached: Tensor = aten.convolution(gradient, weight, None, stride, padding, dilation, True, [0] * rank, groups)
         return reached
     full = aten.convolution(gradient, weight, None, stride, [0] * rank, dilation, True, [0] * rank, groups)
@@ -231,6 +234,7 @@ def _avg_pool_backward(
     ones = torch.ones([1, 1, *kernel], dtype=x.dtype)
     lengths = list(x.shape[-rank:])
     results = list(gradient.shape[-rank:])
+    # each channel becomes a sample, so that one kernel of ones serves all
     flat = gradient.reshape([-1, 1, *results])
     spare = [size + step for size, step in zip(kernel, stride, strict=True)]  # as far as the last window may reach
     if divisor is not None:
@@ -238,6 +242,7 @@ def _avg_pool_backward(
     else:
         inside = torch.ones_like(x.reshape([-1, 1, *lengths])[:1])
         pads = [n for pad in reversed(padding) for n in (pad, pad)]
+        # the padding counts as elements of a window, or not, as the pool was told
         inside = aten.constant_pad_nd(inside, pads, 1.0 if count_padding else 0.0)
         inside = aten.constant_pad_nd(inside, [n for more in reversed(spare) for n in (0, more)], 0.0)
         # without a divisor a window at the border is divided by the elements it holds, counted here by a convolution of

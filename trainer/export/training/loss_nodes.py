@@ -48,6 +48,7 @@ def class_axis(loss: LossConfig, rank: int) -> int:
 
 def as_rows(g: GraphExtender, values: str, axis: int, rank: int) -> str:
     """Scores with the classes on one axis as [rows, C], the rows in the order of the other axes."""
+    # the classes become the last axis, so that a row of the matrix has the scores of one target
     if axis != rank - 1:
         values = g.op("Transpose", values, perm=[*range(axis), *range(axis + 1, rank), axis])
     return g.op("Reshape", values, g.op("Concat", g.constant([-1]), _length(g, values, -1), axis=0))
@@ -60,14 +61,18 @@ def cross_entropy(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     weights = [_numbers(g, x.loss.class_weights)] if x.loss.class_weights else []
     smoothing = x.loss.label_smoothing
     num_classes = _float(g, _length(g, rows, -1))
+    # SoftmaxCrossEntropyLoss takes indices of classes only: for probabilities its definition is written out
     if x.loss.soft_labels:
         targets = as_rows(g, x.labels, axis, x.rank)
+        # smoothing mixes the label with the uniform distribution, (1 - s) y + s / C, as torch defines it
         if smoothing:
             targets = g.op("Mul", targets, g.constant(1.0 - smoothing))
             targets = g.op("Add", targets, g.op("Div", g.constant(smoothing), num_classes))
         each = g.op("Mul", g.op("LogSoftmax", rows, axis=-1), targets)
         total = _sum(g, g.op("Mul", each, *weights) if weights else each)
+        # each row counts once, whatever its probabilities add up to
         return g.op("Neg", total), _scalar(g, _length(g, rows, 0))
+    # the labels in the order of `as_rows`, one for each row
     targets = g.op("Reshape", x.labels, g.constant([-1]))
     total = g.op("SoftmaxCrossEntropyLoss", rows, targets, *weights, reduction="sum", ignore_index=x.loss.ignored)
     counted = g.op("Not", g.op("Equal", targets, g.constant(x.loss.ignored, int)))
@@ -78,6 +83,8 @@ def cross_entropy(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
         share = _scalar(g, g.op("Div", g.constant(smoothing), num_classes))
         kept = g.op("Mul", total, g.constant(1.0 - smoothing))
         total = g.op("Sub", kept, g.op("Mul", spread, share))
+    # the divisor is the sum of the weights of the targets, as of torch's reduction "mean"; without weights, their
+    # number
     if not weights:
         return total, _float(g, _sum(g, g.op("Cast", counted, to=TensorProto.INT64)))
     # not the ignored label itself, which is no class and has no weight
@@ -99,6 +106,7 @@ def l1(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
 def huber(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     """d^2 / 2 where d = |x - y| is at most delta, and delta (d - delta / 2) elsewhere."""
     d = g.op("Abs", g.op("Sub", x.output, x.labels))
+    # both branches are computed everywhere and `Where` picks one: they agree in value and slope at d = delta
     delta = g.constant(x.loss.delta)
     square = g.op("Mul", g.op("Mul", d, d), g.constant(0.5))
     line = g.op("Mul", delta, g.op("Sub", d, g.constant(0.5 * x.loss.delta)))
@@ -109,6 +117,7 @@ def bce_with_logits(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     """Binary cross-entropy; weights are of the last axis."""
     positive = _numbers(g, x.loss.positive_weights) if x.loss.positive_weights else ""
     values = _binary_entropy(g, x.output, x.labels, positive)
+    # the weights [C] broadcast from the last axis, which is the one of the labels
     if x.loss.class_weights:
         values = g.op("Mul", values, _numbers(g, x.loss.class_weights))
     return _sum(g, values), _size(g, x.labels)
@@ -121,6 +130,7 @@ def dice(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     """
     scores = x.output
     axis = class_axis(x.loss, x.rank)
+    # the elements of a sample, in any number of axes, become one: only the class of each matters
     if axis != 1:
         others = [other for other in range(1, x.rank) if other != axis]
         scores = g.op("Transpose", scores, perm=[0, axis, *others])
@@ -132,8 +142,10 @@ def dice(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     single = g.op("Equal", num_classes, g.constant(1, int))
     classes = g.op("Range", g.constant(0, int), num_classes, g.constant(1, int))
     one_hot = g.op("Equal", labels, g.op("Unsqueeze", classes, g.constant([1])))
+    # `Where` computes both branches and broadcasts: with one class, the softmax is 1 everywhere and is not chosen
     predicted = g.op("Where", single, g.op("Sigmoid", scores), g.op("Softmax", scores, axis=1))
     actual = g.op("Where", single, _float(g, labels), _float(g, one_hot))
+    # ignored elements leave the overlap and the sizes alike, as if they were not in the sample
     predicted = g.op("Mul", predicted, counted)
     actual = g.op("Mul", actual, counted)
     overlap = _sum(g, g.op("Mul", predicted, actual), 2)
@@ -142,6 +154,7 @@ def dice(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     # smooth also decides what a class without any element has: the ratio 1
     ratio = g.op("Div", g.op("Add", g.op("Add", overlap, overlap), smooth), g.op("Add", sizes, smooth))
     total = g.op("Div", _sum(g, g.op("Sub", g.constant(1.0), ratio)), _float(g, num_classes))
+    # the target is the sample: its loss is already the mean over the classes
     return total, _scalar(g, _length(g, scores, 0))
 
 
@@ -154,8 +167,10 @@ def focal(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
         """Yes where the label is 1, no where it is 0, between them for labels between."""
         return g.op("Add", g.op("Mul", yes, x.labels), g.op("Mul", no, g.op("Sub", one, x.labels)))
 
+    # 1 - p is small for answers that are right already, which is what lowers their part in the sum
     wrong = g.op("Sub", one, chosen(probability, g.op("Sub", one, probability)))
     values = g.op("Mul", _binary_entropy(g, x.output, x.labels), g.op("Pow", wrong, g.constant(x.loss.gamma)))
+    # alpha balances labels of 1 against labels of 0; below 0 it is not used, as in torchvision
     if x.loss.alpha >= 0:
         values = g.op("Mul", values, chosen(g.constant(x.loss.alpha), g.constant(1.0 - x.loss.alpha)))
     return _sum(g, values), _size(g, x.labels)
@@ -164,16 +179,19 @@ def focal(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
 def giou(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     """1 - generalised intersection over union of boxes [..., 4] as x1, y1, x2, y2 (arXiv:1902.09630)."""
     boxes = [g.op("Reshape", values, g.constant([-1, 4])) for values in (x.output, x.labels)]
+    # corners x1, y1 and x2, y2: the corner with the least coordinates, and the one with the greatest
     begins, ends = ([g.op("Gather", each, g.constant(pair), axis=1) for each in boxes] for pair in ([0, 1], [2, 3]))
 
     def area(begin: str, end: str) -> str:
         sides = g.op("Sub", end, begin)
         return g.op("Mul", *(g.op("Gather", sides, g.constant(side, int), axis=1) for side in (0, 1)))
 
+    # the intersection begins at the greater of the two begins, and ends at the lesser of the two ends
     least = g.op("Max", *begins)
     greatest = g.op("Min", *ends)
     overlap = area(least, g.op("Max", greatest, least))  # no side is below 0
     union = g.op("Sub", g.op("Add", area(begins[0], ends[0]), area(begins[1], ends[1])), overlap)
+    # the smallest box around both: it gives boxes without overlap a gradient, which pulls them together
     around = area(g.op("Min", *begins), g.op("Max", *ends))
     epsilon = g.constant(1e-7)  # as in torchvision
     ratio = g.op("Div", overlap, g.op("Add", union, epsilon))
@@ -187,6 +205,7 @@ def quantile(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     # [targets, Q]; of one quantile the output may have no axis for it
     shape = g.op("Concat", _length(g, flat, 0), g.constant([-1]), axis=0)
     difference = g.op("Sub", flat, g.op("Reshape", x.output, shape))
+    # a difference above 0 costs q of it, one below 0 costs 1 - q: the minimum of the sum is at the quantile q
     above, below = (_numbers(g, [level - less for level in x.loss.quantiles]) for less in (0.0, 1.0))
     values = g.op("Max", g.op("Mul", above, difference), g.op("Mul", below, difference))
     return _sum(g, values), _size(g, values)
@@ -199,6 +218,7 @@ def cosine(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     # epsilon inside the root, as torch has it
     squares = [g.op("Add", _sum(g, g.op("Mul", each, each), -1), epsilon) for each in x.outputs]
     cosines = g.op("Div", _sum(g, g.op("Mul", *x.outputs), -1), g.op("Sqrt", g.op("Mul", *squares)))
+    # labels other than 1 and -1 match neither branch, and add nothing
     labels = g.op("Reshape", x.labels, g.constant([-1]))
     alike, unlike = (g.op("Equal", labels, g.constant(kind)) for kind in (1.0, -1.0))
     distance = g.op("Where", alike, g.op("Sub", g.constant(1.0), cosines), zero)
@@ -213,6 +233,7 @@ def triplet(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     epsilon = g.constant(1e-6)
     # epsilon on each difference, as torch has it
     near, far = (_norm(g, g.op("Add", g.op("Sub", anchor, other), epsilon)) for other in others)
+    # torch's default margin is 1
     margin = g.constant(1.0 if x.loss.margin is None else x.loss.margin)
     values = g.op("Relu", g.op("Sub", g.op("Add", margin, near), far))
     return _sum(g, values), _scalar(g, _length(g, anchor, 0))
@@ -222,6 +243,7 @@ def info_nce(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     """Cross-entropy of finding the key of each query, and the query of each key, among those of the batch; halved."""
 
     def unit(rows: str) -> str:
+        # the least norm keeps a row of zeros from becoming NaN, as torch.nn.functional.normalize does
         return g.op("Div", rows, g.op("Max", _norm(g, rows, keepdims=1), g.constant(1e-12)))
 
     queries, keys = map(unit, x.outputs)
@@ -229,6 +251,7 @@ def info_nce(g: GraphExtender, x: LossInputs) -> tuple[str, str]:
     number = _length(g, queries, 0)
     # the key of query i is row i
     own = g.op("Range", g.constant(0, int), g.op("Squeeze", number, g.constant([0])), g.constant(1, int))
+    # the transposed matrix asks for the query of each key; the two answers count half each (arXiv:2103.00020)
     both = (scores, g.op("Transpose", scores))
     found = [g.op("SoftmaxCrossEntropyLoss", each, own, reduction="sum") for each in both]
     return g.op("Mul", g.op("Add", *found), g.constant(0.5)), _scalar(g, number)
@@ -269,12 +292,14 @@ FORMULAS: Mapping[str, Formula] = {
 
 def _binary_entropy(g: GraphExtender, output: str, labels: str, positive: str = "") -> str:
     """Add max(x, 0) - xy + log(1 + exp(-|x|)), which does not overflow for any x; positive: weights of label 1."""
+    # log(1 + exp(-|x|)): its argument is never above 0, so that exp cannot overflow
     rest = g.op("Softplus", g.op("Neg", g.op("Abs", output)))
     if not positive:
         return g.op("Add", g.op("Sub", g.op("Relu", output), g.op("Mul", output, labels)), rest)
     one = g.constant(1.0)
     weight = g.op("Add", one, g.op("Mul", g.op("Sub", positive, one), labels))
     entropy = g.op("Add", g.op("Relu", g.op("Neg", output)), rest)  # of label 1: log(1 + exp(-x))
+    # (1 - y) x + (1 + (p - 1) y) log(1 + exp(-x)), which is torch's formula for positive weights p
     return g.op("Add", g.op("Mul", g.op("Sub", one, labels), output), g.op("Mul", weight, entropy))
 
 

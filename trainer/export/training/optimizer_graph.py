@@ -63,23 +63,27 @@ def optimizer_model(
     groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
     state: dict[str, dict[str, str]] = {name: {} for name in weights}
     for path in optimizer_tensors(optimizer, weights.items()):
+        # a path is optimizer/WEIGHT/KEY, and the name of a weight may have slashes of its own
         name, _, key = path.removeprefix("optimizer/").rpartition("/")
         # the number of updates is an input
         if key != "step":  # one for all weights here
             state[name][key] = f"{name}_{key}"
     graph = onnx.GraphProto(name="optimizer")
     graph.input.extend(_inputs(weights, state, gradient))
+    # state tensors have the shape of their weight, in each of the rules below
     carried = dict(weights) | {each: weights[name] for name in weights for each in state[name].values()}
     # an ONNX graph has no side effects: the caller passes each output as the input of the next run
     outputs = {updated(name): list(tensor.shape) for name, tensor in carried.items()}
     g = GraphExtender(graph, reserved=[*outputs, NORM])
     gradients = _clipped(g, {name: gradient(name) for name in weights}, clip_norm)
     rule = UPDATES[config.name](g, config)
+    # the settings of a weight are those of its group, which `build_optimizer` has made of patterns
     for name, tensor in weights.items():
         group = groups[id(tensor)]
         scale = group["learning_rate_scale"]
         rate = RATE if scale == 1.0 else g.op("Mul", RATE, g.constant(scale))
         new = rule(_Weight(name, gradients[name], rate, group["settings"], state[name]))
+        # an Identity gives the result the name that the caller asks for
         for value, given in new.items():
             g.op("Identity", given, output=updated(value))
     graph.output.extend(helper.make_tensor_value_info(n, TensorProto.FLOAT, dims) for n, dims in outputs.items())
@@ -97,6 +101,7 @@ def _inputs(
     """Return the graph's inputs: weights, gradients, state, step and rate, in this order."""
     shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
     named = [*shapes.items(), *((gradient(name), dims) for name, dims in shapes.items())]
+    # the state in the order of the weights, as the outputs have it
     named += [(each, dims) for name, dims in shapes.items() for each in state[name].values()]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in named]
     values.append(helper.make_tensor_value_info(STEP, TensorProto.INT64, []))
@@ -107,6 +112,7 @@ def _clipped(g: GraphExtender, gradients: Mapping[str, str], clip_norm: float) -
     """Add clipping by the global norm; return weight -> name of its clipped gradient."""
     # the norm over all weights: clipping keeps the direction of the update
     squares = [g.op("ReduceSumSquare", gradient, keepdims=0) for gradient in gradients.values()]
+    # also without clipping, since it is an output of the graph
     g.op("Sqrt", g.op("Sum", *squares), output=NORM)
     if not clip_norm:
         return dict(gradients)
@@ -123,6 +129,7 @@ Rule = Callable[[_Weight], dict[str, str]]
 
 def _adam(g: GraphExtender, config: OptimizerConfig) -> Rule:
     decays_after = config.name == "adam" and config.weight_decay_mode == "huggingface"
+    # once for each pair of decays: weights of one group share the nodes
     corrections = functools.cache(functools.partial(_corrections, g))
 
     def rule(w: _Weight) -> dict[str, str]:
@@ -139,7 +146,9 @@ def _adam(g: GraphExtender, config: OptimizerConfig) -> Rule:
         )
         weight = g.op("Mul", w.weight, keep) if keep and not decays_after else w.weight
         root = g.op("Add", g.op("Div", g.op("Sqrt", v), root_c2), epsilon)
+        # w - (rate / (1 - alpha^t)) m / (sqrt(v) / sqrt(1 - beta^t) + epsilon), Adam's step (arXiv:1412.6980)
         weight = g.op("Sub", weight, g.op("Div", g.op("Mul", g.op("Div", w.rate, c1), m), root))
+        # huggingface's Adam decays the weight that the step has changed
         weight = g.op("Mul", weight, keep) if keep and decays_after else weight
         return {w.weight: weight, w.state["moment_1"]: m, w.state["moment_2"]: v}
 
@@ -155,6 +164,7 @@ def _lamb(g: GraphExtender, config: OptimizerConfig) -> Rule:
         c1, root_c2 = corrections(w.settings.alpha, w.settings.beta, w.settings.bias_correction)
         m, v = _moments(g, w)
         root = g.op("Add", g.op("Div", g.op("Sqrt", v), root_c2), g.constant(w.settings.epsilon))
+        # Adam's direction, plus the decay: LAMB scales both by the trust ratio (arXiv:1904.00962)
         direction = g.op("Div", g.op("Div", m, root), c1)
         direction = g.op("Add", direction, g.op("Mul", w.weight, g.constant(w.settings.weight_decay)))
         # the trust ratio |weight| / |direction| scales the step
@@ -174,6 +184,7 @@ def _sgd(g: GraphExtender, config: OptimizerConfig) -> Rule:
     def rule(w: _Weight) -> dict[str, str]:
         direction = w.gradient
         state = {}
+        # coupled decay: it is a part of the gradient, and so of the momentum
         if w.settings.weight_decay:
             direction = g.op("Add", direction, g.op("Mul", w.weight, g.constant(w.settings.weight_decay)))
         if w.settings.momentum:
@@ -181,6 +192,7 @@ def _sgd(g: GraphExtender, config: OptimizerConfig) -> Rule:
             old = w.state["momentum_buffer"]
             velocity = g.op("Add", g.op("Mul", old, momentum), direction)
             state = {old: velocity}
+            # Nesterov's step looks ahead by one more momentum, as torch.optim.SGD computes it
             direction = g.op("Add", direction, g.op("Mul", velocity, momentum)) if config.nesterov else velocity
         return {w.weight: g.op("Sub", w.weight, g.op("Mul", w.rate, direction)), **state}
 
@@ -197,6 +209,7 @@ UPDATES: dict[str, Callable[[GraphExtender, OptimizerConfig], Rule]] = {
 
 
 def _moments(g: GraphExtender, w: _Weight) -> tuple[str, str]:
+    # a moving average: old x factor + new x (1 - factor)
     def decayed(old: str, factor: float, new: str) -> str:
         return g.op("Add", g.op("Mul", old, g.constant(factor)), g.op("Mul", new, g.constant(1.0 - factor)))
 
@@ -210,6 +223,7 @@ def _corrections(g: GraphExtender, alpha: float, beta: float, corrected: bool) -
         return g.constant(1.0), g.constant(1.0)
     step = g.op("Cast", STEP, to=TensorProto.DOUBLE)
 
+    # the moving averages begin at zero, and are too small by this factor after t steps
     def correction(decay: float) -> str:
         return g.op("Sub", g.constant(1.0, float), g.op("Pow", g.constant(decay, float), step))
 

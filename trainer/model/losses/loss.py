@@ -78,6 +78,7 @@ class Losses:
         self, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None], size: int
     ) -> tuple[Tensor, ...]:
         """Return each loss summed over its targets: scalars, differentiable. size: 0 for a padding micro-batch."""
+        # the labels of the losses against the teacher are behind those of the others
         soft = zip(self.soft, labels[len(self.each) :], strict=True)
         hard = zip(self.each, labels[: len(self.each)], strict=True)
         return (
@@ -142,6 +143,7 @@ class Loss:
         if config.is_plain and labels is not None:
             own = self._own(outputs)
             is_soft = labels.is_floating_point()
+            # with sharded classes the sum over classes is one over ranks, which the shard computes
             if self.classes and is_soft:
                 return self.classes.soft_cross_entropy(own, labels)
             if self.classes:
@@ -196,6 +198,7 @@ class Loss:
 
     def _shape(self, outputs: Tensor | Sequence[Tensor]) -> tuple[int, ...]:
         """Return the shape of the output, with the classes of all ranks."""
+        # on this rank the last axis has a part of the classes alone
         shape = tuple(self._own(outputs).shape)
         return (*shape[:-1], self.classes.total) if self.classes else shape
 
@@ -220,6 +223,7 @@ class Loss:
         It compares numbers of the host. On a GPU such a label would stop the device, in a later and unrelated call.
         """
         own = batch.labels[place]
+        # labels of numbers, probabilities and absent labels have no range
         if not self.config.has_classes or own is None or own.is_floating_point():
             return
         # the lengths of inputs, which the labels of a CTC may have beside them, are no classes
@@ -230,6 +234,7 @@ class Loss:
             raise ConfigError(
                 f"loss.class_weights has {len(weights)} weights, but output {self._output_name!r} {num_classes} classes"
             )
+        # the range was computed on the host when the batch was made, so that no device is waited for
         least, greatest = batch.label_ranges[place]
         if least < 0 or greatest >= num_classes:
             self._refuse_labels(batch, own, num_classes)
@@ -249,6 +254,7 @@ class Loss:
 
     def _refuse_labels(self, batch: Batch, own: Tensor, num_classes: int) -> None:
         labels = own.reshape(batch.size, -1).cpu()
+        # an ignored label is no class by design
         wrong = (labels != self.ignore_index) & ((labels < 0) | (labels >= num_classes))
         values = sorted(set(labels[wrong].tolist()))
         rows = batch.rows[wrong.any(1).numpy()].tolist()

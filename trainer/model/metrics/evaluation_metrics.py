@@ -61,6 +61,7 @@ class EvaluationMetrics:
         group that shards classes."""
         for each, own in zip(self._each, labels, strict=False):
             each.update(outputs, own, size)
+        # the labels of the losses against the teacher are behind those of the others
         for total, soft, counted in zip(self._soft, self.losses.soft, labels[len(self._each) :], strict=False):
             total[0].add_(soft.count(counted, size))
             total[1].add_(soft(outputs, counted, size))
@@ -75,6 +76,7 @@ class EvaluationMetrics:
             sizes = torch.tensor(own_sizes, device=self._device)
             if not alone:
                 dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
+            # the greatest of all ranks, in the order in which each rank has listed its own
             agreed = iter(sizes.tolist())
             for metrics in self._each:
                 for task in metrics.sizes:
@@ -101,6 +103,7 @@ class EvaluationMetrics:
     def of_totals(self, totals: Tensor) -> dict[str, float]:
         """Return the metrics that such totals [n] have; NaN for those that need more than sums."""
         sums = self._split(totals.tolist())
+        # of totals alone there are no lists of other ranks; what needs them is NaN
         lists = iter([part for metrics in self._each for part in metrics.lists()])
         values = [metrics.values(sums, lists, on_first_rank=False) for metrics in self._each]
         return self._named(values) | self._distillation(next(sums))
@@ -114,6 +117,7 @@ class EvaluationMetrics:
     def _distillation(self, sums: list[float]) -> dict[str, float]:
         """Return the weighted loss against the teacher; {} without one. sums: two for each soft loss."""
         means = [loss / count if count else math.nan for count, loss in zip(sums[::2], sums[1::2], strict=True)]
+        # zip: one pair (number, sum) for each loss against the teacher, as `_soft` has them
         total = sum(soft.config.weight * mean for soft, mean in zip(self.losses.soft, means, strict=True))
         if not means:
             return {}
@@ -123,12 +127,14 @@ class EvaluationMetrics:
         """Return what rank 0 has computed, where it alone computes some of the values."""
         if not any(metrics.needs_first_rank for metrics in self._each):
             return values
+        # rank 0 has the lists, and so the values that need them: its values hold for all ranks
         table = torch.tensor([value for own in values for value in own], dtype=torch.float64, device=self._device)
         dist.broadcast(table, src=0)
         return list(_split(table.tolist(), [len(own) for own in values]))
 
     def _named(self, values: list[list[float]]) -> dict[str, float]:
         each = [dict(zip(own.names, found, strict=True)) for own, found in zip(self._each, values, strict=True)]
+        # the metrics of a single loss have no prefix
         titles = [""] if len(each) == 1 else self.losses.titles
         self.confusion = {title: own.table for title, own in zip(titles, self._each, strict=True) if own.table}
         if len(each) < 2:
@@ -147,6 +153,7 @@ class _LossMetrics:
         for metric in metrics_of(loss.config, metrics):
             task = task_of(metric, loss.config)
             assert task
+            # metrics without an entry in OWN are those of torchmetrics
             library = partial(LibraryMeasure, task=task, ignore_index=loss.ignore_index)
             self._measures.append((task, OWN.get(metric.name, library)(metric, device=device)))
         self.sizes: dict[Task, int] = dict.fromkeys((task for task, _ in self._measures), 0)
@@ -154,6 +161,7 @@ class _LossMetrics:
         self._confusions: dict[Task, Confusion | LabelConfusion] = {}
         for task in self.sizes:
             if metrics and task in CONFUSIONS:
+                # the matrix needs a configuration only to be a measure; its counts do not depend on it
                 self._confusions[task] = CONFUSIONS[task](MetricConfig(name="accuracy"), device)
         self.names = ["loss", *(measure.key for _, measure in self._measures)]
         self.needs_first_rank = any(measure.on_first_rank for _, measure in self._measures)
@@ -168,8 +176,10 @@ class _LossMetrics:
         loss_sum = self._loss(outputs, labels, size)
         for total, value in zip(self._totals, (count, loss_sum), strict=True):
             total.add_(value)
+        # a padding micro-batch has no labels: it takes part in collectives and adds nothing
         if labels is None and self._loss.config.takes_labels:
             return
+        # one for each task, so that metrics share what is computed from the outputs
         batches = {task: Measured(self._loss, outputs, labels, task=task, loss_sum=loss_sum) for task in self.sizes}
         for task, batch in batches.items():
             self.learn(task, batch.size)
@@ -201,6 +211,7 @@ class _LossMetrics:
         results = [loss / count if count else math.nan]
         for task, measure in self._measures:
             size = self.sizes[task]
+            # in the order of `sums`, which all ranks have added up
             own_sums = [next(sums) for _ in measure.sums(size)]
             own_lists = [next(lists) for _ in measure.lists()]
             computed = count and (on_first_rank or not measure.on_first_rank)

@@ -6,7 +6,7 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_graph.files.stored_protos import element_type_name
+from onward.trainer.onnx_graph.files.index import element_type_name
 
 DTYPES: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32,

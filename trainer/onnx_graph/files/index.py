@@ -267,6 +267,12 @@ def without_large_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
     return light
 
 
+def element_type_name(element_type: int) -> str:
+    """Return the name that ONNX gives an element type, such as FLOAT8E4M3FN."""
+    names = {int(value): str(name) for name, value in TensorProto.DataType.items()}
+    return names.get(element_type, f"number {element_type}")
+
+
 def dims_of(value: onnx.ValueInfoProto | None) -> list[int | None] | None:
     """Return the lengths of a tensor's dimensions, None for an unknown one; None for a tensor of unknown rank."""
     if value is None or not value.type.tensor_type.HasField("shape"):

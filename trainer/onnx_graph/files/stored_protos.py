@@ -1,4 +1,4 @@
-"""The tensors that a graph stores, as they are in the file: their protos, the names of their types, and their bytes.
+"""The tensors that a graph stores, as they are in the file: their protos and their bytes.
 
 Without torch, whose import takes longer than `onward diff`.
 """
@@ -30,12 +30,6 @@ CHUNK_BYTES = 16 * 2**20
 
 SMALL_BYTES = 64 * 2**10
 """`load_small_tensors` reads tensors up to this size."""
-
-
-def element_type_name(element_type: int) -> str:
-    """Return the name that ONNX gives an element type, such as FLOAT8E4M3FN."""
-    names = {int(value): str(name) for name, value in TensorProto.DataType.items()}
-    return names.get(element_type, f"number {element_type}")
 
 
 def stored_protos(graph: onnx.GraphProto) -> Iterable[tuple[str, TensorProto]]:

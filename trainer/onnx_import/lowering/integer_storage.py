@@ -17,15 +17,6 @@ from torch import fx
 from onward.trainer.onnx_import.tracing.tracing import Tracer
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 
-# fmt: off
-MOVES = frozenset((
-    "Clip", "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Max",
-    "MaxPool", "Min", "Pad", "Relu", "Reshape", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose",
-    "Unsqueeze", "Where",
-))
-"""Operators whose results are elements of their operands: the same for integers and for their floating-point values."""
-# fmt: on
-
 
 def store_as(levels: torch.Tensor, dtype: torch.dtype, computed_in: torch.dtype) -> torch.Tensor:
     """Convert integers [...] that were computed in floating point to the type that they have in the file.

@@ -40,6 +40,7 @@ def _check_iterations(c: Call, iterations: Value) -> int:
 @lower("Loop", since=(1, *VERSIONS))
 def loop(c: Call, limit: Value, condition: Value, *state: Value) -> Value:
     """Run the body until the limit is reached or the condition is false; either may be absent."""
+    # an absent condition is true, an absent limit is none
     goes_on = condition is None or bool(c.number(condition))
     most = None if limit is None else c.number(limit)
     if not c.eager and most is None:
@@ -55,9 +56,11 @@ def loop(c: Call, limit: Value, condition: Value, *state: Value) -> Value:
         going, *results = c.body("body", [number, true, *state])
         # a condition that the body only passes on stays true, and need not be read from the device
         goes_on = going is true or bool(c.number(c.tracer.to_tensor(going)))
+        # the body returns (condition, state, scan outputs)
         state, row = tuple(results[: len(state)]), results[len(state) :]
         rows.append(row)
         iteration += 1
+    # 1 + : the body's outputs begin with the condition
     return (*state, *_stacked_outputs(c, rows, num_states=1 + len(state), axes=None))
 
 
@@ -65,16 +68,19 @@ def loop(c: Call, limit: Value, condition: Value, *state: Value) -> Value:
 def scan(c: Call, *operands: Value) -> Value:
     """Run the body for each slice of the scanned operands, and stack its results."""
     count = c.attr("num_scan_inputs")
+    # the scanned operands are the last ones
     state = operands[:-count]
     scanned = operands[-count:]
     axes = [c.axis(x, axis) for x, axis in zip(scanned, c.attr("scan_input_axes", [0] * count), strict=True)]
     backwards = c.attr("scan_input_directions", [0] * count)
+    # all scanned operands have one length
     iterations = _check_iterations(c, c.size(scanned[0], axes[0]))
     return _scan(c, state, [_slices(c, *which) for which in zip(scanned, axes, backwards, strict=True)], iterations)
 
 
 def _slices(c: Call, x: Value, axis: int, backwards: int) -> list[Value]:
     slices = list(c(torch.unbind, x, axis))
+    # direction 1 reads the operand from its end on
     return slices[::-1] if backwards else slices
 
 
@@ -82,6 +88,7 @@ def _scan(c: Call, state: Sequence[Value], slices: Sequence[list[Value]], iterat
     rows: list[list[Value]] = []
     num_states = len(state)
     for iteration in range(iterations):
+        # the body takes the state first, then one slice of each scanned operand
         results = c.body("body", [*state, *(scanned[iteration] for scanned in slices)])
         state = results[:num_states]
         row = results[num_states:]
@@ -103,6 +110,7 @@ def _stacked_outputs(
     columns = []
     for i, output in enumerate(outputs):
         axis, backwards = axes[i] if axes else (0, 0)
+        # Python numbers become tensors, so that they can be stacked
         column = [c.tracer.to_tensor(row[i]) for row in rows]
         if not column:
             columns.append(_empty_output(c, output, axis))
@@ -127,6 +135,7 @@ def scan_of_batches(c: Call, lengths: Value, *operands: Value) -> Value:
     state = operands[:-count]
     scanned = operands[-count:]
     backwards = c.attr("directions", [0] * count)
+    # both are needed as numbers: each sample is unrolled by itself
     samples, longest = (_check_iterations(c, c.size(scanned[0], dim)) for dim in (0, 1))
     known = [longest] * samples if lengths is None else [_check_iterations(c, n) for n in c.ints(lengths)]
     results: list[list[Value]] = []
@@ -135,6 +144,7 @@ def scan_of_batches(c: Call, lengths: Value, *operands: Value) -> Value:
         parts = [c(torch.narrow, c(torch.select, x, 0, sample), 0, 0, iterations) for x in scanned]
         slices = [_slices(c, part, 0, back) for part, back in zip(parts, backwards, strict=True)]
         of_sample = list(_scan(c, [c(torch.select, x, 0, sample) for x in state], slices, iterations))
+        # results of shorter samples are filled up, so that all can be stacked
         for i in range(len(state), len(of_sample)):
             of_sample[i] = c(_padded, of_sample[i], longest)
         results.append(of_sample)

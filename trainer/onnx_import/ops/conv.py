@@ -32,6 +32,7 @@ def same_pads(lengths: Sequence[int], window: Sequence[Sequence[int]], upper: bo
 
     window: kernel, strides, dilations. Of an odd total, `upper` puts the larger half at the end.
     """
+    # the last window begins at (n - 1) s and reaches (k - 1) d + 1 further: what is missing there is padded
     totals = [
         max((-(-length // s) - 1) * s + (k - 1) * d + 1 - length, 0)
         for length, k, s, d in zip(lengths, *window, strict=True)
@@ -44,6 +45,7 @@ def same_pads(lengths: Sequence[int], window: Sequence[Sequence[int]], upper: bo
 def pad_spatial(x: torch.Tensor, pads: Sequence[int], fill: float = 0.0) -> torch.Tensor:
     """Pad the last dimensions of x [..., *lengths] by `pads` (starts, then ends); negative pads crop."""
     rank = len(pads) // 2
+    # F.pad wants (start, end) of the last dimension first
     flat = [n for dim in reversed(range(rank)) for n in (pads[dim], pads[dim + rank])]
     return F.pad(x, flat, "constant", fill) if any(flat) else x
 
@@ -96,6 +98,7 @@ def conv(c: Call, x: Value, weight: Value, bias: Value = None) -> Value:
     dilations = c.attr("dilations", [1] * rank)
     window = [_kernel(c, weight), strides, dilations]
     pads = pads_of(c, x, window)
+    # auto_pad SAME on a dynamic length: the pads are computed when the graph runs
     if pads is None:
         x = c(pad_same, x, window, c.attr("auto_pad") == "SAME_UPPER")
         pads = [0] * 2 * rank
@@ -126,6 +129,7 @@ def conv_transpose(c: Call, x: Value, weight: Value, bias: Value = None) -> Valu
         if any(isinstance(n, Traced) for n in lengths):
             return c(conv_transpose_to, x, weight, bias, window, group, target, mode == "SAME_UPPER")
         pads, extra = pads_to(lengths, window, target, mode == "SAME_UPPER")
+    # VALID has no pads, whatever the attribute says
     elif mode == "VALID":
         pads = [0] * 2 * rank
     # torch requires the output padding to be smaller than the stride or the dilation
@@ -150,6 +154,7 @@ def conv_transpose_cut(
     rank = len(strides)
     # the bias is added after cropping, because it also counts where output padding extends the result with zeros
     y = CONV_TRANSPOSE[rank](x, weight, None, strides, [0] * rank, [0] * rank, group, dilations)
+    # what ONNX pads is cut off here; output padding extends the ends instead
     cut = [-pads[i] if i < rank else extra[i - rank] - pads[i] for i in range(2 * rank)]
     y = pad_spatial(y, cut)
     return y if bias is None else y + bias.reshape(-1, *[1] * rank)
@@ -168,6 +173,7 @@ def pads_to(
         total = s * (length - 1) + e + (k - 1) * d + 1 - target
         extras.append(e + max(-total, 0))
         total = max(total, 0)
+        # as ONNX's formula has it: the smaller half at the start for SAME_UPPER, at the end otherwise
         first = total // 2 if upper else total - total // 2
         begins.append(first)
         ends.append(total - first)
@@ -196,6 +202,7 @@ def col2im(x: torch.Tensor, image: Sequence[int], window: Sequence[Sequence[int]
     block, strides, dilations = window
     rank = len(block)
     padded = [n + pads[i] + pads[i + rank] for i, n in enumerate(image)]
+    # the number of blocks along each dimension, the formula of a convolution's output
     counts = [(n - (k - 1) * d - 1) // s + 1 for n, k, s, d in zip(padded, *window, strict=True)]
     # the flat index in the padded image of each element of each block: [*block, *blocks]
     where = torch.zeros([1] * 2 * rank, dtype=torch.int64, device=x.device)
@@ -206,6 +213,7 @@ def col2im(x: torch.Tensor, image: Sequence[int], window: Sequence[Sequence[int]
         where = where + (inside + blocks) * math.prod(padded[dim + 1 :])
     channels = x.shape[1] // math.prod(block)
     summed = x.new_zeros(x.shape[0], channels, math.prod(padded))
+    # elements of several blocks at one place add up: the transpose of reading the blocks
     summed = summed.index_add(2, where.reshape(-1), x.reshape(x.shape[0], channels, -1))
     return pad_spatial(summed.reshape(x.shape[0], channels, *padded), [-n for n in pads])
 
@@ -238,6 +246,7 @@ def deform_conv(
     # offset groups take the place of the batch, so that grid_sample moves each by its own offsets
     moved = offset.reshape(batch * offset_groups, kh * kw, 2, rows, columns)
 
+    # the positions of the taps of each output along one dimension, before they are moved: [k, count]
     def taps(k: int, count: int, dim: int) -> torch.Tensor:
         inside = torch.arange(k, device=x.device).unsqueeze(1) * dilations[dim] - pads[dim]
         return (inside + torch.arange(count, device=x.device) * strides[dim]).to(x.dtype)
@@ -249,6 +258,7 @@ def deform_conv(
     across = (2 * (moved[:, :, 1] + at_column) + 1) / width - 1
     grid = torch.stack([across, down], dim=-1).reshape(batch * offset_groups, -1, columns, 2)
     parts = x.reshape(batch * offset_groups, channels // offset_groups, height, width)
+    # bilinear between pixels and zero outside of the image, which is the operator's own rule
     read = F.grid_sample(parts, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
     read = read.reshape(batch, offset_groups, -1, kh * kw, rows, columns)
     if mask is not None:

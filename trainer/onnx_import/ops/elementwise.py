@@ -54,6 +54,7 @@ UNARY: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 
 
 def _unary(function: Callable[..., Any]) -> Rule:
+    # a function of its own for each operator: a loop variable would be the last one for all
     return lambda c, x: c(function, x)
 
 
@@ -78,10 +79,12 @@ def divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a / b, which broadcast; of integers, rounded towards zero: the least one by -1 is the least one again."""
     if a.is_floating_point():
         return torch.div(a, b)
+    # unsigned integers have no negative divisor to look out for
     if not a.dtype.is_signed:
         return torch.div(a, b, rounding_mode="trunc")
     # torch leaves the least integer by -1 to the processor, which ends the process
     minus = b == -1
+    # -a wraps around for the least integer, as two's complement does; the divisor 1 keeps its place harmless
     return torch.where(minus, -a, torch.div(a, torch.where(minus, 1, b), rounding_mode="trunc"))
 
 
@@ -161,6 +164,7 @@ def mod(c: Call, a: Value, b: Value) -> Value:
 
 @lower("BitShift", since=(11, 28))
 def bit_shift(c: Call, x: Value, by: Value) -> Value:
+    # of unsigned integers, where a shift to the right fills up with zeros
     left = c.attr("direction") == "LEFT"
     return c(torch.bitwise_left_shift if left else torch.bitwise_right_shift, x, by)
 
@@ -172,6 +176,7 @@ def cumulative_product(x: torch.Tensor, axis: int, exclusive: bool, reverse: boo
         # shifted by one element, behind a 1
         one = torch.ones_like(x.narrow(axis, 0, min(1, x.shape[axis])))
         x = torch.cat((one, x.narrow(axis, 0, max(x.shape[axis] - 1, 0))), axis)
+    # in the type of x, where torch would promote integers to int64
     product = torch.cumprod(x, axis, dtype=x.dtype)
     return product.flip(axis) if reverse else product
 
@@ -184,6 +189,7 @@ def cumprod(c: Call, x: Value, axis: Value) -> Value:
 
 @lower("PRelu", since=(7, 9, 16))
 def prelu(c: Call, x: Value, slope: Value) -> Value:
+    # F.prelu takes a slope for each channel alone; ONNX lets the slope broadcast
     return c(torch.where, c(torch.ge, x, 0), x, c(torch.mul, x, slope))
 
 
@@ -198,6 +204,7 @@ VARIADIC: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 
 def _variadic(function: Callable[..., Any]) -> Rule:
     def rule(c: Call, first: Value, *others: Value) -> Value:
+        # pairwise, since each pair broadcasts and torch's operators take two
         for other in others:
             first = c(function, first, other)
         return first
@@ -239,6 +246,7 @@ def scaled_elu(x: torch.Tensor, alpha: float, gamma: float) -> torch.Tensor:
 
 @lower("Selu", since=(6, 22))
 def selu(c: Call, x: Value) -> Value:
+    # the defaults are fp32 numbers of the operator's text, and are rounded to fp32 before use
     alpha = c.attr("alpha", float(np.float32(1.67326319217681884765625)))
     return c(scaled_elu, x, alpha, c.attr("gamma", float(np.float32(1.05070102214813232421875))))
 
@@ -276,6 +284,7 @@ def swish_(c: Call, x: Value) -> Value:
 def shrink(x: torch.Tensor, bias: float, threshold: float) -> torch.Tensor:
     """Return x + bias below -threshold, x - bias above threshold, 0 between; integers are truncated."""
     zero = torch.zeros_like(x)
+    # x + bias may be a float for integers, which the operator truncates
     return torch.where(x < -threshold, x + bias, torch.where(x > threshold, x - bias, zero)).to(x.dtype)
 
 
@@ -290,6 +299,7 @@ def clip(c: Call, x: Value, minimum: Value = None, maximum: Value = None) -> Val
         minimum = c.attr("min")
         maximum = c.attr("max")
     bounds = [_bound(c, bound) for bound in (minimum, maximum)]
+    # the lower bound first: where it exceeds the upper one, ONNX returns the upper one
     if bounds[0] is not None:
         x = c(torch.clamp_min, x, bounds[0])
     return x if bounds[1] is None else c(torch.clamp_max, x, bounds[1])
@@ -300,6 +310,7 @@ def _bound(c: Call, bound: Value) -> Value:
         return bound
     if isinstance(bound, torch.Tensor):
         return bound.item()
+    # a bound that is computed may be [1]; clamping by a scalar keeps the shape of x
     return c("reshape", bound, []) if bound.ndim else bound
 
 
@@ -317,6 +328,7 @@ def is_inf(c: Call, x: Value) -> Value:
     positive = c.attr("detect_positive", 1)
     if negative and positive:
         return c(torch.isinf, x)
+    # neither sign is asked for: false everywhere
     if not negative and not positive:
         return c(torch.zeros_like, x, dtype=torch.bool)
     return c(torch.eq, x, math.inf if positive else -math.inf)

@@ -21,11 +21,13 @@ def gather_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
     By the embedding kernel, whose backward pass sums rows.
     """
+    # the kernel takes no negative indices, which ONNX allows
     return F.embedding(non_negative_indices(indices, table.shape[0]), table)
 
 
 def gather_along(x: torch.Tensor, axis: int, indices: torch.Tensor) -> torch.Tensor:
     """Replace dimension `axis` of `x` by the dimensions of `indices`: [a, n, b] and [i, j] -> [a, i, j, b]."""
+    # one flat list of indices, whose dimensions are put back afterwards: index_select takes no others
     flat = x.index_select(axis, non_negative_indices(indices, x.shape[axis]).reshape(-1))
     return flat.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
 
@@ -33,6 +35,7 @@ def gather_along(x: torch.Tensor, axis: int, indices: torch.Tensor) -> torch.Ten
 @lower("Gather", since=(1, 11, 13))
 def gather(c: Call, x: Value, indices: Value) -> Value:
     axis = c.axis(x, c.attr("axis", 0))
+    # in a file of fixed batch, constant indices of equal rows become one row, which broadcasts
     indices = fit_indices(c, x, indices)
     # one constant index removes the dimension, as torch.select does
     if indices.ndim == 0 and (known := c.tracer.shape_ints(indices)) is not None:
@@ -55,6 +58,7 @@ def gather_elements_(c: Call, x: Value, indices: Value) -> Value:
 
 def gather_nd(x: torch.Tensor, indices: torch.Tensor, batch_dims: int) -> torch.Tensor:
     """Return x[index tuple]: the last dimension of `indices` holds indices of the dimensions after `batch_dims`."""
+    # each index tuple names a place in `depth` dimensions; the dimensions behind them are read whole
     depth = indices.shape[-1]
     where: list[torch.Tensor] = []
     for dim in range(batch_dims):
@@ -63,6 +67,7 @@ def gather_nd(x: torch.Tensor, indices: torch.Tensor, batch_dims: int) -> torch.
         # along a batch dimension each sample reads its own slice
         where.append(torch.arange(x.shape[dim], device=x.device).reshape(shape))
     where += [non_negative_indices(indices[..., i], x.shape[batch_dims + i]) for i in range(depth)]
+    # the index tensors broadcast against each other, to the shape of `indices` without its last dimension
     return x[tuple(where)]
 
 
@@ -87,6 +92,7 @@ def scatter(x: torch.Tensor, axis: int, indices: torch.Tensor, updates: torch.Te
     """
     indices = non_negative_indices(indices, x.shape[axis])
     x, updates = to_one_type(x, updates)
+    # without a reduction ONNX gives no meaning to an index that occurs twice
     if reduction == "none":
         return x.scatter(axis, indices, updates)
     return x.scatter_reduce(axis, indices, updates, REDUCE[reduction], include_self=True)
@@ -97,6 +103,7 @@ def scatter(x: torch.Tensor, axis: int, indices: torch.Tensor, updates: torch.Te
 @lower("Scatter", since=(9,))
 def scatter_elements(c: Call, x: Value, indices: Value, updates: Value) -> Value:
     axis = c.axis(x, c.attr("axis", 0))
+    # parts of one row, or of the declared batch of equal rows, are expanded to the batch that runs
     x, indices, updates = fit_parts(c, (x, indices, updates), axis)
     return c(scatter, x, axis, indices, updates, c.attr("reduction", "none"))
 
@@ -115,6 +122,7 @@ def scatter_nd(x: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor, re
     # as a matrix of slices, of which whole rows are written
     flat = x.reshape(-1, tail.numel())
     values = updates.reshape(-1, tail.numel())
+    # the index of a row stands for each of its elements: torch's scatter takes an index for each of them
     where = rows.reshape(-1, 1).expand(-1, tail.numel())
     return scatter(flat, 0, where, values, reduction).reshape(x.shape)
 
@@ -135,6 +143,7 @@ def tensor_scatter(
     first = steps.new_zeros(cache.shape[0]) if starts is None else starts.to(torch.int64)
     positions = first[:, None] + steps  # [batch, steps]
     positions = positions % cache.shape[axis] if circular else positions
+    # the positions differ between samples alone, and broadcast over all other axes
     shape = [cache.shape[0]] + [1] * (cache.ndim - 1)
     shape[axis] = update.shape[axis]
     cache, update = to_one_type(cache, update)
@@ -166,7 +175,9 @@ def reverse_sequence(x: torch.Tensor, lengths: torch.Tensor, batch_axis: int, ti
     """Reverse the first `lengths[i]` steps of each sample i, in the shape of x. lengths: [batch]."""
     steps = torch.arange(x.shape[time_axis], device=x.device)
     ends = lengths.to(torch.int64)[:, None]
+    # steps behind the end of a sample stay where they are, as the operator's text says
     positions = torch.where(steps < ends, ends - 1 - steps, steps)  # [batch, time]
+    # the matrix has the batch first; it is turned where the time axis comes first in x
     positions = positions if batch_axis < time_axis else positions.t()
     shape = [n if i in (batch_axis, time_axis) else 1 for i, n in enumerate(x.shape)]
     return x.gather(time_axis, positions.reshape(shape).expand(x.shape))
@@ -194,9 +205,11 @@ def strided(x: torch.Tensor, axis: int, start: int, end: int, step: int) -> torc
 
 @lower("Slice", since=(1, 10, 11, 13))
 def slice_(c: Call, x: Value, start: Value = None, end: Value = None, axes: Value = None, steps: Value = None) -> Value:
+    # up to version 9 they are attributes; since then operands, which may be computed
     starts, ends = (c.attr("starts"), c.attr("ends")) if start is None else (c.ints(start), c.ints(end))
     chosen = c.axes(axes) or list(range(len(starts)))
     by = [1] * len(starts) if steps is None else c.ints(steps)
+    # one axis after the other: each slice leaves the other axes as they are
     for axis, first, last, step in zip(chosen, starts, ends, by, strict=True):
         if isinstance(step, Traced):
             raise UnsupportedNode("its step is a dynamic dimension")
@@ -206,10 +219,12 @@ def slice_(c: Call, x: Value, start: Value = None, end: Value = None, axes: Valu
 
 def one_hot(indices: torch.Tensor, depth: int, axis: int, values: torch.Tensor) -> torch.Tensor:
     """Return values[1] where the new dimension `axis` equals the index, values[0] elsewhere: [..] -> [.., depth ..]."""
+    # indices may be floating-point numbers in ONNX, and count from the end if they are negative
     indices = indices.to(torch.int64)
     wrapped = torch.where(indices < 0, indices + depth, indices).unsqueeze(axis)
     shape = [1] * (indices.ndim + 1)
     shape[axis] = depth
+    # an index outside of the range equals no position: its row is `off` everywhere, as ONNX defines it
     hot = wrapped == torch.arange(depth, device=indices.device).reshape(shape)
     return torch.where(hot, values[1], values[0])
 

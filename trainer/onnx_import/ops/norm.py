@@ -39,6 +39,7 @@ class Dropout(nn.Module):
 
 @lower("Dropout", since=(7, 10, 12, 13, 22))
 def dropout(c: Call, x: Value, ratio: Value = None, training_mode: Value = None) -> Value:
+    # the seed is read and not used: draws are functions of the run's own seed and the step
     c.attr("seed")
     share = c.attr("ratio", 0.5) if ratio is None else float(c.number(ratio))
     return c.module(Dropout(share, with_mask=c.wants(1)), x)
@@ -60,6 +61,7 @@ def layer_normalization(c: Call, x: Value, scale: Value, bias: Value = None) -> 
     else:
         y = c(torch.mul, c(F.layer_norm, x, shape, None, None, epsilon), scale)
         y = y if bias is None else c(torch.add, y, bias)
+    # mean and inverse standard deviation are computed only where something reads them
     return (y, *c(moments, x, axis, epsilon)) if c.wants(1) or c.wants(2) else y
 
 
@@ -71,6 +73,7 @@ def moments(x: torch.Tensor, axis: int, epsilon: float) -> tuple[torch.Tensor, t
     """Return mean and inverse standard deviation over the dimensions from `axis` on, each of length 1 in both."""
     axes = list(range(axis, x.ndim))
     mean = x.mean(axes, keepdim=True)
+    # the variance divides by the number of elements, as in the normalisation
     return mean, torch.rsqrt((x - mean).square().mean(axes, keepdim=True) + epsilon)
 
 
@@ -132,6 +135,7 @@ def lp_normalize(x: torch.Tensor, p: int, axis: int) -> torch.Tensor:
 
 @lower("LRN", since=(1, 13))
 def lrn(c: Call, x: Value) -> Value:
+    # ONNX's alpha is divided by the size, as torch's is: the mean below does it
     size = c.attr("size")
     return c(local_response, x, size, c.attr("alpha", 1e-4), c.attr("beta", 0.75), c.attr("bias", 1.0))
 
@@ -143,6 +147,7 @@ def local_response(x: torch.Tensor, size: int, alpha: float, beta: float, bias: 
     """
     # the channels as the rows of an image, over which an average pool of `size` rows runs
     squares = x.square().flatten(2).unsqueeze(1)  # [batch, 1, channels, pixels]
+    # padding by zeros, which count: the mean always divides by `size`
     squares = F.pad(squares, (0, 0, (size - 1) // 2, size - 1 - (size - 1) // 2))
     mean = F.avg_pool2d(squares, (size, 1), stride=1).reshape(x.shape)
     return x / (bias + alpha * mean) ** beta
@@ -161,6 +166,7 @@ def softmax(c: Call, x: Value) -> Value:
     # the last axis alone needs no flattening
     if axis == x.ndim - 1:
         return c(function, x, dim=axis)
+    # all dimensions from `axis` on become one, as the operator was defined before version 13
     flat = c("reshape", x, [*c.sizes(x)[:axis], -1])
     return c("reshape", c(function, flat, dim=axis), c.sizes(x))
 
@@ -179,5 +185,6 @@ def hardmax(c: Call, x: Value) -> Value:
 
 def hard_max(x: torch.Tensor, axis: int) -> torch.Tensor:
     """Return 1 at the first maximum along `axis`, 0 elsewhere, in the shape of x."""
+    # argmax gives the first of equal elements, as ONNX asks for
     where = x.argmax(axis, keepdim=True)
     return torch.zeros_like(x).scatter(axis, where, 1)

@@ -32,6 +32,7 @@ def _torch_supports(window: Window, pads: Sequence[int] | None) -> bool:
     rank = len(window[0])
     if pads is None or pads[:rank] != pads[rank:]:
         return False
+    # torch raises an error for greater pads
     return all(2 * pad <= length for pad, length in zip(pads, [*window[0]] * 2, strict=True))
 
 
@@ -43,11 +44,13 @@ def _borders(
     rank = len(lengths)
     reach = list(pads)
     for dim, (length, k, s, d) in enumerate(zip(lengths, *window, strict=True)):
+        # how far a window can move within the padded length: its extent is (k - 1) d + 1
         span = length + pads[dim] + pads[dim + rank] - (k - 1) * d - 1
         # the number of windows, of which the last one may reach beyond the pads
         count = (-(-span // s) if ceil else span // s) + 1
         if ceil and (count - 1) * s >= length + pads[dim]:
             count -= 1  # ONNX omits a window that begins in the padding at the end
+        # what the last window reaches beyond the pads is padding too, which only the averages must not count
         reach[dim + rank] += max((count - 1) * s - span, 0)
     return pads, reach
 
@@ -57,6 +60,7 @@ def _borders(
 
 def max_pool(x: torch.Tensor, window: Window, pads: Sequence[int] | None, ceil: bool, upper: bool) -> torch.Tensor:
     """Pool x [batch, channels, *lengths] with any pads, and integers, which torch does not support."""
+    # padded by -inf, which is never a maximum: the pool itself then pads nothing
     reach = _borders(x.shape[2:], window, pads, ceil, upper)[1]
     wide = x if x.is_floating_point() else x.to(torch.float32)  # exact for 8 bits
     y = MAX_POOL[x.ndim - 2](pad_spatial(wide, reach, -math.inf), window[0], window[1], 0, window[2])
@@ -81,6 +85,7 @@ def max_pool_with_indices(
         # torch's index counts in the padded plane: split into coordinates, from the last dimension on, without the pads
         at = index % wide.shape[dim + 2] - reach[dim]
         index = torch.div(index, wide.shape[dim + 2], rounding_mode="floor")
+        # the coordinate counts as often as there are elements in the dimensions that vary faster
         flat = flat + at * math.prod(lengths[:dim] if column_major else lengths[dim + 1 :])
     # ONNX counts over batch and channels
     planes = torch.arange(x.shape[0] * x.shape[1], device=x.device).reshape(*x.shape[:2], *[1] * rank)
@@ -94,6 +99,7 @@ def max_pool_(c: Call, x: Value) -> Value:
     window, pads, ceil = _window(c, x)
     upper = c.attr("auto_pad", "NOTSET") == "SAME_UPPER"
     column_major = bool(c.attr("storage_order", 0))
+    # the flat indices cost time, and are computed only where something reads the second result
     if c.wants(1):
         return c(max_pool_with_indices, x, window, pads, ceil=ceil, upper=upper, column_major=column_major)
     if pads is not None and _torch_supports(window, pads) and x.dtype.is_floating_point:
@@ -109,6 +115,7 @@ def max_unpool(
     x, indices: [batch, channels, *pooled lengths].
     """
     rank = x.ndim - 2
+    # the length of which the window makes the pooled one: the inverse of the formula of MaxPool, without ceil_mode
     lengths = [
         (n - 1) * s - pads[dim] - pads[dim + rank] + k
         for dim, (n, k, s) in enumerate(zip(x.shape[2:], *window[:2], strict=True))
@@ -134,6 +141,7 @@ def max_unpool_(c: Call, x: Value, indices: Value, shape: Value = None) -> Value
 
 def window_sums(x: torch.Tensor, window: Window) -> torch.Tensor:
     """Return the sum of every window of x [batch, channels, *lengths], dilated or not: a convolution with ones."""
+    # each channel is a sample of its own, so that one kernel of ones serves all of them
     planes = x.reshape(-1, 1, *x.shape[2:])
     ones = x.new_ones(1, 1, *window[0])
     sums: torch.Tensor = CONV[x.ndim - 2](planes, ones, None, window[1], 0, window[2])
@@ -151,8 +159,10 @@ def average_pool(
     pads, reach = _borders(x.shape[2:], window, pads, ceil, upper)
     # the number of elements in each window: pads count or not, what lies beyond them never does
     counted = pad_spatial(torch.ones_like(x[:1, :1]), pads, 1.0 if count_pads else 0.0)
+    # the part of the last window that ceil_mode adds is padded by zeros, so that it counts in no sum
     beyond = [b - a for a, b in zip(pads, reach, strict=True)]
     counts = window_sums(pad_spatial(counted, beyond), window)
+    # zeros add nothing to a sum: which of them count is decided by `counts` alone
     padded = pad_spatial(x, reach)
     if all(d == 1 for d in window[2]):
         means: torch.Tensor = AVERAGE_POOL[rank](padded, window[0], window[1])
@@ -179,6 +189,7 @@ def lp_norm(powers: torch.Tensor, p: float) -> torch.Tensor:
     """Return the p-th root of sums [...] of p-th powers, with a gradient of zero at zero."""
     # the root is differentiated only where it is finite: `where` would multiply inf by 0, which is NaN
     some = powers > 0
+    # the inner choice keeps the root away from 0, the outer one puts the zero back
     return torch.where(some, torch.where(some, powers, 1.0).pow(1.0 / p), 0.0)
 
 
@@ -186,6 +197,7 @@ def lp_pool(
     x: torch.Tensor, p: float, window: Window, pads: Sequence[int] | None, ceil: bool, upper: bool
 ) -> torch.Tensor:
     """Return the p-norm of every window of x [batch, channels, *lengths]."""
+    # padding by zeros adds nothing to a sum of powers
     reach = _borders(x.shape[2:], window, pads, ceil, upper)[1]
     return lp_norm(window_sums(pad_spatial(x.abs().pow(p), reach), window), p)
 

@@ -23,6 +23,7 @@ def reduce_sum(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Te
 def reduce_mean(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
     """Return the mean over `axes`; of integers, rounded towards zero."""
     if not x.is_floating_point():
+        # torch has no mean of integers
         count = math.prod(x.shape[axis] for axis in axes)
         return torch.div(reduce_sum(x, axes, keepdims), count, rounding_mode="trunc")
     return torch.mean(x, list(axes), keepdim=keepdims)
@@ -30,6 +31,7 @@ def reduce_mean(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.T
 
 def reduce_product(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
     """Return the product, one axis at a time, since torch.prod takes only one."""
+    # from the last axis on, so that the positions of the others stay
     for axis in sorted(axes, reverse=True):
         x = torch.prod(x, axis, keepdim=keepdims, dtype=x.dtype)
     return x
@@ -37,6 +39,7 @@ def reduce_product(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torc
 
 def reduce_max(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
     """Return the maximum; of booleans, any; of no elements, the lowest value of the type."""
+    # torch refuses a maximum of no elements, which ONNX defines
     if any(x.shape[axis] == 0 for axis in axes):
         return _reduce_empty(x, axes, keepdims, lowest_value(x.dtype))
     return torch.amax(x, list(axes), keepdim=keepdims)
@@ -125,6 +128,7 @@ def _reduction(function: Callable[..., Any]) -> Rule:
             if c.op in ("ReduceL1", "ReduceL2"):
                 return c(torch.abs, x)
             return c(torch.mul, x, x) if c.op == "ReduceSumSquare" else c(torch.log, x)
+        # without axes and without noop_with_empty_axes everything is reduced
         chosen = [c.axis(x, axis) for axis in axes] if axes else list(range(x.ndim))
         return c(function, x, chosen, keepdims)
 
@@ -151,6 +155,7 @@ def cumulative_sum(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -
     """Return the sum of the elements up to each one along `axis`, without itself if `exclusive`: the shape of x."""
     x = x.flip(axis) if reverse else x
     total = torch.cumsum(x, axis, dtype=x.dtype)
+    # the sum without the element itself
     total = total - x if exclusive else total
     return total.flip(axis) if reverse else total
 
@@ -173,6 +178,7 @@ def largest(x: torch.Tensor, count: int, axis: int, descending: bool) -> tuple[t
             low ^ torch.iinfo(torch.int64).min if x.dtype == torch.uint64 else low, count, axis, descending
         )
         return low.gather(axis, indices).to(x.dtype), indices
+    # torch.topk does not say which of equal elements it takes; a stable sort takes the first, as ONNX asks for
     values, indices = torch.sort(x, dim=axis, descending=descending, stable=True)
     return values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
 
@@ -204,6 +210,7 @@ def unique(
     """
     dim = 0 if axis is None else axis
     x = x.reshape(-1) if axis is None else x
+    # torch gives no first indices: they follow from the inverse
     values, inverse, counts = torch.unique(x, sorted=True, return_inverse=True, return_counts=True, dim=dim)
     positions = torch.arange(len(inverse), device=x.device)
     # the first index of each distinct element: the minimum over its occurrences

@@ -36,6 +36,7 @@ def reshape(c: Call, x: Value, shape: Value) -> Value:
     """Reshape; a length of 0 is copied from the input, -1 is computed from the others."""
     zero_is_zero = c.attr("allowzero", 0)
     lengths = [_plain(length) for length in c.ints(shape)]
+    # before the rule of -1, because a copied length takes part in the product
     if not zero_is_zero:
         lengths = [c.size(x, i) if length == 0 else length for i, length in enumerate(lengths)]
     return c("reshape", x, reshape_lengths(c, x, lengths))
@@ -53,6 +54,7 @@ def flatten(c: Call, x: Value) -> Value:
     # torch.flatten keeps the batch dimension dynamic without computing the other length
     if axis == 1 and x.ndim > 1:
         return c(torch.flatten, x, 1)
+    # the axis may equal the rank: all lengths then come before it, and the second one is 1
     leading = _product(c.sizes(x)[:axis])
     return c("reshape", x, [leading, _product(c.sizes(x)[axis:])])
 
@@ -64,6 +66,7 @@ def _product(lengths: Sequence[Value]) -> Value:
 @lower("Transpose", since=(1, 13, 21, 23, 24, 25))
 def transpose(c: Call, x: Value) -> Value:
     order = c.attr("perm", list(range(x.ndim))[::-1])
+    # the identity needs no node in the graph
     return x if order == list(range(x.ndim)) else c("permute", x, list(order))
 
 
@@ -86,6 +89,7 @@ def squeeze(c: Call, x: Value, given: Value = None) -> Value:
 @lower("Unsqueeze", since=(1, 11, 13, 21, 23, 24, 25))
 def unsqueeze(c: Call, x: Value, given: Value = None) -> Value:
     axes = c.axes(given) or []
+    # axes count in the result, whose rank has the new dimensions, too
     rank = x.ndim + len(axes)
     # in increasing order: each axis counts in the result
     for axis in sorted(axis % rank for axis in axes):
@@ -103,6 +107,7 @@ def concat(c: Call, *parts: Value) -> Value:
 def split(c: Call, x: Value, sizes: Value = None) -> Value:
     axis = c.axis(x, c.attr("axis", 0))
     num_outputs = c.attr("num_outputs", c.num_outputs)
+    # up to version 11 the lengths are an attribute; since 13 they are an operand
     lengths = c.attr("split") if sizes is None else c.ints(sizes)
     if lengths is None:
         length = c.size(x, axis)
@@ -127,6 +132,7 @@ def expand_(c: Call, x: Value, shape: Value) -> Value:
     The legacy exporter writes the zero state of a recurrent layer so: zeros [1, 2, 6] -> Expand to [1, batch, 6].
     """
     lengths = [_plain(n) for n in c.ints(shape)]
+    # rows that are all equal are kept once, and broadcast to whatever batch runs
     if c.batch is not None and isinstance(x, torch.Tensor):
         for dim, n in enumerate(lengths[len(lengths) - x.ndim :] if len(lengths) >= x.ndim else []):
             if isinstance(n, Traced) and x.shape[dim] == c.batch.declared:
@@ -146,11 +152,13 @@ def tile(c: Call, x: Value, repeats: Value) -> Value:
 def constant(c: Call) -> Value:
     if (proto := c.attr("value")) is not None:
         tensor = read_tensor(proto)
+        # in a runtime node the constants go where the node computes; while a graph is recorded they stay on the host
         if (device := c.tracer.constants_device) is None:
             return tensor
         placed = tensor.to(device)
         vars(placed).update(vars(tensor))  # its type, if of less than a byte
         return placed
+    # value_float and value_int are scalars, value_floats and value_ints vectors
     for name, dtype in (("float", torch.float32), ("int", torch.int64)):
         for key in (f"value_{name}", f"value_{name}s"):
             if (value := c.attr(key)) is not None:
@@ -166,6 +174,7 @@ def full(anchor: torch.Tensor, shape: Sequence[int], value: float, dtype: torch.
 @lower("ConstantOfShape", since=(9, 20, 21, 23, 24, 25))
 def constant_of_shape(c: Call, shape: Value) -> Value:
     proto = c.attr("value")
+    # without the attribute it is zeros in fp32, as the operator's text says
     fill = read_tensor(proto) if proto is not None else torch.zeros(1)
     lengths = [_plain(n) for n in c.ints(shape)]
     # a constant if all lengths are known: then it can be folded
@@ -184,12 +193,14 @@ def range_(c: Call, start: Value, limit: Value, delta: Value) -> Value:
     c.require("stash_type", 1)
     bounds = (start, limit, delta)
     dtype = next((x.dtype for x in bounds if isinstance(x, torch.Tensor)), torch.int64)
+    # the formula of ONNX, max(ceil((limit - start) / delta), 0) elements, of which each is start + i delta
     if dtype.is_floating_point:
         first, last, step = (c.constant(x).item() for x in bounds)
         return first + step * torch.arange(max(math.ceil((last - first) / step), 0), dtype=dtype)
     first, last, step = (c.ints(x)[0] for x in bounds)
     if any(isinstance(x, Traced) for x in (first, last, step)):
         return c(arange, c.tracer.anchor, first, last, step, dtype)
+    # torch refuses bounds that the step does not lead towards; in ONNX that range is empty
     return torch.arange(first, last, step, dtype=dtype) if (last - first) * step > 0 else torch.empty(0, dtype=dtype)
 
 
@@ -201,6 +212,7 @@ def trilu(c: Call, x: Value, k: Value = None) -> Value:
 
 def eye_like(x: torch.Tensor, k: int, dtype: torch.dtype) -> torch.Tensor:
     """Return ones on the k-th diagonal, in the shape of `x`."""
+    # column - row is k on the k-th diagonal, above the main one for positive k
     rows, columns = (torch.arange(n, device=x.device) for n in x.shape)
     return (columns[None] - rows[:, None] == k).to(dtype)
 
@@ -223,9 +235,11 @@ def pad(c: Call, x: Value, given: Value = None, fill: Value = None, on_axes: Val
     # pads list all starts, then all ends, of these axes
     axes = list(range(x.ndim)) if on_axes is None else [c.axis(x, int(axis)) for axis in c.ints(on_axes)]
     borders = {axis: (pads[i], pads[i + len(axes)]) for i, axis in enumerate(axes)}
+    # F.pad wants pairs (start, end) from the last axis on
     if mode == "constant":
         flat = [n for axis in reversed(range(x.ndim)) for n in borders.get(axis, (0, 0))]
         return c(F.pad, x, flat, "constant", value)
+    # the other modes of F.pad take a few ranks and pads below the length: an index serves all of them
     for axis, border in borders.items():
         if border != (0, 0):
             x = c(pad_by_index, x, axis, list(border), mode)
@@ -239,10 +253,12 @@ def pad_by_index(x: torch.Tensor, axis: int, border: Sequence[int], mode: str) -
     """
     length = x.shape[axis]
     where = torch.arange(-border[0], length + border[1], device=x.device)
+    # each position outside is replaced by the one whose element belongs there
     if mode == "edge":
         where = where.clamp(0, length - 1)
     elif mode == "wrap":
         where = where.remainder(length)
+    # a mirrored axis repeats after 2 (length - 1) positions; within one period the distance to its middle decides
     elif mode == "reflect":
         where = (length - 1) - ((where.remainder(max(2 * (length - 1), 1))) - (length - 1)).abs()
     else:
@@ -255,8 +271,10 @@ def depth_to_space(c: Call, x: Value) -> Value:
     block = c.attr("blocksize")
     mode = c.attr("mode", "DCR")
     n, depth, height, width = c.sizes(x)
+    # DCR: the channels are [block, block, depth], so that the depth varies fastest
     split = [n, block, block, depth // block**2, height, width]
     order = [0, 3, 4, 1, 5, 2]
+    # CRD: the channels are [depth, block, block], as torch.pixel_shuffle has them
     if mode == "CRD":
         split = [n, depth // block**2, block, block, height, width]
         order = [0, 1, 4, 2, 5, 3]
@@ -268,6 +286,7 @@ def depth_to_space(c: Call, x: Value) -> Value:
 def space_to_depth(c: Call, x: Value) -> Value:
     c.require("mode", "DCR", "CRD")
     block = c.attr("blocksize")
+    # the two orders are the inverses of those of DepthToSpace
     order = [0, 3, 5, 1, 2, 4] if c.attr("mode", "DCR") == "DCR" else [0, 1, 3, 5, 2, 4]
     n, depth, height, width = c.sizes(x)
     x = c("reshape", x, [n, depth, height // block, block, width // block, block])

@@ -27,9 +27,9 @@ from onward.trainer.onnx_graph.files.element_types import DTYPES
 from onward.trainer.onnx_graph.files.index import attributes_of
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 from onward.trainer.onnx_graph.initializers import stored_tensors
-from onward.trainer.onnx_import.lowering.integer_storage import MOVES, store_as
+from onward.trainer.onnx_import.lowering.integer_storage import store_as
 from onward.trainer.onnx_import.ops.cast import is_packed
-from onward.trainer.onnx_import.ops.quantized.quant import ScaleLayout, broadcast_scale, dequantize, quantized_values
+from onward.trainer.onnx_import.roles.role_tables import MOVES
 from onward.trainer.onnx_import.roles.roles import Role
 from onward.trainer.onnx_import.roles.scaled_integers import (
     Axes,
@@ -40,6 +40,7 @@ from onward.trainer.onnx_import.roles.scaled_integers import (
     makes_floats,
     whole,
 )
+from onward.trainer.onnx_import.scaled_values import ScaleLayout, broadcast_scale, dequantize, quantized_values
 from onward.trainer.onnx_import.tracing.tracing import Tracer
 from onward.trainer.onnx_import.tracing.values import Value
 
@@ -83,6 +84,7 @@ class QuantizedWeight:
         wide = torch.float64 if self.integers.dtype == torch.int32 else self.scale.dtype
         # the same function as in training, so that the file holds what the module computed with
         nearest = quantized_values(weight.to(wide), self.scale.to(wide), self.zero, self.layout, self.bounds)
+        # an unchanged weight keeps its integer: the division could else round to a neighbour
         return torch.where(weight == before, self.integers.long(), nearest.long()).to(self.integers.dtype)
 
     def steps_from(self, weight: torch.Tensor) -> torch.Tensor:
@@ -106,16 +108,20 @@ class QuantizedWeight:
 
 def quantized_weights(graph: onnx.GraphProto, stored: Mapping[str, torch.Tensor]) -> dict[str, QuantizedWeight]:
     """Return the stored integers of the main graph that can be trained. stored: as the file stores them."""
+    # all nodes that read a value, those of inner graphs included
     readers = Readers(graph)
     scaled = ScaledIntegers(readers, stored)
 
     def uses(value: str, weight: torch.Tensor, axes: Axes) -> Iterator[Use | None]:
         """Yield how each reader of a value dequantizes it. axes: where the axes of the weight are in the value."""
+        # where a reader cannot be seen, nothing is known of the scale
         if value in readers.unknown:
             yield None
         for _, node, position in readers.of(value):
+            # a node that moves integers keeps their meaning: its readers decide
             if node.op_type in MOVES and position == 0 and len(node.output) == 1:
                 yield from uses(node.output[0], weight, axes.after(node))
+            # integers that are cast and scaled by Mul and Sub, as older exporters write a DequantizeLinear
             elif makes_floats(node) and is_code(weight):
                 yield from scaled.uses(node.output[0], weight, axes)
             else:
@@ -176,6 +182,7 @@ def stored_as_integers(
     # scales may have been trained or recalibrated: the integers are rounded with the new ones
     others = {name: weight.detach().cpu() for name, weight in weights.items() if name not in integers}
     quantized = quantized_weights(graph, stored_tensors(graph, base) | others)
+    # nodes outside of the trained part were not looked at before, and may disagree
     if lost := sorted(integers - quantized.keys()):
         raise ConfigError(
             f"{lost[0]!r} is stored as integers that nodes outside of the trained part read with another scale: it "
@@ -202,6 +209,7 @@ def _use(
     """Return how an operand is dequantized; None if it is no weight, or if its scale is computed in the graph."""
     # absent optional operands at the end are empty names, so that every position can be read
     operands = [*node.input, *[""] * 9]
+    # the operand that was asked for, of the weights that the operator may have
     operand_use = next((use for at, use in _weights_of(node, weight.ndim, operands) if at == position), None)
     if operand_use is None or (operand_use.zero and operand_use.zero not in stored):
         return None
@@ -216,6 +224,7 @@ def _use(
     # matrices of scales (one for each row of each product of a batch) have no axis
     if operand_use.axis >= weight.ndim:
         return None
+    # one scale for all, or one for each index of the axis: anything else does not fit the weight
     length = weight.shape[operand_use.axis]
     fits = all(scale.numel() == 1 or scale.shape == (length,) for scale in scales)
     return operand_use if fits else None
@@ -237,15 +246,18 @@ def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tu
     operator = node.op_type
     if operator == "DequantizeLinear":
         axis = attributes.get("axis", 1)
+        # of a tensor with fewer axes the default axis 1 does not exist: one scale is for all
         axis = axis % ndim if ndim and -ndim <= axis < ndim else 0
         yield 0, Use((name[1],), name[2], axis, attributes.get("block_size", 0))
     elif operator == "QLinearConv":
         yield 3, Use((name[4],), name[5], 0)
         # the bias counts in units of the scales of input and weight, with the zero point 0
         yield 8, Use((name[1], name[4]), "", 0)
+    # scales of the left operand are for its rows, of the right one for its columns
     elif operator == "QLinearMatMul":
         yield 0, Use((name[1],), name[2], max(ndim - 2, 0))
         yield 3, Use((name[4],), name[5], max(ndim - 1, 0))
+    # with another alpha the bias would count in other units than both scales
     elif operator == "QGemm" and attributes.get("alpha", 1.0) == 1.0:
         yield 3, Use((name[4],), name[5], 0 if attributes.get("transB", 0) else 1)
         yield 6, Use((name[1], name[4]), "", max(ndim - 1, 0))
@@ -253,6 +265,7 @@ def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tu
         yield 1, Use((name[3],), name[5], max(ndim - 1, 0))
     elif operator == "DynamicQuantizeMatMul":
         yield 1, Use((name[2],), name[3], max(ndim - 1, 0))
+    # the packed projection of query, key and value, with a scale for each of its columns
     elif operator == "QAttention":
         yield 1, Use((name[4],), name[7], 1)
     elif operator == "QLinearWhere":
@@ -264,6 +277,7 @@ def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tu
 
 
 def _weight(integers: torch.Tensor, use: Use, stored: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    # a bias counts in the product of two scales
     scale = torch.ones(())
     for name in use.scales:
         # a product of one scale for all and one for each index has those of the latter

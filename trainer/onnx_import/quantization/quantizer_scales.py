@@ -33,8 +33,8 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from onward.trainer.onnx_import.ops.quantized.quant import ScaleLayout
 from onward.trainer.onnx_import.quantization.quantized_weights import QuantizedWeight
+from onward.trainer.onnx_import.scaled_values import ScaleLayout
 from onward.trainer.onnx_import.tracing.tracing import Tracer
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 

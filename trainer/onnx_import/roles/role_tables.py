@@ -1,8 +1,15 @@
-"""What operators do with their operands, as far as the analysis of roles needs it (graph_flow.py)."""
+"""What operators do with their operands, as the analysis of roles (graph_flow.py) and the lowering need it."""
 
 from __future__ import annotations
 
 # fmt: off
+MOVES = frozenset((
+    "Clip", "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Max",
+    "MaxPool", "Min", "Pad", "Relu", "Reshape", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose",
+    "Unsqueeze", "Where",
+))
+"""Operators whose results are elements of their operands: the same for integers and for their floating-point values."""
+
 QUANTIZERS = (
     "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv", "QLinearAdd",
     "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax", "QLinearConcat", "QLinearAveragePool",

@@ -18,8 +18,8 @@ import torch
 
 from onward.trainer.onnx_graph.files.element_types import DTYPES
 from onward.trainer.onnx_graph.files.index import attributes_of, inner_graphs, names_read
-from onward.trainer.onnx_import.lowering.integer_storage import MOVES
-from onward.trainer.onnx_import.ops.quantized.quant import ScaleLayout
+from onward.trainer.onnx_import.roles.role_tables import MOVES
+from onward.trainer.onnx_import.scaled_values import ScaleLayout
 
 NARROW = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 """Types of integers that are codes of numbers where they become floats; wider ones are positions and lengths."""

@@ -115,7 +115,7 @@ def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]
     """Return inputs and labels of each loss, [B, ...] or None: zeros, as long as the longest first row."""
     signature = read_training_signature(config.model)
     schema = try_first_rows(config, signature)[0]
-    matched = InputColumns(config, signature)
+    matched = InputColumns(config.data, config.loss, config.model, signature)
     text = matched.text
 
     def zeros(feed: Feed) -> Tensor:

@@ -19,8 +19,9 @@ import torch
 
 from onward.trainer.config.rules.rank_rules import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
-from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig
+from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig, TrainConfig
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
 from onward.trainer.distributed.preflight import free_memory
@@ -134,7 +135,7 @@ def _first_that_fits(estimator: Estimator, config: RunConfig, device: torch.devi
     may_shard = (parallel.reduction, parallel.transport, parallel.compression) == ("sum", "torch", "none")
     may_shard = may_shard and not parallel.order.splits_backward and parallel.data > 1
     zero_stages = range(parallel.zero, 4) if may_shard else range(1)
-    for count in _micro_batch_counts(config):
+    for count in _micro_batch_counts(config.model, config.train, config.parallel):
         # units are cut for the highest ZeRO stage, so that one dry run serves all
         highest = _with(config, train={"gradient_accumulation_steps": count}, parallel={"zero": zero_stages[-1]})
         estimate = estimator.estimate(highest)
@@ -185,27 +186,26 @@ def divisions(num_ranks: int) -> list[dict[str, int]]:
     return found
 
 
-def _micro_batch_counts(config: RunConfig) -> list[int]:
+def _micro_batch_counts(model: ModelConfig, train: TrainConfig, parallel: ParallelConfig) -> list[int]:
     """Return numbers of micro-batches to try: first enough to fill the pipeline, then at least twice as many each time.
 
     Raises ConfigError when the samples of a step cannot be divided among the replicas and stages.
     """
-    parallel = config.parallel
-    batch_size = config.train.global_batch_size
+    batch_size = train.global_batch_size
     per_replica, rest = divmod(batch_size, parallel.data)
     # with fewer micro-batches than stages some stage would be idle at any time
     possible = [count for count in range(parallel.pipeline, per_replica + 1) if per_replica % count == 0]
-    if config.model.fixed_batch in ("own", "joint"):  # micro-batches have the rows that the file declares
-        declared = (read_training_signature(config.model).inputs[0].shape or (None,))[0] or 1
+    if model.fixed_batch in ("own", "joint"):  # micro-batches have the rows that the file declares
+        declared = (read_training_signature(model).inputs[0].shape or (None,))[0] or 1
         possible = [count for count in possible if count * declared == per_replica]
     if rest or not possible:
         raise ConfigError(
             f"{batch_size} samples (train.global_batch_size) do not divide among {parallel.data} replicas with "
             f"{parallel.pipeline} or more micro-batches each"
-            + (" of the rows that the file declares" if config.model.fixed_batch in ("own", "joint") else "")
+            + (" of the rows that the file declares" if model.fixed_batch in ("own", "joint") else "")
         )
     # four times as many micro-batches as stages keep the bubble below a fifth
-    wanted = 4 * parallel.pipeline if parallel.pipeline > 1 else config.train.gradient_accumulation_steps
+    wanted = 4 * parallel.pipeline if parallel.pipeline > 1 else train.gradient_accumulation_steps
     counts = [next((count for count in possible if count >= wanted), possible[-1])]
     # smaller micro-batches need less memory: each try halves them at least
     for count in possible:

@@ -51,18 +51,22 @@ class _StageKey:
         self._names: dict[str, int] = {}
 
     def of(self, stage: Stage, inputs: Sequence[Tensor]) -> Hashable:
+        # a stage reads inputs of the graph directly, beside what the stage before it sends
         read = [inputs[position] for position in stage.input_positions]
         chain = stage.chain
         taken = self._wires(chain.input_names)
         units = []
         for unit, part in zip(chain.units, chain.parts, strict=True):
+            # recomputation changes what a unit keeps, and so its memory and time
             mode = ("selective" if unit.selective else "whole") if isinstance(unit, Recomputed) else "none"
             wires = self._wires(part.input_names), self._wires(part.output_names)
             units.append((mode, unit.training, *wires, self._module(part.module)))
         arguments = tuple(_meta(value) for value in (*stage.received_meta, *read))
+        # the shapes of all arguments: the same calls on other shapes cost other numbers
         return chain.training, taken, arguments, tuple(units), self._wires(chain.output_names)
 
     def _wires(self, names: Sequence[str]) -> tuple[int, ...]:
+        # the number of a name is the order of its first use, which two equal stages share
         return tuple(self._names.setdefault(name, len(self._names)) for name in names)
 
     def _module(self, module: nn.Module) -> Hashable:
@@ -78,15 +82,18 @@ class _StageKey:
         calls = []
         for node in module.graph.nodes:
             target: Hashable = None
+            # what a graph reads of its module: a tensor by its shape and number, else the object itself
             if node.op == "get_attr":
                 owner, _, name = str(node.target).rpartition(".")
                 stored = getattr(module.get_submodule(owner), name)
                 target = self._stored(stored) if isinstance(stored, Tensor) else _Itself(stored)
             elif node.op == "call_module":
                 target = self._module(module.get_submodule(str(node.target)))
+            # functions are compared by identity: two lambdas may compute different things
             elif node.op in ("call_function", "call_method"):
                 target = node.target if isinstance(node.target, str) else _Itself(node.target)
             calls.append((node.op, target, self._value(node.args, order), self._value(node.kwargs, order)))
+            # nodes are numbered as they come, so that their names do not matter
             order[node] = len(order)
         return tuple(calls)
 
@@ -105,8 +112,10 @@ class _StageKey:
             return "mapping", tuple((key, self._value(each, order)) for key, each in value.items())
         if isinstance(value, slice):
             return "slice", *(self._value(each, order) for each in (value.start, value.stop, value.step))
+        # a module inside of another one, such as the activation of a layer
         if isinstance(value, nn.Module):
             return self._module(value)
+        # ONNX's messages compare by content; their bytes are made in a fixed order
         if isinstance(value, Message):
             return type(value), value.SerializeToString(deterministic=True)
         return _Itself(value)

@@ -14,8 +14,10 @@ import onnx
 import torch
 from torch import Tensor
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
@@ -79,6 +81,7 @@ def guarded_file(
     proto = file.proto if isinstance(file, ModelFile) else file
     why = why_not_derived(proto, module)
     batch = len(inputs[0]) if inputs and inputs[0].ndim else 1
+    # a batch and a single row: a node that mixes rows gives other results for one of them
     sizes = tuple(rows) or tuple(dict.fromkeys((batch, 1)))
     written = None if why else written_as_trained(module)
     return Guarded(file, module, inputs, sizes, tolerance, loss, gradients, written, why)
@@ -99,6 +102,7 @@ def guarded_run(
         labels = list(batch.labels)
         for position, label in enumerate(labels):
             if label is not None and label.is_floating_point():
+                # in the type of the outputs, so that the labels do not round the loss
                 labels[position] = label.to(dtype)
         try:
             return graph.loss_of(batch.own_rows(outputs), replace(batch, labels=tuple(labels)))
@@ -106,6 +110,7 @@ def guarded_run(
             raise RuntimeError(f"the loss is not computed in {str(dtype).removeprefix('torch.')}: {error}") from error
 
     def gradients() -> Mapping[str, Tensor | None]:
+        # the mode of a padding micro-batch: forward and backward without any change of running statistics
         exact.run("padding", batch)
         found = gradients_of(module)
         module.zero_grad(set_to_none=True)
@@ -118,23 +123,30 @@ def guarded_run(
     elif not any(batch.num_targets):
         why = f"the first {batch.size} rows have no label that counts"
     written = None if why else written_with_adapters(trainable) if trainable.adapters else written_as_trained(module)
+    # a file with a fixed batch, or rows that fill one up, runs at that size alone
     rows = len(batch.inputs[0])
     sizes = (rows,) if batch.filled_to or declared_batch(proto.graph) else tuple(dict.fromkeys((rows, 1)))
     return Guarded(file, module, batch.inputs, sizes, tolerance, loss, gradients, written, why)
 
 
 def guard_run(
-    config: RunConfig, trainable: TrainableModel, graph: RehearsedGraph, batch: Callable[[], Batch], findings: Findings
+    model: ModelConfig,
+    losses: Sequence[LossConfig],
+    export: ExportConfig,
+    trainable: TrainableModel,
+    graph: RehearsedGraph,
+    batch: Callable[[], Batch],
+    findings: Findings,
 ) -> None:
     """Compare values at other sizes, and one derivative of the loss (guard.py)."""
+    # what does not run at all is reported already
     if findings.failures or findings.errors or not findings.batches:
         return
     try:
         with tempfile.TemporaryDirectory(prefix="onward-guard-") as folder:
-            file = _with_rows_first(
-                part_in_inference_form(trainable, config.model, config.losses, Path(folder)), config.model
-            )
-            findings.guard = guard(guarded_run(file, trainable, graph, batch(), config.export.tolerance))
+            part = part_in_inference_form(trainable, model, losses, Path(folder))
+            file = _with_rows_first(part, model)
+            findings.guard = guard(guarded_run(file, trainable, graph, batch(), export.tolerance))
     except GuardError as error:
         findings.refuse(str(error))
     except NotCompared as why:
@@ -185,6 +197,7 @@ def guard_of_file(path: Path, config: RunConfig | None = None) -> tuple[Guard | 
 
 def _opened(path: Path, config: RunConfig | None, folder: Path) -> Guarded:
     if config is None:
+        # a configuration with a loss of the outputs, only so that the file can be opened as for training
         model = load_model(path)
         output = readable_output(model)
         raw = {"model": {"path": path, "output": output}, "data": {"source": "made-up"}, "train": {"num_steps": 1}}
@@ -217,6 +230,7 @@ def _made_up(file: ModelFile | onnx.ModelProto, module: ImportedGraph) -> tuple[
     proto = file.proto if isinstance(file, ModelFile) else file
     number = declared_batch(proto.graph) or ROWS
     for inputs in made_up_rows(proto, number):
+        # made-up values may be out of range for some node: the next kind of values is tried
         with contextlib.suppress(Exception), torch.no_grad():
             module.eval()(*inputs)
             return tuple(inputs)
@@ -234,6 +248,7 @@ def written_as_trained(module: ImportedGraph) -> Written:
     copies = copy.copy(module.copies)
 
     def written(values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        # a tied weight is one parameter that the file stores twice, the copy perhaps transposed
         tied = {name: values[of].t() if transposed else values[of] for name, (of, transposed) in copies.items()}
         return {**values, **tied}
 
@@ -242,6 +257,7 @@ def written_as_trained(module: ImportedGraph) -> Written:
 
 def written_with_adapters(trainable: TrainableModel) -> Written:
     """Return what adds adapters into the weights of the file, in float64."""
+    # a copy in fp64: the sum of weight and adapter is compared, not its rounding
     exact = replace(trainable, module=copy.deepcopy(trainable.module).double())
 
     def written(values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -257,6 +273,7 @@ def why_not_derived(proto: onnx.ModelProto, module: ImportedGraph) -> str:
     """Return why the loss of the file has no derivative that could be compared; "" if it has."""
     if names := random_nodes(proto):
         return f"{len(names)} nodes draw random numbers ({', '.join(names[:3])})"
+    # operators inside of functions count, too
     nodes = (*proto.graph.node, *(node for function in proto.functions for node in function.node))
     operators = {node.op_type for node in nodes}
     if any(part in operator for operator in operators for part in ("Quantize", "QLinear", "Integer")):

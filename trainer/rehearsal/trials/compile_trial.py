@@ -195,7 +195,7 @@ def number_of_steps(config: RunConfig, rows: FirstRows, *, step_s: float) -> int
             num_rows = count_rows(config, onward_home() / "shards").train
     if not config.train.num_steps and not num_rows:
         return None
-    steps = config.num_steps(num_rows)
+    steps = config.train.steps_of_run(num_rows)
     if config.checkpoint.load:
         with contextlib.suppress(OnwardError, OSError):  # the ranks say what is wrong with it
             steps = max(0, steps - read_manifest(Path(config.checkpoint.load)).state.step)
@@ -228,10 +228,9 @@ def time_compiled(
     training = batch("training")
     evaluation = batch("evaluation")
     stages = _stages(graph, config, training, cast)
-    compile_all = partial(
-        compile_stages, graph=graph.module, config=config, example=training.inputs, device=CPU, one_shape=one_shape
-    )
-    compile_all(stages, autocast=cast, beat=lambda: None)
+    asked = config.graph, config.parallel, config.precision.compute
+    compile_all = partial(compile_stages, device=CPU, one_shape=one_shape, autocast=cast, beat=lambda: None)
+    compile_all(stages, graph.module, *asked, training.inputs)
     graph = replace(graph, autocast=cast)
 
     def passes(kind: Kind) -> float:

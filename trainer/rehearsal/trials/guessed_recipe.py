@@ -33,7 +33,9 @@ def guess_recipe(
         shards, _, _ = make_training_shards(config, Path(folder))
         manifest = read_record(shards / "manifest.json", ShardManifest)
     exported = ExportedModel(path=model, sha256="", step=0, parity=0, before={}, after={}, changed=0)
-    recipe = describe(config, manifest, read_training_signature(config.model), exported).model_dump(mode="json")
+    signature = read_training_signature(config.model)
+    described = describe(config.data, config.losses, config.model, manifest, signature, exported)
+    recipe = described.model_dump(mode="json")
     place = model.parent
     if recipe["text"] and config.data.text:
         tokenizer = Path(config.data.text.tokenizer)

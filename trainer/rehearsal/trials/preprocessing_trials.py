@@ -37,10 +37,9 @@ from onward.trainer.data.schema.permutation import permutation
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.first_rows import FirstRows, read_first_rows
 from onward.trainer.errors import ConfigError, Refused
-from onward.trainer.export.exported_model import trained_part
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
-from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.model_file import ModelFile, trained_part
 from onward.trainer.model.choose_fixed_batch import use_of_part
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from onward.trainer.config.urls import EXTRAS, PACKAGES, credentials_hint, redacted
 from onward.trainer.errors import DataError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
-from onward.trainer.run.directory import download_cache
+from onward.trainer.run.home import download_cache
 from onward.trainer.run.outcomes.storage import storage_error
 
 CONNECT_TIMEOUT_S = 30.0

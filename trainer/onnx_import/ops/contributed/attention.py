@@ -27,9 +27,11 @@ def window_mask(
     first: the position of the first query, of all samples or of each; a bound of -1 means no bound.
     """
     at = torch.arange(queries.shape[-2], device=queries.device)[:, None]
+    # the keys of a cache come first, so that the first query is at a later position
     at = at + (first if isinstance(first, int) else first.reshape(-1, 1, 1, 1))
     key = torch.arange(keys.shape[-2], device=queries.device)
     seen = torch.ones_like(at - key, dtype=torch.bool)
+    # a bound of -1 leaves that side open
     seen = seen & (key <= at + right) if right >= 0 else seen
     return seen & (key >= at - left) if left >= 0 else seen
 
@@ -38,6 +40,7 @@ def combine_masks(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Combine two masks that broadcast: booleans (True: attend) or numbers that are added to the scores [..., keys]."""
     if one.dtype == other.dtype == torch.bool:
         return one & other
+    # -inf in one of them stays -inf in the sum
     return as_bias(one) + as_bias(other)
 
 
@@ -162,10 +165,12 @@ def attention(
     past_value: Value = None,
     lengths: Value = None,
 ) -> Value:
+    # keys and values have the same number of heads, the query perhaps more
     heads = (c.attr("q_num_heads"), c.attr("kv_num_heads"), c.attr("kv_num_heads"))
     flat = query.ndim == 3
     if flat:
         query, key, value = (split_heads(c, x, n) for x, n in zip((query, key, value), heads, strict=True))
+    # the cache holds the keys and values of earlier positions
     if past_key is not None:
         key = c(torch.cat, [past_key, key], 2)
         value = c(torch.cat, [past_value, value], 2)
@@ -181,8 +186,10 @@ def attention(
     plain = causal and mask is None and not window
     if past_key is not None or lengths is not None:
         plain = False
+    # torch's kernel has no window, and its causal mask begins at the first key
     if window or (causal and not plain):
         first = 0 if past_key is None else c.size(past_key, 2)
+        # the queries are the last ones of each sample, whose keys are in the operand already
         if lengths is not None and past_key is None:
             first = c(torch.sub, lengths, c.size(query, 2))
         # causal is a window that ends at the query
@@ -192,11 +199,13 @@ def attention(
         valid = c(valid_keys, key, lengths)
         mask = valid if mask is None else c(combine_masks, mask, valid)
     given = c.attr("scale")
+    # the default of the operator: 1 over the root of the width of a head
     scale = 1 / math.sqrt(c.size(query, 3)) if given is None else given
     softcap = c.attr("softcap", 0.0)
     score_output = c.attr("qk_matmul_output_mode", 0)
     scores = None
     if softcap > 0 or c.wants(3):
+        # the explicit form has no causal flag: the mask says it
         if plain:
             mask = c(window_mask, query, key, 0, left=-1, right=0)
         y, scores = c(
@@ -218,6 +227,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
     width = 2 * cos.shape[-1]
     rotated = x[..., :width]
     kept = x[..., width:]
+    # a and b are the real and the imaginary part of the pairs (arXiv:2104.09864)
     a, b = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, -1)
     real = a * cos - b * sin
     imaginary = a * sin + b * cos
@@ -230,6 +240,7 @@ def rotary_embedding(c: Call, x: Value, cos: Value, sin: Value, positions: Value
     heads = c.attr("num_heads", 0)
     interleaved = bool(c.attr("interleaved", 0))
     c.attr("rotary_embedding_dim")  # twice the width of the tables
+    # the tables have a row for each position; without positions they have one for each element already
     if positions is not None:
         cos = c(gather_rows, cos, positions)
         sin = c(gather_rows, sin, positions)

@@ -6,7 +6,8 @@
                         Add --- quantized_values --- store_as --- y
     B --- dequantize ---'
 
-Every operator is computed on floats between `dequantize` and `quantized_values`, with their gradients (quant.py).
+Every operator is computed on floats between `dequantize` and `quantized_values`, with their gradients
+(onnx_import/scaled_values.py).
 QLinearConv is ONNX's own, in the domain of onnxruntime also with channels last.
 """
 
@@ -23,15 +24,14 @@ from onward.trainer.onnx_import.ops.contributed.contrib import attend_packed
 from onward.trainer.onnx_import.ops.matmul import gemm
 from onward.trainer.onnx_import.ops.pool import average_pool_
 from onward.trainer.onnx_import.ops.quantized.quant import (
-    dequantize,
     dequantize_linear,
     dynamic_quantized_values,
     integer_range,
     qlinear_conv,
     quantize_linear,
-    quantized_values,
     store_integers,
 )
+from onward.trainer.onnx_import.scaled_values import dequantize, quantized_values
 from onward.trainer.onnx_import.tracing.values import Value
 
 ONE_SCALE = (0, 0)
@@ -59,6 +59,7 @@ def _channels_last(c: Call, x: Value) -> Value:
 
 def _permuted(c: Call, x: Value, dims: list[int]) -> Value:
     """Permute dimensions, of integers before they are stored."""
+    # so that gradients pass: a permutation of integers would end them
     moved = move_before_storage(c.tracer, lambda levels: c("permute", levels, dims), [x])
     return c("permute", x, dims) if moved is NotImplemented else moved
 
@@ -99,6 +100,7 @@ def qlinear_softmax(c: Call, x: Value, scale: Value, zero: Value, y_scale: Value
     """Apply softmax along `axis`; as before opset 13 of ONNX, over all dimensions from `axis` on together."""
     axis = c.axis(x, c.attr("axis", -1))
     real = _real(c, x, scale, zero)
+    # the operator names the opset whose Softmax it stands for
     if c.attr("opset") < 13 and axis < x.ndim - 1:
         flat = c("reshape", real, [*c.sizes(x)[:axis], -1])
         y = c("reshape", c(F.softmax, flat, dim=axis), c.sizes(x))
@@ -146,6 +148,7 @@ def qlinear_average_pool(c: Call, x: Value, scale: Value, zero: Value, y_scale: 
 def qlinear_global_average_pool(
     c: Call, x: Value, scale: Value, zero: Value, y_scale: Value, y_zero: Value = None
 ) -> Value:
+    # the axes of the image: between batch and channels, or behind both
     first = 1 if c.attr("channels_last", 0) else 2
     y = c(torch.mean, _real(c, x, scale, zero), list(range(first, first + x.ndim - 2)), keepdim=True)
     return _stored(c, y, y_scale, y_zero, x)
@@ -202,6 +205,7 @@ def dynamic_quantize_matmul(
     c: Call, a: Value, b: Value, b_scale: Value, b_zero: Value = None, bias: Value = None
 ) -> Value:
     """Quantize a over its range, as DynamicQuantizeLinear does, and multiply."""
+    # the scale is made of the operand itself, in each pass anew
     levels, scale, zero = c(dynamic_quantized_values, a)
     real = c(dequantize, levels, scale, zero, ONE_SCALE)
     y = c(torch.matmul, real, _real(c, b, b_scale, b_zero, b.ndim - 1))
@@ -213,6 +217,7 @@ def qlinear_conv_(c: Call, x: Value, *operands: Value) -> Value:
     """Lower as ONNX's QLinearConv; channels_last: x and the result are [batch, ..., channels]."""
     if not c.attr("channels_last", 0):
         return qlinear_conv(c, x, *operands)
+    # a permutation of fewer axes has no image to move
     if x.ndim < 3:
         raise UnsupportedNode(f"its input has {x.ndim} dimensions; 3 to 5 are implemented")
     return _channels_last(c, qlinear_conv(c, _channels_first(c, x), *operands))

@@ -27,6 +27,14 @@ from onward.trainer.onnx_import.ops.cast import (
     value_before_storage,
 )
 from onward.trainer.onnx_import.ops.conv import conv
+from onward.trainer.onnx_import.scaled_values import (
+    ScaleLayout,
+    broadcast_scale,
+    dequantize,
+    quantized_values,
+    round_and_clamp,
+    straight_through,
+)
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 Tensor = torch.Tensor
@@ -39,6 +47,7 @@ SINCE = (10, 13, 19, 21, 23, 24, 25, 28)
 def quantize_linear(c: Call, x: Value, scale: Value, zero: Value = None) -> Value:
     c.attr("precision")  # half precision is computed in fp32
     target = c.attr("output_dtype", 0) or (TensorProto.UINT8 if zero is None else c.element_type(zero))
+    # where the scales differ: along an axis, in blocks along it, or nowhere
     layout = _scale_layout(c, x)
     if target in SMALL_FLOATS:
         levels = c(float_quantized_values, x, scale, zero, layout, c.dtype(target), bool(c.attr("saturate", 1)))
@@ -72,49 +81,9 @@ def store_integers(c: Call, found: Value, target: int) -> Value:
     return mark_packed(value, target) if target in PACKED else value
 
 
-ScaleLayout = tuple[int, int]
-"""The axis along which scales differ, and the number of elements that share one (0: each index has its own)."""
-
-
 def _scale_layout(c: Call, x: Value) -> ScaleLayout:
     axis = c.attr("axis", 1)
     return (c.axis(x, axis) if -x.ndim <= axis < x.ndim else 0), c.attr("block_size", 0)
-
-
-def broadcast_scale(of: Tensor, x: Tensor, layout: ScaleLayout) -> Tensor:
-    """Reshape scales or zero points to broadcast with x: one for all, for each index of an axis, or for each block."""
-    axis, block = layout
-    if of.numel() == 1:
-        return of.reshape(())
-    if of.ndim == x.ndim and block:
-        return of.repeat_interleave(block, axis).narrow(axis, 0, x.shape[axis])
-    return of.reshape([-1 if dim == axis else 1 for dim in range(x.ndim)])
-
-
-def straight_through(rounded: Tensor, x: Tensor) -> Tensor:
-    """Return `rounded` with the gradient of x (straight-through estimator), both of one shape."""
-    return rounded.detach() + (x - x.detach()) if x.requires_grad else rounded
-
-
-def round_and_clamp(x: Tensor, zero: Tensor | float, bounds: tuple[int, int]) -> Tensor:
-    """Round x [...] to the nearest integer (halves to even), add zero and clamp: gradient 1, and 0 where it clamps."""
-    limits = []
-    for bound in bounds:
-        limit = bound - zero
-        limits.append(limit.to(x.dtype) if isinstance(limit, Tensor) else x.new_full((), limit))
-    least, greatest = limits
-    # clamped before zero is added, so that a comparison with `nearest` finds what was clamped
-    nearest = torch.round(x)
-    clamped = torch.clamp(nearest, least, greatest)
-    return straight_through(clamped, torch.where(clamped == nearest, x, x.detach())) + zero
-
-
-def quantized_values(
-    x: Tensor, scale: Tensor, zero: Tensor | None, layout: ScaleLayout, bounds: tuple[int, int]
-) -> Tensor:
-    """Return x / scale + zero, rounded and clamped, in the shape of x. scale, zero: see `broadcast_scale`."""
-    start = 0.0 if zero is None else broadcast_scale(zero, x, layout).to(scale.dtype)
-    return round_and_clamp(x.to(scale.dtype) / broadcast_scale(scale, x, layout), start, bounds)
 
 
 def float_quantized_values(
@@ -124,6 +93,7 @@ def float_quantized_values(
     x = x.to(scale.dtype) / broadcast_scale(scale, x, layout)
     if zero is not None:
         x = x + broadcast_scale(zero.to(scale.dtype), x, layout)
+    # rounded as the type does, and kept as a float: gradients pass it
     rounded = to_float8(x, dtype, saturate).to(x.dtype) if is_float8(dtype) else to_float4(x).to(x.dtype)
     if not x.requires_grad:
         return rounded
@@ -142,6 +112,7 @@ def dynamic_quantized_values(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return x [...] quantized to 0..255 over the range of x and 0, the scale, and the zero point: both scalars."""
     # the range is data, not a function to differentiate
     with torch.no_grad():
+        # the range contains 0, so that 0 is stored exactly: padding and ReLU give it often
         least = x.amin().clamp(max=0)
         greatest = x.amax().clamp(min=0)
         scale = (greatest - least) / 255
@@ -156,19 +127,9 @@ def dynamic_quantized_values(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @lower("DequantizeLinear", since=SINCE)
 def dequantize_linear(c: Call, x: Value, scale: Value, zero: Value = None) -> Value:
     target = c.attr("output_dtype", 0)
+    # the value before it was stored as an integer, through which gradients pass
     y = c(dequantize, value_before_storage(c, x), scale, zero, _scale_layout(c, x))
     return c("to", y, c.dtype(target)) if target and y.dtype != c.dtype(target) else y
-
-
-def dequantize(x: Tensor, scale: Tensor, zero: Tensor | None, layout: ScaleLayout) -> Tensor:
-    """Return (x - zero) scale, in the shape of x; x is an integer tensor, or its value before storage."""
-    # integers are subtracted as integers, wide enough not to wrap around
-    if zero is not None:
-        computed_in = x.dtype if x.dtype.is_floating_point and x.dtype.itemsize > 1 else scale.dtype
-        if not x.dtype.is_floating_point:
-            computed_in = torch.int64 if x.dtype in (torch.int32, torch.int64) else torch.int32
-        x = x.to(computed_in) - broadcast_scale(zero, x, layout).to(computed_in)
-    return x.to(scale.dtype) * broadcast_scale(scale, x, layout)
 
 
 # -- arithmetic of integers
@@ -206,6 +167,7 @@ def matmul_integer(c: Call, a: Value, b: Value, a_zero: Value = None, b_zero: Va
 def _product(c: Call, left: tuple[Value, Value], right: tuple[Value, Value]) -> Value:
     """Multiply (a - a_zero) by (b - b_zero): zero points for each row of a, for each column of b."""
     (a, a_zero), (b, b_zero) = left, right
+    # each element of the product is a sum over the last axis of a
     dtype = exact_dtype(c.size(a, -1))
     a = c(subtract_zero_point, value_before_storage(c, a), a_zero, dtype, -2)
     return c(torch.matmul, a, c(subtract_zero_point, value_before_storage(c, b), b_zero, dtype, -1))
@@ -219,6 +181,7 @@ def conv_integer(c: Call, x: Value, w: Value, x_zero: Value = None, w_zero: Valu
 
 def _convolved(c: Call, data: tuple[Value, Value], weight: tuple[Value, Value], bias: Value = None) -> Value:
     (x, x_zero), (w, w_zero) = data, weight
+    # each output is a sum over the channels of a group and the taps of the kernel
     num_terms = 1
     for dim in range(1, w.ndim):
         num_terms = num_terms * c.size(w, dim)
@@ -245,6 +208,7 @@ def qlinear_matmul(
     target = c.element_type(y_zero)
     if target in SMALL_FLOATS:
         scaled = c(rescale, product, (a_scale, -2), (b_scale, -1), y_scale)
+        # the product is scaled already: the result is rounded with the scale 1
         one = c(torch.ones_like, y_scale)
         return store_integers(c, c(float_quantized_values, scaled, one, y_zero, (0, 0), c.dtype(target), True), target)
     return store_integers(

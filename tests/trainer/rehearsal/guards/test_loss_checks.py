@@ -17,7 +17,7 @@ from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.rehearsal.findings import Findings
-from onward.trainer.rehearsal.guards.empty_labels import check_empty_labels
+from onward.trainer.rehearsal.guards.loss_checks import check_empty_labels
 from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
 from tests.trainer.data.test_rows_without_values import FILE, ROWS, detector
 

@@ -26,7 +26,7 @@ PROBE_S = 15.0
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return host -> slots, in the order of the file; 0 where it does not say a number.
+    """Return host -> slots, in the order of the file. A line without a number of slots is one rank.
 
     Raises OSError, also if it is too large or names what is no host, and UnicodeDecodeError.
     """
@@ -47,14 +47,22 @@ def read_hostfile(path: Path) -> dict[str, int]:
                 raise OSError(errno.EINVAL, f"line {number} is no HOST KEY=VALUE ...: {options[:80]!a}", str(path))
             # a host that is named twice has the slots of both lines, as mpirun counts
             said = re.search(r"\bslots\s*=\s*(\d+)", options)
-            found[words[0]] = found.get(words[0], 0) + (int(said[1]) if said else 0)
+            found[words[0]] = found.get(words[0], 0) + (int(said[1]) if said else 1)
     return found
 
 
 def write_hostfile(path: Path, hosts: Mapping[str, int]) -> None:
-    """Write a hostfile; hosts without a number of slots have none in it."""
-    lines = [f"{host} slots={slots}" if slots else host for host, slots in hosts.items()]
-    path.write_text("\n".join(lines) + "\n")
+    """Write a hostfile with a number of slots for each host: without one mpirun would take all cores of it."""
+    path.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()))
+
+
+def with_slots(path: Path, copy: Path) -> Path:
+    """Return a hostfile in which each line says its slots: the one that is given, or a copy of it that does."""
+    lines = (line.split("#")[0] for line in path.read_text().splitlines())
+    if all("slots" in line for line in lines if line.strip()):
+        return path
+    write_hostfile(copy, read_hostfile(path))
+    return copy
 
 
 def silent_hosts(hosts: Sequence[str], users: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -40,6 +40,9 @@ class Evidence:
     hosts: str = ""
     """Which hosts of the hostfile do not answer; "" if all do, or if the error of a rank says enough."""
 
+    peer: str = ""
+    """The host that the rank has lost, if its error only says that it lost another rank; "" if it is not known."""
+
     @property
     def error_class(self) -> str:
         """The class of the error, such as "ConfigError", or the signal that ended the rank; "" without an error."""
@@ -120,5 +123,8 @@ def sentence_of(evidence: Evidence) -> str:
         said = evidence.said
         lost = f"{said.launcher} cannot reach host {said.lost_host}, or has lost it; " if said.lost_host else ""
         return f"{lost}{evidence.ending}"
+    if error.secondary:
+        lost = f"the ranks on {evidence.peer}" if evidence.peer else "another rank"
+        return f"rank {error.rank} on {error.host} has lost {lost}: {' '.join(error.cause.split())}"
     how = "was ended by" if re.match(r"SIG\w+: ", error.cause) else "failed:"
     return f"rank {error.rank} on {error.host} {how} {' '.join(error.cause.split())}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from onward.infra.job.hosts import with_slots
 from onward.infra.job.job import LAUNCHERS, Job
 from onward.infra.job.launcher import Launcher, Ranks
 from onward.trainer.config.sections.ranks import LaunchConfig
@@ -26,8 +27,9 @@ def job_of(
     heartbeat: Path | None = None,
 ) -> Job:
     """Return the job that runs a module with its arguments on ranks. heartbeat, log: as of `Job`."""
+    hostfile = str(with_slots(Path(launch.hostfile), run_dir / "hosts")) if launch.hostfile else ""
     return Job(
-        ranks=Ranks(module=tuple(module), num_ranks=num_ranks, hostfile=launch.hostfile),
+        ranks=Ranks(module=tuple(module), num_ranks=num_ranks, hostfile=hostfile),
         launcher=launcher_of(launch),
         run_dir=run_dir,
         log=log,

@@ -264,9 +264,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         "onward.flows.running.flow_guard._expect_no_answer", lambda: None
     )  # it is for the rest of the process
     monkeypatch.setenv("ONWARD_HOME", str(tmp_path))
+    monkeypatch.setattr("onward.tasks.attempts.retry_policy.FIRST_DELAY_S", 0.0)
     run = make_run(tmp_path, "aaaa-1", "mlp-3", config_name="mlp")
     (tmp_path / "hosts").write_text("h0 slots=1\nh1 slots=1\n")
-    launch = {"retries": 1, "retry_delay_s": 0, "hostfile": str(tmp_path / "hosts")}
+    launch = {"retries": 1, "hostfile": str(tmp_path / "hosts")}
     sections = {
         "model": {"path": str(tmp_path / "model.onnx")},
         "data": {"source": "digits"},

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from onward.trainer.distributed.failures import install_excepthook
 from onward.trainer.distributed.mesh import backend_of
 from onward.trainer.distributed.processes import MPIContext, connect, disconnect, launcher_versions
+from onward.trainer.distributed.world import address_in_use
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.machine.this_machine import free_host_memory
 from onward.trainer.run.records import RankReport, write_record
@@ -58,6 +59,7 @@ def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
         world_size=mpi.world_size,
         expected_world_size=expected_world_size,
         host=mpi.host,
+        address=address_in_use(),
         pid=os.getpid(),
         device=str(mpi.device),
         gpu=torch.cuda.get_device_name(mpi.device) if on_gpu else "",

@@ -51,6 +51,8 @@ class RankReport(Record):
     world_size: int
     expected_world_size: int
     host: str
+    address: str = ""
+    """By which gloo of other ranks reaches it; "" in a report of an earlier version."""
     pid: int
     device: str
     gpu: str = ""

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from onward.infra.job.hosts import MOST_BYTES, Skew, clock_skews, read_hostfile, silence, silent_hosts, write_hostfile
+from onward.infra.job.hosts import (
+    MOST_BYTES,
+    Skew,
+    clock_skews,
+    read_hostfile,
+    silence,
+    silent_hosts,
+    with_slots,
+    write_hostfile,
+)
 
 AGENT = """#!/bin/sh
 # stands in for ssh: agent -o option... host command
@@ -22,9 +31,17 @@ while [ "$1" = -o ]; do shift 2; done
 def test_a_hostfile_is_read_and_written_with_its_slots(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("# two machines\nh0 slots=2\nh1 slots = 4 max_slots=8 # new\n\nh0 slots=1\nh2\n")
     hosts = read_hostfile(tmp_path / "hosts")
-    assert hosts == {"h0": 3, "h1": 4, "h2": 0}
+    assert hosts == {"h0": 3, "h1": 4, "h2": 1}, "a line without a number is one rank"
     write_hostfile(tmp_path / "left", hosts)
-    assert (tmp_path / "left").read_text() == "h0 slots=3\nh1 slots=4\nh2\n"
+    assert (tmp_path / "left").read_text() == "h0 slots=3\nh1 slots=4\nh2 slots=1\n"
+
+
+def test_mpirun_is_told_the_slots_of_each_line(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("h0 slots=2 max_slots=4 # h1\n")
+    assert with_slots(path, tmp_path / "copy") == path, "as it is, with what else it says"
+    path.write_text("h0\nh1 slots=2\nh0\n")
+    assert with_slots(path, tmp_path / "copy").read_text() == "h0 slots=2\nh1 slots=2\n"
 
 
 def test_a_file_too_large_for_a_hostfile_is_not_read(tmp_path: Path) -> None:

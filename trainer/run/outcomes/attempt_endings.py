@@ -22,6 +22,8 @@ class AttemptEnding(Record):
     rank: int | None = None
     """The rank that failed first; None if no rank is known to have failed."""
     host: str = ""
+    silent_hosts: dict[str, str] = {}
+    """Hosts of the hostfile that did not answer at its end, with what ssh said."""
     step: int = 0
     """The step that the attempt was in; of one that is done or stopped, its last one."""
     resumed_from: int = 0

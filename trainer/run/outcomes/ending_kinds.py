@@ -52,6 +52,8 @@ PEER_LOST = re.compile(
     rf"NCCL communicator (was aborted|encountered error)|{TIMED_OUT.pattern}"
 )
 """What torch says on a rank whose peer has ended or does not answer."""
+PEER_ADDRESS = re.compile(r"Connection (?:closed|reset) by peer \[(?:::ffff:)?([\da-f.:]+?)\]", re.IGNORECASE)
+"""Where gloo says at which address the peer was."""
 SILENT_HOSTS = re.compile("not answer:")
 """What `silence` of infra/job/hosts.py says of hosts."""
 SILENT_SERVER = re.compile(r"(MLflow|Prefect) .*cannot be reached", re.DOTALL)

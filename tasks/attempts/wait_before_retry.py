@@ -95,7 +95,7 @@ def wait_for_hosts(run: RunDir, *, known: Mapping[str, str] = MappingProxyType({
     left = {host: slots for host, slots in hosts.items() if host not in silent}
     if silent and launch.on_host_lost == "wait":
         raise RuntimeUnavailable(
-            f"{silence(silent)}; waited for {launch.host_wait_s:g} s (launch.host_wait_s); bring them back and resume; a "
-            "run with launch.on_host_lost = 'fewer' goes on with the hosts that answer"
+            f"{silence(silent)}; waited for {launch.host_wait_s:g} s (launch.host_wait_s); bring them back and resume; "
+            "a run with launch.on_host_lost = 'fewer' goes on with the hosts that answer"
         )
     use_hosts(run, left, lost=silence(silent) if silent else "")

@@ -68,6 +68,13 @@ class RankReport(Record):
     all_reduce_expected: float
 
 
+class Networks(Record):
+    """The networks by which the hosts of a hostfile reach each other, as ssh has used them."""
+
+    networks: tuple[str, ...]
+    """Such as "10.0.0.0/24"; () if they are not known, or there is one host."""
+
+
 class RuntimeReport(Record):
     """What the preflight found: the ranks, their devices and the free disk space."""
 

@@ -35,6 +35,7 @@ CONNECT_S = 5.0
 """Longest time in which a host must accept a connection."""
 MOST_ASKED = 32
 """Hosts that are asked at the same time."""
+BUT = "it answers, but "
 SSH_FAILED = 255
 """The exit status of ssh where it has not reached the host."""
 
@@ -89,9 +90,12 @@ def silent_hosts(hosts: Sequence[str], users: Mapping[str, str] = os.environ) ->
 
 
 def silence(silent: Mapping[str, str]) -> str:
-    """Return in words which hosts do not answer."""
+    """Return in words which hosts do not answer, or cannot be used although they do; such a reason begins with BUT."""
     named = ", ".join(f"{host} ({problem})" for host, problem in silent.items())
-    return f"{len(silent)} host{'s do' if len(silent) > 1 else ' does'} not answer: {named}"
+    number = f"{len(silent)} host{'s' * (len(silent) > 1)}"
+    if any(problem.startswith(BUT) for problem in silent.values()):
+        return f"{number} cannot be used: {named}"
+    return f"{number} {'do' if len(silent) > 1 else 'does'} not answer: {named}"
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,11 @@ class Attempt:
             self.end(Outcome(None, "stopped", 0.0, now_ms()))
             raise
 
-    def end(self, outcome: Outcome) -> AttemptEnding:
-        """Find out how the attempt ended and what follows; write its record, and log it in one line."""
+    def end(self, outcome: Outcome, *, asked: str = "") -> AttemptEnding:
+        """Find out how the attempt ended and what follows; write its record, and log it in one line.
+
+        asked: why this process has asked the ranks to save and exit, in words; "" if it has not.
+        """
         config = self.config
         oom_kills = num_oom_kills() - self.oom_kills
         result = result_of(self.run, self.number)
@@ -114,6 +117,7 @@ class Attempt:
             disk=disk,
             hosts=silence(silent) if silent else "",
             peer=_peer_of(self.run, error),
+            asked=asked,
         )
         return self._write(
             classify(evidence),

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from onward.infra.job.hosts import read_hostfile, silence, silent_hosts
 from onward.tasks.attempts.layout_for_hosts import use_hosts
+from onward.tasks.checks.host_table import ask_hosts, files_of_ranks
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.errors import RuntimeUnavailable, StorageUnavailable
 from onward.trainer.run.directory import RunDir, read_config
@@ -71,27 +72,27 @@ def wait_for_storage(run: RunDir) -> None:
 
 
 def wait_for_hosts(run: RunDir, *, known: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Wait until every host of the hostfile answers; with `launch.on_host_lost = "fewer"` go on without the others.
+    """Wait until every host of the hostfile is ready; with `launch.on_host_lost = "fewer"` go on without the others.
 
     known: hosts that have not answered just now, with what ssh said; those that need not be there are not asked again.
-    Raises RuntimeUnavailable if the hosts that answer are too few.
+    Raises RuntimeUnavailable if the hosts that are ready are too few.
     """
-    config = read_config(run, "given")
-    launch = config.launch
+    launch = read_config(run, "given").launch
     path = Path(launch.hostfile)
     hosts = read_hostfile(path)
     lost = {host: known[host] for host in hosts if host in known and launch.on_host_lost == "fewer"}
-    silent = {**lost, **silent_hosts([host for host in hosts if host not in lost])}
+    silent = {**lost, **unready_hosts(run, [host for host in hosts if host not in lost])}
     deadline = time.monotonic() + launch.host_wait_s
     said = ""
     while silent and launch.on_host_lost == "wait" and time.monotonic() < deadline:
-        # the reasons of ssh change while a host starts
-        if said != (said := f"waiting up to {launch.host_wait_s:g} s (launch.host_wait_s) for {', '.join(silent)}"):
-            log.warning("%s; %s", silence(silent), said)
+        # the reasons change while a host starts
+        if silence(silent) != said:
+            said = silence(silent)
+            log.warning("%s; waiting up to %g s (launch.host_wait_s)", said, launch.host_wait_s)
         time.sleep(HOST_POLL_S)
         # hosts may be taken out of the file, or added, meanwhile
         hosts = read_hostfile(path)
-        silent = silent_hosts(list(hosts))
+        silent = unready_hosts(run, list(hosts))
     left = {host: slots for host, slots in hosts.items() if host not in silent}
     if silent and launch.on_host_lost == "wait":
         raise RuntimeUnavailable(
@@ -99,3 +100,15 @@ def wait_for_hosts(run: RunDir, *, known: Mapping[str, str] = MappingProxyType({
             "a run with launch.on_host_lost = 'fewer' goes on with the hosts that answer"
         )
     use_hosts(run, left, lost=silence(silent) if silent else "")
+
+
+def unready_hosts(run: RunDir, hosts: Sequence[str]) -> dict[str, str]:
+    """Return the hosts that do not answer, or cannot be used yet: one that has just started may lack its file systems.
+
+    Each with the reason.
+    """
+    silent = silent_hosts(hosts)
+    answering = [host for host in hosts if host not in silent]
+    config = read_config(run)
+    table = ask_hosts(config.launch, run.root, files_of_ranks(config), hosts=answering)
+    return {**silent, **table.unready()}

@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from onward.infra.job.hosts import Answer, ask_programs, read_hostfile
+from onward.infra.job.hosts import BUT, Answer, ask_programs, read_hostfile
 from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempts.jobs import launcher_of
 from onward.trainer.config.named_files import named_files
@@ -71,6 +71,20 @@ class HostTable(Record):
         reports = {row.host: row.report for row in self.rows if row.report is not None}
         return (*(problem for row in self.rows for problem in row.problems), *_different_versions(reports))
 
+    def unready(self) -> dict[str, str]:
+        """Return the hosts that cannot be used now, with the reason; those with other versions than the first, too."""
+        found = {}
+        for row in self.rows:
+            why = "; ".join(problem.removeprefix(f"{row.host} ") for problem in row.problems)
+            if why:
+                found[row.host] = f"{BUT}{why}"
+        reports = {row.host: row.report for row in self.rows if row.host not in found and row.report is not None}
+        first = next(iter(reports), "")
+        for host, report in reports.items():
+            if differing := list(_different_versions({first: reports[first], host: report})):
+                found[host] = f"{BUT}{'; '.join(differing)}"
+        return found
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is unusual, a sentence each."""
@@ -82,12 +96,14 @@ class HostTable(Record):
         )
 
 
-def ask_hosts(launch: LaunchConfig, folder: Path, files: Mapping[str, str]) -> HostTable:
-    """Ask the hosts of the hostfile. folder: what all hosts have to share; a file is in it meanwhile.
+def ask_hosts(
+    launch: LaunchConfig, folder: Path, files: Mapping[str, str], *, hosts: Sequence[str] | None = None
+) -> HostTable:
+    """Ask hosts. folder: what all hosts have to share; a file is in it meanwhile. hosts: None = those of the hostfile.
 
     files: setting -> the file that it names, which all hosts have to see.
     """
-    hosts = list(read_hostfile(Path(launch.hostfile)))
+    hosts = list(read_hostfile(Path(launch.hostfile))) if hosts is None else hosts
     nonce = secrets.token_hex(8)
     written = folder / f".hosts-{nonce}"
     with contextlib.ExitStack() as stack:

@@ -312,7 +312,7 @@ def test_an_ending_has_its_class_its_retry_its_exit_status_and_what_to_do(
         counts = iter((0, left.oom_kills) * 2)
         monkeypatch.setattr("onward.tasks.attempts.attempt.num_oom_kills", lambda: next(counts))
         monkeypatch.setattr("onward.tasks.attempts.attempt.silent_hosts", lambda hosts: left.hosts)
-        monkeypatch.setattr("onward.tasks.attempts.wait_before_retry.silent_hosts", lambda hosts: {})
+        monkeypatch.setattr("onward.tasks.attempts.wait_before_retry.unready_hosts", lambda run, hosts: {})
         monkeypatch.setattr("onward.tasks.attempts.attempt.storage_problem", lambda folder: left.disk)
         monkeypatch.setattr("onward.tasks.train.job_of_attempt", lambda attempt: Job(attempt.run, attempt.number, left))
     with contextlib.suppress(OnwardError), Ending(run):

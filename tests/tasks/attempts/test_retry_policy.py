@@ -158,7 +158,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Hosts that do not answer."""
     down: set[str] = set()
     monkeypatch.setattr(
-        readiness, "silent_hosts", lambda hosts: {host: "No route to host" for host in hosts if host in down}
+        readiness, "unready_hosts", lambda run, hosts: {host: "No route to host" for host in hosts if host in down}
     )
     return down
 
@@ -192,7 +192,7 @@ def test_a_host_that_is_back_or_is_taken_out_of_the_file_is_not_waited_for(
     monkeypatch.setattr(readiness.time, "sleep", lambda pause_s: pause_s and silent.clear())
     ending(run, "host_lost")
     wait_until_ready(run)
-    assert caplog.text.count("h1 (No route to host); waiting up to 600 s (launch.host_wait_s) for h1") == 1
+    assert caplog.text.count("h1 (No route to host); waiting up to 600 s (launch.host_wait_s)") == 1
     assert not run.adjusted.exists()
     silent.add("h1")
     monkeypatch.setattr(
@@ -234,7 +234,7 @@ def test_hosts_that_were_silent_at_the_end_of_an_attempt_are_not_asked_again(
     run = hosts_run(tmp_path, on_host_lost="fewer")
     ending(run, "host_lost", silent_hosts={"h1": "Connection timed out"})
     asked: list[str] = []
-    monkeypatch.setattr(readiness, "silent_hosts", lambda hosts: asked.extend(hosts) or {})
+    monkeypatch.setattr(readiness, "unready_hosts", lambda run, hosts: asked.extend(hosts) or {})
     wait_until_ready(run)
     assert (asked, read_config(run).world_size) == (["h0"], 2)
     monkeypatch.setattr(readiness, "KNOWN_S", -1.0)

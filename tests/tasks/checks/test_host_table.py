@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from onward.infra.job.hosts import silence
 from onward.tasks.checks import host_table
 from onward.tasks.checks.host_table import HostRow, HostTable, ask_hosts, host_problems
 from onward.trainer.config.sections.ranks import LaunchConfig
@@ -78,6 +79,18 @@ def test_other_versions_and_clocks_are_named_with_their_hosts() -> None:
     )
     (warning,) = table.warnings
     assert warning.startswith("the clock of h1 differs by -3600.0 s; synchronise it")
+
+
+def test_a_host_that_is_not_ready_yet_is_left_out_with_the_reason() -> None:
+    other = row("h1", versions={"torch": "2.12.1"})
+    unmounted = row("h2").model_copy(update={"problems": ("h2 does not see what the first host has written",)})
+    unready = HostTable(rows=(row("h0"), other, unmounted)).unready()
+    assert list(unready) == ["h2", "h1"]
+    assert unready["h2"] == "it answers, but does not see what the first host has written"
+    assert unready["h1"].startswith(
+        "it answers, but the hosts have different versions of torch: 2.13.0 on h0; 2.12.1 on"
+    )
+    assert silence({"h2": unready["h2"]}) == f"1 host cannot be used: h2 ({unready['h2']})"
 
 
 def test_networks_are_passed_on_only_where_all_are_known() -> None:
